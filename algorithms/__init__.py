@@ -1,4 +1,4 @@
-"""Objectives and the parts they are made of: advantages, corrections, aggregation. Pure functions on packed tokens.
+"""Objectives of the policy, and their parts: advantages, corrections, aggregation. Pure functions on packed tokens.
 
 Importing this package does not import torch, so that a configuration can be read and checked without it.
 """

@@ -1,9 +1,11 @@
 """Advantages from rewards: estimators that compare the samples of a group or of a whole batch.
 
-`flash.trainer.credit` calls them once per batch, with the rewards of all its samples. Samples carry their group's id,
-so groups may have different sizes and come in any order. A group with one member, or with equal rewards, says nothing
-about the policy: its advantages are exactly 0. All functions raise ValueError if a reward is not finite or lengths
-differ.
+`flash.trainer.credit` calls them once per batch, with the rewards of all its samples. Each sample comes with the id of
+its group, so groups may have different sizes, and their samples any order. A group with one member, or with equal
+rewards, contains no comparison: its advantages are exactly 0. The estimators raise ValueError if a reward is not finite
+or lengths differ.
+
+A *turn* is one response of the policy with the environment's step after it.
 
 Shape legend: B = samples of the whole batch, G = groups, K = turns of the longest sample, P = parts of a batch.
 """
@@ -25,7 +27,7 @@ EQUAL = 1e-9
 
 
 class _CentredRewards(NamedTuple):
-    """Rewards centred within their groups, on a scale on which their squares stay finite."""
+    """Rewards minus the mean of their group, scaled so that their squares stay finite."""
 
     group_B: IntArray
     """Index of each sample's group."""
@@ -48,7 +50,7 @@ def group_advantages(rewards: Sequence[float] | FloatArray, group_ids: Sequence[
 def group_mean_advantages(rewards: Sequence[float] | FloatArray, group_ids: Sequence[int] | IntArray) -> FloatArray:
     """Return float64 [B]: R − mean of the sample's group (Dr. GRPO, arXiv 2503.20783).
 
-    Without the division by std, a very easy or very hard prompt does not count more than others.
+    A division by std would make very easy and very hard prompts count more than others.
     """
     centred = _centred(rewards, group_ids)
     return _unscaled(centred.centred_B, centred.exponent_B)
@@ -78,9 +80,17 @@ def turn_advantages(
 ) -> list[FloatArray]:
     """Return for each sample float64 [turns of the sample]: the normalised return of each turn.
 
-    `turns` holds the rewards of each sample's turns. The return of a turn is Σ_{j ≥ 0} γ^j · reward j turns later. It
-    is normalised over the group's samples at the same turn. Samples of a group may have different numbers of turns: a
-    turn is compared with the samples that have such a turn.
+    The return of a turn is Σ_{j ≥ 0} γ^j · (reward of the turn j turns later). Its advantage is (return − mean) / std
+    over the samples of the group that have a turn of the same number. Samples of a group may have different numbers of
+    turns.
+
+    Args:
+        turns: rewards of the turns of each sample.
+        group_ids: group of each sample.
+        gamma: γ, the discount of a turn.
+
+    Raises:
+        ValueError: γ lies outside of [0, 1], a return is not finite, or the lengths differ.
     """
     if not 0 <= gamma <= 1:
         raise ValueError(f"gamma is {gamma}; expected a number from 0 to 1")
@@ -98,7 +108,7 @@ def turn_advantages(
         return_BK[:, turn] = following_B
     exists_BK = np.arange(deepest) < np.array(counts, dtype=np.int64)[:, None]
     group_B = np.unique(np.asarray(group_ids, dtype=np.int64), return_inverse=True)[1]
-    # Each pair of group and turn is a group of its own.
+    # Each pair of a group and the number of a turn is compared like a group.
     cell_BK = group_B[:, None] * deepest + np.arange(deepest)
     advantages = group_advantages(return_BK[exists_BK], cell_BK[exists_BK])
     return np.split(advantages, np.cumsum(counts)[:-1]) if counts else []
@@ -113,8 +123,9 @@ def moments(values: FloatArray) -> tuple[float, float, float]:
 def whiten(parts: Sequence[Sequence[float]] | FloatArray) -> tuple[float, float]:
     """Return the mean and 1 / std of the numbers of a batch, from the `moments` of its parts, [P, 3].
 
-    REINFORCE++ (arXiv 2501.03262): advantage = (raw − mean) · (1 / std), over all trained tokens. If the numbers are
-    equal, or there are none, 1 / std is returned as 0, so that the advantages are 0.
+    A part is the numbers of one data shard. REINFORCE++ (arXiv 2501.03262): advantage = (raw − mean) · (1 / std), over
+    all trained tokens. If the numbers are equal, or there are none, 0 is returned for 1 / std, so that the advantages
+    are 0.
 
     Raises:
         ValueError: a moment is not finite.
@@ -138,7 +149,7 @@ def are_equal(rewards: Collection[float]) -> bool:
 
 
 def _centred(rewards: Sequence[float] | FloatArray, group_ids: Sequence[int] | IntArray) -> _CentredRewards:
-    """Centre the rewards within their groups.
+    """Subtract the mean of its group from each reward, and scale the results.
 
     Raises:
         ValueError: a reward is not finite, or the number of ids differs from the number of rewards.

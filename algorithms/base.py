@@ -1,8 +1,8 @@
-"""The interface of all objectives: packed token tensors in, a per-token loss out.
+"""The interface of all objectives, which compute the loss of each token from packed tensors of tokens.
 
 An objective is a frozen struct. Its fields are its options, its `__call__` is its formula. It does no I/O, reads no
-configuration and calls no collective. `flash.trainer.objective` builds the `PackedTokens` of one micro-batch, calls the
-objective, and then masks, weighs and sums the losses over all micro-batches and ranks.
+configuration and calls no collective. `flash.trainer.objective` builds the `PackedTokens` of one micro-batch and calls
+the objective. The trainer then masks, weighs and sums the losses over all micro-batches and ranks.
 
 The files of this package use tensor methods only and import torch for type checking alone, so that options can be read
 and checked without torch.
@@ -27,16 +27,17 @@ Advantage = Literal["group", "group_mean", "leave_one_out", "batch", "turn", "ga
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
 """Ways to sum token losses into one number: see `algorithms.sequences.token_weights`."""
 Proximal = Literal["recompute", "loglinear", "ewma"]
-"""Source of `PackedTokens.proximal_T`. recompute: the weights at the start of the step. loglinear: interpolated between
-the behaviour policy and the current one by the token's age (`algorithms.references.loglinear`). ewma: an exponentially
-weighted moving average of the weights of all steps so far (Hilton et al. 2021, arXiv 2110.00641)."""
+"""Source of the proximal policy, a recent policy to which an objective may keep the new one close. recompute: the
+weights at the start of the step. loglinear: interpolated between the behaviour policy, which sampled the token, and the
+current policy, by the token's age in versions (`algorithms.references.loglinear`). ewma: an exponentially weighted
+moving average of the weights of all steps so far (Hilton et al. 2021, arXiv 2110.00641)."""
 CriticTarget = Literal["lambda", "monte_carlo"]
 """Regression target of the critics. lambda: A + V, which depends on the critics' own values of later states.
 monte_carlo: the discounted sum of the rewards that followed."""
 
 
 class PackedTokens(NamedTuple):
-    """Input of an objective. Slots where `mask_T` is False may hold anything, NaN included."""
+    """Input of an objective. Values of tokens where `mask_T` is False may be anything, even NaN."""
 
     logp_T: Tensor
     """log π_θ under the current weights, with gradient."""
@@ -49,7 +50,7 @@ class PackedTokens(NamedTuple):
     reward_T: Tensor
     """Reward of the token's trajectory, as the environment returned it."""
     mask_T: Tensor
-    """bool: the token takes part in the loss."""
+    """bool: True if the token takes part in the loss."""
     sequence_T: Tensor
     """int64: index of the token's sequence, from 0 to S − 1; non-decreasing."""
     sequences: int
@@ -63,10 +64,10 @@ class PackedTokens(NamedTuple):
 
 
 class ObjectiveOutput(NamedTuple):
-    """Loss per token, and statistics per token that the trainer averages over the unmasked tokens of the batch."""
+    """Loss per token, and statistics per token. The trainer averages these over the unmasked tokens of the batch."""
 
     loss_T: Tensor
-    """Loss of each token, to be minimised. Values in masked slots are ignored, also when they are NaN."""
+    """Loss of each token, to be minimised. Values of masked tokens are ignored, even if they are NaN."""
     stats: dict[str, Tensor]
     """Name → [T], detached. `ratio`: importance ratio. `clipped`: 1 where a clip removed the gradient or cut the
     weight. `weight`: the weight as used in the loss. These three have plots."""
@@ -78,7 +79,8 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Base of the objectives. Subclasses add options as fields and implement `__call__`."""
 
     corrects_staleness: ClassVar[bool] = True
-    """True if the objective uses behaviour log-probs. Without them, async_ratio > 0 is refused."""
+    """True if the objective uses behaviour log-probs, and so corrects for the age of samples. If it is False,
+    async_ratio > 0 is refused unless the configuration corrects or allows it."""
     advantage: ClassVar[Advantage] = "group"
     """Estimator that the method uses unless `algorithm.advantage` names another."""
     aggregation: ClassVar[Aggregation] = "token_mean"
@@ -98,7 +100,7 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def proximal_decay(self) -> float:
-        """Share that the moving average of the weights keeps of its past at each step; only for `ewma`."""
+        """Share of the moving average of the weights that is kept at each step. Only `ewma` uses it."""
         raise TypeError(f"{type(self).__name__} does not define proximal_decay")
 
     def limit(self, log_ratio_N: Tensor, advantage_N: Tensor) -> float:

@@ -1,15 +1,16 @@
 """Weights and filters for the mismatch between the policy that sampled and the proximal policy.
 
-All corrections are functions of w = exp(proximal − behaviour). w does not depend on the policy that is trained, so it
-multiplies the loss without changing the meaning of the gradient. w covers the difference between engine and trainer at
-equal weights, and the distance that the proximal policy has moved since the token was sampled. The factors of several
-corrections are multiplied. `flash.trainer.objective` calls `correct` for each micro-batch.
+All corrections are functions of w = exp(proximal − behaviour), the ratio of a token's probabilities under the proximal
+policy (`algorithms.base.Proximal`) and under the policy that sampled the token. w does not depend on the policy that is
+trained, so it multiplies the loss without changing the meaning of the gradient. w covers the difference between engine
+and trainer at equal weights, and the distance that the proximal policy has moved since the token was sampled. The
+factors of several corrections are multiplied. `flash.trainer.objective` calls `correct` for each micro-batch.
 
 Filters (`sequence_mask`, `geometric`) have the factors 0 and 1 and can be used with every objective. A filter rejects
 sequences: the mean is over the accepted sequences, E[… | accepted], as if the rejected sequences had not been sampled
 (in verl's rollout correction, rejected sequences leave the response mask; THUDM/slime#657).
 
-Weights (`token_tis`, `icepop`) keep every token in the mean, also tokens with weight 0: the formula is Σ w(…) / Σ |y|.
+Weights (`token_tis`, `icepop`) keep every token in the mean, even tokens with weight 0: the formula is Σ w(…) / Σ |y|.
 A weight is for an objective without w, such as `rloo`. With an objective that has w in its formula, or in its ratio to
 the behaviour policy, a weight would correct the same difference twice.
 
@@ -129,7 +130,7 @@ class Corrected(NamedTuple):
     weight_T: Tensor
     """Product of all factors."""
     keep_T: Tensor
-    """bool: no correction rejects the token. A sequence is rejected as a whole, never a part of it."""
+    """bool: True if no correction rejects the token. A sequence is always rejected as a whole."""
 
 
 def correct(corrections: Iterable[Correction], tokens: PackedTokens) -> Corrected:

@@ -57,13 +57,16 @@ class Signals(NamedTuple):
 
 
 class Coupling(msgspec.Struct, frozen=True):
-    """A difference of means over all responses, compared with chance; NaN if there are no such tokens."""
+    """A difference of two means over the tokens of all responses, compared with chance.
+
+    A mean without any tokens is NaN, and so is everything that depends on it.
+    """
 
     name: str
     marked: float
     """Mean over the marked tokens."""
     others: float
-    """Mean over the tokens that the marked ones are compared with."""
+    """Mean over the tokens with which the marked tokens are compared."""
     tokens: int
     """Number of marked tokens."""
     null_mean: float
@@ -84,7 +87,7 @@ class Coupling(msgspec.Struct, frozen=True):
 
 
 class _Means(NamedTuple):
-    """Fields of a `Coupling` for one choice of plans: the observed plans, or shifted ones."""
+    """Values for the fields of `Coupling` with the same names, for one choice of plans: observed or shifted ones."""
 
     marked: float
     others: float
@@ -102,7 +105,7 @@ class _Tokens(NamedTuple):
     """True if some token of the response lies in the range over which FAI is averaged. Otherwise FAI is 0 by definition
     and is not counted."""
     place_A: IntArray
-    """Place in the sequence, with `APART` between responses."""
+    """Place in the sequence, plus `APART` for each response before this one."""
     has_change_A: BoolArray
     """True if the token has a Δ: the next token belongs to the response too."""
     lengths: list[int]
@@ -177,12 +180,13 @@ def _concatenate(options: Rhythm, responses: Sequence[Signals]) -> _Tokens:
 
 
 def _draw_shifts(lengths: Sequence[int], seed: int, shifts: int) -> Iterator[Sequence[int]]:
-    """Yield random shifts, one number per response, each uniform over the response's tokens with a Δ."""
+    """Yield `shifts` random shifts. Each has one number per response, drawn uniformly from 0 to its length − 1."""
     yield from np.random.default_rng(seed).integers(0, lengths, (shifts, len(lengths))).tolist()
 
 
 def _shifted_plans(tokens: _Tokens, shifts: Iterable[Sequence[int]]) -> Iterator[BoolArray]:
-    """Yield bool [A] for each shift: the plans, moved to later tokens by the shift's number for their response."""
+    """Yield bool [A] for each shift: the plans, moved cyclically to later tokens by the shift's number for their
+    response."""
     lengths = np.array(tokens.lengths, dtype=np.int64)
     length_E = np.repeat(lengths, lengths)
     start_E = np.repeat(np.cumsum(lengths) - lengths, lengths)

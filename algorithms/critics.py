@@ -1,8 +1,8 @@
 """Advantages and targets from critics, and the assignment of responses to several critics.
 
-Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438) over packed sequences. Only unmasked tokens
-are time steps. A masked token has no value, no reward and no place in the discount: the step before it is followed by
-the next unmasked token. So a reward must be placed on an unmasked token.
+Advantages are estimated by generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438) over packed
+sequences. Only unmasked tokens are time steps. A masked token has no value, no reward and no discount: an unmasked
+token before it is followed directly by the next unmasked token. So a reward must be placed on an unmasked token.
 
 Shape legend: T = action tokens, K = unmasked action tokens, S = sequences, B = samples of the whole batch.
 """
@@ -29,7 +29,7 @@ def gae(
     lam: float,
     bootstrap_S: FloatArray | None = None,
 ) -> tuple[FloatArray, FloatArray]:
-    """Return advantages and returns, float64 [T] each; 0 at masked tokens, whose slots may hold anything.
+    """Return advantages and returns, float64 [T] each; 0 at masked tokens, whose inputs may be anything.
 
         δ_t = r_t + γ V_{t+1} − V_t      A_t = Σ_{k ≥ t} (γλ)^{k−t} δ_k      return_t = A_t + V_t
 
@@ -92,9 +92,9 @@ def discounted_sums(term_K: FloatArray, sequence_K: IntArray, factor: float) -> 
 def deal(group_ids_B: Sequence[int], critics: int, seed: int) -> IntArray:
     """Return int64 [B]: the index of the one critic that learns from each response of a batch (AsyPPO, 2510.01656).
 
-    The responses of a group, in an order drawn from the seed and the group's id, go to the critics in turn, so that the
-    critics' counts differ by at most one. The first response goes to critic (id mod critics), so that the remainder of
-    groups that do not divide evenly, or that have fewer responses than there are critics, is spread over the critics.
+    The responses of a group are put into an order that depends on the seed and the group's id, and are assigned to the
+    critics in turn. So the critics' counts differ by at most one in each group. The first response goes to critic
+    (id mod critics), so that over many groups no critic gets more responses than the others.
     """
     group_B = np.asarray(group_ids_B, dtype=np.int64)
     critic_B = np.zeros(len(group_B), dtype=np.int64)

@@ -13,12 +13,8 @@ An estimator with the right value may have the wrong gradient. k1 is right when 
 where the policy gradient supplies ∇ log π; in the loss it is refused. On samples of an older policy all three
 estimators are biased by the distance to that policy.
 
-On-policy distillation: the policy samples, and a teacher π_T scores each sampled token. Per token, the reverse KL
-divergence of the policy from the teacher lowers the advantage (Agarwal et al. 2023, "GKD", arXiv 2306.13649, with λ = 1
-and the reverse KL; Gu et al. 2023, "MiniLLM", arXiv 2306.08543, without its long-term part; Thinking Machines Lab 2025,
-"On-Policy Distillation"):
-
-    A'_t = A_t − β (log π(y_t | y_<t) − log π_T(y_t | y_<t)),   with A_t the advantage from the rewards
+On-policy distillation: the policy samples, and a teacher π_T scores each sampled token. At each token, the estimated
+KL divergence of the policy from the teacher lowers the advantage (`distilled`).
 
 Shape legend: T = packed action tokens of a micro-batch.
 """
@@ -79,8 +75,13 @@ def kl(estimator: Estimator, logp_T: Tensor, reference_T: Tensor) -> Tensor:
 def distilled(advantage_T: Tensor, logp_T: Tensor, teacher_T: Tensor, coefficient: float) -> Tensor:
     """Return [T], no gradient: the advantage A_t + D_t, with the added term D_t = −β (log π − log π_T).
 
-    The trainer calls this before the objective (`flash.trainer.objective`). A_t is 0 if `Teacher.reward` is false. β is
-    `coefficient`, and `logp_T` is log π under the weights at which the loss is computed.
+    A_t is the advantage from the rewards, which is 0 if `Teacher.reward` is false. β is `coefficient`, and `logp_T` is
+    log π under the weights at which the loss is computed. The trainer calls this before the objective
+    (`flash.trainer.objective`).
+
+    The rule is on-policy distillation (Agarwal et al. 2023, "GKD", arXiv 2306.13649, with λ = 1 and the reverse KL; Gu
+    et al. 2023, "MiniLLM", arXiv 2306.08543, without its long-term part; Thinking Machines Lab 2025, "On-Policy
+    Distillation").
 
     D_t uses only the log-probs of this token, not those of later tokens. With the objective's importance ratio
     r = π / π_behaviour, E[−r D_t ∇ log π] is therefore β times the gradient of Σ_t KL(π(· | y_<t) ‖ π_T(· | y_<t)) at

@@ -1,8 +1,9 @@
 """Multipliers of advantages from the rhythm of attention (Li et al. 2025, arXiv 2510.13554).
 
-Two averages of attention maps, over heads with a short span (A_loc) and over heads with a long span (A_glob), give two
-signals for each token of a response. WAAD is the distance that the model looked back at the token. FAI is the attention
-that later tokens pay to the token.
+The span of an attention head is the mean distance that it looks back. Two averages of attention maps, over local heads
+with a short span (A_loc) and over global heads with a long span (A_glob), give two signals for each token of a
+response. WAAD (windowed average attention distance) is the distance that the model looked back at the token. FAI
+(future attention influence) is the attention that later tokens pay to the token.
 
     WAAD_t = Σ_{s ≤ t} A_loc[t, s] · min(t − s, W)        Δ_t = |WAAD_t − WAAD_{t+1}|
     FAI_s  = mean of A_glob[t, s] over the response's t in [s + nearest, s + farthest]
@@ -41,7 +42,7 @@ Share = Annotated[float, Meta(gt=0, le=1)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 SLACK = 1e-9
-"""Subtracted before q · n is rounded up, since floats may hold a whole q · n as slightly more."""
+"""Number that is subtracted before q · n is rounded up, since a float may hold a whole q · n as slightly more."""
 
 
 class Rhythm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,9 +62,9 @@ class Rhythm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     heads: Literal["batch", "first"] = "batch"
     """Classify heads in each batch, or once in the first batch."""
     local_heads: Share = 0.3
-    """Share of heads that are local: those with the shortest span."""
+    """Share of heads that are local: the heads with the shortest span."""
     global_heads: Share = 0.3
-    """Share of heads that are global: those with the longest span."""
+    """Share of heads that are global: the heads with the longest span."""
     window: Count = 10
     """W: largest distance in WAAD, in tokens."""
     nearest: Count = 10
@@ -180,7 +181,7 @@ def changes(waad_R: FloatArray, position_R: IntArray) -> FloatArray:
 
 
 def top_share(signal_R: FloatArray, share: float) -> BoolArray:
-    """Return bool [R]: the ⌈share · R⌉ tokens with the largest signal. A token with signal 0 is never chosen.
+    """Return bool [R]: True for the ⌈share · R⌉ tokens with the largest signal. Tokens with signal 0 are never chosen.
 
     Of tokens with equal signals, earlier ones are chosen first.
     """
@@ -191,7 +192,10 @@ def top_share(signal_R: FloatArray, share: float) -> BoolArray:
 
 
 def multiplier(options: Rhythm, waad_R: FloatArray, influence_R: FloatArray, position_R: IntArray) -> FloatArray:
-    """Return [R]: γ of each token of one response, from WAAD of the local heads and FAI of the global heads."""
+    """Return [R]: γ of each token of one response, from WAAD of the local heads and FAI of the global heads.
+
+    `position_R` are the places of the tokens in their sequence.
+    """
     delta_R = changes(waad_R, position_R)
     if options.credit == "local":
         return np.where(top_share(delta_R, options.top), options.gain, 1.0)
@@ -207,9 +211,10 @@ def multiplier(options: Rhythm, waad_R: FloatArray, influence_R: FloatArray, pos
 
 
 def _plan_before(options: Rhythm, waad_R: FloatArray, delta_R: FloatArray, position_R: IntArray) -> IntArray:
-    """Return [R]: for each token, the index of the plan to which it would pass credit as an anchor; −1 for none.
+    """Return [R]: for each token, the index of the plan to which it would pass credit if it is an anchor; −1 for none.
 
-    The plan is the token with the largest Δ of the `reach` tokens before; of equal ones, the nearest.
+    The plan is the token with the largest Δ among the `reach` tokens of the same turn before this token; of equal ones,
+    the nearest. There is none if that Δ is below τ_Δ, or if the WAAD of this token is above τ_waad.
     """
     low, high = np.quantile(waad_R, options.low_distance), np.quantile(delta_R, options.high_change)
     plan_R = np.full(len(waad_R), -1)

@@ -1,8 +1,8 @@
 """Reductions over packed sequences: sums and means within a sequence, and the weights that aggregate token losses.
 
-`token_weights` gives each token a weight such that the loss of the batch is the plain sum of weight · loss over all
-micro-batches of all ranks, however the batch is cut. The denominators are those of the whole batch, and a sequence is
-never cut.
+`token_weights` gives each token a weight. The loss of the batch is then the plain sum of weight · loss over all
+micro-batches of all ranks, however the batch is divided. The denominators are those of the whole batch, and a sequence
+is never divided.
 
 The mask decides which tokens count in a denominator. A correction that rejects a sequence takes it out of the mask, and
 so out of the denominators (`algorithms.corrections`). A token to which an objective or a weight gives 0 stays in: a cap
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def sequence_sum(tokens: PackedTokens, value_T: Tensor) -> Tensor:
-    """Return float64 [S]: the sum over the unmasked tokens of each sequence. Masked slots may hold anything.
+    """Return float64 [S]: the sum over the unmasked tokens of each sequence. Values of masked tokens may be anything.
 
     The sum is taken in float64: a log-ratio of 10,000 tokens is a sum of small numbers of both signs.
     """

@@ -1,8 +1,8 @@
 """Two ways to reduce the effect of old data: weights of samples by age, and a learning rate that depends on the lag.
 
-Weights by age. The age of a sample is the trainer's version minus the oldest version among its tokens. Weights have
-mean 1 over the batch, so that they shift the gradient between samples and leave its scale to the learning rate. A batch
-of equal ages is unchanged.
+Weights by age. The age of a sample is the trainer's version minus the oldest version among its trained tokens. Weights
+have mean 1 over the batch. So they change the influence of samples relative to each other, and leave the scale of the
+gradient to the learning rate. If all samples have the same age, nothing changes.
 
 Learning rate by lag (`Lag`): the rate is reduced by how far the policy has moved away from the policies that sampled.
 
@@ -46,14 +46,15 @@ class ExponentialStaleness(
             ValueError: an age is negative or not finite.
         """
         age_B = _checked(age_B)
-        # Counting ages from the youngest sample keeps the ratios, and the weights of an old batch do not underflow.
+        # Ages are counted from the youngest sample. This keeps the ratios, and weights of an old batch do not
+        # underflow.
         return _with_mean_one(np.exp((age_B - age_B.min(initial=math.inf)) * math.log(self.decay)))
 
 
 class LinearStaleness(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="linear"
 ):
-    """Weight g = max(0, 1 − age / (α + 1)), with α the asynchronous ratio or the bound above it.
+    """Weight g = max(0, 1 − age / (α + 1)), with α the larger of `train.async_ratio` and `train.max_token_age`.
 
     g is above 0 for every sample whose age the contract permits (at most α).
     """
@@ -90,7 +91,7 @@ def _with_mean_one(weight_B: FloatArray) -> FloatArray:
 
 
 class Lag(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limit of the distance between the policy and the policies that sampled, held by the learning rate.
+    """Limit of the distance between the policy and the policies that sampled, kept by lowering the learning rate.
 
     Before each update, the distance is measured on the tokens of that update:
 
@@ -102,8 +103,8 @@ class Lag(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     budget: Annotated[float, Meta(gt=0, le=100)] = 0.04
     """Largest mean (log π − log π_behaviour)² of an update. 0.04: ratios of 0.8 or 1.2, as clips."""
 
-    # Why: a step changes the policy, but data of the changed policy arrives only a lag later. Until then every step
-    # pushes on as if the steps before it had not been made.
+    # Why: a step changes the policy, but data that the changed policy has sampled arrives only a lag later. Until then,
+    # every step moves the policy as if the steps before it had not been made.
     #
     # Derivation: for a token, let a be its lag in versions, where the earlier updates of the same step count as
     # fractions of a version. Let R be the sum of the rates applied over that time, where the rate of a version is the
@@ -115,7 +116,7 @@ class Lag(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     # and not between the budget and the distance that it would reach without a limit.
     #
     # The disagreement of engine and trainer at equal weights is subtracted, because no rate has made it. If it counted
-    # as distance, the rate would fall further the less distance the rate itself makes, and stay down for good.
+    # as distance, the rate would fall further the less distance the rate itself makes, and would never rise again.
     #
     # Lower bound: synchronous training ends a whole update away from the policy that sampled. At the scheduled rate
     # over 1 + √(mean a²), a lag of a and the update after it move the policy no further than that. So a first update on

@@ -2,8 +2,9 @@
 
 `flash.trainer.objective.apply_objective` calls the objective for each micro-batch.
 
-The ratio is taken to the policy that sampled the token, not to the weights at the start of the step. So data from an
-older version is corrected already in the first update, where the second ratio would be 1.
+The denominator is the policy that sampled the token, not the policy at the start of the step. So data of an older
+version is corrected from the first update on. In this update, the ratio to the policy at the start of the step is 1 and
+would correct nothing.
 """
 
 from __future__ import annotations

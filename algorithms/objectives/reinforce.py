@@ -1,7 +1,7 @@
 """REINFORCE and its off-policy forms: A · log π, with a bounded importance weight per token that has no gradient.
 
-No token loses its gradient to a clip: an extreme ratio cuts the weight of the token, not its gradient. The forms differ
-in the bounds of the weight alone. `Supervised` is the same loss with A = 1, for answers that are given.
+No token loses its gradient to a clip: if its ratio is extreme, only its weight is cut. The forms differ only in the
+bounds of the weight. `Supervised` is the loss with A = 1, for answers that are given.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class Cispo(Objective, frozen=True):
     """max E[sg(clip(r, 1 − ε_low, 1 + ε_high)) A log π_θ] with r = π_θ / π_behaviour.
 
     CISPO (MiniMax-M1, arXiv 2506.13585), eq. 4 and 5: clip the importance weight, not the gradient. Every token keeps
-    a gradient, also the rare tokens at which the reasoning branches, which a clipped surrogate drops first.
+    a gradient, even the rare tokens at which the reasoning branches, which a clipped surrogate drops first.
     """
 
     advantage = "group"
     aggregation = "token_mean"
 
     clip_low: ClipLow = 1.0
-    """ε_low; 1, as in the paper, is no bound from below."""
+    """ε_low. With 1, as in the paper, there is no lower bound."""
     clip_high: ClipHigh = 5.0
     """ε_high."""
 

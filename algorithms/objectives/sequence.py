@@ -1,4 +1,4 @@
-"""Objectives with one ratio for a whole response, as the reward belongs to the whole response.
+"""Objectives with one ratio for a whole response, because the reward belongs to the whole response.
 
 Sums over a response are taken over its unmasked tokens, in float64 (`algorithms.sequences`).
 """
@@ -24,9 +24,10 @@ only keeps the statistics finite."""
 class Gspo(Objective, frozen=True):
     """max E[min(s A, clip(s, 1 − ε_low, 1 + ε_high) A)], s = (π_θ(sequence) / π_behaviour(sequence))^(1 / length).
 
-    GSPO (Zheng et al. 2025, arXiv 2507.18071), in the form of the paper's GSPO-token (eq. 13 and 14): the value of s
-    is that of the sequence, its gradient is that of the token. Where A is constant over a sequence, value and gradient
-    are those of GSPO (eq. 5). Where A differs between tokens (`turn`, `gae`), the formula still holds.
+    GSPO (Zheng et al. 2025, arXiv 2507.18071), in the form of the paper's GSPO-token (eq. 13 and 14): s has the value
+    of the sequence's ratio and the gradient of the token's log-prob. If A is constant over a sequence, value and
+    gradient of the objective are those of GSPO (eq. 5). The formula can also be used if A differs between tokens
+    (`turn`, `gae`).
     """
 
     advantage = "group"
@@ -116,8 +117,8 @@ class Kimi15(Objective, frozen=True):
     tau: Annotated[float, Meta(gt=0)] = 0.1
     """τ."""
     penalty: Literal["sequence", "token"] = "sequence"
-    """Log-ratio that is squared: that of the response, as in the paper, or that of each token alone, which is weaker on
-    long responses."""
+    """Log-ratio that is squared. sequence: the log-ratio of the response, as in the paper. token: the log-ratio of each
+    token alone, which is weaker on long responses."""
 
     def __call__(self, tokens: PackedTokens) -> ObjectiveOutput:
         """Return the loss per token. The square of a response is divided evenly over its tokens.

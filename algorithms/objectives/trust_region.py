@@ -134,9 +134,9 @@ class AsyPpo(DecoupledPpo, frozen=True):
     critic_target = "monte_carlo"
 
     mask_lowest: Share = 0.2
-    """Share of the batch's trained tokens, those with the lowest σ, whose policy loss is left out."""
+    """Share of the batch's trained tokens whose policy loss is left out: the tokens with the lowest σ."""
     filter_highest: Share = 0.2
-    """Share of the batch's trained tokens, those with the highest σ, that have no entropy bonus."""
+    """Share of the batch's trained tokens that have no entropy bonus: the tokens with the highest σ."""
     decoupled: bool = False
     """Clip around the proximal policy and weigh by π_proximal / π_behaviour, for data several versions old. The other
     options of `decoupled_ppo` belong to this form."""
@@ -188,9 +188,9 @@ class M2po(Objective, frozen=True):
     """max E[M r A] with r = π_θ / π_behaviour, M = 0 for outward tokens with (log r)² ≥ limit, else 1.
 
     M2PO (Zheng et al. 2025, arXiv 2510.01161). A token is outward if the objective would push its ratio further from 1:
-    A > 0 and r > 1, or A < 0 and r < 1. Of the outward tokens of a minibatch, those with the largest (log r)² are
-    dropped, as few as bring the mean (log r)² of the remaining outward tokens to τ or below. All other tokens keep
-    their gradient however large their ratio is.
+    A > 0 and r > 1, or A < 0 and r < 1. Outward tokens are dropped, the token with the largest (log r)² first, until
+    the mean (log r)² of the remaining outward tokens of the minibatch is at most τ. All other tokens keep their
+    gradient, however large their ratio is.
 
     The mean is over outward tokens, as in the authors' code and not as in the paper's formula. The authors' code also
     caps log-ratios and clips with a minimal range; this class does neither. Dropped tokens stay in the denominator:
@@ -205,7 +205,10 @@ class M2po(Objective, frozen=True):
     """τ: largest mean (log r)² of the outward tokens."""
 
     def limit(self, log_ratio_N: Tensor, advantage_N: Tensor) -> float:
-        """Return the smallest (log r)² that is dropped; inf if none is. Equal ones are dropped together."""
+        """Return the smallest (log r)² of the tokens to drop; inf if no token is dropped.
+
+        Tokens with equal (log r)² are dropped together.
+        """
         square_K = log_ratio_N.double().square()[is_outward(log_ratio_N, advantage_N)].sort().values
         # Mean over the k + 1 smallest: it rises with k, so the tokens that fit under τ are a prefix.
         mean_K = square_K.cumsum(0) / square_K.new_ones(len(square_K)).cumsum(0)
@@ -223,5 +226,5 @@ class M2po(Objective, frozen=True):
 
 
 def is_outward(log_ratio_T: Tensor, advantage_T: Tensor) -> Tensor:
-    """Return bool [T]: the objective pushes the ratio of the token away from 1."""
+    """Return bool [T]: True if the objective pushes the ratio of the token further away from 1."""
     return log_ratio_T.sign() * advantage_T.sign() > 0

@@ -1,8 +1,8 @@
-"""The rollout nodes and their engines as the hub knows them: numbers, versions, heartbeats, statuses. Pure state.
+"""The hub's state of the rollout nodes and their engines: numbers, versions, heartbeats, statuses. Pure state.
 
 `NodeRegistry` gives numbers to nodes and engines. `Fleet` knows which engine has which version. `Heartbeats` knows
 which nodes are silent. `NodeStatuses` keeps the nodes' reports about themselves, for people. `flash.hub.nodes` and
-`flash.hub.work` call these classes when something happens.
+`flash.hub.work` call these classes when a node sends a request, is lost or leaves.
 
 Laws: no two living nodes have the same number, and no two engines have the same number. Engines are at most one version
 behind, because the next version is announced only when `Fleet.up_to_date` is True.
@@ -71,10 +71,14 @@ class NodeRegistry:
 
     @cached_property
     def _config_text(self) -> str:
+        """The run's configuration as TOML."""
         return dump(self._config)
 
     def has_joined(self, node: int) -> bool:
-        """Return True if the node was registered by `join`. Such a node may leave, and may outlive the hub."""
+        """Return True if a node of this number is, or would be, registered by `join`: all nodes but the hub's own.
+
+        Such a node may leave, and may outlive the hub.
+        """
         return node != HUB_NODE
 
     @property
@@ -130,7 +134,7 @@ class NodeRegistry:
         free = (number for number in count(cluster.trainer_nodes) if number not in self._engines)
         own = request.node
         node = own if 0 < own < cluster.trainer_nodes and own not in self._engines else next(free)
-        # The first gap between the engines of other nodes that is wide enough.
+        # Engines of a node have consecutive numbers: take the first gap between other nodes that is wide enough.
         first = 0
         for taken in sorted(self._engines.values(), key=lambda engines: engines.start):
             if first + request.engines <= taken.start:
@@ -167,8 +171,8 @@ class _ReportedNode:
 class Fleet:
     """State of the engines of all nodes, with the weight version of each.
 
-    A node counts as soon as it is given its first version, and not only from its first report, because the trainer
-    ranks have to keep that version until the node has loaded it.
+    A node counts as soon as it is given its first version to load, and not only from its first report. The trainer
+    ranks hold only the newest versions, so no further version may be announced before the node has loaded this one.
     """
 
     def __init__(self) -> None:
@@ -179,7 +183,7 @@ class Fleet:
         self.able_nodes: set[int] = set()
         """Nodes with an engine that has a version. No other node can run a task now."""
         self.started = False
-        """True once any engine has had a version."""
+        """True from the moment at which the first engine has reported a version."""
 
     def __bool__(self) -> bool:
         """Return True if any node has engines or loads its first version."""
@@ -204,7 +208,7 @@ class Fleet:
         return bool(self._nodes) and next(self.engines(), None) is None
 
     def versions(self, node: int) -> list[int]:
-        """Return the versions of a node's engines; -1 for an engine without one."""
+        """Return the versions of a node's engines; -1 for an engine without a version."""
         known = self._nodes.get(node)
         return known.versions if known is not None else []
 
@@ -256,12 +260,12 @@ class Fleet:
 class Heartbeats:
     """Record of the nodes that are present, and of the silent nodes among them. Times are on anyio's clock.
 
-    A living node always has a `CancelRequest` waiting at the hub. A node is *silent* if it has not sent the next
-    request some time after the last answer, although its connection is open: its event loop is blocked, or its machine
-    is stopped.
+    A living node always has a `CancelRequest` waiting at the hub. A node is *silent* if it does not send the next
+    request within `silence_s` after the last reply, although its connection is open. Its event loop is then blocked, or
+    its machine is stopped.
 
     Args:
-        silence_s: seconds that a node may take from an answer to its next request.
+        silence_s: seconds that a node may take from a reply to its next request.
     """
 
     def __init__(self, silence_s: float) -> None:
@@ -269,7 +273,7 @@ class Heartbeats:
         self._present: set[int] = set()
         """Nodes that have sent a `CancelRequest`, which is the first request of a node."""
         self._answered: dict[int, float] = {}
-        """Time of the last answer to each node that has sent no request since."""
+        """Time of the last reply to each node that has sent no request since then."""
 
     def __bool__(self) -> bool:
         """Return True if any node is present."""
@@ -289,7 +293,7 @@ class Heartbeats:
         return [node for node, since in self._answered.items() if now - since >= self._silence_s]
 
     def next_silence(self, now: float) -> float:
-        """Return the seconds during which no node can become silent."""
+        """Return the seconds until a node can become silent at the earliest."""
         return max(0.0, min(self._answered.values(), default=now) + self._silence_s - now)
 
     def lost(self, node: int) -> None:
@@ -301,11 +305,11 @@ class Heartbeats:
 # -- statuses, for people --------------------------------------------------------------------------------------------
 
 CUT_OFF = "its connection ended: its process, its machine or the network between is gone"
-"""Reason for people why a node is gone that had not announced it."""
+"""Reason why a node is gone that had not announced that it leaves. People read it."""
 SILENT = "it was silent, and then its connection ended"
-"""Reason for people why a silent node is gone."""
+"""Reason why a silent node is gone. People read it."""
 IN_ORDER = "it left in order"
-"""Reason for people why a node is gone that had announced it."""
+"""Reason why a node is gone that had announced that it leaves. People read it."""
 
 
 class NodeStatuses:
@@ -320,6 +324,7 @@ class NodeStatuses:
     def report(self, node: int, status: NodeStatus, now: float) -> list[str]:
         """Keep the status of a node. Returns an error message for each engine that has died since the status before."""
         before = self.of(node)
+        # Another `since` means another process of the node, whose counts of deaths began at 0.
         known = {} if before is None or before.since != status.since else {e.number: e.deaths for e in before.engines}
         self._reported[node] = now, status
         return [engine.why for engine in status.engines if engine.deaths > known.get(engine.number, 0)]

@@ -1,12 +1,15 @@
 """The gate between the hub's port and the hub: it checks each request before the hub sees it.
 
 A peer is a rollout node, a trainer rank, a messenger (the launcher of a node with trainer ranks) or a guest, which
-becomes a node when it joins. A peer may send only the requests of its kind, only for itself, and only valid ones: a
-node delivers results for the leases that it holds, each once, and each complete. A peer that breaks these rules runs
-other code than ours, or means harm: it is disconnected with a ProtocolError, and the hub never sees the request.
+becomes a node when it joins. A peer may send only the requests of its kind, only for itself, and only valid ones. For
+example, a node delivers results only for the *leases* that it holds (a lease is the right and the duty of a node to run
+one task), each once, and each complete. A peer that breaks these rules runs other code than ours, or means harm: it is
+disconnected with a ProtocolError, and the hub never sees the request.
 
-A trainer rank belongs to the incarnation in which it has connected, and is answered only while that lasts.
-Lifecycle: `flash.transport.server.serve` calls `arrived`, then `handle` for each request, then `left`.
+The trainer ranks between two restarts are an *incarnation*. A trainer rank belongs to the incarnation in which it has
+connected, and is answered only until this incarnation is over.
+Lifecycle: `flash.transport.server.serve` asks `former` and calls `arrived`, then `handle` for each request, then
+`left`.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ PeerKind = Literal["node", "trainer", "messenger", "guest"]
 _PEER_NAME = re.compile(r"(node|trainer|messenger|guest)-(0|[1-9][0-9]{0,8})")
 
 FINISHED = (Outcome.OK, Outcome.TRUNCATED)
-"""Outcomes of trajectories; all other outcomes are those of failures."""
+"""Outcomes of finished samples (`Trajectory`). All other outcomes are those of a `Failure`."""
 
 SENDERS: dict[type[Request[Any]], tuple[PeerKind, ...]] = {
     p.NodeRequest: ("node",),
@@ -51,13 +54,14 @@ SENDERS: dict[type[Request[Any]], tuple[PeerKind, ...]] = {
     p.Interrupt: ("node", "trainer", "messenger"),
     p.Fatal: ("node", "trainer", "messenger"),
 }
-"""Kinds of peers that may send a request, by its nearest base class in this table."""
+"""Kinds of peers that may send a request. The entry of a request is the first of its classes that is in this table,
+from the request's own class upwards."""
 MOST_HOST = 255
 """Largest number of characters in a host's name, or in the address of a store."""
 MOST_ENGINES = 1024
 """Largest number of engines of one node; far above what a machine holds."""
 MOST_STOCKS = 64
-"""Largest number of kinds of things, such as sandboxes, that the environments of one node borrow."""
+"""Largest number of shared resources, such as pools of sandboxes, that the environments of one node use."""
 ENGINE_FIGURES = {column.name for column in columns("engine")}
 """Names of the figures that an engine may report."""
 
@@ -69,11 +73,12 @@ class _ConnectedPeer(msgspec.Struct):
     number: int
     """Number of the node or of the trainer rank."""
     heard_at: float
-    """Time, on anyio's clock, at which it connected or sent its last request."""
+    """Time, on anyio's clock, at which the peer connected or sent its last request."""
     incarnation: int = 0
-    """Incarnation of a trainer rank."""
+    """Incarnation of a trainer rank; 0 for other peers."""
     leases: dict[int, Task] = {}
-    """Tasks that it was given and has not delivered, by their leases. They stay here when the hub withdraws them."""
+    """Tasks whose results a node has not delivered yet, by the number of their lease. A task that the hub withdraws
+    stays here, because the node still delivers a failure for its lease."""
 
     @property
     def name(self) -> str:
@@ -82,7 +87,7 @@ class _ConnectedPeer(msgspec.Struct):
 
     @property
     def silence(self) -> float:
-        """Seconds since it connected or sent its last request."""
+        """Seconds since the peer connected or sent its last request."""
         return anyio.current_time() - self.heard_at
 
 
@@ -102,15 +107,16 @@ class Gate:
         self._closed = False
 
     def former(self, name: str) -> int | None:
-        """Return the connection that a new peer of this name replaces; None if there is none.
+        """Return the id of the connection that a new peer of this name replaces; None if there is none.
 
-        A connection is replaced only if it is silent, as behind a network that was cut in one direction.
+        A connection is replaced only if its peer is silent. This happens if the network was cut in one direction, so
+        that the hub does not notice the end of the connection.
         """
         connection = self._find(name)
         return connection if connection is not None and self._peers[connection].silence > SILENT_S else None
 
     def _find(self, name: str) -> int | None:
-        """Return the connection of the node or trainer rank of this name; None if it is not connected."""
+        """Return the id of the connection of the node or trainer rank of this name; None if it is not connected."""
         for connection, peer in self._peers.items():
             if peer.kind in ("node", "trainer") and peer.name == name and self._is_current(peer):
                 return connection
@@ -120,7 +126,7 @@ class Gate:
         """Admit a peer that has connected.
 
         Raises:
-            ProtocolError: the run has no such peer, or one of this name is connected and not silent.
+            ProtocolError: the run has no peer of this name, or a peer of this name is connected already.
         """
         match = _PEER_NAME.fullmatch(connection.name)
         if match is None or int(match[2]) >= self._limits.get(match[1], math.inf):
@@ -138,26 +144,33 @@ class Gate:
         self._peers[connection.id] = _ConnectedPeer(kind, number, anyio.current_time(), incarnation)
 
     def left(self, connection: Peer) -> None:
-        """Report the end of a connection to the hub, unless it concerns no living part of the run."""
+        """Forget a peer whose connection has ended, and report its loss to the hub.
+
+        The hub gets no report on ranks of an incarnation that is over, nor any report after `close`.
+        """
         peer = self._peers.pop(connection.id, None)
         if peer is not None and self._is_current(peer) and not self._closed:
             self._hub.peer_lost(peer.name)
 
     def close(self) -> None:
-        """End with the hub: connections that end from now on count as closed by it, not as lost."""
+        """Stop reporting the ends of connections. The hub ends and closes them itself, so their peers are not lost."""
         self._closed = True
 
     def _is_current(self, peer: _ConnectedPeer) -> bool:
-        """Return False for a trainer rank whose incarnation is over: the hub must not hear of it any more."""
+        """Return False for a trainer rank whose incarnation is over.
+
+        Its requests and the end of its connection must not reach the hub, which already deals with the next
+        incarnation.
+        """
         return peer.kind != "trainer" or self._incarnations.is_current(peer.incarnation)
 
     async def handle(self, connection: Peer, request: Request[Any]) -> msgspec.Struct:
         """Check a request and return the hub's reply.
 
         Raises:
-            ProtocolError: the peer may not send this.
+            ProtocolError: the peer may not send this request.
             IncarnationOverError: the peer is a trainer rank whose incarnation is over.
-            FlashError: the hub refuses.
+            FlashError: the hub refuses the request.
         """
         peer = self._peers[connection.id]
         peer.heard_at = anyio.current_time()
@@ -167,6 +180,8 @@ class Gate:
         if fault is not None:
             raise ProtocolError(f"{peer.name} sent a {type(request).__name__}: {fault}")
         if isinstance(request, p.DeliverRequest):
+            # Before the hub answers, so that a second delivery of a result, while the hub works on the first, is
+            # refused.
             for ended in request.ended:
                 del peer.leases[ended.lease_id]
         reply = await self._hub.handle(request)
@@ -219,7 +234,7 @@ class Gate:
             seen.add(ended.lease_id)
 
     def _report_fault(self, request: p.EngineReport) -> str | None:
-        """Return what is impossible in a report on engines; None if nothing is."""
+        """Return the first impossible number in a report on engines, as a phrase; None if there is none."""
         newest = self._hub.progress.newest
         for engine in request.engines:
             if not -1 <= engine.version <= newest:
@@ -238,7 +253,11 @@ class Gate:
 
 
 def _status_fault(status: NodeStatus) -> str | None:
-    """Return what in a status could not be shown or kept; None if nothing is. The rest is for people only."""
+    """Return the first fault of a status, as a phrase; None if there is none.
+
+    Only faults that would break the display or fill the memory are looked for. No other part of a status is checked,
+    because it is shown to people and the hub decides nothing by it.
+    """
     if len(status.engines) > MOST_ENGINES or len(status.stocks) > MOST_STOCKS:
         return f"{len(status.engines)} engines and {len(status.stocks)} stocks"
     texts = [status.host, *(engine.why for engine in status.engines), *(stock.name for stock in status.stocks)]
@@ -252,7 +271,7 @@ def _status_fault(status: NodeStatus) -> str | None:
 
 
 def _activity_fault(activities: Iterable[Activity]) -> str | None:
-    """Return the first activity with impossible times, in words; None if there is none."""
+    """Return the first activity with impossible times, as a phrase; None if there is none."""
     for activity in activities:
         if not (_finite((activity.start, activity.stop)) and activity.start <= activity.stop):
             return f"an activity from {activity.start} to {activity.stop}"
@@ -260,7 +279,10 @@ def _activity_fault(activities: Iterable[Activity]) -> str | None:
 
 
 def _result_fault(task: Task, result: Trajectory | Failure, newest: int) -> str | None:
-    """Return why this cannot be the result of the task; None if it can. `newest`: the newest version of engines."""
+    """Return why `result` cannot be the result of the task; None if it can.
+
+    `newest` is the newest policy version that engines can have.
+    """
     if result.task != task:
         return "it was for another task"
     if (result.outcome in FINISHED) != isinstance(result, Trajectory):
@@ -272,7 +294,11 @@ def _result_fault(task: Task, result: Trajectory | Failure, newest: int) -> str 
 
 
 def _trajectory_fault(trajectory: Trajectory, newest: int) -> str | None:
-    """Return what in a trajectory is inconsistent; None if nothing is. `newest`: the newest version of engines."""
+    """Return the first inconsistency in a trajectory, as a phrase; None if there is none.
+
+    `newest` is the newest policy version that engines can have. An inconsistent sample is refused here, because on a
+    trainer rank it would end the run.
+    """
     if len(trajectory.token_ids) % 4 or len(trajectory.logprobs) % 4:
         return "its arrays end in the middle of a number"
     end, sampled = 0, 0
@@ -309,7 +335,12 @@ def _trajectory_fault(trajectory: Trajectory, newest: int) -> str | None:
 
 
 def _branch_fault(trajectory: Trajectory) -> str | None:
-    """Return what in a trajectory's branches contradicts its responses; None if nothing does."""
+    """Return the first contradiction between a trajectory's branches and its responses, as a phrase; None if there is
+    none.
+
+    A branch is one of the token sequences of a sample. Each branch begins with a prompt and holds one or more
+    responses.
+    """
     if trajectory.branches == (0,):
         return "a response in no branch" if any(turn.branch for turn in trajectory.turns) else None
     ends = (*trajectory.branches[1:], trajectory.length)
@@ -318,11 +349,12 @@ def _branch_fault(trajectory: Trajectory) -> str | None:
     spans, responses = iter(trajectory.action_spans), Counter(turn.branch for turn in trajectory.turns)
     for number, (begin, end) in enumerate(zip(trajectory.branches, ends, strict=True)):
         own = list(islice(spans, responses[number]))
-        # A branch begins with a prompt, and something was sampled in it.
+        # A branch begins with a prompt, and at least one token was sampled in it.
         if not own or own[0].start <= begin or own[-1].stop > end or own[0].start == own[-1].stop:
             return f"branch {number} at tokens [{begin}, {end}) with the responses {own[:4]}"
     return "a response in no branch" if next(spans, None) is not None else None
 
 
 def _finite(numbers: Iterable[float]) -> bool:
+    """Return True if no number is infinite or NaN."""
     return all(map(math.isfinite, numbers))

@@ -1,7 +1,8 @@
 """The row of metrics of one committed step, and the flow of samples that the cluster's page shows.
 
 The row joins three sources: the metrics that the trainer measured, the means over the batch's samples, and the numbers
-that only the hub sees (books, rates, engines, restarts). `flash.hub.steps.TrainingSteps` asks for it after each step.
+that only the hub knows (counts of the ledger, rates, engines, restarts). `flash.hub.steps.TrainingSteps` asks for it
+after each step.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ NO_MISBEHAVIOUR = {"loop_blocked_s": 0.0, "abandoned_calls": 0}
 
 
 class BranchCounts:
-    """Counts of the branches of a step's episodes."""
+    """Counts of the branches of a step's episodes. A branch is one of the token sequences of an episode."""
 
     def __init__(self) -> None:
         self._episodes = 0
@@ -38,7 +39,7 @@ class BranchCounts:
         """Sampled tokens of all branches but the first of each episode."""
 
     def count(self, trajectories: Iterable[Trajectory]) -> Iterator[Trajectory]:
-        """Count trajectories while they pass through."""
+        """Count trajectories, and yield each of them, so that the caller needs no second loop over a large batch."""
         for trajectory in trajectories:
             self._episodes += 1
             self._branches += len(trajectory.branches)
@@ -55,17 +56,18 @@ class BranchCounts:
 
 
 class StepMetrics:
-    """Sums up the metrics between two steps. Waits and rates count from the first lease: before, nothing ran.
+    """Sums up the metrics between two rows, that is, between two steps.
 
-    A resumed run may take a step before its first lease, from samples that it had. The interval of such a step is the
-    step itself, and it has no rates and no waits.
+    Waits and rates count from the first lease of a training task, because no engine worked for training before it. A
+    resumed run may take a step before its first lease, from samples that it had. The interval of such a step is the
+    step itself, and its row has no rates and no waits.
     """
 
     def __init__(self, samples: SampleStore) -> None:
         self._booked = samples.ledger.totals(0)
         """Totals of the ledger at the last row."""
         self._ended_groups = _ended_groups(samples)
-        """Numbers of ended groups at the last row."""
+        """Result of `_ended_groups` at the last row."""
         self._since: float | None = None
         """Unix seconds of the last row, or of the first lease; None before both."""
         self._canary_error = 0.0
@@ -84,11 +86,11 @@ class StepMetrics:
         self._since = now if self._since is None else self._since
 
     def add_canaries(self, engines: Sequence[EngineStatus]) -> None:
-        """Add the canary errors of engines."""
+        """Note the canary errors of engines: how far their log-probs of a fixed text are from the trainer's."""
         self._canary_error = max([self._canary_error, *(engine.canary_error for engine in engines)])
 
     def add_engine_restarts(self, engines: int) -> None:
-        """Add engines that have died and start again."""
+        """Add the number of engines that have died and start again."""
         self.restarts["engine_restarts"] += engines
 
     def add_trainer_restart(self) -> None:
@@ -115,7 +117,7 @@ class StepMetrics:
             version: the version that the step made.
             batch: means over the samples of the step's batch.
             trainer: metrics that the trainer measured; times in seconds.
-            samples: the ledger, and the counts of samples.
+            samples: the store of the training samples, with the ledger.
             engines: all living engines.
             now: Unix seconds.
         """
@@ -165,7 +167,10 @@ class StepMetrics:
         return row
 
     def _idle_share(self, engines: Sequence[EngineStatus]) -> dict[str, float]:
-        """Return the share of the engines' time since the last row in which they were idle; empty if no time passed."""
+        """Return `engine_idle_share`: the idle share of the engines' time since the last row; empty without such time.
+
+        An engine that was not there at the last row does not count.
+        """
         idle = lifetime = 0.0
         for engine in engines:
             before = self._idle.get(engine.index, (math.inf, math.inf))
@@ -176,7 +181,10 @@ class StepMetrics:
         return {"engine_idle_share": idle / lifetime} if lifetime > 0 else {}
 
     def _accepted_share(self, engines: Sequence[EngineStatus]) -> dict[str, float]:
-        """Return the share of the tokens drafted since the last row that was accepted; empty if none was drafted."""
+        """Return `draft_accepted_share`: the share of the tokens drafted since the last row that engines accepted.
+
+        Drafted tokens are those of speculative decoding. Empty if none was drafted.
+        """
         drafted = accepted = 0
         for engine in engines:
             before = self._drafts.get(engine.index, (0, 0))
@@ -194,16 +202,19 @@ def _ended_groups(samples: SampleStore) -> tuple[int, int]:
 
 
 def _failures(booked: Mapping[str, int]) -> dict[str, float]:
-    """Return the number of failed attempts, tried again or given up: in all, and for each reason that occurred."""
+    """Return the number of failed attempts, which were tried again or given up, in total and for each reason.
+
+    `booked` has the changes of the ledger's totals since the last row. Reasons that did not occur are left out.
+    """
     kinds = {f"failures_{why}": booked.get(f"retried_{why}", 0) + booked.get(f"given_up_{why}", 0) for why in FAILURES}
-    # A cancelled task counts only if it was tried again, as those of a lost node are. Redundancy gives cancelled tasks
-    # up all the time, and that is no failure.
+    # A cancelled task counts only if it was tried again, as the tasks of a lost node are. Redundant tasks are cancelled
+    # and given up all the time, and that is no failure.
     kinds[f"failures_{Outcome.CANCELLED}"] = booked.get(f"retried_{Outcome.CANCELLED}", 0)
     return {"failures": sum(kinds.values()), **{name: count for name, count in kinds.items() if count}}
 
 
 def sample_flow(config: Config, samples: SampleStore, evaluations: Evaluations) -> Flow:
-    """Count the samples between their issue and their step, for people."""
+    """Return the numbers of samples between their issue and their step, for the cluster's page."""
     rollout, train = config.rollout, config.train
     groups_per_batch = train.batch_size // rollout.group_size
     groups = (1 + train.async_ratio) * groups_per_batch + rollout.extra_groups

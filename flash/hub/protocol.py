@@ -1,16 +1,17 @@
-"""The messages between the hub and its peers, and how a trainer rank fetches its shard.
+"""The messages between the hub and its peers, and the functions with which a trainer rank fetches its shard.
 
 A peer is a rollout node, a trainer rank, a guest (a process that is not part of the run yet) or a messenger (the
 launcher of a machine with trainer ranks). The base class of a request says which peer sends it, and its type argument
-is the reply; `flash.hub.gate` refuses it from any other peer, and `flash.hub.hub.Hub.handle` answers it.
+is the reply; `flash.hub.gate` refuses it from any other peer, and `flash.hub.hub.Hub.handle` answers it. A *lease* is
+the right and the duty of a node to run one task. The trainer ranks between two restarts are an *incarnation*.
 
 Timeouts. The caller of a request gives up after a timeout of its own and gets a DeadlineError. The hub answers a
-request that waits for news (leases, cancels, versions) at the latest after `flash.config.waits.long_poll_s`, possibly
-empty, and the node asks again at once.
-Retries. Nobody sends a request twice to one hub. A node whose call times out, or whose connection ends, treats the hub
-as lost: it joins the next hub, presents its leases there (`ClaimRequest`) and repeats the call with its new number. A
-trainer rank whose connection ends ends too; its launcher starts it again as part of the next incarnation. A call that
-failed may have been carried out.
+request that waits for news (leases, cancels, versions) at the latest after `flash.config.waits.long_poll_s` (a *long
+poll*). The reply may be empty, and the node asks again at once.
+Retries. No peer sends a request twice to one hub. A node whose call times out, or whose connection ends, treats the hub
+as lost. It joins the next hub, presents its leases there (`ClaimRequest`) and repeats the call with its new number. A
+trainer rank exits when its connection ends; its launcher starts it again as part of the next incarnation. The hub may
+have carried out a call that failed.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class LeaseReply(msgspec.Struct, frozen=True, tag=True):
     """Reply to `LeaseRequest`: the tasks that the node must run, empty if the long poll ended without any."""
 
     leases: list[Lease]
-    """New leases; in whole-group mode they may be more than the requested capacity."""
+    """New leases. Without `rollout.replicate_prompts`, whole groups are leased, which may be more than the requested
+    capacity."""
     done: bool
     """True if the run is over and no more tasks will come; the node may leave."""
 
@@ -92,8 +94,9 @@ class LeaseReply(msgspec.Struct, frozen=True, tag=True):
 class LeaseRequest(NodeRequest[LeaseReply], frozen=True, tag=True):
     """A node with room asks for tasks.
 
-    The hub answers as soon as the node's share holds at least one task, or empty after the long poll. A node sends one
-    such request at a time. When its connection ends before the reply, the leases in that reply queue again.
+    The hub answers as soon as the node's share of the available tasks has at least one (`flash.hub.dealing`), or empty
+    after the long poll. A node sends one such request at a time. If its connection ends before the reply, the tasks of
+    the leases in that reply queue again.
     """
 
     capacity: int
@@ -110,9 +113,9 @@ class ClaimReply(msgspec.Struct, frozen=True, tag=True):
 class ClaimRequest(NodeRequest[ClaimReply], frozen=True, tag=True):
     """A node that outlived the previous hub presents the leases that it still holds, in messages of about a thousand.
 
-    The node sends it right after it has joined the next hub, before any other request. The hub answers at once. A
-    lease that nobody claims within `flash.config.waits.claim_s` queues again. A claim that is repeated gets nothing,
-    since each lease can be claimed once.
+    The node sends it right after it has joined the next hub, before any other request. The hub answers at once. If no
+    node claims a lease within `flash.config.waits.claim_s`, its task queues again. A claim that is repeated gets
+    nothing, since each lease can be claimed once.
     """
 
     leases: list[Lease]
@@ -129,7 +132,7 @@ class EndedLease(msgspec.Struct, frozen=True, gc=False):
 
 
 class DeliverRequest(NodeRequest[Ack], frozen=True, tag=True):
-    """A node hands over the results of leases.
+    """A node delivers the results of leases.
 
     The hub answers once the results are counted and stored in the journal. After the reply the node forgets the
     results. If the hub is lost before the reply, the node delivers the results again to the next hub, as far as the
@@ -145,8 +148,8 @@ class DeliverRequest(NodeRequest[Ack], frozen=True, tag=True):
 class CancelReply(msgspec.Struct, frozen=True, tag=True):
     """Reply to `CancelRequest`: leases whose episodes the node must end at once; empty if the long poll ended.
 
-    The hub has already booked the tasks. For each lease the node still delivers a `Failure` with the outcome
-    `cancelled`, so that the tokens that were sampled are counted.
+    The hub has already counted the tasks as given up. For each lease the node still delivers a `Failure` with the
+    outcome `cancelled`, so that the tokens that were sampled are counted.
     """
 
     lease_ids: list[int]
@@ -160,9 +163,9 @@ class CancelReply(msgspec.Struct, frozen=True, tag=True):
 class CancelRequest(NodeRequest[CancelReply], frozen=True, tag=True):
     """A node asks which of its leases have become useless.
 
-    The hub answers when there is one, or empty after the long poll. A living node always has this request waiting at
-    the hub, so it is also the node's heartbeat: a node that does not ask again within `deadlines.request` of the last
-    reply counts as silent and loses its leases.
+    The hub answers when there is such a lease, or empty after the long poll. A living node always has this request
+    waiting at the hub, so it is also the node's heartbeat: a node that does not ask again within `deadlines.request` of
+    the last reply counts as silent and loses its leases.
     """
 
 
@@ -198,10 +201,10 @@ class LoadFailedReply(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadFailed(NodeRequest[LoadFailedReply], frozen=True, tag=True):
-    """A node whose engine could not load a version asks if the publisher is gone.
+    """A node whose engine could not load a version asks if the trainer ranks that published it are gone.
 
-    The engine may notice the loss of a trainer rank before the hub does. So the hub waits for that news, for at most
-    `flash.config.waits.echo_s`, before it blames the engine.
+    The engine may notice the loss of a trainer rank before the hub does. So before the hub answers that the engine is
+    at fault, it waits for at most `flash.config.waits.echo_s` whether it notices such a loss, too.
     """
 
     incarnation: int
@@ -216,19 +219,19 @@ class EngineStatus(msgspec.Struct, frozen=True):
     version: int
     """Weight version that the engine has; -1 if it has none yet."""
     idle_s: float
-    """Seconds without a running request since its first version."""
+    """Seconds without a running request since the engine got its first version."""
     lifetime_s: float
-    """Seconds since its first version."""
+    """Seconds since the engine got its first version."""
     canary_error: float
-    """Mean absolute difference of the log-probs in its last canary, in nats."""
+    """Mean absolute difference of engine's and trainer's log-probs in the last canary, a fixed text, in nats."""
     drafted: int = 0
-    """Number of speculative tokens that it drafted since it started."""
+    """Number of speculative tokens that the engine drafted since it started."""
     accepted: int = 0
-    """Number of drafted tokens that it accepted since it started."""
+    """Number of drafted tokens that the engine accepted since it started."""
 
 
 class EngineReport(NodeRequest[Ack], frozen=True, tag=True):
-    """A node reports its engines after each swap, death and restart, and when it has moved to the next hub.
+    """A node reports its engines after each load of a version, death and restart, and when it has moved to another hub.
 
     The hub answers at once. Reports may overtake each other on the way; `number` orders them.
     """
@@ -238,7 +241,7 @@ class EngineReport(NodeRequest[Ack], frozen=True, tag=True):
     engines: list[EngineStatus]
     """All living engines of the node."""
     activities: list[Activity]
-    """Bars for the timeline since the last report."""
+    """Activities of the engines since the last report; the run's page draws each as a bar of the timeline."""
     notes: list[str] = msgspec.field(default_factory=list[str])
     """Lines to show to people."""
     restarts: int = 0
@@ -250,9 +253,9 @@ class EngineReport(NodeRequest[Ack], frozen=True, tag=True):
 
 
 class StatusReport(NodeRequest[Ack], frozen=True, tag=True):
-    """A node reports its state every few seconds, for people only: the hub decides nothing by it, and answers at once.
+    """A node reports its state every few seconds, for people only.
 
-    A report that fails is not repeated.
+    The hub decides nothing by it, and answers at once. A report that fails is not repeated.
     """
 
     status: NodeStatus
@@ -263,7 +266,7 @@ class StatusReport(NodeRequest[Ack], frozen=True, tag=True):
 
 
 class IncarnationReply(msgspec.Struct, frozen=True, tag=True):
-    """Reply to `IncarnationRequest`: what all ranks of this incarnation start from."""
+    """Reply to `IncarnationRequest`: the starting point of all ranks of this incarnation."""
 
     number: int
     """Number of the incarnation, unique over all hubs of the run."""
@@ -275,7 +278,7 @@ class IncarnationReply(msgspec.Struct, frozen=True, tag=True):
 
 
 class IncarnationRequest(RankRequest[IncarnationReply], frozen=True, tag=True):
-    """A trainer rank that has just started reports itself and asks what to start from.
+    """A trainer rank that has just started reports itself and asks for its starting point.
 
     The hub answers once a checkpoint is chosen and rank 0 has reported its store. The rank waits for at most
     `deadlines.rendezvous`.
@@ -284,16 +287,16 @@ class IncarnationRequest(RankRequest[IncarnationReply], frozen=True, tag=True):
     process: int
     """Process id of the rank on its machine, by which its launcher can kill it."""
     host: str
-    """Name of its machine, for people."""
+    """Name of the rank's machine, for people."""
     store: str = ""
     """HOST:PORT of the store that rank 0 has opened for all ranks; empty from any other rank."""
 
 
 class IncarnationWatch(RankRequest[Ack], frozen=True, tag=True):
-    """Heartbeat of a trainer rank, sent again after each reply by a thread of its own.
+    """Heartbeat of a trainer rank. A thread of the rank sends it again after each reply.
 
-    The hub answers after `flash.config.waits.BEAT_S` seconds. A rank that does not ask again for several beats counts
-    as silent. The call fails when the incarnation of the rank is over because a rank of it is gone or hangs.
+    The hub answers after `flash.config.waits.BEAT_S` seconds. A rank that does not ask again for several such periods
+    counts as silent. The call fails when the incarnation of the rank is over because a rank of it is gone or hangs.
     """
 
 
@@ -307,7 +310,8 @@ class RanksReply(msgspec.Struct, frozen=True, tag=True):
     ended: list[int]
     """Process ids of ranks whose incarnation is over: the hub ignores them, and the launcher kills them."""
     causes: list[int]
-    """Process ids among `ended` that ended their incarnation: they were gone or silent, or a collective failed."""
+    """Process ids among `ended` that caused the end of their incarnation: they were gone or silent, or a collective
+    failed."""
     missing: str = ""
     """Sentence for people that names the ranks which never came to the ended incarnation; empty if all had come."""
 
@@ -329,8 +333,8 @@ class RanksRequest(Request[RanksReply], frozen=True, tag=True):
 class BatchReply(msgspec.Struct, frozen=True, tag=True):
     """Reply to `BatchRequest`: one part of the rank's shard, or the end of training.
 
-    A long shard travels in several parts, see `fetch_shard_blocking`. The facts about the whole batch are in the first
-    part.
+    A long shard travels in several parts, one message each (`fetch_shard_blocking`). The facts about the whole batch
+    are in the first part.
     """
 
     shard: Shard | None
@@ -350,13 +354,13 @@ class BatchRequest(RankRequest[BatchReply], frozen=True, tag=True):
     """A trainer rank asks for one part of its shard of a step.
 
     The hub answers once enough groups are complete, or the run stops; all ranks get the same batch. The rank waits for
-    at most `flash.config.waits.batch_s`. A part that is asked for again is sent again.
+    at most `flash.config.waits.batch_s`. A part that is requested again is sent again.
     """
 
     step: int
     """Version that the rank holds, which is the number of the step to train."""
     activities: list[Activity]
-    """Bars for the timeline since the last step; empty for all parts but the first."""
+    """Activities of the rank since the last step, for the timeline; empty in requests for later parts."""
     part: int = 0
     """Index of the part in the shard, from 0."""
 
@@ -364,7 +368,7 @@ class BatchRequest(RankRequest[BatchReply], frozen=True, tag=True):
 class Commit(FirstRankRequest[Ack], frozen=True, tag=True):
     """Rank 0 reports that all ranks have trained a step.
 
-    The hub books the step, unless an earlier incarnation has trained it before, and answers once the journal has it.
+    The hub counts the step, unless an earlier incarnation has trained it before, and answers once the journal has it.
     """
 
     step: int
@@ -378,9 +382,9 @@ class Commit(FirstRankRequest[Ack], frozen=True, tag=True):
 class PublishRequest(FirstRankRequest[Ack], frozen=True, tag=True):
     """Rank 0 announces a version that engines can load now.
 
-    The hub answers once every engine has the version before, so engines are at most one version behind. Rank 0 waits
-    for at most `flash.config.waits.taken_s`. Ranks that train earlier steps again publish too, but engines are given
-    only the run's version.
+    The hub answers once every engine has the version before this one, so engines are at most one version behind. Rank 0
+    waits for at most `flash.config.waits.taken_s`. Ranks that train earlier steps again publish too, but engines are
+    given only the run's version.
     """
 
     published: Published
@@ -388,7 +392,7 @@ class PublishRequest(FirstRankRequest[Ack], frozen=True, tag=True):
 
 
 class SnapshotReply(msgspec.Struct, frozen=True, tag=True):
-    """Reply to `SnapshotRequest`: the state of the hub is in its file, forced to the disk."""
+    """Reply to `SnapshotRequest`: the file with the state of the hub is written and forced to the disk."""
 
     size: int
     """Bytes of the file."""
@@ -399,8 +403,8 @@ class SnapshotReply(msgspec.Struct, frozen=True, tag=True):
 class SnapshotRequest(FirstRankRequest[SnapshotReply], frozen=True, tag=True):
     """Rank 0 asks the hub to write its state into the folder of the checkpoint that the ranks are writing.
 
-    The hub writes the file itself, because it shares the machine and the file system with rank 0 and the state may be
-    too large for a message. Rank 0 waits for at most `flash.config.waits.kept_s`.
+    The hub writes the file itself, because the state may be too large for a message, and the hub shares the machine and
+    the file system with rank 0. Rank 0 waits for at most `flash.config.waits.kept_s`.
     """
 
 
@@ -412,7 +416,7 @@ class Goodbye(RankRequest[Ack], frozen=True, tag=True):
     """
 
     activities: list[Activity]
-    """Bars for the timeline since the last `BatchRequest`."""
+    """Activities of the rank since the last `BatchRequest`, for the timeline."""
 
 
 # -- any peer of the run ---------------------------------------------------------------------------------------------
@@ -430,7 +434,7 @@ class Interrupt(Request[Ack], frozen=True, tag=True):
 
 
 class Fatal(Request[Ack], frozen=True, tag=True):
-    """A node, a rank or a messenger reports an error that ends the run, or a collective that ends an incarnation.
+    """A node, a rank or a messenger reports an error. It ends the run, or only the incarnation if a collective failed.
 
     The hub does not answer: it reports the error, and the connection ends with the run or the incarnation.
     """
@@ -448,7 +452,7 @@ class RunReply(msgspec.Struct, frozen=True, tag=True):
     """Reply to `RunRequest`: the facts about a run that a node needs to join it."""
 
     config: str
-    """Whole resolved configuration, as TOML."""
+    """The run's configuration with all its values, as TOML."""
     digest: str
     """Digest of the configuration, which the node repeats in `JoinRequest`."""
     folder: str
@@ -464,7 +468,7 @@ class RunReply(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunRequest(GuestRequest[RunReply], frozen=True, tag=True):
-    """A guest asks what the run is; the hub answers at once, or refuses a guest with another `dialect`.
+    """A guest asks for the facts about the run. The hub answers at once, or refuses a guest with another `dialect`.
 
     A launcher that waits for a hub asks again every second. Every version of Flash has this message with these fields,
     so that the hub can refuse a node of another version with an error message.
@@ -491,17 +495,17 @@ class JoinRequest(GuestRequest[JoinReply], frozen=True, tag=True):
     """
 
     digest: str
-    """Digest of the configuration that the guest got in `RunReply`."""
+    """Digest of the configuration, which the guest got in `RunReply`."""
     engines: int
     """Number of engines that the node will start."""
     node: int = 0
-    """Number in the job of a node that has trainer ranks, which it keeps; 0 for a node without trainer ranks."""
+    """Number that a node with trainer ranks has in the job, and keeps; 0 for a node without trainer ranks."""
 
 
 class DrainRequest(GuestRequest[Ack], frozen=True, tag=True):
     """A person asks, with `flash drain`, that a node which has joined leaves in order.
 
-    The hub answers at once, and passes it on in the node's next `CancelReply`.
+    The hub answers at once, and passes the wish on in the node's next `CancelReply`.
     """
 
     node: int
@@ -511,8 +515,9 @@ class DrainRequest(GuestRequest[Ack], frozen=True, tag=True):
 class Leave(NodeRequest[Ack], frozen=True, tag=True):
     """A node that has joined announces that it leaves.
 
-    The hub answers at once and gives the node no more leases. The node finishes its leases or hands them back; those
-    left over queue again when its connection ends. A node that cannot reach the hub leaves all the same.
+    The hub answers at once and gives the node no more leases. The node finishes its leases or gives them back. The
+    tasks of leases that remain queue again when its connection ends. A node that cannot reach the hub leaves all the
+    same.
     """
 
     error: str = ""
@@ -549,7 +554,7 @@ def dialect() -> str:
 
 
 async def fetch_shard(hub: HubCaller, rank: int, step: int, timeout: float) -> BatchReply:
-    """Fetch a rank's whole shard of a step, part by part. Each part may take `timeout` seconds.
+    """Fetch a rank's whole shard of a step, in parts. Each part may take `timeout` seconds. Simulations use this.
 
     The shard travels in parts because a long one does not fit a frame, and because both ends would otherwise hold it
     encoded and decoded at the same time.
@@ -565,8 +570,8 @@ def fetch_shard_blocking(
 ) -> BatchReply:
     """Fetch a rank's whole shard of a step with blocking calls, each for at most `timeout` seconds.
 
-    `activities`, the bars for the timeline, are sent with the first part. Trainer ranks use this function; simulations
-    use `fetch_shard`.
+    `activities`, which the run's page draws as bars of the timeline, are sent with the first part. Trainer ranks use
+    this function; simulations use `fetch_shard`.
     """
     parts = [hub.call(BatchRequest(rank, step, activities), timeout)]
     while parts[-1].left:
@@ -575,7 +580,7 @@ def fetch_shard_blocking(
 
 
 def _join_parts(parts: list[BatchReply]) -> BatchReply:
-    """Return the first part with the samples of all parts."""
+    """Return the first part with the samples of all parts; the end of training is returned unchanged."""
     first, shards = parts[0], [part.shard for part in parts if part.shard is not None]
     if first.shard is None:
         return first

@@ -2,8 +2,9 @@
 
 A checkpoint keeps a `HubState`; the journal keeps every change since then. When a run starts again, its owner reads
 both (`flash.run.restart.hub_state`) and gives the new hub a `RecoveredState`. While it runs, the hub saves through its
-`Persistence`. Trainer ranks that are lost alone start again from a `TrainerStart` and train the recorded batches again,
-which they get from the `RunHistory`.
+`Persistence`. If trainer ranks are lost while the hub goes on, the next ranks load the checkpoint that a `TrainerStart`
+names. They train the recorded batches again, which the hub reads from the `RunHistory`. The ranks between two restarts
+are an *incarnation*.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from flash.types import Batch, Published
 SaveState = Callable[[int, Generator[bytearray]], Awaitable[SnapshotReply]]
 """Function that writes the encoded state of the hub into the checkpoint of a version.
 
-It is given the version and the pieces of the state. A piece takes a millisecond or two to make, so the function must
-let other tasks run after each. A piece is valid only until the next one is asked for.
+It is given the version and an iterator over the pieces of the state. A piece takes one or two milliseconds to make, so
+the function must let other tasks run after each piece. A piece is valid only until the next piece is requested.
 """
 
 
 async def measure_state(version: int, pieces: Generator[bytearray]) -> SnapshotReply:
-    """Count the bytes of a state and keep none: the `SaveState` of a hub whose trainers write no checkpoints."""
+    """Count the bytes of a state without storing them: the `SaveState` of a hub whose trainers write no checkpoints."""
     size = 0
     for piece in pieces:
         size += len(piece)
@@ -44,17 +45,17 @@ class HubState(msgspec.Struct):
     version: int
     """Version that the run had reached."""
     buffer: BufferState
-    """All training samples on their way, and the books."""
+    """All training samples that are not trained yet, and the ledger."""
     journal: int
     """Number of the journal file that begins after this state."""
 
     @classmethod
     def restore(cls, data: bytes | memoryview, config: Config) -> HubState:
-        """Decode the state in a checkpoint, and check that this run can go on from it.
+        """Decode the state in a checkpoint, and check that this run can continue from it.
 
         Raises:
             CheckpointError: another version of Flash wrote it.
-            ConfigError: raised by `belonging_to`.
+            ConfigError: the configuration has another batch size or group size than the state.
         """
         try:
             return msgspec.msgpack.decode(data, type=cls).belonging_to(config)
@@ -65,11 +66,12 @@ class HubState(msgspec.Struct):
             ) from error
 
     def belonging_to(self, config: Config) -> HubState:
-        """Return the state itself.
+        """Return this state, after a check that the configuration has the sizes with which the state was made.
 
         Raises:
-            ConfigError: the configuration has another batch size or group size. The unfinished groups in the state, and
-                the places that admission counts, would be wrong.
+            ConfigError: the configuration has another batch size or group size. The unfinished groups in the state
+                would have another size than the run expects. The places of groups, which admission counts (their order
+                of issue, without groups that left untrained), would be wrong.
         """
         contract, rollout = self.buffer.settings.contract, config.rollout
         for name, held, wanted in (
@@ -91,26 +93,30 @@ class TrainerStart(msgspec.Struct, frozen=True):
     version: int
     """Version that the ranks hold after they have loaded the checkpoint."""
     checkpoint: str
-    """Folder of the checkpoint that all ranks load; empty for version 0, the model as it was."""
+    """Folder of the checkpoint that all ranks load. Empty for version 0: the ranks start from the model itself."""
 
 
 class RunHistory(Protocol):
-    """Access to the run's files of earlier steps. Its methods do not block the event loop for long."""
+    """Access to the checkpoints and recorded batches of earlier steps. Its methods do not block the event loop for
+    long."""
 
     async def start(self, version: int) -> TrainerStart:
         """Return the newest complete checkpoint from which the ranks can train again up to `version`.
 
         Raises:
-            FlashError: there is none, or a batch since then is missing.
+            FlashError: there is no such checkpoint, or the batch of a step after it is missing.
         """
         ...
 
     async def batch(self, step: int) -> Batch:
-        """Return the batch that a step has trained. Raises RecordingError."""
+        """Return the batch that a step has trained. Raises RecordingError if it cannot be read."""
         ...
 
     def same_weights(self, one: Published, other: Published) -> bool:
-        """Return True if two publications hold the same weights, bit for bit."""
+        """Return True if two publications have the same weights, bit for bit.
+
+        After ranks have trained earlier steps again, the hub reports to people whether they have the weights of before.
+        """
         ...
 
 
@@ -140,7 +146,7 @@ class Persistence(NamedTuple):
     journal: Journal = NO_JOURNAL
     """Keeps every change of the samples between two checkpoints."""
     history: RunHistory | None = None
-    """Checkpoints and batches for trainer ranks that start again; None if the run ends when a rank is lost."""
+    """Checkpoints and batches for trainer ranks that start again. None: the run ends when a trainer rank is lost."""
 
 
 NO_PERSISTENCE = Persistence()

@@ -1,13 +1,16 @@
 """The training steps: a batch is formed, dealt to the trainer ranks, trained, booked and published.
 
-On the road of a sample: when `flash.hub.work.NodeWork.deliver` has completed enough groups, `TrainingSteps.batch` takes
-them from the sample buffer, cuts them into one shard per data rank, and answers the ranks, which fetch their shards
-part by part (`fetch_shard_blocking`). Ranks that train the same samples together fetch the same shard. `commit` books
-the step in the ledger; `publish` announces the new version to the engines.
+On the road of a sample: `flash.hub.work.NodeWork.deliver` completes groups. When enough are complete,
+`TrainingSteps.batch` takes them from the sample buffer and cuts them into one shard per data rank. The ranks fetch
+their shards in parts, one message for each part (`fetch_shard_blocking`). Ranks that train the same samples together
+fetch the same shard. `commit` counts the step in the ledger (it *books* the step). `publish` announces the new version
+to the engines.
 
-Ranks that are behind the run after a restart get the recorded batches of earlier steps; nothing of these is booked
-again. Between two steps `snapshot` writes the hub's state into a checkpoint.
-It owns no task. Work that must not be left half done is shielded: it goes on when the rank that asked for it is lost.
+The trainer ranks between two restarts are an *incarnation*. After a restart the ranks may be behind the run. They then
+get the recorded batches of earlier steps, and none of these steps is booked again. Between two steps `snapshot` writes
+the hub's state into a checkpoint.
+This module owns no anyio task. Work that must not be left half done is shielded: it goes on when the rank that
+requested it is lost.
 """
 
 from __future__ import annotations
@@ -35,8 +38,8 @@ class _RepeatedStep(msgspec.Struct):
     incarnation: int
     step: int
     keeps: bool
-    """True if a checkpoint may follow the step: it is the last one to train again, and the batch of the next step was
-    not begun before the loss. Decided when the first rank asks for the step."""
+    """True if a checkpoint may follow the step: it is the last step to train again, and the batch of the next step was
+    not begun before the loss. It is decided when the first rank requests the step."""
     shards: list[list[Shard]] = []
     """Parts of each shard; empty while they are read."""
 
@@ -67,7 +70,7 @@ class TrainingSteps:
         self._shards: list[list[Shard]] = []
         """Parts of each shard of the running step."""
         self._asking = 0
-        """Number of requests of ranks that wait for a batch."""
+        """Number of ranks' requests that wait for a batch."""
         self._publishing = 0
         """Number of publications that wait for engines."""
         self._save_after_next = False
@@ -77,10 +80,11 @@ class TrainingSteps:
         self._end_reply: p.BatchReply | None = None
         """Reply that ends training; None while the run trains."""
         self._repeated: _RepeatedStep | None = None
+        """Step that the ranks train again, or trained again last; None once they have published the run's version."""
 
     @property
     def training(self) -> bool:
-        """True if the ranks have a batch."""
+        """True if a batch was dealt to the ranks and is not committed yet."""
         return self._progress.batch == "dealt"
 
     @property
@@ -98,8 +102,13 @@ class TrainingSteps:
     async def batch(self, request: p.BatchRequest) -> p.BatchReply:
         """Answer a rank with a part of its shard, or with the end of training. All ranks get the same batch.
 
-        Waits until a batch is dealt, or until the run has trained all steps or is interrupted. The first rank for which
-        enough groups are complete forms the batch. The signal `batches` wakes this request.
+        Waits until a batch is dealt, or until the run has trained all steps or is interrupted. The signal `batches`
+        wakes this request. The first rank whose request finds enough complete groups forms the batch for all ranks.
+
+        Raises:
+            ContractError: the rank requests another step than the one that the ranks have to train, or a part that
+                its shard does not have.
+            FlashError: the recorded batch of an earlier step cannot be read, so the run ends.
         """
         if request.step != self._progress.trainer_version:
             raise ContractError(
@@ -117,15 +126,16 @@ class TrainingSteps:
             while not self.training and (self._progress.stopping is None or self._progress.batch == "forming"):
                 await self._progress.until("batches", self._work.ranks_can_proceed)
                 if not self.training and self._progress.stopping is None:
-                    # This rank forms the batch for all. The others must get it even if this one is lost meanwhile.
+                    # This request forms the batch for all ranks. The others must get it even if this rank is lost
+                    # meanwhile.
                     with anyio.CancelScope(shield=True):
                         await self._form_batch()
         finally:
             self._asking -= 1
             self._progress.send("run")
         if not self.training:
-            # The first rank that asks fixes the reply for all: they export the model together, so an interrupt between
-            # their requests must not give them different answers.
+            # The first request fixes the reply for all ranks. The export of the model is a collective, so an interrupt
+            # between their requests must not give them different replies.
             if self._end_reply is None:
                 self._end_reply = p.BatchReply(None, finished=self._progress.stopping == "finished")
             return self._end_reply
@@ -134,7 +144,7 @@ class TrainingSteps:
     async def _form_batch(self) -> None:
         """Take the groups of the next step from the buffer and deal them. After the last step, close the buffer.
 
-        If the buffer has too few groups after all, nothing changes.
+        If the buffer has too few complete groups after all, nothing changes.
         """
         self._progress.batch = "forming"
         try:
@@ -150,12 +160,14 @@ class TrainingSteps:
                 groups = self._buffer.next_batch(self._progress.version)
             if groups is None:
                 return
+            # The batch has left the buffer. This may withdraw leases that have become useless, and makes room for new
+            # leases.
             self._work.pass_on_withdrawals()
             self._work.deal()
             min_version = self._contract.min_token_version(self._progress.version)
             batch = gather(groups, self._progress.version, min_version)
             shards = await self._deal(batch)
-            # Before any rank trains it: ranks that start again must get the same batch, also from the next hub.
+            # Before any rank trains the batch: ranks that start again must get the same one, even from the next hub.
             await self._persistence.journal.written()
             self._shards = shards
             self._progress.batch = "dealt"
@@ -168,14 +180,21 @@ class TrainingSteps:
             self._progress.send("run", "batches")
 
     async def _deal(self, batch: Batch) -> list[list[Shard]]:
-        """Deal a batch, balanced by tokens: one shard per data rank, cut into parts."""
+        """Divide a batch into one shard per data rank, balanced by tokens, and cut each shard into parts.
+
+        A part is the share of a shard that travels in one message.
+        """
         shards = await run_in_slices(deal(batch, self._config.data_shards, self._config.train.minibatches))
         return [await run_in_slices(cut(shard, self._part_bytes)) for shard in shards]
 
     def _part(
         self, shards: list[list[Shard]], request: p.BatchRequest, incarnation: int, *, keeps: bool, saves: bool
     ) -> p.BatchReply:
-        """Return the requested part of the rank's shard."""
+        """Return the reply with the requested part of the rank's shard. Notes when the rank has got the last part.
+
+        Raises:
+            ContractError: the shard has no part of this number.
+        """
         parts = shards[self._config.parallel.data_shard(request.rank)]
         if not 0 <= request.part < len(parts):
             raise ContractError(f"rank {request.rank} asks for part {request.part} of the {len(parts)} of its shard")
@@ -185,7 +204,11 @@ class TrainingSteps:
         return p.BatchReply(parts[request.part], keeps=keeps, left=left, saves=saves)
 
     async def _repeat_step(self, request: p.BatchRequest, incarnation: int) -> p.BatchReply:
-        """Answer a rank that is behind the run with a part of the batch that the step trained the first time."""
+        """Answer a rank that is behind the run: with a part of the batch that the step trained the first time.
+
+        The first request for a step reads the batch, and the other ranks wait for it under the signal `batches`. An
+        interrupted run is not trained up to its version again: the reply then ends training.
+        """
         history = self._persistence.history
         assert history is not None, "without a history no incarnation is behind"
         progress, repeated = self._progress, self._repeated
@@ -206,10 +229,10 @@ class TrainingSteps:
     # -- a step is booked --------------------------------------------------------------------------------------------
 
     async def commit(self, request: p.Commit) -> p.Ack:
-        """Book a step that all ranks have trained, unless an earlier incarnation has booked it.
+        """Count a step that all ranks have trained, unless an earlier incarnation has counted it before.
 
         Raises:
-            ContractError: the ranks are at another step, or a rank has not fetched its shard.
+            ContractError: the ranks are at another step, or a rank has not fetched its whole shard.
         """
         version = self._progress.trainer_version
         if request.step != version or not all(rank.fetched for rank in self._incarnations.ranks):
@@ -222,8 +245,9 @@ class TrainingSteps:
         return p.Ack()
 
     async def _book(self, request: p.Commit) -> None:
-        """Book the running step in the ledger, the metrics and the journal. After that the run has its next version."""
-        # These lists are emptied in slices below: to free all samples at once would take as long as all the rest.
+        """Count the running step in the ledger, the metrics and the journal. The run then has its next version."""
+        # These lists are emptied in slices below. To free all samples at once would block the event loop for as long as
+        # all other work of this method takes.
         entries = list(self._shards[0][0].batch)
         dealt = [list(part.samples) for parts in self._shards for part in parts]
         self._shards, self._progress.batch = [], "none"
@@ -254,14 +278,15 @@ class TrainingSteps:
     # -- a version is published --------------------------------------------------------------------------------------
 
     async def publish(self, published: Published) -> p.Ack:
-        """Announce a version to the engines, once all of them have the version before: they are at most one behind.
+        """Announce a version to the engines, once all of them have loaded the version before it.
 
-        Waits for engines under the deadline of `Stage.LOADING` or `Stage.STARTING`, but not in an interrupted run.
-        Unblocked by the signal `engines`. Versions of ranks that are behind the run are not announced.
+        So engines are at most one version behind. The wait has the deadline of `Stage.LOADING` or `Stage.STARTING`, and
+        the signal `engines` ends it. An interrupted run does not wait. Versions of ranks that train earlier steps again
+        are not announced before the ranks come to the run's version.
         """
         progress = self._progress
         if self._incarnations.publish():
-            # A version whose publisher is gone cannot be loaded any more, so nothing is to be waited for.
+            # A version whose publisher is gone cannot be loaded any more, so it makes no sense to wait for engines.
             if progress.publisher_alive and not self._fleet.up_to_date(progress.newest):
                 self._publishing += 1
                 progress.send("run")
@@ -281,7 +306,7 @@ class TrainingSteps:
             if is_new:
                 self._evaluations.published(published.version)
                 self._versions.announce(published.version)
-            # Also if the version is not new: engines that could not load it from the ranks before can do so now.
+            # Also if the version is not new: engines that could not load it from the earlier incarnation can do so now.
             progress.send("versions")
         progress.stages_ended += 1
         progress.send("run")
@@ -290,12 +315,16 @@ class TrainingSteps:
     # -- a checkpoint, and the end -----------------------------------------------------------------------------------
 
     async def snapshot(self) -> p.SnapshotReply:
-        """Have the hub's state of this moment written. Results come in and leases go out meanwhile.
+        """Write the hub's state of this moment into the checkpoint that the ranks are writing.
+
+        Nodes deliver results and get leases while it is written. These changes belong to the journal.
 
         Raises:
             ContractError: the run is not between two steps.
         """
         await self._work.tidy()
+        # Most groups are copied ahead, in slices. Below, the state of one moment is taken without any await in between,
+        # so only groups that have changed meanwhile are copied then.
         await run_in_slices(self._samples.pool.copy_ahead())
         await self._work.tidy()
         if self._progress.batch != "none" or self._progress.trainers_behind:
@@ -308,15 +337,16 @@ class TrainingSteps:
     async def goodbye(self, request: p.Goodbye) -> None:
         """Let a rank leave once the last evaluation is over, or at once if the run was interrupted.
 
-        During the last evaluation an engine may start, in a node that joins or in place of one that died, and needs the
-        rank's weights.
-        Unblocked by the signal `run`.
+        During the last evaluation an engine may start, in a node that joins or in place of an engine that died. Such an
+        engine needs the weights that the ranks hold, so the ranks have to stay until then. The signal `run` wakes this
+        request.
         """
         self._observer.activities(request.activities)
         self._incarnations.ranks[request.rank].saved = True
         progress = self._progress
         progress.send("run")
         await progress.until("run", lambda: progress.stopping == "interrupted" or self._evaluations.done)
-        # An engine that is still loading from the ranks is not at fault when they leave: the run needs it no more.
+        # An engine that is still loading from the ranks when they leave is not at fault, and the run needs no engine
+        # any more.
         progress.publisher_alive = False
         self._trainers.leave(request.rank)

@@ -1,8 +1,11 @@
-"""LLMProxy: one entry to all engines of a node.
+"""LLMProxy: the only object through which the episodes of a node request responses of its engines.
 
-The episode calls `generate`; the proxy waits until the `Router` has placed the request on an engine that has room, and
-passes the engine's tokens on. If the engine dies, fails the request or is emptied for a swap, the request goes on at
-another engine with its tokens so far; if there is no other engine, it waits with them for the next one.
+The episode calls `generate`. The proxy waits until the `Router` has placed the request on an engine that has room, and
+collects the engine's tokens. The request may have to leave the engine before its end: the engine dies, fails the
+request, or is emptied for a *swap* (the load of a new version). Then another engine continues the response after the
+tokens that it has so far. If there is no other engine, the request waits for the next one.
+
+A node has a fixed number of *places* for engines. If an engine has died, a new engine gets its place.
 
 Conservation: every `generate` call waits in the queue, is held by exactly one engine, or is over.
 """
@@ -29,26 +32,28 @@ from flash.types import Activity, Completion, Published, VersionRun, append_vers
 from flash.waiting import deadline
 
 MAX_FAILURES = 3
-"""Engines that may fail one request before the request fails. The router counts deaths of engines apart from this."""
+"""Number of engines that may fail one request before the request fails. Deaths of engines are counted separately
+(`MAX_DEATHS`)."""
 MAX_FAILED_IN_A_ROW = 8
-"""Requests in a row that an engine may fail, without a token in between, before it counts as dead. Without this limit
-one broken engine would use up the attempts of every sample. Requests that the engine refuses do not count."""
+"""Number of requests in a row that an engine may fail, without giving any token in between, before it counts as dead.
+Without this limit one broken engine would use up the attempts of every sample. Requests that the engine refuses do not
+count."""
 
 
 class ProxySettings(msgspec.Struct, frozen=True):
     """Settings that all proxies of a run share."""
 
     max_sequences: int
-    """Most requests that an engine holds at once."""
+    """Largest number of requests that an engine holds at once."""
     swap: Literal["recompute", "keep", "abort", "drain", "beside"]
-    """Treatment of running requests by a swap: the values of `rollout.swap`, or `beside`, with which a request ends
-    under the version that it began with."""
+    """Treatment of running requests by a swap: a value of `rollout.swap`, or `beside` if an engine holds several
+    versions of adapters. With `beside`, a request ends under the version with which it began."""
     bind_groups: bool
     """True if all requests of a group go to one engine."""
     swap_s: float
-    """Seconds in which aborted requests have to leave an engine."""
+    """Seconds that aborted requests have to leave an engine."""
     drain_s: float
-    """Seconds in which the requests of a drained engine have to end."""
+    """Seconds that the requests of a drained engine have to end."""
 
     @staticmethod
     def of(config: Config) -> ProxySettings:
@@ -63,7 +68,7 @@ class ProxySettings(msgspec.Struct, frozen=True):
 
 
 class PartialResponse:
-    """The tokens of a response so far, over all engines that its request has been on.
+    """The tokens of a response so far, from all engines that have worked on it.
 
     Invariant: tokens, log-probs, versions and kept sets stay aligned, and each token stays as its engine gave it.
     """
@@ -83,7 +88,7 @@ class PartialResponse:
         return len(self._tokens)
 
     def rest(self) -> ResponseRequest:
-        """Return the request for the next engine, which goes on after the tokens so far."""
+        """Return the request for the next engine, which continues after the tokens so far."""
         self._moved_at = len(self._tokens)
         if not self._tokens:
             return self._request
@@ -96,7 +101,7 @@ class PartialResponse:
         )
 
     def add(self, piece: Progress) -> None:
-        """Add a piece from the engine that has the request now."""
+        """Add new tokens from the engine that has the request now."""
         self._tokens += piece.token_ids
         self._logprobs += piece.logprobs
         append_versions(self._versions, piece.versions)
@@ -104,13 +109,16 @@ class PartialResponse:
             self._kept.append(piece.kept)
 
     def exhausted(self) -> Completion | None:
-        """Return the whole response if it may have no more tokens, else None."""
+        """Return the whole response if it has reached its token limit, else None."""
         if len(self._tokens) < self._request.max_new_tokens:
             return None
         return Completion(self._tokens, self._logprobs, self._versions, "length", self._kept_until(len(self._tokens)))
 
     def complete(self, last: Completion) -> Completion:
-        """Return the whole response. `last` is the completion of the last engine, with all tokens of that engine."""
+        """Return the whole response. `last` is the completion of the last engine, with all tokens of that engine.
+
+        These replace the pieces of that engine that were added before.
+        """
         at = self._moved_at
         self._tokens = self._tokens[:at] + last.token_ids
         if at == 0:
@@ -123,6 +131,10 @@ class PartialResponse:
         return Completion(self._tokens, self._logprobs[:at] + last.logprobs, versions, last.finish, kept, last.routes)
 
     def _kept_until(self, tokens: int) -> Kept | None:
+        """Return the kept sets of the first `tokens` tokens; None if no engine has given any.
+
+        A kept set has the tokens that settings such as top_k left in the distribution from which a token was sampled.
+        """
         return join_kept(self._kept).part(0, tokens) if self._kept else None
 
 
@@ -135,18 +147,20 @@ class _Wait:
     def __init__(self) -> None:
         self.over = anyio.Event()
         self.engine: EngineRecord | None = None
+        """Engine that has taken the request; None while it waits, or if it has to ask again."""
 
 
 class LLMProxy:
-    """See the module's docstring.
+    """Distributes the requests of a node's episodes among the node's engines, and collects their responses.
 
     Args:
         engines: the node's engines, in the order of their places; they need not have started.
-        first_index: number of the first engine in the run.
-        settings: see `ProxySettings`.
-        outages: notified when no engine is left, and when one serves again.
+        first_index: number in the run of the node's first engine.
+        settings: settings of the run.
+        outages: clock of the time without any engine. It is notified when the last engine dies, and when one serves
+            again.
         on_room: called whenever `capacity` may have grown.
-        now: Unix seconds on the loop's clock.
+        now: returns Unix seconds on the loop's clock.
     """
 
     def __init__(
@@ -166,9 +180,10 @@ class LLMProxy:
             EngineRecord(engine, index, first_index + index, settings.max_sequences, lengths)
             for index, engine in enumerate(engines)
         ]
-        """Records of the node's places, in their order."""
+        """State of the engine in each of the node's places, in their order."""
         self._router = Router(self.records, bind_groups=settings.bind_groups)
         self._waits: dict[RequestRecord, _Wait] = {}
+        """Requests in the queue, and requests that have just left it and whose task has not run since."""
         self._on_room = on_room
         self._now = now
 
@@ -178,7 +193,7 @@ class LLMProxy:
         """Sample one response.
 
         Raises:
-            PoisonError: the request has killed `MAX_DEATHS` engines.
+            PoisonError: `MAX_DEATHS` engines died under the request, so it probably kills engines.
             EngineError: all engines, or `MAX_FAILURES` of them, have failed the request.
             DeadlineError: the response took longer than `request.timeout_s`.
         """
@@ -191,12 +206,16 @@ class LLMProxy:
             completion = response.exhausted()
             while completion is None:
                 engine = await self._admit(record)
-                # An engine may die just after the last token that the response may have: then it is complete.
+                # An engine may die just after it has given the last token. Then the response is complete all the same.
                 completion = await self._stream(engine, record, response) or response.exhausted()
             return completion
 
     async def _admit(self, record: RequestRecord) -> EngineRecord:
-        """Wait until an engine holds the request, and return the engine."""
+        """Wait until an engine holds the request, and return the engine.
+
+        Raises:
+            PoisonError: `MAX_DEATHS` engines died under the request. Other suspects of its group then fail, too.
+        """
         while True:
             if record.deaths >= MAX_DEATHS:
                 self._convict_group(record.order[0])
@@ -213,9 +232,9 @@ class LLMProxy:
             self._release(engine, record)
 
     async def _queue(self, record: RequestRecord) -> EngineRecord | None:
-        """Wait in the queue. Returns the engine that has taken the request, or None if the router is to be asked again.
+        """Wait in the queue. Returns the engine that has taken the request; None if it has to ask the router again.
 
-        If the caller is cancelled, the request leaves the queue, or gives back the room that it has just got.
+        If the caller is cancelled, the request leaves the queue, or gives up the room that it has just got.
         """
         wait = self._waits[record] = _Wait()
         try:
@@ -234,10 +253,12 @@ class LLMProxy:
     async def _stream(
         self, engine: EngineRecord, record: RequestRecord, response: PartialResponse
     ) -> Completion | None:
-        """Let one engine sample the rest of a response. Returns the whole response, or None if it goes on elsewhere.
+        """Make one engine sample the rest of a response.
+
+        Returns the whole response. None if the engine has not completed it and another engine has to continue.
 
         Raises:
-            EngineError: the engine has failed the request, and no other one may try.
+            EngineError: the engine has failed the request, and no other engine may try.
         """
         scope, concurrency, rest, completion = anyio.CancelScope(), engine.concurrency, response.rest(), None
         self._begin(engine, scope, record)
@@ -280,7 +301,7 @@ class LLMProxy:
         return None
 
     def _release(self, engine: EngineRecord, record: RequestRecord) -> None:
-        """Take a request off an engine; the oldest request that waits takes its room."""
+        """Remove a request from an engine. Waiting requests, the oldest first, get the room."""
         self._observe(engine)
         engine.release(record)
         if engine.held == 0:
@@ -288,21 +309,22 @@ class LLMProxy:
         self._fill(engine)
 
     def _update_limit(self, engine: EngineRecord) -> None:
-        """Update an engine's limit after a request has begun or has got its first tokens, and fill room that is new."""
+        """Update an engine's limit after a request has begun or has got its first tokens, and fill any new room."""
         before = engine.limit
         self._observe(engine)
         if engine.limit > before:
             self._fill(engine)
 
     def _observe(self, engine: EngineRecord) -> None:
-        """Let an engine's limit follow its pressure."""
+        """Adapt the number of requests that an engine may hold to the load that it reports, such as its KV cache."""
         engine.concurrency.observe(engine.backend.pressure)
         engine.limit = engine.concurrency.limit
 
     def _fill(self, engine: EngineRecord) -> None:
-        """Use the room of an engine, which may have grown: for waiting requests, then for requests of fuller engines.
+        """Fill the room of an engine, which may have grown.
 
-        Reports the room to the scheduler, which uses the rest for new episodes.
+        It is filled with waiting requests, then with requests that fuller engines run.
+        The scheduler is notified (`on_room`), because it can use the remaining room for new episodes.
         """
         for record in self._router.fill(engine.index):
             wait = self._waits[record]
@@ -313,7 +335,7 @@ class LLMProxy:
 
     def _on_failure(self, engine: EngineRecord, error: EngineError) -> None:
         """Count a request that an engine has failed. An engine that fails too many in a row counts as dead."""
-        # A refusal is the request's fault.
+        # A refusal is the fault of the request, not of the engine.
         if isinstance(error, EngineRefusal):
             return
         engine.failed_in_a_row += 1
@@ -322,7 +344,7 @@ class LLMProxy:
             self.fail(engine.index, EngineDeadError(f"engine {engine.number} failed {times}; the last: {error}"))
 
     def _describe(self, min_version: int) -> str:
-        """Return where to look when a response was too late: the settings, and the state of all engines."""
+        """Return the hint in the error for a late response: settings to check, and the state of all engines."""
         states = [
             f"engine {engine.number} has version {engine.backend.version} and {engine.held} of {engine.limit} requests"
             for engine in self.records
@@ -343,12 +365,14 @@ class LLMProxy:
     # -- engines -----------------------------------------------------------------------------------------------------
 
     async def load(self, index: int, published: Published) -> None:
-        """Swap the engine in place `index` to a version.
+        """Load a version into the engine in place `index` (a swap).
 
         After an error, an engine that was closed for the swap stays closed, since its weights are undefined.
 
         Raises:
-            WeightsError, EngineError, DeadlineError: the same as `Engine.load`, or the engine could not be emptied.
+            WeightsError: the engine got damaged weights, or its log-probs differ too much from the trainer's.
+            EngineError: the load failed for another reason.
+            DeadlineError: the requests did not leave the engine in time, or the load took too long.
         """
         engine, mode = self.records[index], self._settings.swap
         engine.begin_swap(closed=mode in ("abort", "drain"))
@@ -368,7 +392,7 @@ class LLMProxy:
         self._fill(engine)
 
     def _balance(self, engine: EngineRecord) -> None:
-        """Move requests from fuller engines to one that has room: the fullest engine sets the pace of all.
+        """Move requests from fuller engines to `engine`, if it has room, because the fullest engine is the slowest.
 
         The requests with the shortest contexts move, since they cost the least to compute again. No further request
         moves until these have left their engines.
@@ -384,7 +408,11 @@ class LLMProxy:
                 scopes[record].cancel()
 
     async def _emptied(self, engine: EngineRecord, purpose: str, seconds: float) -> None:
-        """Wait until a closed engine holds no request. Raises DeadlineError."""
+        """Wait until an engine, which gets no new requests, holds none.
+
+        Raises:
+            DeadlineError: this takes longer than `seconds`. `purpose` completes the message.
+        """
 
         def waited_for() -> str:
             return f"{engine.held} requests of engine {engine.number} {purpose}"
@@ -395,12 +423,12 @@ class LLMProxy:
                 await engine.emptied.wait()
 
     def _move_all(self, engine: EngineRecord) -> None:
-        """Make all running requests of an engine move to others."""
+        """Make all running requests leave an engine; other engines will continue them."""
         for scope in engine.running:
             scope.cancel()
 
     def _prove(self, engine: EngineRecord, record: RequestRecord) -> None:
-        """Note that an engine has given a token of a request: the request does not kill engines."""
+        """Note that an engine has given the first token of a request, which shows that the request does not kill it."""
         record.proven = True
         if record.deaths:
             record.deaths = 0
@@ -420,16 +448,17 @@ class LLMProxy:
                 wait.over.set()
 
     def _on_death(self, engine: EngineRecord, error: EngineDeadError) -> None:
-        """Note that an engine has died by itself: each of its requests may be the reason."""
+        """Note that an engine has died by itself. Each of its requests may be the cause."""
         if engine.alive:
             for record in engine.running.values():
                 record.died_under(str(error))
         self.fail(engine.index, error)
 
     def fail(self, index: int, error: EngineDeadError) -> None:
-        """Take an engine out of service. Its requests, and those that wait for it alone, move to others or wait.
+        """Take an engine out of service. `error` says how it died.
 
-        Does nothing if the engine is out of service already.
+        Its requests, and requests that wait for it alone, go to other engines or wait for the next one. Does nothing if
+        the engine is out of service already.
         """
         engine = self.records[index]
         if not engine.alive:
@@ -439,11 +468,13 @@ class LLMProxy:
         self._move_all(engine)
         self._ask_again(self._router.fail(index))
         if not self._router.alive:
-            # Requests now wait for the next engine, and their deadlines do not count this time.
+            # Requests now wait for the next engine. This time does not count for their deadlines.
             self._outages.begin()
 
     async def replace(self, index: int, new: Engine) -> None:
-        """Put another engine, started and without a version, in the place of a dead one that was closed.
+        """Put a new engine into the place `index`, whose engine is dead and closed.
+
+        `new` has started and has no version yet.
 
         Raises:
             DeadlineError: requests of the dead engine did not leave it in time.
@@ -462,7 +493,10 @@ class LLMProxy:
             self._waits[record].over.set()
 
     async def dead(self, index: int) -> EngineDeadError:
-        """Wait until the engine in place `index` is dead, whoever noticed, and return how it died."""
+        """Wait until the engine in place `index` is dead, and return the error that says how it died.
+
+        It is dead if the engine itself reports so, or if `fail` was called for it.
+        """
         engine = self.records[index]
 
         async def watch() -> None:
@@ -487,12 +521,14 @@ class LLMProxy:
     # -- usage -------------------------------------------------------------------------------------------------------
 
     def _begin(self, engine: EngineRecord, scope: anyio.CancelScope, record: RequestRecord) -> None:
+        """Note that a request begins to run on an engine. Cancelling `scope` makes it leave the engine."""
         engine.running[scope] = record
         record.proven = False
         if len(engine.running) == 1:
             engine.usage.busy(self._now())
 
     def _end(self, engine: EngineRecord, scope: anyio.CancelScope) -> None:
+        """Note that the request with `scope` no longer runs on an engine."""
         del engine.running[scope]
         if not engine.running:
             engine.usage.idle(self._now())

@@ -3,14 +3,16 @@
 `flash.rollout.proxy.LLMProxy` calls `ask` for each request, and `fill` when an engine has room.
 
 A request goes to the least loaded engine whose version is new enough. The engine that served the same task before is
-preferred while it is not much fuller; among engines that are equally full, the one that served the group. A request
-that fits nowhere waits; the oldest tasks leave the queue first. When an engine has room and nothing waits for it, it is
-given its share of the requests that clearly fuller engines run. With bound groups all requests of a group go to one
-engine, and wait for that engine.
+preferred as long as it is not much fuller. Among engines that are equally full, the engine that served another sample
+of the same group is preferred. If no engine can take a request, it waits in a queue, from which the requests of the
+oldest tasks are taken first. When an engine has room and no request waits for it, it is given requests that clearly
+fuller engines run, so that the loads become equal. With bound groups all requests of a group go to one engine, and wait
+for that engine.
 
-An engine that dies by itself may have been killed by one of its requests. A request is a *suspect* if engines have died
-under it `SUSPECTED` times and none of them had given a token of it; it is cleared when an engine gives one. An engine
-has at most one suspect at a time, so that its death shows which request was the cause.
+An engine that dies by itself may have been killed by one of its requests. A request is a *suspect* if `SUSPECTED`
+engines have died under it and none of them had given a token of it. It is cleared when an engine gives a token of it
+(the request is then *proven*). An engine has at most one suspect at a time, so that its death shows which request was
+the cause.
 
 Invariant (work conservation): no request waits while an engine that may serve it has room.
 """
@@ -30,37 +32,37 @@ TASK_SLACK = 0.25
 preferred: it has the whole context of the task in its cache. The engine that served another sample of the group has
 only the prompt in its cache, so it is preferred only among engines that are equally full."""
 UNEVEN = 0.25
-"""Share of its requests by which an engine must be fuller than another one to give some away: a moved request has to be
-prefilled again."""
+"""Share of its requests by which an engine must be fuller than another one before requests are moved. A move is not
+free: the other engine has to prefill the context of the request again."""
 SUSPECTED = 2
-"""Deaths of engines that make a request a suspect. A single death may be chance, and a suspect may have to wait for
-another one to leave its engine."""
+"""Number of deaths of engines that make a request a suspect. One is too few: a single death may be chance, and suspects
+are served more slowly, because they may have to wait for one another."""
 MAX_DEATHS = 3
-"""Engines that may die under a request before it is given to no other engine, if none of them had given a token of
-it."""
+"""Number of deaths of engines after which a request is given to no other engine. Only engines that had given no token
+of it count."""
 REMEMBERED = 1 << 16
-"""Tasks and groups whose engine is remembered: more than are alive on a node at once."""
+"""Number of tasks, and of groups, whose engine is remembered. This is more than a node runs at once."""
 
 
 class RequestRecord:
-    """The router's own record of one request: where it waits, and how engines have died under it. Mutable."""
+    """The router's record of one request: its place in the queue, and the engines that have died under it. Mutable."""
 
     def __init__(self, request: ResponseRequest) -> None:
         self.request = request
         self.order = (request.group_id, request.task_id)
-        """Position in the wait queue: the smaller, the older."""
+        """Order in the wait queue: requests with smaller numbers are taken first."""
         self.min_version = request.min_version
         self.barred: frozenset[int] = frozenset()
-        """Engines that failed the request."""
+        """Engines that have failed the request. They do not get it again before all living engines have failed it."""
         self.arrival: int | None = None
         """Number in the order of arrival in the queue; None unless the request waits."""
         self.need: Need | None = None
         """Requirements on the engine; None unless the request waits."""
         self.settled = True
-        """True if the engine that served the task or group before is preferred. False once the request has moved to
-        balance the load: it would move back."""
+        """True if the engine that served the task or group before is preferred. False after the request was moved to
+        balance the load, because the preference would move it back."""
         self.proven = False
-        """True if the engine that holds the request has given a token of it."""
+        """True if the engine that holds the request has given a token of it. It has thereby not killed this engine."""
         self.deaths = 0
         """Number of engines that have died under the request since an engine last gave a token of it."""
         self.death = ""
@@ -72,29 +74,30 @@ class RequestRecord:
         return self.deaths >= SUSPECTED
 
     def died_under(self, death: str) -> None:
-        """Note that the engine that ran the request has died by itself."""
+        """Note that the engine that ran the request has died by itself. `death` says how, for the error message."""
         if not self.proven:
             self.deaths, self.death = self.deaths + 1, death
 
 
 class EngineView:
-    """The part of an engine's state that the router decides by."""
+    """State of one engine, as far as the router's decisions depend on it."""
 
     def __init__(self, index: int, limit: int, version: int) -> None:
         self.index = index
         self.limit = limit
-        """Most requests that the engine may hold now."""
+        """Largest number of requests that the engine may hold now."""
         self.version = version
         self.held = 0
-        """Requests placed on the engine."""
+        """Number of requests placed on the engine."""
         self.bound = 0
-        """Requests that wait for this engine alone."""
+        """Number of requests that wait for this engine alone, because their group is bound to it."""
         self.alive = True
         self.closed = False
-        """True if the engine takes no request before its swap is over."""
+        """True if the engine takes no request before its swap, the load of a new version, is over."""
         self.swapping = False
+        """True while the engine loads a version."""
         self.suspect: RequestRecord | None = None
-        """The one request on this engine that may kill it."""
+        """Suspect that the engine holds; None if it holds none."""
 
     @property
     def open(self) -> bool:
@@ -102,16 +105,16 @@ class EngineView:
         return self.alive and not self.closed and self.held < self.limit
 
     def takes(self, suspect: bool) -> bool:
-        """Return True if the engine takes one more request, which may be a suspect."""
+        """Return True if the engine takes one more request. `suspect` is True if that request is a suspect."""
         return self.open and not (suspect and self.suspect is not None)
 
     @property
     def load(self) -> float:
-        """Share of the limit that is taken, with the requests that wait for this engine alone."""
+        """Requests that the engine holds or that wait for it alone, as a share of the limit."""
         return (self.held + self.bound) / self.limit
 
     def begin_swap(self, *, closed: bool) -> None:
-        """Note that the engine begins to load a version; `closed`: it takes no request meanwhile."""
+        """Note that the engine begins to load a version. With `closed` it takes no request meanwhile."""
         self.swapping, self.closed = True, closed
 
     def end_swap(self, version: int) -> None:
@@ -124,7 +127,7 @@ class EngineView:
         self.acquit(record)
 
     def acquit(self, record: RequestRecord) -> None:
-        """Note that a request does not kill this engine: the engine gave a token of it, or no longer holds it.
+        """Note that a request is no danger to this engine: the engine gave a token of it, or no longer holds it.
 
         The engine may then get another suspect.
         """
@@ -136,10 +139,13 @@ class Need(NamedTuple):
     """Requirements of a waiting request on its engine."""
 
     engine: int | None
-    """The only engine that may serve it; None: any."""
+    """The only engine that may serve the request. None: any engine."""
     min_version: int
+    """Oldest version that the engine may have."""
     barred: frozenset[int]
+    """Engines that may not serve the request."""
     suspect: bool
+    """True if the request is a suspect."""
 
 
 _Entry = tuple[tuple[int, int], int, RequestRecord]
@@ -147,7 +153,7 @@ _Entry = tuple[tuple[int, int], int, RequestRecord]
 
 
 class Router:
-    """Places requests on engines. See the module's docstring.
+    """Places requests on engines. The module's docstring has the rules.
 
     Args:
         views: the engines of the node.
@@ -158,12 +164,14 @@ class Router:
         self.views = views
         self._bind = bind_groups
         self._queues: dict[Need, list[_Entry]] = {}
-        """Heaps of waiting requests, one for each need. Some entries may be of requests that do not wait any more."""
+        """Heaps of waiting requests, one for each need. A request that no longer waits may still have an entry."""
         self._counts: Counter[Need] = Counter()
         """Number of requests in each queue that still wait; never 0."""
         self._arrivals = 0
         self._task_engine: dict[int, int] = {}
+        """Engine that last served each task; the entry that was set last is at the end."""
         self._group_engine: dict[int, int] = {}
+        """Engine that last served each group, or to which the group is bound; in the order of `_task_engine`."""
 
     @property
     def waiting(self) -> int:
@@ -180,19 +188,20 @@ class Router:
         return all(view.index in record.barred for view in self.views if view.alive)
 
     def room(self) -> int:
-        """Return how many more requests could start now, beyond those that wait for the same engines."""
+        """Return how many more requests could start now, in addition to the waiting requests that could start."""
         ready = [view for view in self.views if view.open and view.version >= 0]
         free = sum(view.limit - view.held for view in ready)
-        # Requests that only wait for a version count too: the next leases that the hub grants will need it as well.
+        # Requests that only wait for a version take room, too: tasks that the hub leases next will need this version as
+        # well.
         first = sum(count for need, count in self._counts.items() if any(_suits(view, need) for view in ready))
         return max(0, free - first)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def ask(self, record: RequestRecord) -> int | None:
-        """Place a request and return its engine, or put it into the queue and return None."""
+        """Place a request on an engine and return the engine's index, or put it into the queue and return None."""
         if self.hopeless(record):
-            # No engine is left that has not failed the request: let those that have failed it try again.
+            # All living engines have failed the request, so each of them may try again.
             record.barred = frozenset()
         # With bound groups the request waits for its engine, even if another one has room.
         bound = self._bound_view(record) if self._bind and self.alive else None
@@ -208,7 +217,7 @@ class Router:
         return view.index
 
     def fill(self, engine: int) -> list[RequestRecord]:
-        """Place waiting requests on an engine that may have room, the oldest first, and return them."""
+        """Place waiting requests on an engine as long as it has room, the oldest first, and return them."""
         view = self.views[engine]
         placed: list[RequestRecord] = []
         while view.open and self._counts and (record := self._oldest(view)) is not None:
@@ -218,9 +227,10 @@ class Router:
         return placed
 
     def surplus(self, engine: int) -> list[tuple[int, int]]:
-        """Return how many requests fuller engines should give to one that has room, as (engine, count) pairs.
+        """Return how many requests fuller engines should give to `engine`, as (engine, count) pairs.
 
-        Empty if no engine is clearly fuller, if requests wait that the engine may serve, or if the engine swaps.
+        Empty if `engine` has no room or loads a version, if a request waits that it could serve, or if no engine is
+        clearly fuller. Empty with bound groups.
         """
         view = self.views[engine]
         if self._bind or not view.open or view.swapping:
@@ -247,14 +257,14 @@ class Router:
         return list(gives.items())
 
     def movable(self, engine: int, records: Iterable[RequestRecord], count: int) -> list[RequestRecord]:
-        """Return the first `count` of `records` that may move to `engine`, which balances the load.
+        """Return the first `count` of `records` that may move to `engine` to balance the load.
 
-        `records`: requests that a fuller engine runs.
+        `records` are requests that a fuller engine runs.
         """
 
         def may_move(record: RequestRecord) -> bool:
-            # With a seed, another engine would draw the rest of the response differently, and no other run would repeat
-            # that.
+            # A request with a seed must get the same response in every run. Another engine would draw the rest of the
+            # response differently, so such a request moves only before its first token.
             repeatable = record.request.seed is None or not record.proven
             return repeatable and not record.suspected and engine not in record.barred
 
@@ -286,7 +296,10 @@ class Router:
         return self._expel(lambda need: first)
 
     def _expel(self, which: Callable[[Need], bool]) -> list[RequestRecord]:
-        """Take the requests whose need `which` accepts out of the queue; the oldest of each need first."""
+        """Take all requests whose need `which` accepts out of the queue, and return them.
+
+        Requests with the same need are in the order of their age, the oldest first.
+        """
         left: list[RequestRecord] = []
         for need in [need for need in self._queues if which(need)]:
             left += [entry[2] for entry in sorted(self._queues.pop(need), key=_by_age) if _waits(entry)]
@@ -307,7 +320,7 @@ class Router:
         for view in self.views:
             if not view.takes(suspect) or view.version < record.min_version or view.index in record.barred:
                 continue
-            # A swapping engine comes last: the request would wait until it goes on.
+            # An engine that loads a version is the last choice, because the request would have to wait for the load.
             slack = 1 + TASK_SLACK * view.held if view.index == task_engine else 0.0
             key = (view.swapping, view.load - slack / view.limit, view.index != group_engine)
             if best is None or key < best_key:
@@ -315,7 +328,10 @@ class Router:
         return best
 
     def _bound_view(self, record: RequestRecord) -> EngineView:
-        """Return the engine of the request's group. It changes only if it dies or fails the request."""
+        """Return the engine to which the request's group is bound. It binds a group that has none.
+
+        A group gets another engine only if its engine has died or has failed the request. Some engine must be alive.
+        """
         group = record.order[0]
         engine = self._group_engine.get(group)
         if engine is not None and self.views[engine].alive and engine not in record.barred:
@@ -380,7 +396,8 @@ def _suits(view: EngineView, need: Need) -> bool:
 
 
 def _waits(entry: _Entry) -> bool:
-    """Return True if the request still waits with this entry; it may have left, and come back with another one."""
+    """Return True if the request still waits with this entry. It may have left the queue, and entered it again with a
+    new entry."""
     return entry[2].arrival == entry[1]
 
 
@@ -390,7 +407,8 @@ def _by_age(entry: _Entry) -> tuple[tuple[int, int], int]:
 
 
 def _remember(engine_of: dict[int, int], key: int, engine: int) -> None:
-    """Remember the engine of a task or group; the newest comes last, and the oldest is forgotten."""
+    """Remember the engine of a task or group. The newest entry is the last, and the oldest is forgotten when there are
+    too many."""
     engine_of.pop(key, None)
     engine_of[key] = engine
     if len(engine_of) > REMEMBERED:

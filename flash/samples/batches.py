@@ -1,10 +1,10 @@
-"""Batches: a step's groups as a batch, dealt to data shards, and the metrics of its samples. Pure functions.
+"""Make a step's groups into a batch, divide the batch among the data shards, and compute its metrics. Pure functions.
 
-`flash.hub.steps` gathers the groups of `SampleBuffer.next_batch`, deals the batch, and sends each rank its shard
-in parts. Shards are balanced by tokens, and each carries the denominators of the whole batch.
+`flash.hub.steps` gathers the groups of `SampleBuffer.next_batch`, deals the batch into shards, and sends each rank its
+shard in parts, one message each. Shards are balanced by tokens, and each carries the denominators of the whole batch.
 
-Functions that take long are generators, which yield after each slice of the work so that the event loop can serve
-others in between (`flash.waiting.run_in_slices`). They return their result in the end.
+Functions that take long are generators, which yield after each slice of the work so that the event loop can run other
+tasks in between (`flash.waiting.run_in_slices`). They return their result in the end.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from flash.samples.groups import Group
 from flash.types import Batch, BatchSample, Shard, ShardSample, Trajectory
 
 SAMPLES_AT_ONCE = 512
-"""Samples in one slice of dealing or measuring. Each takes up to ten microseconds."""
+"""Number of samples that are dealt or measured in one slice. Each sample takes up to ten microseconds."""
 HALVINGS_PER_SHARD = 4
-"""Largest number of times that a part of a group is halved to balance the shards, per shard."""
+"""Largest number of times that `_balanced` halves a group or a part of a group, per shard."""
 PART_BYTES = 1 << 26
-"""Bytes of samples in one part of a shard, about. It is far below the limit of a frame, and it bounds the memory that
-encoded parts take on the hub, one for each rank, beside the batch itself."""
+"""Approximate bytes of samples in one part of a shard. This is far below the limit of a message. It also bounds the
+memory that the encoded parts, one for each rank, take on the hub beside the batch itself."""
 ENV_PREFIX = "env/"
 """Prefix of the names of the environment's metrics, so that they differ from all other metrics."""
 
 
 def gather(groups: Sequence[Group], step: int, min_version: int) -> Batch:
-    """Return the batch of a step that trains these groups, on tokens of `min_version` or newer."""
+    """Return the batch of a step that trains these groups. Only tokens of `min_version` or newer will be trained."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories()]
     return Batch(step, min_version, trajectories, [entry for group in groups for entry in group.earlier])
 
@@ -47,10 +47,16 @@ def minibatch_of(groups: Sequence[int], minibatches: int) -> dict[int, int]:
 def deal(
     batch: Batch, shards: int, minibatches: int = 1, slice_size: int = SAMPLES_AT_ONCE
 ) -> Generator[None, None, list[Shard]]:
-    """Deal a batch to shards, each with about the same number of tokens to compute, in each minibatch.
+    """Divide a batch into shards that have about the same number of tokens to compute in each minibatch.
 
-    Tokens with which several samples of a shard begin are computed once, and so count once. Minibatches are balanced
-    one by one, because the shards wait for each other at the end of each.
+    Several samples of a shard may begin with the same tokens. A trainer rank computes these once, so they count once.
+    Each minibatch is balanced on its own, because the ranks wait for each other at its end.
+
+    Args:
+        batch: the batch.
+        shards: number of data shards.
+        minibatches: number of minibatches of the step.
+        slice_size: number of samples after which this generator yields.
     """
     entries: list[BatchSample] = []
     tokens = sequences = 0
@@ -85,22 +91,26 @@ def deal(
 
 
 class _Group(NamedTuple):
-    """The samples of a group, ordered so that samples with a long common beginning are neighbours."""
+    """The samples of a group, ordered so that samples with a long common beginning are neighbours.
+
+    A sample has one token sequence, or one for each branch.
+    """
 
     indices: list[int]
     """Index of each sample in the batch."""
     sample_of: list[int]
-    """For each sequence of the group, sorted by tokens, its sample: a position in `indices`."""
+    """Sample of each sequence of the group, as a position in `indices`. The sequences are sorted by their tokens."""
     lengths: list[int]
-    """Tokens of each sequence."""
+    """Number of tokens of each sequence."""
     known: list[int]
-    """Tokens of each sequence that the one before it has in common with it (`sort_by_prefix`)."""
+    """Number of leading tokens that each sequence shares with the sequence before it (`sort_by_prefix`)."""
 
     def run(self, samples: range) -> _Run:
-        """Return some neighbouring samples of the group, with the tokens to compute for them."""
+        """Return the samples at the positions `samples` of the group, with the number of tokens to compute for them."""
         tokens = common = 0
         for sample, length, known in zip(self.sample_of, self.lengths, self.known, strict=True):
-            # What a sequence has in common with an earlier one is the least of what all neighbours in between have.
+            # `common`: tokens that this sequence shares with the last one of the run. In sorted order, two sequences
+            # share the smallest number of tokens that two neighbours between them share.
             common = min(common, known)
             if sample in samples:
                 tokens, common = tokens + length - common, length
@@ -108,17 +118,18 @@ class _Group(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Samples of a group that go to one shard."""
+    """Neighbouring samples of a group, which go to one shard together."""
 
     tokens: int
-    """Tokens to compute for them."""
+    """Number of tokens to compute for these samples; shared beginnings count once."""
     group: _Group
     samples: range
     """Positions of the samples in `group.indices`."""
 
 
 def _whole_group(trajectories: Sequence[Trajectory], indices: list[int]) -> Generator[None, None, _Run]:
-    """Return all samples of a group, ordered by their tokens."""
+    """Return all samples of a group as one run, ordered by their tokens. `indices` are the samples' places in the
+    batch."""
     parts: list[tuple[int, IntArray]] = []
     for index in indices:
         trajectory = trajectories[index]
@@ -134,11 +145,12 @@ def _whole_group(trajectories: Sequence[Trajectory], indices: list[int]) -> Gene
 def _balanced(
     trajectories: Sequence[Trajectory], among: Sequence[int], shards: int
 ) -> Generator[None, None, list[list[int]]]:
-    """Deal the samples with the indices `among` to shards. Returns the indices of each shard's samples.
+    """Divide the samples with the indices `among` among the shards. Returns the indices of each shard's samples.
 
-    Whole groups are dealt, the largest first, each to the shard with the fewest tokens so far. Then the largest group
-    of the fullest shard is halved and all are dealt again, several times. The deal whose fullest shard has the fewest
-    tokens is taken.
+    At first whole groups are assigned, the largest first, each to the shard with the fewest tokens so far. Then the
+    largest group of the fullest shard is halved, and all are assigned again. This is repeated several times. The result
+    is the assignment whose fullest shard has the fewest tokens. Groups are cut as little as possible, because samples
+    of one group share the tokens of their prompt only within a shard.
     """
     members: dict[int, list[int]] = {}
     for index in among:
@@ -174,7 +186,7 @@ def cut(
 ) -> Generator[None, None, list[Shard]]:
     """Cut a shard into parts of about `part_bytes`, each with at least one sample if the shard has any.
 
-    The first part alone holds what a rank must know of the whole batch.
+    Only the first part holds the facts about the whole batch that a rank needs.
     """
     parts: list[list[ShardSample]] = [[]]
     room = part_bytes
@@ -194,7 +206,11 @@ def cut(
 
 
 def sample_metrics(trajectory: Trajectory) -> dict[str, float]:
-    """Return the metrics of one sample: those of its environment and, if it has a kind, those of its kind."""
+    """Return the metrics of one sample: the metrics of its environment and, if it has a kind, of its domain.
+
+    The kind is the name of the environment in a run that mixes several. Its domain metrics are the reward and the
+    number of action tokens.
+    """
     row = {ENV_PREFIX + name: value for name, value in trajectory.env_metrics().items()}
     if kind := trajectory.task.kind:
         row[f"domain/{kind}/reward"] = trajectory.reward

@@ -1,9 +1,10 @@
-"""Evaluation of held-out tasks: when a round is due, and the rounds themselves. Pure state machines.
+"""Evaluation of the policy on held-out tasks, in rounds. Pure state machines.
 
-The hub reports each published version to `Evaluations`, leases the tasks of the running round to nodes beside training
-tasks, and delivers the results. A round asks the same held-out tasks in each run, of engines that run at least its
-version. A sample that fails because of the infrastructure is tried again. If it still fails, it is reported as missing
-and never scored as 0.
+A *round* evaluates one version. The hub reports each published version to `Evaluations`, leases the tasks of the
+running round to nodes beside training tasks (a lease is the right and the duty of a node to run one task), and delivers
+the results. All rounds have the same held-out tasks. Engines run a task with the round's version or a newer one. A
+sample that fails because of the infrastructure is tried again. If all attempts fail, it is reported as missing and
+never scored as 0.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ from flash.waiting import run_to_end
 
 
 class EvalRound:
-    """Results of one evaluation.
+    """Results of one round.
 
     Args:
         version: the version that is evaluated.
-        samples: samples of each problem.
+        samples: number of samples of each problem.
     """
 
     def __init__(self, version: int, samples: int) -> None:
         self.version = version
         self._samples = samples
         self._rewards: dict[int, list[float]] = {}
-        """Rewards by problem."""
+        """Rewards of the finished samples, by the number of their problem."""
         self._versions: set[int] = set()
         """Versions that sampled at least one token."""
         self._metrics: list[dict[str, float]] = []
         """Metrics of each sample."""
         self.missing = 0
-        """Samples that failed for good."""
+        """Number of samples for which all attempts failed."""
 
     def add(self, result: Trajectory) -> None:
         """Add a finished sample."""
@@ -52,14 +53,15 @@ class EvalRound:
 
     @property
     def finished(self) -> int:
-        """Number of samples that have finished or failed for good."""
+        """Number of samples that have finished, or for which all attempts failed."""
         return len(self._metrics) + self.missing
 
     def row(self) -> dict[str, float]:
-        """Return the row of metrics: the mean reward with its 95 % confidence interval, the best of k = samples of each
-        problem, and the means of the environment's metrics.
+        """Return the row of metrics of the round.
 
-        Where every reward is 0 or 1, the first two are an accuracy and pass@k.
+        It has the mean reward with its 95 % confidence interval, and the means of the environment's metrics.
+        `best_of_k` is the mean, over the problems with all k samples, of a problem's largest reward. If every reward is
+        0 or 1, the mean reward is an accuracy, and `best_of_k` is pass@k.
         """
         groups = self._rewards.values()
         flat = [reward for answers in groups for reward in answers]
@@ -83,17 +85,17 @@ class EvalRound:
 
 
 class Evaluations:
-    """The evaluations of a run, one at a time: of version 0, of every `every`-th version, and of the last one.
+    """The evaluations of a run, one at a time: of version 0, of every version divisible by `every`, and of the last.
 
-    If a round was due under a previous hub and left no result, the version with which this hub begins is evaluated
+    If a round was due under a previous hub and has no result, the version with which this hub begins is evaluated
     instead.
 
     Args:
         config: settings of the evaluations.
-        retries: attempts beyond the first at a sample that failed because of the infrastructure.
+        retries: largest number of further attempts at a sample that fails because of the infrastructure.
         first_version: the version with which this hub begins.
-        steps: the last version.
-        kind_of: returns the kind of the problem with a seed.
+        steps: the last version of the run.
+        kind_of: returns the kind (the name of the environment, in a run that mixes several) of the problem with a seed.
         samplings: sampling settings of the run, by kind as in `TaskSource`. The temperature is that of `config`.
         lease_ids: numbers of new leases, which training and evaluation share.
         evaluated: versions that have results.
@@ -124,10 +126,11 @@ class Evaluations:
         self._leases = LeaseTable(lease_ids, retries, failed_last)
 
     def published(self, version: int) -> None:
-        """Start the evaluation of a published version, if it is due and no other one runs."""
+        """Evaluate a published version if an evaluation is due: now, or after the running round."""
         due = self._is_wanted(version)
         if version == self._first_version:
-            # After a restart: is there a result of the newest version that was due so far, or of a later one?
+            # At the start of a hub, a round is due unless the newest version that was due so far, or a later version,
+            # has a result.
             newest = max(filter(self._is_wanted, range(version + 1)))
             due = not any(newest <= done <= version for done in self._evaluated)
         if due:
@@ -135,6 +138,7 @@ class Evaluations:
         self._begin()
 
     def _is_wanted(self, version: int) -> bool:
+        """Return True if the configuration asks for an evaluation of this version."""
         every = self._config.every
         return version in (0, self._steps) or (every > 0 and version % every == 0)
 
@@ -148,7 +152,7 @@ class Evaluations:
 
     @property
     def evaluates_untrained(self) -> bool:
-        """True while the untrained policy is evaluated; no training task goes out meanwhile."""
+        """True while the untrained policy is evaluated. No training task is leased meanwhile."""
         return self._round is not None and self._round.version == 0
 
     @property
@@ -169,11 +173,11 @@ class Evaluations:
         return self._round is None and not self._due
 
     def lease(self, versions: Sequence[int], node: int = 0, *, nodes: Collection[int] = ()) -> Lease | None:
-        """Lease the next task of the running round to a node; None if there is none for it.
+        """Lease the next task of the running round to a node. Returns None if the round has no task for this node.
 
         Args:
-            versions: versions that the node's engines run. One must be at least the round's.
-            node: the node's number. A task that has failed on it goes to another node, as long as there is one.
+            versions: versions that the node's engines run. One of them must be the round's version or newer.
+            node: number of the node. A task that has failed on this node goes to another node, as long as there is one.
             nodes: all nodes that could take the task.
         """
         if self._round is None or max(versions, default=-1) < self._round.version:
@@ -186,10 +190,10 @@ class Evaluations:
         return len(self._leases.queue) if self._round is not None and newest >= self._round.version else 0
 
     def deliver(self, lease_id: int, result: Trajectory | Failure, node: int) -> dict[str, float] | None:
-        """Take the result of a lease from a node. Returns the row of the round if this was its last result.
+        """Take the result of a lease from a node. Returns the round's row of metrics if this was the last result.
 
-        The result of an unknown lease, from a lost node or from before a restart of the hub, is dropped: its task went
-        out again.
+        A result is dropped if its lease is not known, because the node was lost or the hub has restarted: the task was
+        queued again then.
         """
         running, member = self._round, self._leases.out.pop(lease_id, None)
         if running is None or member is None:

@@ -1,17 +1,17 @@
-"""Groups: the members of one prompt from issue to training, and the pool of all groups in flight. Pure state.
+"""Groups: the samples of one prompt (members) from issue to training, and the pool of all groups in flight. Pure state.
 
-`flash.samples.store` puts issued groups into the pool, records what happens to their members, and takes groups out
-when a step trains them.
+`flash.samples.store` puts issued groups into the pool, changes the states of their members, and takes groups out when a
+step trains them.
 
-A member is queued, leased, done, lost (given up after a failure), beaten (redundant, and too late) or trained. A group
-is complete when enough members are done, or when some are done and none is on its way. Lost members leave the group
-smaller. A group may be trained in parts, when some members would become too old while another one is still on its way.
-Later parts know the rewards of the earlier ones.
+A member is queued, leased (a node has the right and the duty to run it), done, lost (given up after a failure), beaten
+(redundant, and too late) or trained. A group is complete when enough members are done, or when some are done and none
+is queued or leased any more. Lost members leave the group smaller. A group may be trained in *parts*, in several steps,
+if its finished members would become too old before the others are done. Later parts know the rewards of earlier ones.
 
-A step may take a group from the pool while it is *ready* (complete, and worth a place in a batch) or *expiring*
-(nearly complete, with members that no later step could train). After a change of its members the group is counted
-again, alone, so that no question about all groups has to look at all of them. These counts do not come from the
-ledger, so that the two can be compared.
+A step may take a group from the pool while it is *ready* (complete and not filtered out) or *expiring* (nearly
+complete, with members that no later step could train). After each change of a group, `Census` counts this group again
+and updates its sums, so that a number over all groups never needs a loop over them. The ledger (`flash.samples.ledger`)
+counts independently, so that the two can be compared.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from algorithms.advantages import are_equal
 from flash.types import BatchSample, Task, Trajectory
 
 MOST_MISSING = 0.25
-"""Largest share of a group that may still be on its way when the others are trained. With fewer finished members the
-rewards would make a poor baseline."""
+"""Largest share of a group that may be unfinished when the other members are trained without it. With fewer finished
+members, the mean of their rewards would be a poor baseline for their advantages."""
 
 MemberState = Literal["queued", "leased", "done", "lost", "beaten", "trained"]
 
@@ -45,9 +45,10 @@ class Member(msgspec.Struct, gc=False):
     node: int = 0
     """Node that holds the lease, while leased."""
     floor: int = 0
-    """Oldest policy version that a token may have, while leased or done."""
+    """Oldest policy version that a token of the task can have, while leased or done: the version of the slowest engine
+    that may run it."""
     avoid: tuple[int, ...] = ()
-    """Nodes on which the task has failed."""
+    """Nodes on which the task has failed. Other nodes are preferred for the next attempt."""
     trajectory: Trajectory | None = None
     """The finished sample, while done."""
 
@@ -58,35 +59,44 @@ class Group(msgspec.Struct, gc=False):
     group_id: int
     """Number of the group, from 0 in the order of issue."""
     wanted: int
-    """Number of finished members that make the group complete. Members beyond this number are redundant."""
+    """Number of finished members that make the group complete. More members may be issued; they are redundant, so that
+    the group need not wait for the slowest ones."""
     members: list[Member]
     earlier: list[BatchSample] = []
     """Members that earlier steps have trained, in parts of this group."""
     closed: bool = False
-    """True if the group's problem is not one of the present run, so that no member of it is started."""
+    """True if the group's problem does not exist in the present run, after a restart with other problems. No further
+    member of it is started then."""
     # The encoded name is part of the format of checkpoints.
     counted: bool = msgspec.field(default=False, name="told")
     """True if `Cursor.ended` has counted the group."""
 
     @property
     def kind(self) -> str:
-        """Kind of the group's problem."""
+        """Kind of the group's problem: the name of its environment, in a run that mixes several; else empty."""
         return self.members[0].task.kind
 
     @property
     def complete(self) -> bool:
-        """True if enough members are done, or some are done and none is on its way."""
+        """True if enough members are done, or some are done and none is queued or leased. Members that an earlier step
+        has trained count as done."""
         done = self.count("done")
         return done + len(self.earlier) >= self.wanted or (done > 0 and self.pending == 0)
 
     def expiring(self, min_version: int) -> bool:
-        """Return True if nearly all members are done, and one of them has no token of `min_version` or newer."""
+        """Return True if nearly all members are done, and one of them has no token of `min_version` or newer.
+
+        `min_version` is the oldest version whose tokens the next step can train, so that member would be lost to it.
+        """
         done = self.trajectories()
         few_missing = 0 < self.pending <= self.wanted * MOST_MISSING
         return few_missing and len(done) > 1 and any(t.trained_tokens(min_version) == 0 for t in done)
 
     def split_done(self) -> Group:
-        """Separate the members that are done. Returns them as a group of their own, to be trained now."""
+        """Move the members that are done into a group of their own, to be trained now, and return that group.
+
+        Here these members count as trained, and `earlier` keeps the facts about them that later parts need.
+        """
         part = [msgspec.structs.replace(member) for member in self.members if member.state == "done"]
         entries = [trajectory.entry() for trajectory in self.trajectories()]
         now = Group(self.group_id, self.wanted, part, self.earlier, counted=self.counted)
@@ -97,7 +107,7 @@ class Group(msgspec.Struct, gc=False):
         return now
 
     def rejoin(self, part: Group) -> None:
-        """Undo `split_done`. Parts have to come back in the reverse order: the last one first."""
+        """Undo `split_done`, which returned `part`: its batch will not be trained. The newest part must come first."""
         own = {member.task.task_id: member for member in part.members}
         self.members = [own.pop(member.task.task_id, member) for member in self.members] + list(own.values())
         self.earlier = part.earlier
@@ -109,7 +119,7 @@ class Group(msgspec.Struct, gc=False):
         return max((run.version for each in self.trajectories() for run in each.versions), default=-1)
 
     def copy(self) -> Group:
-        """Return a copy that later changes do not reach."""
+        """Return a copy that does not change when the group or its members change."""
         return msgspec.structs.replace(self, members=list(map(copy, self.members)))
 
     def count(self, state: MemberState) -> int:
@@ -118,7 +128,7 @@ class Group(msgspec.Struct, gc=False):
 
     @property
     def pending(self) -> int:
-        """Number of members on their way: queued or leased."""
+        """Number of members that are queued or leased."""
         return self.count("queued") + self.count("leased")
 
     @property
@@ -141,10 +151,10 @@ class GroupFilter(msgspec.Struct, frozen=True):
     drop_equal_rewards: bool = False
     """Drop groups whose rewards are all equal."""
     accuracy_bounds: tuple[float, float] | None = None
-    """Lowest and highest mean reward of a group that is kept. None: any."""
+    """Lowest and highest mean reward with which a group is kept. None: groups with any mean reward are kept."""
 
     def keeps(self, group: Group) -> bool:
-        """Return True if a complete group is trained."""
+        """Return True if a complete group is worth training; False filters it out."""
         rewards = [trajectory.reward for trajectory in group.trajectories()]
         if self.drop_equal_rewards and are_equal(rewards):
             return False
@@ -155,25 +165,26 @@ class GroupFilter(msgspec.Struct, frozen=True):
 
 
 class GroupPool:
-    """The groups that wait for their members or for a step.
+    """Pool of the groups that wait for their members or for a step.
 
     Args:
-        slice_size: groups that `copy_ahead` copies in one slice.
+        slice_size: number of groups that `copy_ahead` copies before it lets other work run.
     """
 
     def __init__(self, slice_size: int) -> None:
         self._slice_size = slice_size
         self._groups: dict[int, Group] = {}
         """All groups by number, in the order of issue."""
+        # The module's docstring explains ready, expiring and parts.
         self._ready: set[int] = set()
         self._expiring: set[int] = set()
         self._in_parts: set[int] = set()
-        """Groups of which a part was trained."""
+        """Groups of which a step has trained a part."""
         self._copies: dict[int, Group] = {}
         """Copies made ahead of a snapshot, of groups that have not changed since."""
         self.census = Census()
         self.eligible = EligibleGroups()
-        """Groups that are ready or expiring."""
+        """Groups that a step may take: those that are ready or expiring and have a started member."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._groups)
@@ -182,20 +193,20 @@ class GroupPool:
         return self._groups[group_id]
 
     def get(self, group_id: int) -> Group | None:
-        """Return a group, or None if it was trained or has left."""
+        """Return a group; None if it is no longer in the pool."""
         return self._groups.get(group_id)
 
     def late_groups(self) -> list[int]:
-        """Return the groups of which a part was trained, and other members have finished since."""
+        """Return the groups of which a part was trained, and in which other members have finished after that."""
         return [group_id for group_id in sorted(self._in_parts) if self._groups[group_id].count("done")]
 
     def is_ready(self, group_id: int) -> bool:
-        """Return True if a group is complete and kept, or chosen to be trained as it is."""
+        """Return True if a group is complete and not filtered out, or was chosen to be trained as it is."""
         return group_id in self._ready
 
     @property
     def ready_groups(self) -> int:
-        """Number of complete groups that wait for a step."""
+        """Number of groups that are ready for a step."""
         return len(self._ready)
 
     # -- changes -----------------------------------------------------------------------------------------------------
@@ -213,7 +224,10 @@ class GroupPool:
             self._in_parts.add(group_id)
 
     def put_waiting(self, group: Group, *, expiring: bool = False) -> None:
-        """Put a group that is new, or that waits for members. An expiring one may be trained without them."""
+        """Put a group into the pool that is new or waits for members. If it was ready, it no longer is.
+
+        With `expiring`, a step may take its finished members without waiting for the others.
+        """
         self._groups[group.group_id] = group
         self._ready.discard(group.group_id)
         self._expiring.discard(group.group_id)
@@ -222,17 +236,24 @@ class GroupPool:
         self.recount(group)
 
     def put_ready(self, group: Group) -> None:
-        """Mark a group of the pool as complete and worth a place in a batch."""
+        """Mark a group of the pool as ready: complete and not filtered out."""
         self._expiring.discard(group.group_id)
         self._ready.add(group.group_id)
         self.recount(group)
 
     def put_chosen(self, group_ids: Iterable[int]) -> None:
-        """Mark groups that a step will take as they are. Members that finish before `take` are trained with them."""
+        """Mark groups that a step will take as they are, complete or not.
+
+        Members that finish before `take` are trained with them.
+        """
         self._ready.update(group_ids)
 
     def take(self, group_id: int) -> Group:
-        """Take out what can be trained now, and return it: the whole group, or the members that are done."""
+        """Return the trainable part of a group, and take it out of the pool.
+
+        This is the whole group if it is complete and no part was trained before; else the members that are done. The
+        rest of the group stays in the pool if any member is queued or leased.
+        """
         group = self._groups[group_id]
         whole = group.complete and not group.earlier
         part = group if whole else group.split_done()
@@ -253,7 +274,10 @@ class GroupPool:
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
     def copy_ahead(self) -> Generator[None]:
-        """Copy the groups in slices, ahead of `copies`, which then copies only the groups that change meanwhile."""
+        """Copy all groups in slices, and yield after each slice so that other work can run.
+
+        A later call of `copies` then has to copy only the groups that have changed meanwhile.
+        """
         for number, group_id in enumerate(list(self._groups), start=1):
             if (group := self._groups.get(group_id)) is not None:
                 self._copies[group_id] = group.copy()
@@ -261,7 +285,7 @@ class GroupPool:
                 yield
 
     def copies(self) -> list[Group]:
-        """Return copies of all groups, which later changes do not reach."""
+        """Return copies of all groups, which do not change when the groups change."""
         copies, self._copies = self._copies, {}
         return [copies.get(group_id) or group.copy() for group_id, group in self._groups.items()]
 
@@ -270,17 +294,17 @@ class GroupCount(NamedTuple):
     """Counts of one group, which `Census` sums up."""
 
     alive: int
-    """Members that may still be trained."""
+    """Number of members that may still be trained: queued, leased or done."""
     tokens: int
-    """Action tokens of finished members."""
+    """Action tokens, which the policy sampled, of finished members."""
     oldest: int | None
-    """Oldest version that a token may have, of members that are leased or done. None: there are no such members."""
+    """Oldest version that a token of a leased or finished member can have. None: there are no such members."""
     complete: bool
     """Equal to `Group.complete`."""
 
     @classmethod
     def of(cls, group: Group) -> GroupCount:
-        """Count a group, looking at each member once: this runs after every change, and has to be quick."""
+        """Count a group. This runs after every change, so it looks at each member only once to be quick."""
         tokens = done = pending = 0
         oldest: int | None = None
         for member in group.members:
@@ -305,11 +329,12 @@ class Census:
 
     def __init__(self) -> None:
         self.in_flight = 0
-        """Members that may still be trained."""
+        """Number of members that may still be trained: queued, leased or done."""
         self.tokens = 0
         """Action tokens of finished members."""
         self.begun: dict[int, list[int]] = {}
-        """For each oldest version of a group's tokens: the number of groups, and how many of them are not complete."""
+        """Groups with a started member, by the oldest version that one of their tokens can have: their number, and the
+        number of those among them that are not complete."""
         self._groups: dict[int, GroupCount] = {}
 
     def count(self, group: Group) -> GroupCount:
@@ -320,12 +345,12 @@ class Census:
         return new
 
     def forget(self, group_id: int) -> None:
-        """Count a group no more."""
+        """Subtract a group from the sums, if it is counted."""
         if (old := self._groups.pop(group_id, None)) is not None:
             self._add(old, -1)
 
     def oldest(self, group_id: int) -> int | None:
-        """Return the oldest version that a token of a group may have; None if no member was started."""
+        """Return the oldest version that a token of a group can have; None if no member is leased or done."""
         return self._groups[group_id].oldest
 
     def _add(self, group: GroupCount, times: int) -> None:
@@ -346,12 +371,12 @@ class EligibleGroups:
 
     def __init__(self) -> None:
         self._groups: dict[int, dict[str, list[int]]] = {}
-        """Group numbers in ascending order, by oldest version and kind."""
+        """Group numbers in ascending order, by oldest version of the group's tokens, then by kind."""
         self._places: dict[int, tuple[int, str]] = {}
         """Oldest version and kind of each group."""
 
     def put(self, group_id: int, oldest: int, kind: str = "") -> None:
-        """Add a group whose oldest token is of version `oldest`, or move it there."""
+        """Add a group whose oldest token is of version `oldest`. A group that is here already is moved."""
         if self._places.get(group_id) == (oldest, kind):
             return
         self.remove(group_id)
@@ -373,12 +398,14 @@ class EligibleGroups:
     def first(
         self, size: int, before: int | None, limits: Mapping[str, int] | None = None
     ) -> dict[int, Sequence[int]] | None:
-        """Return the first `size` groups, by their oldest version; None if there are fewer.
+        """Return the numbers of the first `size` groups, by the oldest version of their tokens.
+
+        Groups with older tokens are first; among these, groups with lower numbers. None if there are fewer than `size`.
 
         Args:
-            size: groups to return.
-            before: only groups with a smaller number are returned. None: all.
-            limits: the most groups of a kind; kinds without an entry have no limit.
+            size: number of groups to return.
+            before: only groups with a smaller number may be returned. None: groups of any number.
+            limits: largest number of groups of each kind. A kind without an entry has no limit.
         """
         found: dict[int, Sequence[int]] = {}
         left = dict(limits or {})
@@ -399,25 +426,26 @@ class EligibleGroups:
 
 
 class FormedGroup(msgspec.Struct, gc=False):
-    """A group, or a part of one, in the batch of a step."""
+    """A group, or a part of a group, in the batch of a step."""
 
     step: int
     group: Group
 
 
 class FormedBatches:
-    """The groups in batches of steps: of the running step, and of steps that a previous hub had formed.
+    """Groups whose batch is formed: the batch of the running step, and batches of steps that a previous hub had formed.
 
-    All members of these groups are done. Formed batches are trained again as they were.
+    All members of these groups are done. After a restart of the hub, a formed batch is trained again as it was.
     """
 
     def __init__(self, formed: Iterable[FormedGroup] = ()) -> None:
         self.step: int | None = None
-        """The running step, once its batch was chosen. None between steps."""
+        """The running step, from the choice of its batch until its commit. None between steps."""
         self.training: dict[int, Group] = {}
-        """Groups, whole or in part, that the running step trains."""
+        """Groups, or parts of groups, that the running step trains, by number."""
         self.formed: dict[int, dict[int, Group]] = {}
-        """Groups of batches that were formed before and are not taken yet, by step, in the order of steps."""
+        """Groups of the batches that a previous hub had formed and that this hub has not taken yet: by step, in the
+        order of steps, then by number."""
         self.in_flight = 0
         """Samples in all of these batches."""
         self.tokens = 0
@@ -428,11 +456,11 @@ class FormedBatches:
 
     @property
     def next_unformed(self) -> int:
-        """The first step after all formed ones; 0 if there are none."""
+        """First step after all steps with a formed batch; 0 if there are none."""
         return max(self.formed, default=-1) + 1
 
     def train(self, group: Group) -> None:
-        """Add a group, or a part of one, to the running step."""
+        """Add a group, or a part of a group, to the running step."""
         self.training[group.group_id] = group
         self._count(group, 1)
 
@@ -451,7 +479,7 @@ class FormedBatches:
         return group
 
     def left(self) -> list[FormedGroup]:
-        """Return all groups that are not trained yet, those of the running step first."""
+        """Return the groups of all these batches; the groups of the running step come first."""
         steps = [(self.step or 0, self.training), *self.formed.items()]
         return [FormedGroup(step, group) for step, groups in steps for group in groups.values()]
 

@@ -1,14 +1,15 @@
-"""Journal: the events that change a buffer, in the order in which they happened.
+"""Journal: the events that change a sample buffer, in the order in which they happened.
 
-`SampleBuffer` records each event before `SampleStore.apply` makes the change. An event holds what the buffer has
-decided, such as the task of a lease or the groups of a step. So `flash.samples.replay` can apply the same events to the
-state of a checkpoint, and comes to the same state. The backlog is worked off in slices, and each slice is an event, so
-that slices and results mix in the replay as they did in the run.
+`SampleBuffer` records each event before `SampleStore.apply` makes the change. An event holds the decisions of the
+buffer, such as the task of a lease (the right and the duty of a node to run one task) or the groups of a step. So
+`flash.samples.replay` can apply the same events to the state of a checkpoint, and comes to the same state. Work on many
+groups waits in the store's backlog and is done in slices. Each slice is an event, too, so that the replay has slices
+and results in the order of the run.
 
 `flash.run.restart.journal` keeps the events in files.
 
-Law: no result, batch or commit is acknowledged to a peer before it is `written`. A lease may go out earlier: after a
-crash the next hub refuses the claim of a lease that it does not know.
+Law: no result, batch or commit is acknowledged to a peer before its event is `written`. A lease may be sent to its node
+earlier: after a crash the next hub refuses the claim of a lease that it does not know.
 """
 
 from __future__ import annotations
@@ -24,20 +25,21 @@ from flash.types import Failure, Trajectory
 
 
 class BufferSettings(msgspec.Struct, frozen=True):
-    """All settings by which a buffer decides."""
+    """All settings on which the decisions of a buffer depend."""
 
     contract: AgeContract
     rules: BufferRules
     # The encoded name is part of the format of checkpoints and journals.
     slice_size: int = msgspec.field(name="at_once")
-    """Groups in one slice of the backlog."""
+    """Number of groups in one slice of the backlog."""
 
 
 class Began(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """A hub has started. Leases from before stay out until they end."""
+    """A hub has started. Leases that a previous hub granted stay valid until they end."""
 
     step: int
-    """The version that the run continues from. Steps from this one on that were booked as trained are trained again."""
+    """Version from which the run continues. Steps from this number on are trained again, even if the journal has their
+    commits."""
     settings: BufferSettings
 
 
@@ -54,7 +56,7 @@ class Lent(msgspec.Struct, frozen=True, array_like=True, tag=2):
     node: int
     """Number of the node that holds the leases."""
     leases: list[tuple[int, int, int]]
-    """For each lease its number, the index of the member, and the oldest version that a token may have."""
+    """For each lease its number, the index of the member, and the oldest version that one of its tokens can have."""
 
 
 class Delivered(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -66,21 +68,21 @@ class Delivered(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class DeliveredLate(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """A node has delivered the result of a lease that was no longer out. Only its tokens are booked."""
+    """A node has delivered the result of a lease that had been withdrawn or revoked. Only its tokens are counted."""
 
     lease_id: int
     tokens: int
-    """Action tokens that were sampled."""
+    """Number of action tokens that were sampled for the result."""
 
 
 class Revoked(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """The node of these leases is gone, or no node has claimed them."""
+    """The tasks of these leases queue again: their node is gone, or no node has claimed them after a restart."""
 
     lease_ids: list[int]
 
 
 class Tidied(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """A slice of the backlog was worked off."""
+    """A slice of the backlog was done."""
 
 
 class Taken(msgspec.Struct, frozen=True, array_like=True, tag=7):
@@ -88,7 +90,8 @@ class Taken(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
     step: int
     groups: list[int]
-    """Groups of the batch. Groups that were trained in parts join it. Empty if a previous hub formed the batch."""
+    """Numbers of the groups of the batch. Empty if a previous hub formed the batch. Finished members of groups of which
+    a part was trained before are not listed; they join the batch in addition."""
 
 
 class Committed(msgspec.Struct, frozen=True, array_like=True, tag=8):
@@ -96,7 +99,8 @@ class Committed(msgspec.Struct, frozen=True, array_like=True, tag=8):
 
     step: int
     books: tuple[int, int, int]
-    """Tasks issued, tasks in flight and tokens generated before this event. A replay has to come to the same."""
+    """Number of tasks issued, tasks in flight and tokens generated before this event. A replay checks that it comes to
+    the same numbers."""
 
 
 class Closed(msgspec.Struct, frozen=True, array_like=True, tag=9):
@@ -107,14 +111,17 @@ Event = Began | Issued | Lent | Delivered | DeliveredLate | Revoked | Tidied | T
 
 
 class Journal(Protocol):
-    """Keeps events; `flash.run.restart.journal` does so in files."""
+    """Interface of a journal; `flash.run.restart.journal` keeps the events in files."""
 
     def record(self, event: Event) -> None:
         """Record an event that is about to be applied. Returns at once."""
         ...
 
     async def written(self) -> None:
-        """Wait until all events recorded so far are safe. The caller's peer has a deadline for our answer."""
+        """Wait until all events recorded so far are safely stored.
+
+        A peer waits for a reply meanwhile and gives up after its own timeout, so this must not take long.
+        """
         ...
 
     def begin(self, version: int) -> int:
@@ -123,7 +130,7 @@ class Journal(Protocol):
 
 
 class NoJournal:
-    """Keeps nothing: a restart goes back to the checkpoint."""
+    """Journal that keeps no event. After a crash the run continues from the checkpoint itself."""
 
     def record(self, event: Event) -> None: ...
 
@@ -134,7 +141,7 @@ class NoJournal:
 
 
 class MemoryJournal:
-    """Keeps everything in memory, for tests."""
+    """Journal that keeps all events in memory, for tests."""
 
     def __init__(self) -> None:
         self.files: list[list[Event]] = [[]]
@@ -145,7 +152,7 @@ class MemoryJournal:
         return self.files[-1]
 
     def after(self, number: int) -> list[Event]:
-        """Return the events from the file of this number on."""
+        """Return the events of the file with this number and of all later files."""
         return [event for file in self.files[number:] for event in file]
 
     def record(self, event: Event) -> None:

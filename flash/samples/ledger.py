@@ -1,7 +1,7 @@
-"""Ledger: the books of every task and every generated token of a run.
+"""Ledger: counts of every task and every generated token of a run, by what has become of them.
 
-`flash.samples.store` books each change. `check` compares the books with the tasks and tokens that the store holds,
-which are counted independently.
+`flash.samples.store` enters (*books*) each change. `check` compares the ledger with the numbers of tasks and tokens
+that the store holds, which are counted independently.
 
 Law of conservation: `issued = trained + filtered + given_up + in_flight` and
 `generated = trained_tokens + discarded_tokens + buffered_tokens` hold after every event.
@@ -16,27 +16,27 @@ from flash.types import Outcome
 
 
 class Ledger(msgspec.Struct):
-    """Counters of one run, over all its incarnations: they are part of the checkpoint."""
+    """Counters of one run. They are part of each checkpoint, so they include the work of all hubs of the run."""
 
     issued: int = 0
-    """Tasks that were issued."""
+    """Number of tasks that were issued."""
     trained: int = 0
-    """Tasks of which at least one token entered the loss of a committed step."""
+    """Number of tasks of which at least one token entered the loss of a committed step."""
     filtered: int = 0
-    """Tasks whose finished trajectory was filtered out."""
+    """Number of tasks whose finished trajectory was filtered out."""
     given_up: dict[Outcome, int] = {}
-    """Tasks that left untrained for another reason than a filter, by reason."""
+    """Number of tasks that left untrained for another reason than a filter, by reason."""
     retried: dict[Outcome, int] = {}
-    """Attempts that failed and were tried again, by reason. Their tasks are still in flight."""
+    """Number of attempts that failed and were tried again, by reason. Retries do not end a task."""
     generated_tokens: int = 0
-    """Action tokens that were delivered, or were lost with a reported failure."""
+    """Number of action tokens, which the policy sampled, that were delivered or were lost with a reported failure."""
     trained_tokens: int = 0
-    """Action tokens that entered a loss."""
+    """Number of action tokens that entered a loss."""
     discarded_tokens: dict[Outcome, int] = {}
-    """Action tokens that will never enter a loss, by reason."""
+    """Number of action tokens that will never enter a loss, by reason."""
 
     def give_up(self, outcome: Outcome, count: int = 1) -> None:
-        """Book tasks that leave untrained."""
+        """Book tasks that leave untrained, for the reason `outcome`."""
         self.given_up[outcome] = self.given_up.get(outcome, 0) + count
 
     def retry(self, outcome: Outcome) -> None:
@@ -52,9 +52,10 @@ class Ledger(msgspec.Struct):
         """Book a task of a committed step.
 
         Args:
-            trained: tokens of the task that entered the loss. A task without any is booked as given up, as stale.
-            tokens: all action tokens of the task. Those that did not enter the loss are booked as stale.
-            times: -1 takes an earlier booking back.
+            trained: number of the task's tokens that entered the loss. A task without any is booked as given up because
+                it is stale, that is, too old.
+            tokens: number of all action tokens of the task. The tokens that did not enter the loss are booked as stale.
+            times: 1 books the task. -1 undoes an earlier booking, because the step will be trained again.
         """
         self.trained_tokens += times * trained
         self.discard(Outcome.STALE, times * (tokens - trained))
@@ -64,11 +65,11 @@ class Ledger(msgspec.Struct):
             self.give_up(Outcome.STALE, times)
 
     def check(self, in_flight: int, buffered_tokens: int) -> None:
-        """Compare the books with independent counts.
+        """Compare the ledger with independent counts.
 
         Args:
-            in_flight: tasks that were issued and have not left.
-            buffered_tokens: action tokens of finished trajectories that have not left.
+            in_flight: number of tasks that were issued, and are neither trained, filtered out nor given up.
+            buffered_tokens: number of action tokens of finished trajectories of these tasks.
 
         Raises:
             ContractError: a task or a token is unaccounted for.
@@ -83,7 +84,7 @@ class Ledger(msgspec.Struct):
             )
 
     def totals(self, in_flight: int) -> dict[str, int]:
-        """Return the books as flat numbers, for summaries."""
+        """Return all counts as one flat dictionary, for summaries and metrics."""
         flat = {
             "issued": self.issued,
             "trained": self.trained,

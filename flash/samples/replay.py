@@ -1,10 +1,12 @@
-"""Replay: rebuilds the state of a buffer from a checkpoint and the journal after it. Pure state.
+"""Replay: rebuilds the state of a sample buffer from a checkpoint and the journal after it. Pure state.
 
-`flash.run.restart` reads checkpoint and journal and feeds a `Replay`. Everything that was delivered since the
-checkpoint is kept. The run may continue from any version since then, mostly the one that it has `reached`. Batches of
-later steps that were formed already are trained again as they were (`flash.samples.groups.FormedBatches`); where they
-had been booked as trained, the booking is taken back. Several incarnations of the hub may have ended in between, each
-at any such version.
+`flash.run.restart` reads checkpoint and journal, passes each event to `Replay.apply`, and then calls `state`. All
+results that were delivered after the checkpoint are kept. The run may continue from any version from the checkpoint's
+on, usually from the one that it has `reached`. Batches of later steps that were formed already are trained again as
+they were (`flash.samples.groups.FormedBatches`). If the ledger counts them as trained, that is undone.
+
+The journal may contain the events of several hub processes, one after another. Each of them continued from such a
+version.
 """
 
 from __future__ import annotations
@@ -31,17 +33,20 @@ class Replay:
         self.reached = 0 if state is None else version
         """The version that the run has reached."""
         self.delivered = 0
-        """Trajectories delivered since the checkpoint."""
+        """Number of trajectories delivered since the checkpoint."""
         self._booked: list[tuple[FormedGroup, int]] = []
-        """Groups that all incarnations have booked as trained since the checkpoint, each with the oldest version whose
-        tokens were counted."""
+        """Groups that were counted as trained since the checkpoint, by any hub process, each with the oldest version
+        whose tokens were counted as trained."""
         self._store: SampleStore | None = None
-        """The store of the incarnation whose events are being applied."""
+        """Store of the hub process whose events are being applied; None before the first event of a new run."""
         if state is not None:
             self._begin(state.settings, state, same_incarnation=True)
 
     def _begin(self, settings: BufferSettings, state: BufferState | None, *, same_incarnation: bool = False) -> None:
-        """Start the store of an incarnation from a state."""
+        """Make the store of a hub process from a state.
+
+        `same_incarnation` is True if the events that follow are of the hub process that wrote the state.
+        """
         members, cursor = settings.rules.sizes(settings.contract.group_size), state.cursor if state else None
         # The seed and the kinds do not matter, because the events hold the problems that were issued.
         source = TaskSource(0, members, cursor=cursor, samplings=settings.rules.samplings())
@@ -51,7 +56,7 @@ class Replay:
         """Apply the next event.
 
         Raises:
-            ContractError: the event cannot have happened in this state.
+            ContractError: the event cannot have happened in this state, so the journal does not belong to it.
         """
         if isinstance(event, Began):
             state = self.state(event.step)
@@ -73,14 +78,18 @@ class Replay:
             oldest = store.contract.min_token_version(event.step)
             self._booked += [(FormedGroup(event.step, group), oldest) for group in store.batches.training.values()]
             self.reached = event.step + 1
-        # The breaker ended that incarnation, but the state is sound: the event was applied before it raised.
+        # The breaker, which ends a run if too many tasks or groups in a row fail, ended that hub process. But the state
+        # is sound, because the event was applied before the breaker raised.
         with suppress(BreakerError):
             store.apply(event)
         store.leases.withdrawn.clear()
         store.notes.clear()
 
     def state(self, until: int) -> BufferState | None:
-        """End the replay. Returns the state for a run that continues from version `until`; None if no hub ever started.
+        """Return the state for a run that continues from version `until`; None if no hub has ever started.
+
+        Finishes the backlog, and undoes the counts of steps from `until` on. It is called at the end, and for the start
+        of each hub process in the journal.
 
         Raises:
             ContractError: a task or a token is unaccounted for.

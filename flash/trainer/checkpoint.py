@@ -2,10 +2,13 @@
 
 `flash.trainer.loop` calls `save` and `export_hf`; `flash.run.trainer_rank` calls `load` when a run resumes.
 
-A checkpoint is written to a `.tmp-` sibling of its folder. It holds the model, the optimizer and the other tensors that
-the trainer keeps (critics, the average of the weights), written by torch.distributed.checkpoint, so that any number of
-ranks can load them; the random states of each data shard; the hub's state; and last a manifest with size and CRC of
-every file. Then the folder is renamed. Whatever happens before that, the previous checkpoint stays the newest one.
+A checkpoint is written to a temporary folder beside its own, whose name begins with `.tmp-`. It holds:
+- the model, the optimizer and the other tensors that the trainer keeps (critics, the average of the weights). They are
+  written by torch.distributed.checkpoint, so that any number of ranks can load them;
+- the random states of each data shard;
+- the hub's state;
+- a manifest with size and CRC of every file, which is written last.
+Then the folder is renamed. Whatever happens before the renaming, the previous checkpoint stays the newest one.
 
 All public functions are collectives, and a failure on one rank is raised on all ranks. The trainer ranks share the run
 directory.
@@ -82,7 +85,7 @@ KeepHubState = Callable[[Path], FileEntry]
 EXPORTED_BYTES = 5 * 10**9
 """Largest file of an export in bytes, unless a single tensor is larger. Rank 0 holds one file's tensors at a time."""
 REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
-"""System errors of a write for which free disk space is not the remedy."""
+"""System errors of a write that free disk space would not help against."""
 NOT_WRITABLE = "check that you may write there, and that its disk is not mounted read-only"
 
 
@@ -99,7 +102,8 @@ def save(run_dir: Path, trainer: Trainer, keep_hub_state: KeepHubState, *, keep:
     folder = step_folder(run_dir, trainer.version)
     aside = temporary_of(folder)
     with _removed_on_failure(aside, lambda fault: f"cannot write {folder}: {fault}; {_remedy(fault, folder, trainer)}"):
-        # The folder must exist before any rank writes into it, and each part must be complete before it is described.
+        # The folder must exist before any rank writes into it, and each file must be complete before the manifest
+        # describes it. So all ranks wait for each other after each of these calls.
         _on_all_ranks(lambda: make_empty(aside, aside.parent.glob(TMP + "*")) if rank == 0 else None, aside)
         _on_all_ranks(lambda: _write_rng(aside, trainer.mesh.data_shard) if trainer.mesh.leads_shard else None, aside)
         try:
@@ -160,7 +164,7 @@ def load(path: Path, trainer: Trainer) -> None:
 def read_weights(path: Path, trainer: Trainer) -> dict[str, Tensor]:
     """Return the policy's weights in a checkpoint by parameter name, as full tensors on the CPU. A collective.
 
-    The trainer is unchanged, and other parts of the checkpoint are not loaded.
+    The trainer does not change, and the other parts of the checkpoint are not loaded.
 
     Raises:
         CheckpointError: on every rank, if a file is damaged, or the model is another one.
@@ -174,9 +178,10 @@ def read_weights(path: Path, trainer: Trainer) -> dict[str, Tensor]:
 
 
 def _read(path: Path, state: dict[str, Any], extras: tuple[str, ...] | None = None) -> Manifest:
-    """Fill the tensors of a state from a checkpoint, and return its manifest. A collective.
+    """Fill the tensors of `state` from a checkpoint, and return the checkpoint's manifest. A collective.
 
-    All files are checked first, each by one of the ranks.
+    All files are checked first, each by one of the ranks. `extras` are the parts beside the policy that the checkpoint
+    must have; None does not check them.
 
     Raises:
         CheckpointError: on every rank, if a file is damaged, the tensors do not fit, or `extras` is given and differs.
@@ -236,7 +241,14 @@ def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path, most_bytes: 
 
 
 def _weight_files(sizes: dict[str, int], most_bytes: int) -> dict[str, list[str]]:
-    """Return the tensors of each weight file, in the model's order; files are named as transformers names them."""
+    """Divide tensors into weight files of at most `most_bytes` bytes, and return the names of each file's tensors.
+
+    The order is that of the model. Files have the names that transformers expects.
+
+    Args:
+        sizes: bytes of each tensor, by name.
+        most_bytes: largest size of a file, unless a single tensor is larger.
+    """
     parts: list[list[str]] = []
     room = 0
     for name, size in sizes.items():
@@ -251,7 +263,13 @@ def _weight_files(sizes: dict[str, int], most_bytes: int) -> dict[str, list[str]
 
 
 def _export_adapters(model: PreTrainedModel, described: Any, tokenizer: Any, folder: Path) -> None:
-    """Write the adapters and the tokenizer; see `export_hf`."""
+    """Write a folder with adapters and tokenizer, completely or not at all. A collective.
+
+    `described` is peft's description of the adapters.
+
+    Raises:
+        CheckpointError: on every rank, if rank 0 could not write.
+    """
     rank, aside = dist.get_rank(), temporary_of(folder)
     tensors = {name: tensor.cpu() for name, tensor in named_full_tensors(model) if rank == 0}
 
@@ -278,7 +296,10 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:
-    """Return all weights and moments by parameter name, as sharded tensors that share memory with the trainer's."""
+    """Return all tensors of a checkpoint, by the names that they have in it.
+
+    They are sharded and share memory with the trainer's tensors, so that loading into them changes the trainer.
+    """
     state = _get_state(trainer.model, trainer.optimizer)
     for name, critic in _critics(trainer).items():
         state[name] = _get_state(critic.model, critic.optimizer)
@@ -292,7 +313,7 @@ def _state(trainer: Trainer) -> dict[str, Any]:
 
 
 def _extras(trainer: Trainer) -> tuple[str, ...]:
-    """Return the names of the parts that the trainer keeps beside the policy, as `Manifest.extras` has them."""
+    """Return the names of the parts that the trainer keeps beside the policy, in the form of `Manifest.extras`."""
     kept = {
         "lora": int(trainer.base_fingerprint != ()),
         "critic": len(trainer.critics),
@@ -304,7 +325,7 @@ def _extras(trainer: Trainer) -> tuple[str, ...]:
 
 
 def _rhythm_heads(trainer: Trainer) -> Tensor | None:
-    """Return the heads that rhythm chooses once for the whole run, if it does."""
+    """Return the attention heads that rhythm chooses once for the whole run; None if it does not do so."""
     return None if trainer.rhythm is None else trainer.rhythm.kinds_2N
 
 
@@ -339,9 +360,13 @@ def _without_frozen(model: nn.Module, weights: dict[str, Any]) -> dict[str, Any]
 
 
 def _put_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Put loaded weights and moments into a model and its optimizer."""
+    """Put loaded weights and moments into a model and its optimizer.
+
+    The settings of the optimizer, such as the learning rate, stay those of the configuration.
+    """
     options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     weights, moments = state["model"], state["optimizer"]
+    # Not strict: the state of a model with adapters lacks the frozen base.
     partly = StateDictOptions(strict=False)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=partly)
     # The configuration's options count, not the checkpoint's: a run may be resumed with other ones.
@@ -350,18 +375,18 @@ def _put_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) ->
 
 
 def _reason(error: Any) -> str:
-    """Return the failures of all ranks in torch's exception, without their tracebacks."""
+    """Return the failures of all ranks in a `CheckpointException` of torch as text, without their tracebacks."""
     return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
 
 
 def _write_rng(folder: Path, shard: int) -> None:
-    """Write the random states of this process, which belong to a data shard."""
+    """Write the random states of this process under the number of its data shard."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     content = io.BytesIO()
     torch.save(state, content)
-    # Not written by torch, whose errors do not contain the system's message.
+    # torch writes only into memory, because its errors about files do not contain the system's message.
     (folder / _rng_name(shard)).write_bytes(content.getbuffer())
 
 
@@ -377,16 +402,17 @@ def _read_rng(folder: Path, shard: int) -> None:
 
 
 def _rng_name(shard: int) -> str:
+    """Return the name of the file with the random states of a data shard."""
     return f"rng-{shard:05d}.pt"
 
 
 def _on_all_ranks(work: Callable[[], T], about: Path) -> list[T]:
-    """Run `work` on each rank, and return the results of all ranks. A collective.
+    """Run `work` on each rank, and return the results of all ranks, in the order of the ranks. A collective.
 
-    A rank that raised alone would leave the others waiting in their next collective.
+    A rank that raised alone would leave the others waiting in their next collective. So a failure is raised on all.
 
     Raises:
-        CheckpointError: on every rank, if `work` raised on any. It names `about` and the failures.
+        CheckpointError: on every rank, if `work` raised on any rank. The message names `about` and the failures.
         TransportError: on this rank alone, if `work` raised it.
     """
     result: T | None = None
@@ -407,7 +433,10 @@ def _on_all_ranks(work: Callable[[], T], about: Path) -> list[T]:
 
 @contextmanager
 def _removed_on_failure(aside: Path, describe: Callable[[str], str]) -> Generator[None]:
-    """Remove the temporary folder if the block raises a CheckpointError, whose message `describe` completes."""
+    """Remove the temporary folder `aside` if the block raises a CheckpointError.
+
+    The error is raised again, with the message that `describe` returns for the original one.
+    """
     try:
         yield
     except CheckpointError as error:
@@ -417,7 +446,7 @@ def _removed_on_failure(aside: Path, describe: Callable[[str], str]) -> Generato
 
 
 def _seal(aside: Path, rank: int, mesh: TrainerMesh) -> list[FileEntry]:
-    """Force this rank's files to the disk, and return their manifest entries."""
+    """Force the files that this rank has written to the disk, and return their manifest entries."""
     own = [*(aside / STATE).glob(f"__{rank}_*")]
     if mesh.leads_shard:
         own.append(aside / _rng_name(mesh.data_shard))
@@ -429,7 +458,7 @@ def _seal(aside: Path, rank: int, mesh: TrainerMesh) -> list[FileEntry]:
 
 
 def _commit(aside: Path, folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, and then give the folder the name that makes the checkpoint count."""
+    """Write the manifest, and then rename the folder: from this moment on the checkpoint counts."""
     (aside / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
     for path in (aside / MANIFEST, aside / STATE, aside):
         sync_to_disk(path)
@@ -437,15 +466,16 @@ def _commit(aside: Path, folder: Path, manifest: Manifest) -> None:
 
 
 def _is_refused(fault: str) -> bool:
-    """Return True if a write failed for want of a permission.
+    """Return True if a write failed because it was not permitted.
 
-    Only the system's message shows this: torch, safetensors, the hub and other ranks report failures as text.
+    Only the system's message in the text shows this, because torch, safetensors, the hub and other ranks report their
+    failures as text.
     """
     return any(os.strerror(code) in fault for code in REFUSED)
 
 
 def _remedy(fault: str, folder: Path, trainer: Trainer) -> str:
-    """Return what to do after a failed write: check permissions, or free disk space, with the bytes that are needed.
+    """Return advice after a failed write: check permissions, or free disk space, with the bytes that are needed.
 
     A checkpoint needs float32 weights, and two moments for each trained weight.
     """

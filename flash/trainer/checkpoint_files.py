@@ -1,9 +1,10 @@
-"""Find, check and replace checkpoints as files; needs no torch. `flash.trainer.checkpoint` writes and loads them.
+"""Find, check and replace the files of checkpoints, without torch. `flash.trainer.checkpoint` writes and loads them.
 
 A checkpoint is a folder such as `step-000020`. Its manifest names every file with its size and CRC-32. The folder is
-written under another name and then renamed, so a folder with this name was complete once. `step-000020.replaced` is an
-older checkpoint of the same version while a newer one takes its place; it counts if the newer one is missing.
-`damaged-step-000020` is a damaged checkpoint that a resumed run did not use, and that is kept for people to look at.
+written under another name and then renamed, so a folder with such a name was complete once. `step-000020.replaced` is
+an older checkpoint of the same version, which exists only while a newer one replaces it. It counts if the newer one is
+missing. `damaged-step-000020` is a damaged checkpoint that a resumed run did not use. It is kept so that people can
+look at it.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from flash.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 HUB_STATE = "hub.bin"
-"""File of the hub's state. The hub writes it itself, in the node loop beside trainer rank 0."""
+"""File of the hub's state. The hub writes it itself; it runs on the machine of trainer rank 0."""
 STATE = "state"
 """Folder of the sharded weights and moments inside a checkpoint."""
 TMP = ".tmp-"
 """Prefix of the name of a folder that is being written."""
 REPLACED = ".replaced"
-"""Suffix of the name of a folder that its successor replaces."""
+"""Suffix of the name of a folder while another one replaces it."""
 _NAME = re.compile(rf"step-([0-9]{{6,}})({re.escape(REPLACED)})?")
 ASIDE = ".making-"
-"""Part of the name of the temporary folder that `atomic_folder` works in."""
+"""Part of the name of the temporary folder in which `atomic_folder` works."""
 READ_SIZE = 1 << 20
-"""Bytes that are read at a time for a CRC."""
+"""Number of bytes that are read at a time to compute a CRC."""
 
 EXTRAS = {
     "lora": "adapters in place of weights (the [lora] table)",
@@ -65,16 +66,17 @@ class Manifest(msgspec.Struct, frozen=True):
     version: int
     """Policy version of the weights."""
     skipped_steps: int
-    """Optimizer updates left out so far, `Trainer.skipped_steps`."""
+    """Number of optimizer updates left out so far: `Trainer.skipped_steps`."""
     files: list[FileEntry]
     extras: tuple[str, ...] = ()
     """Parts beside the policy, by the names of `EXTRAS`; one entry per critic."""
     rates: dict[int, float] = {}
     """Mean learning rate of each of the last versions, for `LagLimiter.rates`; empty without `algorithm.lag`."""
     scales: tuple[tuple[float, int], ...] = ()
-    """Loss scale of the policy and of each critic, and the finite updates since it last changed (`LossScale`)."""
+    """For the policy and each critic, the loss scale and the number of finite updates since it last changed
+    (`LossScale`)."""
     apart: tuple[float, float] = (0.0, 0.0)
-    """Sums of the disagreement of engine and trainer, `LagLimiter.disagreement_sums`."""
+    """Sums for the disagreement of engine and trainer: `LagLimiter.disagreement_sums`."""
     base: tuple[int, ...] = ()
     """Fingerprint of the weights that adapters were trained on; empty without adapters."""
     alpha: float | None = None
@@ -97,17 +99,17 @@ def step_folder(run_dir: Path, version: int) -> Path:
 
 
 def temporary_of(folder: Path) -> Path:
-    """Return the sibling in which a folder is written before it is renamed."""
+    """Return the temporary folder beside `folder` in which its content is written before the renaming."""
     return folder.with_name(TMP + folder.name)
 
 
 def choose_checkpoint(run_dir: Path) -> ChosenCheckpoint:
-    """Return the newest checkpoint that is whole; every byte of it is read.
+    """Return the newest undamaged checkpoint. Every byte of it is read and compared with its checksums.
 
-    Newer damaged ones are renamed to `damaged-…`.
+    Newer damaged checkpoints are renamed to `damaged-…`.
 
     Raises:
-        CheckpointError: there are checkpoints, and none is whole.
+        CheckpointError: there are checkpoints, and all are damaged.
     """
     damaged: dict[Path, str] = {}
     for folder in _folders(run_dir):
@@ -126,9 +128,15 @@ def choose_checkpoint(run_dir: Path) -> ChosenCheckpoint:
 
 
 def _set_aside(folder: Path, fault: str, instead: Path) -> str:
-    """Rename a damaged checkpoint, and return a sentence about it.
+    """Rename a damaged checkpoint, and return a sentence for the log.
 
-    Steps that are trained again would otherwise write their checkpoint under the damaged one's name.
+    Without the renaming, a step that is trained again would write its checkpoint under the same name, and so delete the
+    damaged one.
+
+    Args:
+        folder: the damaged checkpoint.
+        fault: the damage, as a phrase.
+        instead: the checkpoint from which the run continues.
     """
     names = (f"damaged-{folder.name}{f'.{number}' if number > 1 else ''}" for number in count(1))
     kept = next(path for path in map(folder.with_name, names) if not path.exists())
@@ -137,25 +145,28 @@ def _set_aside(folder: Path, fault: str, instead: Path) -> str:
 
 
 def newest_complete(run_dir: Path) -> Path | None:
-    """Return the newest checkpoint whose files all have their recorded sizes; None if there is none."""
+    """Return the newest checkpoint whose files all have the sizes of the manifest; None if there is none.
+
+    The files are not read, so damage that keeps the size is not found.
+    """
     found = complete_checkpoints(run_dir)
     return found[0] if found else None
 
 
 def complete_checkpoints(run_dir: Path) -> list[Path]:
-    """Return all checkpoints whose files all have their recorded sizes, newest first."""
+    """Return all checkpoints whose files all have the sizes of the manifest, newest first."""
     return [folder for folder in _folders(run_dir) if not _fault_of_sizes(folder)]
 
 
 def damaged_checkpoints(run_dir: Path) -> list[str]:
-    """Return the faults of the checkpoints that `complete_checkpoints` leaves out, newest first."""
+    """Return a phrase for the fault of each checkpoint that `complete_checkpoints` leaves out, newest first."""
     return list(filter(None, map(_fault_of_sizes, _folders(run_dir))))
 
 
 def _folders(run_dir: Path) -> list[Path]:
-    """Return the folders of all checkpoints, newest first; a replaced one comes after its successor.
+    """Return the folders of all checkpoints, newest first. A replaced one comes after the one that replaces it.
 
-    Other files in the folder are ignored.
+    Folders with other names, such as temporary and damaged ones, are left out.
     """
     named = ((folder, _NAME.fullmatch(folder.name)) for folder in (run_dir / "checkpoints").glob("step-*"))
     found = [(int(match[1]), match[2] is None, folder) for folder, match in named if match is not None]
@@ -163,7 +174,8 @@ def _folders(run_dir: Path) -> list[Path]:
 
 
 def _fault_of_sizes(folder: Path) -> str:
-    """Return the fault of a checkpoint that shows without reading its files; empty if there is none."""
+    """Return the first fault of a checkpoint that is found without reading its files, as a phrase; empty if there is
+    none."""
     try:
         for entry in read_manifest(folder).files:
             if (size := (folder / entry.path).stat().st_size) != entry.size:
@@ -179,7 +191,7 @@ def read_manifest(path: Path) -> Manifest:
     """Return the manifest of the checkpoint in a folder.
 
     Raises:
-        CheckpointError: it is missing or unreadable.
+        CheckpointError: the manifest is missing or unreadable.
     """
     try:
         return msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
@@ -189,12 +201,13 @@ def read_manifest(path: Path) -> Manifest:
 
 @contextmanager
 def hub_state(path: Path) -> Generator[memoryview]:
-    """Map the hub's state of a checkpoint for the length of the block, after checking it against the manifest.
+    """Check the file of the hub's state against the manifest, and map it into memory inside of the block.
 
-    It is mapped and not read, because it can be as large as the objects that are decoded from it.
+    The file is mapped and not read, because its content can take as much memory as the objects that are decoded from
+    it.
 
     Raises:
-        CheckpointError: it is missing or damaged.
+        CheckpointError: the file or the manifest is missing or damaged.
     """
     check_files(path, [entry for entry in read_manifest(path).files if entry.path == HUB_STATE])
     with (
@@ -243,7 +256,8 @@ def crc32_of(file: Path) -> int:
 def extras_mismatch(path: Path, held: Sequence[str], wanted: Sequence[str]) -> str:
     """Return why a run with the extras `wanted` cannot resume from a checkpoint that holds `held`; empty if it can.
 
-    A run resumes only with the parts that it had: a critic without training would mislead a policy that has some.
+    A run resumes only with the parts that it had before. For example, a new, untrained critic would mislead a policy
+    that is already trained.
     """
     for name, words in EXTRAS.items():
         there, here = held.count(name), wanted.count(name)
@@ -278,9 +292,9 @@ def make_empty(aside: Path, leftovers: Iterable[Path] = ()) -> None:
 
 
 def move_into_place(aside: Path, folder: Path) -> None:
-    """Rename `aside` to `folder`, replacing an earlier folder of that name.
+    """Rename `aside` to `folder`. An earlier folder of that name is replaced.
 
-    The earlier folder is renamed first, and removed after the new one is in its place: if the process is killed in
+    The earlier folder is renamed first, and removed only when the new one has the name. So if the process is killed in
     between, one of the two is found.
     """
     old = folder.with_name(folder.name + REPLACED)
@@ -294,7 +308,7 @@ def move_into_place(aside: Path, folder: Path) -> None:
 
 
 def prune(run_dir: Path, keep: int) -> None:
-    """Delete all checkpoints except the `keep` newest complete versions."""
+    """Delete all checkpoints except the complete ones of the `keep` newest versions."""
     by_version: dict[str, Path] = {}
     for folder in complete_checkpoints(run_dir):
         by_version.setdefault(folder.name.removesuffix(REPLACED), folder)
@@ -315,9 +329,9 @@ def sync_to_disk(path: Path) -> None:
 
 @contextmanager
 def atomic_folder(path: Path) -> Generator[Path]:
-    """Yield a new folder that replaces `path` if the block succeeds, and is removed if the block raises.
+    """Yield a new folder. It replaces `path` if the block succeeds, and is removed if the block raises.
 
-    The new folder lies in a temporary parent beside `path`. Everything else in that parent is removed in either case.
+    The new folder is inside a temporary folder beside `path`. The temporary folder is always removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}{ASIDE}", dir=path.parent) as scratch:

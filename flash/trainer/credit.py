@@ -1,11 +1,14 @@
 """Turn the rewards of a batch into the advantages, returns and weights of its tokens.
 
-First, `assign_credit` shapes and compares the rewards of whole samples, and weights samples by age. Every rank computes
-this alike from the hub's description of the whole batch, so it does not depend on how the batch was dealt to the ranks.
-Samples are compared, not branches: all sequences of a sample have its advantage.
+First, `assign_credit` shapes and compares the rewards of whole samples, and weights samples by age (the trainer's
+version minus the oldest version among the sample's tokens). Every rank computes the same numbers from the facts about
+the whole batch, so they do not depend on how the batch was divided among the ranks. Samples are compared, not branches:
+all sequences of a sample have the advantage of the sample.
 
-Then, after the forward passes of `flash.trainer.references`, `token_advantages` adds what needs log-probs or values: a
-KL in the reward, generalised advantage estimation, and whitening over the whole batch.
+Then, after the forward passes of `flash.trainer.references`, `token_advantages` computes the parts that need log-probs
+or values: a KL in the reward, generalised advantage estimation, and whitening over the whole batch.
+
+A *turn* is one response of the policy with the environment's step after it.
 
 Shape legend: B = samples of the whole batch, S = sequences and T = action tokens of a micro-batch, M = critics, W =
 data shards, N = trained tokens of this rank's part of the batch. Arrays are float64.
@@ -49,7 +52,7 @@ BY_TURN: tuple[Advantage, ...] = ("turn", "gae")
 
 @dataclass(frozen=True)
 class Credit:
-    """Rewards, advantages and weights of a batch that are known before a forward pass; the same on every rank."""
+    """Rewards, advantages and weights of a batch that are known before a forward pass. They are equal on every rank."""
 
     reward_B: FloatArray
     """Rewards as the environments returned them."""
@@ -57,11 +60,11 @@ class Credit:
     """Advantages of whole samples, from the shaped rewards. With the estimator `batch` these are the shaped rewards,
     which are whitened later; with `turn` and `gae` they are 0."""
     staleness_B: FloatArray
-    """Weights by age, with mean 1 over the samples that have a trained token."""
+    """Weights by age, with mean 1 over the samples that have a trained token; 0 for the other samples."""
     counted_B: BoolArray
-    """True for samples that the loss counts; False for truncated ones if `algorithm.mask_truncated` is set."""
+    """True for samples that the loss counts; False for truncated samples if `algorithm.mask_truncated` is set."""
     turns_B: list[FloatArray]
-    """Rewards of each sample's turns; the last turn's contains what shaping added."""
+    """Rewards of each sample's turns. The amount that shaping adds to a sample is in the reward of its last turn."""
     turn_advantages_B: list[FloatArray]
     """Advantages of each sample's turns with the estimator `turn`; else empty."""
 
@@ -78,18 +81,19 @@ class Credit:
         return self.staleness_B[micro.index_T]
 
     def earned(self, micro: MicroBatch) -> FloatArray:
-        """Return [T]: each turn's reward at its last trained token; without one, at the last trained token before it.
+        """Return [T]: the reward that arrives at each token.
 
-        A branch earns all that its sample earns from the branch's own first turn on. The reward of a later turn in
-        another branch comes after the branch's tokens so far. Rewards from before the branch began, or from before its
-        first trained token, are not an effect of its tokens and are left out.
+        In each sequence, the reward of a turn is at the last trained token of that turn or, if the turn has none there,
+        at the last trained token before it. So a branch also gets the rewards of later turns that are in other
+        branches. Rewards of turns before the first trained token are left out, since they are not an effect of the
+        branch's tokens.
         """
         earned_T = np.zeros(len(micro.target_T))
         starts = np.searchsorted(micro.sequence_T, np.arange(micro.sequences + 1))
         for index, start, stop in zip(micro.index_S, starts, starts[1:], strict=False):
             rewards = self.turns_B[index]
-            # A sequence can end with tokens too old to train, after a move to an engine that lags behind. Their reward
-            # goes to the last trained token, and is not lost.
+            # A sequence can end with tokens that are too old to train, if its request moved to an engine with an older
+            # version. Without this rule their reward would be lost.
             trained = start + np.flatnonzero(micro.mask_T[start:stop])
             last = np.searchsorted(micro.turn_T[trained], np.arange(len(rewards)), side="right") - 1
             begun = last >= 0
@@ -100,7 +104,13 @@ class Credit:
 def assign_credit(shard: Shard, algorithm: AlgorithmConfig, estimator: Advantage, async_ratio: float) -> Credit:
     """Return the credit of all samples of a batch.
 
-    Members of a group that an earlier step trained count for the statistics of their group.
+    Members of a group that an earlier step has trained count in the comparison with their group.
+
+    Args:
+        shard: this rank's shard, which also has the facts about the whole batch.
+        algorithm: the configuration of the method.
+        estimator: the advantage estimator.
+        async_ratio: α, or the larger bound on the age of tokens, for the weights by age.
 
     Raises:
         ContractError: a reward or an advantage is not finite, or a sample has another number of rewards than turns.
@@ -160,7 +170,11 @@ def assign_credit(shard: Shard, algorithm: AlgorithmConfig, estimator: Advantage
 
 
 def _check_rewards(shard: Shard, known: Sequence[BatchSample], *, turns: bool) -> None:
-    """Raise a ContractError if a reward is not finite, or, with `turns`, if a sample lacks the reward of a turn."""
+    """Check the rewards of all samples. `turns` is True if the estimator uses the rewards of single turns.
+
+    Raises:
+        ContractError: a reward is not finite or, with `turns`, a sample has another number of rewards than turns.
+    """
     for index, entry in enumerate(known):
         if not all(map(math.isfinite, (entry.reward, *entry.turns))):
             raise ContractError(
@@ -171,7 +185,7 @@ def _check_rewards(shard: Shard, known: Sequence[BatchSample], *, turns: bool) -
         return
     spans = {sample.index: len(sample.trajectory.action_spans) for sample in shard.samples}
     for index, entry in enumerate(known):
-        # Only this rank's own samples have their trajectories here; of the others, one reward at least is expected.
+        # Only the samples of this rank have their trajectories here. Any other sample must have at least one reward.
         expected = spans.get(index, max(len(entry.turns), 1))
         if len(entry.turns) != expected:
             raise ContractError(
@@ -180,7 +194,7 @@ def _check_rewards(shard: Shard, known: Sequence[BatchSample], *, turns: bool) -
 
 
 def _name(shard: Shard, index: int, entry: BatchSample) -> str:
-    """Return a sample's name for an error."""
+    """Return a phrase that names a sample in an error message. `index` is its place in the batch and `earlier`."""
     which = f"sample {index}" if index < len(shard.batch) else "a sample trained earlier"
     return f"{which} (group {entry.group_id})"
 
@@ -201,10 +215,10 @@ def token_advantages(
     method: Method,
     mesh: TrainerMesh,
 ) -> list[TokenAdvantages]:
-    """Return the advantages of each micro-batch's tokens.
+    """Return the advantages of the tokens of each micro-batch, and the targets of the critics.
 
-    A collective if the advantages depend on a forward pass or on the whole batch, which is the same on all ranks: with
-    a KL in the reward, and with the estimators `batch` and `gae`.
+    A collective if the advantages depend on a forward pass or on the whole batch: with a KL in the reward, and with the
+    estimators `batch` and `gae`. This depends on the configuration alone, so all ranks take the same path.
 
     Raises:
         ContractError: on every rank, if any rank has a trained token whose advantage is not finite.
@@ -220,11 +234,11 @@ def token_advantages(
         trained = [one.advantage_T[micro.mask_T] for micro, one in zip(micro_batches, found, strict=True)]
         trained_N = np.concatenate([trained_N, *trained])
     except ContractError as error:
-        # Held back until all ranks know of it: this rank must still take part in the next collective.
+        # The error is raised later, on all ranks: this rank must still take part in the next collective.
         fault = str(error)
     penalised = config.algorithm.kl is not None and config.algorithm.kl.place == "reward"
     if not (penalised or method.estimator in ("batch", "gae")):
-        # `assign_credit` has already checked these advantages, on every rank alike: there is no fault.
+        # There is no fault: `assign_credit` has checked these advantages, and it computes the same on every rank.
         return found
 
     row = torch.tensor([float(bool(fault)), *moments(trained_N)], dtype=torch.float64)
@@ -241,8 +255,8 @@ def _micro_advantages(
 ) -> TokenAdvantages:
     """Return the advantages of one micro-batch before whitening, and the targets of the critics.
 
-    The value before a token is the mean over the critics. A KL in the reward takes β times its estimate from the reward
-    of each token, and so from the advantages of all tokens up to that one.
+    The value before a token is the mean over the critics. A KL in the reward subtracts β times its estimate from the
+    reward of each token, and so from the advantages of all tokens up to that one.
 
     Raises:
         ContractError: the value, the reward or the advantage of a trained token is not finite.
@@ -277,7 +291,11 @@ def _micro_advantages(
 
 
 def _check_finite(micro: MicroBatch, values_T: FloatArray, what: str) -> None:
-    """Raise a ContractError if the value of a trained token is not finite."""
+    """Check numbers of which each token has one. `what` names them in the error message.
+
+    Raises:
+        ContractError: the number of a trained token is not finite.
+    """
     wrong_T = micro.mask_T & ~np.isfinite(values_T)
     if wrong_T.any():
         first = int(np.flatnonzero(wrong_T)[0])

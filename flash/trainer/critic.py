@@ -2,7 +2,8 @@
 
 A critic's backbone starts as the policy's model, or as the model at `critic.path`. On top is one linear output that
 starts at zero. A critic is sharded like the policy, keeps float32 master weights, and has its own optimizer. Several
-critics start alike and come apart because each learns from its own part of the responses (`algorithms.critics.deal`).
+critics start with equal weights. They become different because each learns from its own part of the responses
+(`algorithms.critics.deal`).
 
 `flash.trainer.references` calls `Critic.values` before the policy changes, and `flash.trainer.step` calls
 `Critic.update` for each minibatch.
@@ -35,7 +36,8 @@ from flash.trainer.optimizer import LossScale, apply_gradient, make_optimizer
 from flash.trainer.packing import MicroBatch, select_sequences
 
 NO_VARIANCE = 1e-12
-"""Share of the mean square below which a variance is rounding error: float64 sums of up to about 10⁶ terms."""
+"""Smallest variance, as a share of the mean square, that is not rounding error. It fits float64 sums of up to about 10⁶
+terms."""
 
 
 class ValueModel(nn.Module):
@@ -50,9 +52,10 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, row: PackedRow, kept_M: Tensor) -> Tensor:
-        """Return float32 [M, 1]: the values of the states that end at the places `kept_M` of this rank's part."""
+        """Return float32 [M, 1]: the value of the state that ends at each of the places `kept_M` in this rank's part of
+        the row."""
         output = self.backbone(**model_inputs(self.backbone, row))
-        # Also with a bfloat16 backbone the head runs in float32: returns differ by less than bfloat16 resolves.
+        # The head runs in float32 even with a bfloat16 backbone, because returns differ by less than bfloat16 resolves.
         return self.head(output.last_hidden_state[0, kept_M].float())
 
 
@@ -69,7 +72,7 @@ class CriticBatch(NamedTuple):
 def critic_batch(micro: MicroBatch, return_T: Tensor, old_T: Tensor, keep_S: np.ndarray) -> CriticBatch:
     """Return the input of a critic that learns from the sequences where `keep_S` is True.
 
-    If there are none, it is one masked token, so that all ranks have equally many micro-batches.
+    Without such a sequence, the input is one masked token, so that all ranks have equally many micro-batches.
     """
     if not keep_S.any():
         return CriticBatch(select_sequences(micro, keep_S), torch.zeros(1), torch.zeros(1))
@@ -78,7 +81,7 @@ def critic_batch(micro: MicroBatch, return_T: Tensor, old_T: Tensor, keep_S: np.
 
 
 class Critic:
-    """A value model and its optimizer. The default process group consists of all trainer ranks."""
+    """A value model and its optimizer. The default process group must consist of all trainer ranks."""
 
     def __init__(self, config: Config, mesh: TrainerMesh) -> None:
         """Load and shard the value model of `config.critic`, which must be set. `mesh` is the policy's.
@@ -103,9 +106,10 @@ class Critic:
 
     @torch.no_grad()
     def values(self, micro: MicroBatch) -> Tensor:
-        """Return float32 [T], on the model's device: V of the state before each action token, masked ones included.
+        """Return float32 [T], on the model's device: the value of the state before each action token.
 
-        The state before an action token includes everything up to the token at its `keep_T`.
+        Tokens that are not trained get a value, too. The state before an action token includes all tokens up to the one
+        at its `keep_T`.
         """
         value_T = self._forward(micro)
         reshard(self.model)
@@ -115,7 +119,7 @@ class Critic:
         """Make one optimizer update towards the returns, with the clipped value loss.
 
         Args:
-            batches: this rank's micro-batches. Masked slots of returns and old values may hold anything.
+            batches: this rank's micro-batches. Returns and old values of tokens that are not trained may be anything.
             total_tokens: trained tokens of the batches over all ranks. The loss is the mean over them, so the gradient
                 does not depend on how the minibatch was cut. With 0, nothing changes.
 
@@ -125,7 +129,7 @@ class Critic:
         share = self.mesh.data_shards / max(total_tokens, 1)
         for micro, return_T, old_T in batches:
             mask_T = to_device(micro.mask_T, self.mesh.device)
-            # Masked slots are emptied before the arithmetic: 0 · NaN in a backward pass would still be NaN.
+            # Values of tokens that are not trained are set to 0 first: 0 · NaN in a backward pass would still be NaN.
             value_T, return_T, old_T = (
                 tensor_T.to(mask_T.device).where(mask_T, 0.0) for tensor_T in (self._forward(micro), return_T, old_T)
             )
@@ -171,10 +175,10 @@ class Critic:
 def critic_metrics(critics: Sequence[Critic]) -> dict[str, float]:
     """Return the metrics of all updates of all critics since the last call, over all ranks. A collective.
 
-    critic_loss; explained_variance = 1 − Var(R − V) / Var(R), value_mean and return_mean over the trained tokens, each
-    token with the critic that learns from it and its V at the start of the step, before any update; critic_grad_norm
-    before clipping; critic_skipped, the number of updates left out because their gradient was not finite. If the
-    returns do not vary there is no explained_variance.
+    critic_loss, value_mean, return_mean and explained_variance = 1 − Var(R − V) / Var(R) are over the trained tokens. R
+    is the return of a token. V is the value at the start of the step, given by the critic that learns from the token.
+    If the returns do not vary, there is no explained_variance. critic_grad_norm is the mean norm before clipping.
+    critic_skipped is the number of updates left out because their gradient was not finite.
     """
     sums = torch.stack([critic.sums for critic in critics]).sum(0)
     critics[0].mesh.reduce_sum(sums)
@@ -199,10 +203,12 @@ def critic_metrics(critics: Sequence[Critic]) -> dict[str, float]:
 
 
 def value_loss(value_T: Tensor, return_T: Tensor, old_T: Tensor, clip: float | None) -> Tensor:
-    """Return [T]: the squared error; with `clip`, the larger of it and the error of old + clip(value − old, ±clip).
+    """Return [T]: the loss of each value, (value − return)².
 
-    A value that has moved further than `clip` towards its return has no gradient; one that moved away keeps it. From
-    the implementation of PPO (Schulman et al. 2017; see Engstrom et al. 2020, section 3, "value function clipping").
+    With `clip`, the loss is the larger of (value − return)² and (clipped − return)², where clipped is
+    old + clip(value − old, ±clip). So a value that has moved further than `clip` towards its return has no gradient,
+    and a value that has moved away from it keeps its gradient. The rule is that of PPO's implementation (Schulman et
+    al. 2017; see Engstrom et al. 2020, section 3, "value function clipping").
     """
     error_T = (value_T - return_T).square()
     if clip is None:

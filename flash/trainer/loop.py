@@ -59,7 +59,11 @@ class TrainerLoop:
         Each wait is for a reply of the hub. The hub notices a rank, node or engine that is late, and ends the wait. The
         timeouts here are longer, and end only a wait for a hub that is gone. At the end the rank takes part in a
         checkpoint of the last version, unless it has written one or the hub cannot take part (`keeps`). If the run has
-        trained all of its steps, the Hugging Face export follows.
+        trained all of its steps, the Hugging Face export follows, unless `checkpoint.export` is off.
+
+        Raises:
+            FlashError: a step or a checkpoint failed, the hub refused a request or did not answer in time, or the
+                incarnation of the ranks (the trainer ranks between two restarts) is over.
         """
         config, trainer, hub = self._config, self._trainer, self._hub
         self._publish()
@@ -101,8 +105,8 @@ class TrainerLoop:
     def _publish(self) -> None:
         """Gather the weights and publish them as a version, with the canary that engines are checked against.
 
-        A collective. Rank 0 announces the version to the hub, which replies once every engine has the version before.
-        So engines are at most one version behind. After an interrupt the hub replies at once.
+        A collective. Rank 0 announces the version to the hub, which replies once every engine has the version before
+        this one. So engines are at most one version behind. After an interrupt the hub replies at once.
         """
         config, trainer, version = self._config, self._trainer, self._trainer.version
         with self._timed("publish"):

@@ -1,12 +1,14 @@
 """Compute the memory that a trainer rank needs, by running its step on tensors without data; used by `flash plan`.
 
-The model is made, divided, sharded and run by the code that trains it, and torch counts the bytes that are alive at a
-time. The other ranks do not exist (`flash.foreign.torch.absent_ranks`), so a layout of 512 ranks needs one process. The
-numbers are those of the layout itself, with three exceptions. Activations are those of the CPU's kernels; a GPU's fused
-kernels keep less. Divided experts are assumed to get equally many tokens. If all decoder layers are alike, only a few
-are run, and each of the others is counted as the last one that was run.
+The model is made, divided, sharded and run by the code that trains it, while the bytes of all living tensors are
+counted. The other ranks do not exist (`flash.foreign.torch.absent_ranks`), so that a layout of 512 ranks needs one
+process. The numbers are those of a real run, with three exceptions. Activations are those of the CPU's kernels; a GPU's
+fused kernels keep less. Experts that are divided over ranks are assumed to get equally many tokens. If all decoder
+layers are alike, only a few are run, and each of the others is counted like the last one that was run.
 
-Shape legend: T = predicted tokens, N = members of all kept sets.
+A *kept set* has the tokens that a setting such as top_k left in the distribution from which a token was sampled.
+
+Shape legend: T = predicted tokens, N = tokens of all kept sets.
 """
 
 from __future__ import annotations
@@ -35,14 +37,15 @@ from flash.trainer.objective import make_objective, resolve_method
 from flash.trainer.optimizer import make_optimizer
 
 FEW = 3
-"""Decoder layers that are run. The first one differs from the others, because its input needs no gradient."""
+"""Number of decoder layers that are run. One is too few, because the first layer differs from the others: its input
+needs no gradient."""
 ABSENT = "meta"
 """Device that stands for the host's memory. Tensors on it are not counted as the rank's device memory."""
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one trainer rank, at the moment of a step at which it needs the most."""
+    """Memory of one trainer rank in bytes, at the moment of a step at which it needs the most."""
 
     parameters: int
     """Number of parameters of the whole policy; not bytes."""
@@ -57,7 +60,7 @@ class RankMemory:
     at_work: int
     """Gathered layers, activations and logits of one micro-batch of the policy."""
     loading: int
-    """Weights when the run begins: the base of adapters is then held in float32, too."""
+    """Weights when the run begins. With adapters, the base is then held in float32 in addition."""
     host: int
     """Bytes in the host's memory, because of `train.offload`."""
 
@@ -101,7 +104,7 @@ def rank_memory(config: Config, ranks: int, few: int = FEW) -> RankMemory:
 
 
 def _offloaded_inputs(config: Config, policy: PreTrainedModel) -> int:
-    """Return the bytes of the inputs of all decoder layers, if they are kept on the host; else 0."""
+    """Return the bytes that the inputs of all decoder layers take on the host; 0 if they are not kept there."""
     if not isinstance(recompute_mode(config.train), str):
         return 0
     tokens = config.train.max_tokens_per_microbatch // config.parallel.context
@@ -110,29 +113,33 @@ def _offloaded_inputs(config: Config, policy: PreTrainedModel) -> int:
 
 
 def _at_work(config: Config, mesh: TrainerMesh, policy: PreTrainedModel, few: int) -> int:
-    """Return the bytes that a step needs beyond what the rank always keeps."""
+    """Return the bytes that a step needs in addition to the memory that the rank always keeps.
+
+    `policy` is the sharded policy, and `few` the number of layers that are run if all are alike.
+    """
     layers = [
         module for module in policy.modules() if type(module).__name__.removeprefix("FSDP") in layer_types(policy)
     ]
     copied = 0
     if mesh.offloads:
-        # Weights are copied from the host in their own dtype: all of a layer at once in float32, else one at a time,
-        # because each is cast before the next one is copied.
+        # Weights are copied from the host in their own dtype and then cast to the run's. If the run is in float32, all
+        # copies of a layer exist at once. Otherwise only one does, because each is cast before the next one is copied.
         copied_at_once = sum if config.model.dtype == "float32" else max
         copied = max((copied_at_once(sizes) for layer in layers if (sizes := _shard_sizes(layer))), default=0)
     unlike = len({tuple(parameter.shape for parameter in layer.parameters()) for layer in layers}) > 1
     if unlike or len(layers) <= few + 1:
         return _step_bytes(config, mesh, len(layers)) + copied
-    # Each further layer needs what the last of the few needed.
+    # Each further layer needs as much as the last of the few.
     one, other = (_step_bytes(config, mesh, count) for count in (few, few + 1))
     return one + (len(layers) - few) * (other - one) + copied
 
 
 def _step_bytes(config: Config, mesh: TrainerMesh, layers: int) -> int:
-    """Return the bytes that a step of a model with this many layers needs beyond what the rank always keeps."""
+    """Return the bytes that a step of a model with this many layers needs in addition to weights, gradients and
+    moments."""
     tokens, longest = config.train.max_tokens_per_microbatch, config.model.max_length
     lengths = [min(longest, tokens - start) for start in range(0, tokens, longest)]
-    # No two sequences are alike: a shared beginning would be computed once.
+    # All tokens differ, so that no sequences share a beginning, which would be computed only once.
     packed = in_one_row(np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1]))
     keep_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
     target_T = np.arange(len(keep_T))
@@ -167,7 +174,7 @@ def _update_once(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _moments_of_model(model: nn.Module, train: TrainConfig) -> tuple[int, int]:
-    """Return the bytes of the moments of a model without memory: on the device and on the host."""
+    """Return the bytes of the optimizer's moments for a model on the meta device: on the device and on the host."""
     with counted():
         model.to_empty(device="cpu")
         optimizer = make_optimizer(model, train, ABSENT)
@@ -176,7 +183,7 @@ def _moments_of_model(model: nn.Module, train: TrainConfig) -> tuple[int, int]:
 
 
 def _moments(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """Return the bytes of this rank's moments: on the device and on the host."""
+    """Return the bytes of this rank's moments in an optimizer: on the device and on the host."""
     found = [0, 0]
     for one in (one for state in optimizer.state.values() for one in state.values() if one.dim() > 0):
         part = getattr(one, "_local_tensor", one)
@@ -244,12 +251,12 @@ def _shard_sizes(model: nn.Module, *, trained: bool = False) -> list[int]:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes on each GPU of an engine."""
+    """Memory on each GPU of an engine, in bytes."""
 
     weights: int
-    """Weights, in the dtype of the run."""
+    """Bytes of the weights, in the dtype of the run."""
     token: float
-    """KV cache of one token."""
+    """Bytes of the KV cache for one token."""
 
 
 def engine_memory(config: Config, parameters: int) -> EngineMemory:

@@ -1,13 +1,13 @@
 """Arrange the trainer ranks in grids, and reduce or gather numbers over the ranks that hold different samples.
 
 Neighbouring ranks form a tensor group, and neighbouring tensor groups form a context group. The ranks of a context
-group are given the same samples and make the same calls. The ranks at one place of all context groups form a column;
-each of them holds one data shard. Numbers that count samples are reduced over a column, so that no sample counts twice,
-and every column gets the same result. Code that counts processes asks torch for the ranks instead.
+group are given the same samples, a *data shard*, and make the same calls. The ranks with the same number within their
+context groups form a *column*, which has one rank per data shard. Sums over samples are reduced over a column, so that
+no sample counts twice, and every column gets the same result. Code that needs the number of processes asks torch.
 
-FSDP shards parameters over the ranks at one place of all tensor groups: the ranks of a context group, too, each hold a
-part of the gradient. Experts have a grid of their own: neighbouring ranks hold different experts, and FSDP shards each
-expert over the other ranks.
+FSDP shards parameters over the ranks with the same number within their tensor groups, so the ranks of a context group
+also hold different parts of the gradient. Experts have a grid of their own: neighbouring ranks hold different experts,
+and FSDP shards each expert over the ranks that hold it.
 
 Every method that is a collective must be called by all ranks of its group in the same order: a rank that leaves out a
 call makes the others wait until the timeout.
@@ -42,14 +42,15 @@ UNDIVIDED = ParallelConfig()
 def process_group_backend(*, cuda: bool, offloads: bool) -> str:
     """Return torch's name for the backend of the ranks' process group.
 
-    `offloads`: True if weights stay on the host between passes; their norms are then reduced there, by gloo.
+    `offloads` is True if weights stay on the host between passes. Their norms are then reduced on the host, by gloo.
     """
     return ("cpu:gloo,cuda:nccl" if offloads else "nccl") if cuda else "gloo"
 
 
 @dataclass(frozen=True)
 class TrainerMesh:
-    """Grids that this rank belongs to. See the module's docstring."""
+    """Groups of ranks that this rank belongs to, and collectives over data shards. The module's docstring explains the
+    groups."""
 
     device: torch.device
     parallel: ParallelConfig
@@ -60,7 +61,8 @@ class TrainerMesh:
     tensor: DeviceMesh | None = None
     """Tensor group of this rank; None if the group has one rank."""
     context: DeviceMesh | None = None
-    """Ranks at this rank's place in all tensor groups of its context group; None if there is one."""
+    """Ranks of this rank's context group that have the same number within their tensor groups as this rank. None if a
+    context group has one tensor group."""
     experts: DeviceMesh | None = None
     """All ranks as a grid of `fsdp` by `expert`; None if each rank has all experts."""
     offloads: bool = False
@@ -68,8 +70,8 @@ class TrainerMesh:
 
     @property
     def offload_policy(self) -> OffloadPolicy:
-        """Offload policy in FSDP's terms."""
-        # Memory that is not pinned would be copied twice, and passes would wait for it.
+        """FSDP's setting for keeping weights on the host, or for not doing so."""
+        # Memory that is not pinned would be copied twice, and passes would wait for the copies.
         return CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.offloads else OffloadPolicy()
 
     @property
@@ -89,20 +91,21 @@ class TrainerMesh:
 
     @property
     def leads_shard(self) -> bool:
-        """True for the one rank that writes files on behalf of the ranks with the same samples."""
+        """True for one of the ranks with the same samples. It writes files, and is counted, for all of them."""
         return dist.get_rank() % self.parallel.ranks_per_shard == 0
 
     def gather_rows(self, row: Tensor) -> Tensor:
-        """Gather [N] of each data shard into [W, N] on all ranks. A collective."""
+        """Gather one row of numbers, [N], of each data shard into [W, N] on all ranks. A collective."""
         row = row.to(self.device)
         rows = [torch.empty_like(row) for _ in range(self.data_shards)]
         dist.all_gather(rows, row, group=self.data)
         return torch.stack(rows)
 
     def gather_ragged(self, values: Tensor, counts: Sequence[int]) -> Tensor:
-        """Gather [R, counts[w]] of each data shard w into [R, sum of counts] on all ranks. A collective.
+        """Gather a matrix of each data shard, side by side, on all ranks. A collective.
 
-        Columns are in the order of the data shards.
+        Data shard w gives `values` of shape [R, counts[w]]. The result is [R, sum of counts], with the columns in the
+        order of the data shards. All ranks pass the same `counts`.
         """
         widest = max(counts)
         padded = values.new_zeros(len(values), widest)
@@ -111,9 +114,9 @@ class TrainerMesh:
         return torch.cat([row[:, :count] for row, count in zip(rows, counts, strict=True)], dim=1)
 
     def gather_sums(self, rows: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-        """Add up rows of numbers by name over all data shards, and return them sorted by name. A collective.
+        """Add up rows of numbers with the same name over all data shards. A collective.
 
-        A data shard may lack some of the names.
+        A data shard may lack some of the names. The result is equal on all ranks and sorted by name.
         """
         gathered: list[Mapping[str, Sequence[float]]] = [{}] * self.data_shards
         dist.all_gather_object(gathered, rows, group=self.data)
@@ -124,9 +127,9 @@ class TrainerMesh:
         }
 
     def gather_objects(self, values: Sequence[T]) -> list[Sequence[T]]:
-        """Gather picklable objects of all data shards, in order, on data shard 0; empty sequences elsewhere.
+        """Gather the picklable objects of all data shards, in the order of the shards, on data shard 0.
 
-        A collective if there are several data shards.
+        Other data shards get empty sequences. A collective if there are several data shards.
         """
         if self.data_shards == 1:
             return [values]
@@ -146,7 +149,10 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def gather_full(part: DTensor) -> Tensor:
-    """Return the full tensor on the ranks' device, also if the shards are on the host. A collective."""
+    """Return the full tensor of a sharded one. A collective.
+
+    The result is on the ranks' device, even if the shards are on the host.
+    """
     here: Any = part.to(part.device_mesh.device_type)
     return here.full_tensor()
 
@@ -159,10 +165,11 @@ def raise_on_all_ranks(fault: str, flags_W: Tensor, refused: str) -> None:
     Args:
         fault: the fault that this rank found; empty if it found none.
         flags_W: [W], gathered from all data shards: not 0 where a shard has a fault.
-        refused: name of the thing that was refused, for the error.
+        refused: phrase that names the refused data, for the error of a rank that has no fault itself.
 
     Raises:
-        ContractError: this rank's fault, or the numbers of the data shards that have one.
+        ContractError: a data shard has a fault. The message is this rank's fault, or else names the shards that have
+            one.
     """
     shards = flags_W.nonzero().flatten().tolist()
     if shards:
@@ -181,7 +188,7 @@ def trainer_mesh(
     Args:
         device: type of the device that the ranks compute on.
         parallel: sizes of the tensor, context and expert groups.
-        seconds: timeout of collectives of a part of the ranks; None uses torch's default.
+        seconds: timeout of collectives in which only some of the ranks take part; None uses torch's default.
         offloads: True keeps weights on the host between passes.
     """
     world, tensor, context, where = dist.get_world_size(), parallel.tensor, parallel.context, torch.device(device)
@@ -193,11 +200,13 @@ def trainer_mesh(
         return made[0]
 
     def grid(inner: int, name: str) -> DeviceMesh:
+        # All ranks as a grid of `fsdp` by `name`, with `inner` neighbouring ranks in each row.
         ranks = torch.arange(world).view(-1, inner)
         groups = [group(ranks.T), group(ranks)]
         return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=("fsdp", name))
 
-    # Every rank makes all groups in this order, also those that it is not in: making a group is a collective.
+    # Making a group is a collective of all ranks, so every rank makes all groups in this order, even those that it does
+    # not belong to.
     if tensor == 1:
         fsdp, of_tensor = init_device_mesh(device, (world,), mesh_dim_names=("fsdp",)), None
     else:

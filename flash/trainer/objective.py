@@ -37,7 +37,10 @@ if TYPE_CHECKING:  # the launcher tries an objective, and need not import transf
 
 
 class Method(NamedTuple):
-    """Parts of the method: each is the configured one, or else the objective's own."""
+    """Choices that a method consists of beside its objective. The configuration may set each; else the objective does.
+
+    `algorithms.base` explains the types.
+    """
 
     estimator: Advantage
     aggregation: Aggregation
@@ -76,15 +79,19 @@ def resolve_method(config: Config, objective: Objective) -> Method:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Inputs of a micro-batch's loss that are computed before the policy changes. Masked slots may hold anything."""
+    """Inputs of a micro-batch's loss that are computed before the policy changes.
+
+    Places of tokens that are not trained may hold any value, even NaN.
+    """
 
     advantage_T: Tensor
     reward_T: Tensor
     """Reward of the token's whole trajectory, as the environment returned it."""
     weight_T: Tensor
-    """Factor of the objective's loss, by the age of the sample."""
+    """Factor of the objective's loss, which depends on the age of the sample."""
     counted_T: Tensor
-    """bool: False if the loss leaves the token out, as if a correction had rejected it."""
+    """bool: False if the loss leaves the token out because its sample is truncated. Such a token is treated as one that
+    a correction has rejected."""
     start_T: Tensor | None
     """Log-prob under the weights at the start of the step; None if the first training pass computes it."""
     average_T: Tensor | None
@@ -94,29 +101,30 @@ class LossInputs:
     teacher_T: Tensor | None
     """Log-prob under the teacher; None without a teacher."""
     value_MT: Tensor | None
-    """Each critic's value before each token; None without critics."""
+    """Value that each critic gives to the state before each token; None without critics."""
     return_T: Tensor | None
     """Regression target of the critics; None without critics."""
     deviation_T: Tensor
     """Standard deviation of the critics' values; 0 with fewer than two critics."""
 
     def start_or(self, now: TokenLogprobs) -> Tensor:
-        """Return [T], no gradient: log-prob at the start of the step, or else that of the pass `now`.
+        """Return [T], no gradient: the log-prob at the start of the step, or else the log-prob of the pass `now`.
 
-        Without a pass at the start of the step, `now` is the pass at the start of the minibatch.
+        There is no pass at the start of the step if the training pass itself has the same weights. `now` is the
+        training pass of the minibatch.
         """
         return now.logp_T.detach() if self.start_T is None else self.start_T
 
 
 class TokenLoss(NamedTuple):
-    """Loss of each token of a micro-batch before aggregation; [T] each."""
+    """Losses of the tokens of a micro-batch before aggregation, and their parts; [T] each."""
 
     loss_T: Tensor
-    """Loss with gradient; 0 where masked."""
+    """Loss with gradient; 0 for tokens outside of `mask_T`."""
     mask_T: Tensor
     """bool: True for tokens that are trained and that no correction rejected."""
     correction_T: Tensor
-    """Product of the corrections."""
+    """Product of the factors of all corrections; 0 for a token that one of them rejects."""
     divergence_T: Tensor | None
     """KL estimate to the reference; None without a reference."""
     above_teacher_T: Tensor | None
@@ -136,7 +144,8 @@ def pack_tokens(
 ) -> PackedTokens:
     """Return the input of the objective and of the corrections, without limit and bounds.
 
-    Masked slots are set to 0 before any arithmetic, because 0 · NaN in a backward pass would still be NaN.
+    The values of tokens that are not trained are set to 0 before any arithmetic, because 0 · NaN in a backward pass
+    would still be NaN.
     """
     device = now.logp_T.device
     mask_T = to_device(micro.mask_T, device)
@@ -168,7 +177,10 @@ def pack_tokens(
 
 
 def apply_corrections(algorithm: AlgorithmConfig, tokens: PackedTokens, inputs: LossInputs) -> tuple[Tensor, Tensor]:
-    """Return [T] each: the product of the corrections, and True for tokens that are kept."""
+    """Return [T] each: the product of the corrections' factors, and True for tokens that no correction rejects.
+
+    Tokens outside of `counted_T` count as rejected.
+    """
     correction_T, keep_T = correct(algorithm.corrections, tokens)
     return correction_T.where(inputs.counted_T, 0.0), keep_T & inputs.counted_T
 
@@ -176,7 +188,14 @@ def apply_corrections(algorithm: AlgorithmConfig, tokens: PackedTokens, inputs: 
 def token_loss(
     objective: Objective, algorithm: AlgorithmConfig, tokens: PackedTokens, inputs: LossInputs, entropy_T: Tensor
 ) -> TokenLoss:
-    """Return the loss of each token before aggregation.
+    """Return the loss of each token before aggregation, by the formula in the module's docstring.
+
+    Args:
+        objective: the configured objective.
+        algorithm: the configuration of the method.
+        tokens: result of `pack_tokens`; tokens that a correction rejects are masked here.
+        inputs: inputs of the loss that were computed before the policy changed.
+        entropy_T: entropies of the policy.
 
     Raises:
         ConfigError: the objective raised, or returned a wrong shape.
@@ -215,8 +234,9 @@ def apply_objective(objective: Objective, tokens: PackedTokens) -> ObjectiveOutp
     """Return the losses that an objective gives to tokens.
 
     Raises:
-        ConfigError: the objective raised, or returned a wrong shape. A restart would not help.
-        torch.OutOfMemoryError: the device has no memory left.
+        ConfigError: the objective raised, or returned a wrong shape. A ConfigError ends the run, since a restart would
+            not help.
+        torch.OutOfMemoryError: the device has no memory left, which is not the objective's fault.
     """
     try:
         output: object = objective(tokens)
@@ -230,7 +250,7 @@ def apply_objective(objective: Objective, tokens: PackedTokens) -> ObjectiveOutp
 def _check_output(output: object, objective: Objective, mask_T: Tensor) -> ObjectiveOutput:
     """Return the output of an objective, after a check of its shapes.
 
-    Without the check, an objective that returns the mean loss would have it broadcast to every token.
+    Without the check, torch would silently broadcast the single number of an objective that returns its mean loss.
 
     Raises:
         ConfigError: the output does not have one number per token.
@@ -253,7 +273,7 @@ def _check_output(output: object, objective: Objective, mask_T: Tensor) -> Objec
 
 
 def try_objective(config: Config) -> None:
-    """Call the objective on a few ordinary tokens, and check its loss and gradient.
+    """Call the configured objective on a few ordinary tokens before the run starts, and check its loss and gradient.
 
     Raises:
         ConfigError: the objective raises, returns a wrong shape, gives a number that is not finite or no gradient; or
@@ -284,7 +304,9 @@ def try_objective(config: Config) -> None:
 
 
 def _try_tokens(objective: Objective, log_ratio_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Return loss and gradient of the seven unmasked ones of eight tokens, whose logp − behaviour is `log_ratio_T`.
+    """Return loss and gradient of seven trained tokens; an eighth token is masked.
+
+    `log_ratio_T`, [8], is logp − behaviour of the tokens.
 
     Raises:
         ConfigError: the objective raises, returns a wrong shape, or its loss does not depend on the policy.

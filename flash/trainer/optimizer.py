@@ -3,7 +3,7 @@
 `flash.trainer.step` and `flash.trainer.critic` call `apply_gradient` after the backward passes of a minibatch. All
 ranks make the same calls with the same numbers: the gradient's norm and the lag are reduced over all ranks first.
 
-Shape legend: N = numbers of one parameter that are updated at a time, T = action tokens of a micro-batch.
+Shape legend: N = elements of a parameter that are updated at a time, T = action tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ FIRST_SCALE, MOST_SCALE = 2.0**14, 2.0**16
 """First and largest factor of float16 losses. A token's share of a loss is 1e-3 to 1e-6, so with these factors
 gradients stay far from both ends of float16's range."""
 GROW_AFTER = 200
-"""Finite updates in a row after which the factor of float16 losses is doubled."""
+"""Number of finite updates in a row after which the factor of float16 losses is doubled."""
 
 LARGEST_LOG_RATIO = 2.0
-"""Largest |log π − log π_behaviour| that enters a token's distance; larger ones are clamped. It is ten times the root
-of the default budget, so that one outlier token cannot hold down the rate of a whole batch."""
+"""Largest |log π − log π_behaviour| of a token in `LagLimiter`; larger ones count as this one. It is ten times the
+square root of the default budget, so that one outlier token cannot hold down the rate of a whole batch."""
 FORGETTING = 0.9
 """Weight of a step's disagreement between engine and trainer, relative to the weight of the step after it."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names that torch's AdamW gives the two moments of a parameter."""
 AT_ONCE = 2**24
-"""Numbers of a parameter that `LeanAdamW` updates at a time. During this, five float32 tensors of that size exist."""
+"""Largest number of elements of a parameter that `LeanAdamW` updates at a time. Meanwhile five float32 tensors of that
+size exist."""
 SEEDS_APART = 1_000_003
-"""Distance of the random seeds of two updates. A model has fewer parameters, so no seed is used twice."""
+"""Distance between the random seeds of two updates. A model has fewer parameter tensors, so no seed is used twice."""
 
 MOMENTUM = 0.95
 """μ of Muon."""
@@ -62,7 +63,8 @@ scaled to it, so that learning rates and weight decay mean the same as for AdamW
 def learning_rate(train: TrainConfig, steps: int, step: int) -> float:
     """Return the scheduled learning rate of a step from 0 to steps − 1: a linear warm-up, then the decay.
 
-    The step after the last one would have the final rate. The final rate may be 0, and so no batch is trained at 0.
+    Only the step after the last one would have the final rate. So no batch is trained at a rate of 0, even if the final
+    rate is 0.
     """
     if step < train.warmup_steps:
         return train.learning_rate * (step + 1) / train.warmup_steps
@@ -78,7 +80,7 @@ class LossScale:
 
     In float16, gradients below 6e-8 are 0 and gradients above 65,504 are infinite. If an update's gradient is not
     finite, the factor is halved and the update is left out. After `GROW_AFTER` finite updates in a row it is doubled.
-    All ranks change the factor alike, since all of them see the same gradient norm.
+    The factor is equal on all ranks, since all of them compute the same gradient norm.
     """
 
     def __init__(self, dtype: str) -> None:
@@ -130,7 +132,8 @@ def apply_gradient(
         on_nonfinite: "skip" leaves out an update whose gradient is not finite.
         name: name of the update in an error.
         advice: remedy in an error.
-        share: part of the loss's denominator that corrections did not reject; the gradient is divided by it.
+        share: share of the loss's denominator that corrections did not reject; the gradient is divided by it. With 0
+            it is not divided.
 
     Returns:
         The global gradient norm before clipping, and True if the update was made.
@@ -160,10 +163,9 @@ def apply_gradient(
 
 
 def global_norm(grads: Sequence[Tensor]) -> float:
-    """Return the L2 norm of all gradients together. A collective if they are sharded.
-
-    The gradients of divided layers lie on another mesh than the others, and one norm cannot span two meshes.
-    """
+    """Return the L2 norm of all gradients together. A collective if they are sharded."""
+    # The gradients of divided layers belong to another device mesh than the others, and torch cannot compute one norm
+    # over two meshes.
     by_mesh: dict[object, list[Tensor]] = {}
     for grad in grads:
         by_mesh.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
@@ -174,12 +176,13 @@ def global_norm(grads: Sequence[Tensor]) -> float:
 class LagLimiter:
     """Limits the learning rate of each update by the distance of the policy from the policies that sampled.
 
-    See `algorithms.staleness.Lag` for the rule. All sums are taken over all ranks in float64 before an update, so the
-    rate is the same on every rank and, up to rounding, for every split of the batch. Between steps it keeps two things,
-    which checkpoints hold: the rates of the versions that tokens may still come from, and the disagreement of engine
-    and trainer at equal weights.
+    `algorithms.staleness.Lag` describes the rule. All sums are taken over all ranks in float64 before an update, so the
+    rate is equal on every rank and, up to rounding, for every division of the batch. The limiter keeps two things
+    from step to step, which checkpoints hold: the rates of the versions from which tokens may still come, and the
+    disagreement of engine and trainer at equal weights.
 
-    In each step: `add` for every micro-batch of an update, `limit`, `record`; after the last update, `finish`.
+    In each step, call `add` for every micro-batch of an update, then `limit`, then `record`; after the last update,
+    `finish`.
     """
 
     def __init__(self, options: Lag, train: TrainConfig, steps: int, mesh: TrainerMesh) -> None:
@@ -188,7 +191,8 @@ class LagLimiter:
         self._options, self._train, self._steps = options, train, steps
         self._updates = train.minibatches * train.updates_per_batch
         self._ages = train.max_age + 1
-        # Sum of squares over all tokens, the same over tokens of age 0, then the number of tokens of each age.
+        # The sum of squared log-ratios over all tokens, the sum over tokens of age 0 (sampled by the version that is
+        # trained), then the number of tokens of each age.
         self._row = torch.zeros(2 + self._ages, dtype=torch.float64, device=mesh.device)
         self._applied: list[float] = []
         self._scales: list[float] = []
@@ -209,7 +213,10 @@ class LagLimiter:
         self._row[2:] += to_device(np.bincount(age_T[mask_T], minlength=self._ages), square_T.device)
 
     def limit(self, rate: float, version: int) -> float:
-        """Return the rate of the update whose micro-batches have all been added, at most `rate`. A collective."""
+        """Return the learning rate for the update whose micro-batches have been added: at most `rate`. A collective.
+
+        `version` is the version that the step trains.
+        """
         square, fresh, *counts = self._mesh.gather_rows(self._row).sum(0).tolist()
         self._row.zero_()
         if not self._applied:
@@ -229,7 +236,8 @@ class LagLimiter:
 
     @property
     def disagreement(self) -> float:
-        """Mean (log π − log π_behaviour)² of tokens that the present weights sampled: engine against trainer."""
+        """Mean (log π − log π_behaviour)² of tokens that the present weights sampled. Only the difference between
+        engine and trainer causes it."""
         total, number = self.disagreement_sums
         return total / number if number else 0.0
 
@@ -238,7 +246,7 @@ class LagLimiter:
         self._applied.append(rate)
 
     def finish(self, version: int) -> dict[str, float]:
-        """End the step that trained `version`, and return its metrics; none if no update was limited."""
+        """End the step that trained `version`, and return its metrics; empty if `limit` was not called in it."""
         self._row.zero_()  # drops micro-batches of updates that only critics made
         self.rates[version] = sum(self._applied) / self._updates
         self.rates = {one: rate for one, rate in self.rates.items() if one > version + 1 - self._ages}
@@ -263,8 +271,8 @@ class LagLimiter:
 def make_optimizer(model: nn.Module, train: TrainConfig, host: str = "cpu") -> torch.optim.AdamW:
     """Return the configured optimizer of the trainable parameters: AdamW, `LeanAdamW`, or `Muon` for a language model.
 
-    `host` is the device of moments that `train.offload` keeps apart from the weights. If the weights are on the host
-    themselves, the moments are there, too.
+    `host` is the device of moments that `train.offload` moves away from the device of the weights. If the weights are
+    on the host themselves, the moments are there, too.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     options: dict[str, Any] = {
@@ -274,11 +282,12 @@ def make_optimizer(model: nn.Module, train: TrainConfig, host: str = "cpu") -> t
     if train.moments != "float32" or apart:
         device = host if apart else None
         return LeanAdamW(parameters, options, getattr(torch, train.moments), device)
-    # The fused kernel passes once over memory, where torch's default makes some ten passes.
+    # The fused kernel reads and writes memory once, where torch's default does so about ten times.
     options["fused"] = parameters[0].device.type in ("cpu", "cuda")
     if train.optimizer == "adamw":
         return torch.optim.AdamW(parameters, **options)
-    # Rows of embeddings and of the output layer are tokens or positions: Muon is for matrices between hidden states.
+    # Muon is for matrices between hidden states. Embeddings and the output layer are none: their rows are tokens or
+    # positions.
     language_model: Any = model
     ends = [one for one in model.modules() if isinstance(one, nn.Embedding)] + [language_model.get_output_embeddings()]
     excluded = {id(parameter) for layer in ends for parameter in layer.parameters()}
@@ -312,7 +321,7 @@ class Muon(torch.optim.AdamW):
             state = self.state[parameter]
             if not state:
                 state["momentum"] = torch.zeros_like(parameter)
-                # A tensor, as in AdamW's state: AdamW loads the checkpoints of both.
+                # A tensor, as in AdamW's state, because AdamW's code loads the states of both parameter groups.
                 state["step"] = torch.zeros((), device=parameter.device)
             state["step"] += 1
             momentum = state["momentum"].lerp_(parameter.grad, 1 - MOMENTUM)
@@ -347,10 +356,10 @@ def orthogonal(matrix: Tensor) -> Tensor:
 class LeanAdamW(torch.optim.AdamW):
     """AdamW with moments in bfloat16, or in another memory than the weights. All arithmetic is in float32.
 
-    Moments are rounded to bfloat16 up or down at random, so that they are right on average. Rounding to the nearest
-    number would never change a moment whose change is below its last digit, which is a 256th. The random numbers follow
-    from the number of the update and the parameter. So ranks that hold the same weights keep the same moments, and a
-    resumed run draws what it would have drawn. Checkpoints have AdamW's format.
+    Moments are rounded to bfloat16 up or down at random, so that they are right on average. If they were rounded to the
+    nearest number, a change below their last digit, which is a 256th, would never have an effect. The random numbers
+    depend only on the number of the update and the parameter. So ranks that hold the same weights keep the same
+    moments, and a resumed run draws the same numbers as a run without interruption. Checkpoints have AdamW's format.
     """
 
     def __init__(
@@ -384,7 +393,8 @@ class LeanAdamW(torch.optim.AdamW):
             state["step"] = torch.tensor(0.0)
             for name in MOMENTS:
                 state[name] = self._empty(parameter)
-        # A new tensor, not an update in place: so its value is known also where tensors have no data (`memory.py`).
+        # A new tensor, not an update in place: so its value is known even where tensors have no data
+        # (`flash.trainer.memory`).
         state["step"] = state["step"] + 1
         steps, (beta1, beta2), rate = int(state["step"]), group["betas"], group["lr"]
         generator = None
@@ -408,7 +418,7 @@ class LeanAdamW(torch.optim.AdamW):
         return torch.zeros_like(parameter, dtype=self._dtype, device=self._device, pin_memory=pinned)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Load a state, leaving each moment in its dtype and memory; torch's method would move and cast them."""
+        """Load a state. Each moment keeps its dtype and its memory; torch's method would cast and move it."""
         super().load_state_dict({**state_dict, "state": {}})
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]

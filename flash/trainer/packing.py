@@ -1,15 +1,19 @@
 """Turn the trajectories of a shard into packed micro-batches, in numpy.
 
-A step plan (`flash.trainer.plan`) calls `split_minibatches` and `pack`; `flash.trainer.step` trains the result.
+`flash.trainer.plan` calls `split_minibatches` and `pack`; `flash.trainer.step` trains the result.
 
 A micro-batch holds whole sequences one after another, without padding. Sequences that begin with the same tokens share
 the computation of that beginning (`flash.trainer.model.prefixes`), and the shared tokens count once against the token
-budget. Only positions that predict an action token get a logit. A sample is one sequence, or one sequence per branch;
-all branches carry their sample's place in the batch, and so its advantage.
+budget. Logits are computed only at positions that predict an action token, that is, a token that the policy sampled. A
+sample is one sequence, or one sequence per branch. Each sequence has the index of its sample in the batch, so all
+branches of a sample get the advantage of the sample.
+
+A *kept set* has the tokens that settings such as top_k left in the distribution from which a token was sampled. A
+*turn* is one response of the policy with the environment's step after it.
 
 Conservation: every trained token of the samples given to `pack` is in exactly one micro-batch.
 
-Shape legend: P = packed tokens, T = action tokens, S = sequences, N = members of all kept sets, one set after another.
+Shape legend: P = packed tokens, T = action tokens, S = sequences, N = tokens of all kept sets, one set after another.
 """
 
 from __future__ import annotations
@@ -38,10 +42,10 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """The kept sets of some action tokens: the candidates that each was sampled from, and changes of their logits.
+    """The kept sets of some action tokens: the candidates from which each was sampled, and the changes of their logits.
 
-    No forward pass is needed to build this. The logit biases are settings of the run, and the repetition penalty
-    follows from the tokens of the context.
+    It is built without a forward pass. The logit biases are settings of the run, and the repetition penalty depends
+    only on the tokens of the context.
     """
 
     token_N: Int64Array
@@ -69,7 +73,8 @@ def kept_tokens(trajectory: Trajectory, positions: Int64Array) -> KeptTokens:
     """Return the kept sets of one sequence's action tokens, which are at `positions`.
 
     Raises:
-        ContractError: the trajectory was sampled with a kept set and does not carry it, or carries a malformed one.
+        ContractError: the tokens were sampled from kept sets, and the trajectory has none or malformed ones. The error
+            message begins with a verb, so that the caller can put the name of the sample before it.
     """
     sampling, tokens = trajectory.task.sampling, trajectory.tokens().astype(np.int64)
     if not sampling.keeps:
@@ -87,12 +92,13 @@ def kept_tokens(trajectory: Trajectory, positions: Int64Array) -> KeptTokens:
 
     bias_N, penalty_N = np.zeros(len(token_N)), np.ones(len(token_N))
     if sampling.logit_bias:
-        # `dict` keeps the last of several biases of one token, as engines do.
+        # If a token has several biases, `dict` keeps the last one, as engines do.
         biased, bias = map(np.array, zip(*sorted(dict(sampling.logit_bias).items()), strict=True))
         at_N = np.searchsorted(biased, token_N).clip(max=len(biased) - 1)
         bias_N = np.where(biased[at_N] == token_N, bias[at_N], 0.0)
     if sampling.repetition_penalty != 1:
-        # By token id: the first position of the sequence that has it; the length of the sequence if none has.
+        # A penalty applies to tokens that occur before the sampled position. By token id, `first_position` is the first
+        # position with this token, or the length of the sequence if there is none.
         first_position = np.full(max(tokens.max(), token_N.max(initial=0)) + 1, len(tokens))
         present, at = np.unique(tokens, return_index=True)
         first_position[present] = at
@@ -107,7 +113,7 @@ class MicroBatch:
     input_P: Int64Array
     """Token ids."""
     position_P: Int64Array
-    """Position of each token in its own sequence; restarts at 0."""
+    """Position of each token in its own sequence, from 0 at the start of each sequence."""
     offset_S: Int64Array
     """[S + 1] cumulative sequence lengths, from 0 to P."""
     keep_T: Int64Array
@@ -117,7 +123,7 @@ class MicroBatch:
     behaviour_T: Float32Array
     """Log-prob of each action token under the policy that sampled it; finite where `mask_T` is True."""
     teacher_T: Float32Array
-    """Log-prob of each action token under a teacher behind a server; NaN if the run has no such teacher."""
+    """Log-prob of each action token under a teacher that runs on a server; NaN if the run has no such teacher."""
     mask_T: BoolArray
     """True for action tokens that are trained; False for tokens that are too old."""
     version_T: Int64Array
@@ -125,9 +131,9 @@ class MicroBatch:
     sequence_T: Int64Array
     """Index in S of each action token's sequence."""
     turn_T: Int64Array
-    """Turn of its sample that each action token belongs to, from 0."""
+    """Turn of each action token: its number among the turns of the sample, from 0."""
     index_S: Int64Array
-    """Place of each sequence's sample in `Shard.batch`."""
+    """Index in `Shard.batch` of each sequence's sample."""
     kinds_S: tuple[str, ...]
     """Name of each sequence's environment in a mixture; empty if there is only one environment."""
     sampling_S: tuple[Sampling, ...]
@@ -139,7 +145,7 @@ class MicroBatch:
 
     @property
     def index_T(self) -> Int64Array:
-        """Place in `Shard.batch` of each action token's sample."""
+        """Index in `Shard.batch` of each action token's sample."""
         return self.index_S[self.sequence_T]
 
     @property
@@ -159,6 +165,7 @@ class MicroBatch:
 
     @cached_property
     def _computed(self) -> Computed:
+        """Value of `computed`, which is calculated when it is first used and then kept."""
         return shared_prefixes(np.split(self.input_P, self.offset_S[1:-1]))
 
 
@@ -186,7 +193,7 @@ the same collectives as the other ranks."""
 def split_minibatches(shard: Shard, minibatches: int) -> list[list[ShardSample]]:
     """Return this rank's samples of each minibatch.
 
-    All ranks split the batch between the same groups; the samples of one group are always in one minibatch.
+    Every rank assigns a group to the same minibatch. All samples of a group are in one minibatch.
     """
     place = minibatch_of([entry.group_id for entry in shard.batch], minibatches)
     parts: list[list[ShardSample]] = [[] for _ in range(minibatches)]
@@ -197,14 +204,14 @@ def split_minibatches(shard: Shard, minibatches: int) -> list[list[ShardSample]]
 
 @dataclass(frozen=True)
 class _Sequence:
-    """Branch of a sample that has at least one token to train."""
+    """A branch of a sample (one of its token sequences) that has at least one token to train."""
 
     index: int
-    """Place of its sample in `Shard.batch`."""
+    """Index in `Shard.batch` of the sample."""
     trajectory: Trajectory
     """Trajectory of this branch alone."""
     turns: Int64Array
-    """Turn of the sample that each action span of the branch is."""
+    """For each action span (response) of the branch, the number of its turn in the sample."""
 
 
 def _sequences(sample: ShardSample, min_version: int) -> list[_Sequence]:
@@ -232,13 +239,15 @@ def pack(
 
     Sequences that begin with the same tokens, such as those of one group, form a tree. A tree stays in one micro-batch
     if it fits, because each micro-batch that holds a part of it computes the shared beginning again. A larger tree is
-    cut where the least is computed twice. Trees are placed largest first, each into the first micro-batch with room.
+    cut where the fewest tokens have to be computed twice. Trees are placed in the order of their size, the largest
+    first, each into the first micro-batch with room.
 
     Args:
         samples: the samples of this rank in one minibatch.
         min_version: oldest policy version whose tokens are trained.
         max_tokens: token budget of a micro-batch, `train.max_tokens_per_microbatch`.
-        share_rows: False gives each sequence a micro-batch of its own, for models that cannot attend to packed rows.
+        share_rows: False gives each sequence a micro-batch of its own, for models that cannot keep packed sequences
+            apart.
 
     Raises:
         ContractError: a sequence is longer than the budget, is not well-formed, or has a trained token whose behaviour
@@ -271,13 +280,15 @@ def pack(
 def _trees(lengths: Sequence[int], shared: Sequence[int], max_tokens: int) -> list[tuple[int, int, int]]:
     """Cut sequences, in the order of `sort_by_prefix`, into runs that compute at most `max_tokens` tokens.
 
+    A run ends where the next sequence shares no token with its neighbour (the end of a tree), or where the budget ends.
+
     Args:
         lengths: tokens of each sequence.
         shared: leading tokens that each sequence shares with the one before it, as `sort_by_prefix` returns them.
         max_tokens: token budget of a run.
 
     Returns:
-        Computed tokens, start and stop of each run.
+        The number of computed tokens of each run, and its first and stop place in the order of the sequences.
     """
     found: list[tuple[int, int, int]] = []
     start = 0
@@ -380,7 +391,11 @@ def _teacher_logprobs(trajectory: Trajectory) -> Float32Array:
 
 
 def _check_behaviour(micro: MicroBatch, sequences: Sequence[_Sequence]) -> None:
-    """Raise a ContractError if a trained token has a behaviour log-prob that is not finite."""
+    """Check that each trained token has a finite log-prob under the policy that sampled it.
+
+    Raises:
+        ContractError: a trained token has a log-prob that is not finite.
+    """
     wrong_T = micro.mask_T & ~np.isfinite(micro.behaviour_T)
     if wrong_T.any():
         first = int(np.flatnonzero(wrong_T)[0])

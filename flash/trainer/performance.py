@@ -1,9 +1,9 @@
 """Measures the steps of a trainer rank: arithmetic, memory, and a trace of torch's profiler.
 
 The loops of `flash train` and of `flash sft` call `StepMeter.begin` before a step and `StepMeter.finish` after it,
-which returns the columns `memory_gib` and `mfu`. They call `StepProfiler.begin_step` before each step, and `close`
-once at their end. Measuring does not change any number that a step computes, and does not end the run: a trace that
-cannot be written is only warned of.
+which returns the metrics `memory_gib` and `mfu` (the share of the cards' peak arithmetic that the model uses). They
+call `StepProfiler.begin_step` before each step, and `close` once at their end. Measuring does not change any number
+that a step computes, and never ends the run: if a trace cannot be written, a warning is logged.
 
 Shape legend: U = tokens of a micro-batch that are computed, R = trainer ranks.
 """
@@ -35,6 +35,7 @@ from flash.trainer.packing import DUMMY, MicroBatch
 log = logging.getLogger("flash")
 
 GIB = 2**30
+"""Number of bytes of one GiB."""
 PEAKS: dict[str, float] = {
     "GB200": 2500e12,
     "B200": 2250e12,
@@ -48,7 +49,7 @@ PEAKS: dict[str, float] = {
     "L40S": 362e12,
     "RTX 4090": 165e12,
 }
-"""Dense bfloat16 FLOP/s of NVIDIA's cards, by a part of the card's name; the first match counts.
+"""Peak bfloat16 FLOP/s of NVIDIA's cards without sparsity, by a part of the card's name; the first match counts.
 
 The numbers are those of NVIDIA's data sheets, which often give the value "with sparsity": twice this number.
 """
@@ -59,8 +60,8 @@ QUIET = {"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def peak_flops(card: str) -> float | None:
-    """Return the dense bfloat16 FLOP/s of a card, given its name in torch; None if the card is not in `PEAKS`."""
-    # A part of a card (MIG) has the whole card's name, and only some of its arithmetic.
+    """Return the peak bfloat16 FLOP/s of a card without sparsity, given its name in torch; None if it is not known."""
+    # A part of a card (MIG) has the name of the whole card in its own, and only some of the card's arithmetic.
     if "MIG" in card:
         return None
     return next((peak for name, peak in PEAKS.items() if re.search(rf"\b{name}\b", card)), None)
@@ -73,21 +74,22 @@ class ModelArithmetic:
     MFU is the share of the device's peak that the model's own arithmetic takes (PaLM, arXiv 2204.02311, appendix B). A
     forward pass has one multiplication and one addition for each weight and token, which are 2 FLOPs. A backward pass
     has as many for the gradient of the layer's input, and as many again for the gradient of the weight, if that weight
-    is trained. A trained weight therefore costs 6 FLOPs per token, a frozen one (below LoRA) 4. Attention costs 2 FLOPs
-    per token that is seen, head and number of a query or a value, and twice as many in the backward pass; a token sees
-    the tokens before it and itself, as far as its layer's window reaches.
+    is trained. A trained weight therefore costs 6 FLOPs per token, a frozen weight (below LoRA) 4. A token sees the
+    tokens before it and itself, as far as its layer's window reaches. For each token that is seen, each head of the
+    attention costs 2 FLOPs per number of its query and of its value, and twice as many in the backward pass.
 
     Activations that are computed again for the backward pass do not count. Neither do passes of critics, a reference or
-    a teacher, nor passes that only read log-probs. Of a mixture's experts those count that a token is sent to. The
-    output layer counts for action tokens only, because it is computed for no others.
+    a teacher, nor passes that only read log-probs. In a mixture of experts, only the experts count to which a token is
+    sent. The output layer counts for action tokens (those that the policy sampled) only, because it is computed for no
+    others.
     """
 
     trained: float
-    """Trained weights that are multiplied with each token, without the output layer."""
+    """Number of trained weights that are multiplied with each token, without the output layer."""
     frozen: float
-    """Frozen weights that are multiplied with each token, without the output layer."""
+    """Number of frozen weights that are multiplied with each token, without the output layer."""
     output: int
-    """Weights of the output layer."""
+    """Number of weights of the output layer."""
     output_trained: bool
     """True if the output layer is trained."""
     attention: list[AttentionLayer]
@@ -98,7 +100,8 @@ class ModelArithmetic:
         """Count the weights of a whole model: one that is not divided over ranks yet."""
         experts, share = routed_share(model)
         output: Any = model.get_output_embeddings()
-        # A lookup multiplies nothing. The output layer may share its weights with the embedding, and is counted apart.
+        # Embeddings are not counted, since a lookup multiplies nothing. The output layer is counted on its own, and may
+        # share its weights with the embedding.
         apart = {id(weight) for weight in output.parameters()}
         apart |= {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
         weights = {True: 0.0, False: 0.0}
@@ -117,7 +120,7 @@ class ModelArithmetic:
         )
 
     def flops(self, micro_batches: Sequence[MicroBatch], *, backward: bool = True) -> float:
-        """Return the FLOPs of one forward pass over micro-batches, and of its backward pass if `backward`."""
+        """Return the FLOPs of a forward pass over some micro-batches, with `backward` including the backward pass."""
         total = 0.0
         for micro in micro_batches:
             if micro is DUMMY:
@@ -135,7 +138,7 @@ class ModelArithmetic:
 
 
 class StepMeter:
-    """Measures the memory of the trainer ranks in a step, and the share of their peak that its arithmetic takes.
+    """Measures the memory of the trainer ranks in a step, and the share of the cards' peak arithmetic that is used.
 
     Args:
         mesh: the trainer ranks. `finish` is a collective of all ranks.
@@ -157,8 +160,8 @@ class StepMeter:
         """Return `memory_gib`, and `mfu` if the peak of every rank's card is known. A collective of all ranks.
 
         Args:
-            flops: the FLOPs of the step on the samples of this rank. Ranks of one data shard have the same samples, and
-                one of them counts.
+            flops: the FLOPs of the step on the samples of this rank. Ranks of one data shard have the same samples, so
+                only one of them is counted.
         """
         # A step reads its metrics from the GPU, so the GPU has finished it by now.
         seconds = time.perf_counter() - self._begun
@@ -183,7 +186,7 @@ def performance_metrics(rows_R4: Tensor) -> dict[str, float]:
 
 
 def resident_bytes() -> int:
-    """Return the bytes of this process that are in main memory now, memory that it shares with others included."""
+    """Return the bytes of main memory that this process uses now, including memory shared with other processes."""
     pages = Path("/proc/self/statm").read_text().split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
@@ -211,7 +214,11 @@ class StepProfiler:
         self._bar: Any = None
 
     def begin_step(self, step: int) -> None:
-        """Start recording if `step` is the first one to record; stop and write the trace if it is beyond the last."""
+        """Record the step if it is one of the steps to record, from its request for a batch to the next one.
+
+        Recording starts with the first such step of this process. At the first step after the last such step, it stops
+        and the trace is written.
+        """
         self._end_bar()
         if step not in self._steps:
             self.close()
@@ -232,7 +239,8 @@ class StepProfiler:
         if profiler is None:
             return
         profiler.stop()
-        # A reader never finds half a file: it is written under another name first, whose end tells torch to compress.
+        # Written under another name first, so that a reader never finds an unfinished file. torch compresses the file
+        # because this name, too, ends with .gz.
         part = self._file.with_name(f".{self._file.name}")
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -247,6 +255,7 @@ class StepProfiler:
             log.info("the profile is written to %s: open it at https://ui.perfetto.dev", self._file)
 
     def _end_bar(self) -> None:
+        """End the bar of the running step in the trace, if there is one."""
         bar, self._bar = self._bar, None
         if bar is not None:
             bar.__exit__(None, None, None)

@@ -2,7 +2,7 @@
 
 `flash.trainer.step` calls `plan_step`. One collective makes the counts of all ranks known to every rank. The
 denominators of the loss and the number of micro-batches are computed from these counts, so all ranks run equally many
-passes.
+passes. The *age* of a token is the version that the trainer holds, less the version that sampled the token.
 
 Shape legend: B = samples of the whole batch, T = action tokens of a micro-batch, M = critics, W = data shards.
 """
@@ -55,7 +55,7 @@ class StepPlan:
     shared_token_share: float
     """Share of the tokens that are not computed again, because several sequences of one micro-batch begin with them."""
     age_histogram: list[int]
-    """Number of trained tokens of age 0, 1, … over all ranks. The age is in versions."""
+    """Number of trained tokens of age 0, 1, … (in versions), over all ranks."""
     critic_B: np.ndarray
     """int64: number of the critic that learns from each sample."""
 
@@ -81,7 +81,7 @@ def plan_step(
         method: the estimator, the critics and the other parts of the method.
         version: the version that the trainer holds.
         mesh: the trainer ranks.
-        share_rows: True packs several sequences into a micro-batch.
+        share_rows: True packs several sequences into a micro-batch. False gives each sequence one of its own.
 
     Raises:
         ContractError: on every rank, if the shard of any rank has tokens that are too old, is damaged or lacks the
@@ -120,7 +120,8 @@ def plan_step(
     grid = rows[:, 4 + ages :].reshape(len(rows), train.minibatches, 3 + method.critics).numpy()
     minibatches = [
         MinibatchPlan(
-            # Padded to the longest rank, and to at least one micro-batch, so that every rank has the same statistics.
+            # Padded to the rank with the most micro-batches, so that all ranks make equally many passes, which are
+            # collectives; and to at least one, so that every rank has the same names of statistics.
             micro_batches=part + [DUMMY] * (max(int(grid[:, index, 0].max()), 1) - len(part)),
             shard_tokens=grid[:, index, 1].tolist(),
             total_sequences=int(grid[:, index, 2].sum()),

@@ -4,8 +4,9 @@ These are the reference of a KL, a teacher, the critics, and an exponentially we
 weights. `flash.trainer.step` loads them at the start of a run, calls `forward_passes` in each step before the policy
 changes, and keeps the average and a refreshed reference up to date.
 
-The average follows Hilton et al. 2021 (arXiv 2110.00641, section 3.2): over the versions 0 … n, version n − i weighs
-decay^i, divided by the sum of the weights, so that early averages are not biased towards the first version.
+The average follows Hilton et al. 2021 (arXiv 2110.00641, section 3.2). In the average over the versions 0 … n, version
+n − i has the weight decay^i. The weights are divided by their sum, so that early averages are not biased towards the
+first version.
 
 Everything here is a collective: all ranks run the same passes in the same order, with equally many micro-batches, since
 FSDP gathers a layer's weights from all ranks in each pass.
@@ -45,7 +46,8 @@ class StepModels:
 
     policy: PreTrainedModel
     reference: PreTrainedModel | None
-    """Reference of the KL. With LoRA, it is the policy itself if the reference is the policy's base."""
+    """Reference of the KL; None without a KL. With LoRA, it is the policy itself if the reference is the policy's
+    base: the pass then runs without the adapters."""
     teacher: PreTrainedModel | None
     """Teacher in this process; None if there is none, or if a server's log-probs came with the samples."""
     critics: Sequence[Critic]
@@ -57,7 +59,7 @@ class StepModels:
 class ModelOutputs:
     """Results of the forward passes over one micro-batch before the update; [T] float32, no gradient.
 
-    None for a model that the step does not need. For the meaning of each tensor see `objective.LossInputs`.
+    A result is None if the step does not need the model. `flash.trainer.objective.LossInputs` explains each tensor.
     """
 
     start_T: Tensor | None
@@ -66,7 +68,7 @@ class ModelOutputs:
     teacher_T: Tensor | None
     value_MT: Tensor | None
     signals: MicroSignals | None
-    """Signals of the policy's attention at the start of the step."""
+    """Signals of the policy's attention at the start of the step; None if no rhythm is configured."""
 
 
 @torch.no_grad()
@@ -79,7 +81,9 @@ def forward_passes(
     rhythm: RhythmPass | None,
     served_teacher: bool,
 ) -> list[ModelOutputs]:
-    """Run the forward passes of a step, model by model, and return their results per micro-batch. A collective.
+    """Run the forward passes of a step, one model after another, and return their results per micro-batch.
+
+    A collective.
 
     Args:
         micro_batches: this rank's micro-batches of the step.
@@ -92,6 +96,7 @@ def forward_passes(
     nothing: list[Tensor | None] = [None] * len(micro_batches)
 
     def logprobs(model: PreTrainedModel | None, *, routed: bool = True) -> list[Tensor | None]:
+        # The log-probs of all micro-batches under a model. With `routed` it uses the experts that engines chose.
         if model is None:
             return nothing
         found: list[Tensor | None] = [
@@ -115,7 +120,8 @@ def forward_passes(
                 signals[place] = rhythm.collect(watch)
         reshard(models.policy)
     with without_adapters(models.policy) if models.reference is models.policy else nullcontext():
-        # The reference chooses its own experts, also where it is the policy without its adapters.
+        # The reference chooses its own experts, even if it is the policy without its adapters: the routes are the
+        # choices of the policy with them.
         references = logprobs(models.reference, routed=False)
     if served_teacher:
         teachers: list[Tensor | None] = [to_device(micro.teacher_T, device) for micro in micro_batches]
@@ -212,13 +218,13 @@ def _vocabulary(path: str, *, trust: bool) -> dict[str, int]:
 
 @torch.no_grad()
 def copy_weights(weights: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Copy a model's parameters into `weights`, by name; both are sharded alike."""
+    """Copy a model's parameters into `weights`, by name. `weights` must be sharded like the model."""
     for name, parameter in model.named_parameters():
         _local(weights[name]).copy_(_local(parameter))
 
 
 def start_average(model: nn.Module) -> dict[str, Tensor]:
-    """Return the average at version 0: a copy of the trained parameters by name, sharded alike."""
+    """Return the average at version 0: a copy of the trained parameters by name, sharded like the model."""
     return {name: parameter.detach().clone() for name, parameter in trained_parameters(model)}
 
 
@@ -232,7 +238,7 @@ def update_average(average: Mapping[str, Tensor], model: nn.Module, decay: float
 
 @contextmanager
 def swapped_in(average: Mapping[str, Tensor], model: nn.Module) -> Generator[None]:
-    """Make the model compute with the average inside of the block. No backward pass may run there."""
+    """Make the model compute with the weights of the average inside of the block. No backward pass may run there."""
     _exchange(average, model)
     try:
         yield
@@ -242,8 +248,11 @@ def swapped_in(average: Mapping[str, Tensor], model: nn.Module) -> Generator[Non
 
 @torch.no_grad()
 def _exchange(average: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Swap the contents of the average and the model, one parameter at a time to hold no second copy of the model."""
-    # FSDP would go on with gathered weights of before the swap.
+    """Swap the contents of the average and the model.
+
+    One parameter is swapped at a time, so that memory does not have to hold another copy of the model.
+    """
+    # Otherwise FSDP would continue to use weights that it had gathered before the swap.
     reshard(model)
     if device_of(model).type == "cuda":
         # The GPU may still be copying weights from the host, and a write on the host does not wait for that.

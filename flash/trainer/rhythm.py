@@ -1,17 +1,22 @@
 """Observe the policy's attention at the start of a step, and multiply token advantages by it (`algorithms.rhythm`).
 
-`flash.trainer.step` runs a forward pass with a `RhythmWatch`. Whatever kernel computes the attention, each layer hands
-its queries and keys, as the model made them, to `packed_attention`, which calls the watch. The watch computes the
-attention weights of the chosen layers once more, only for the rows of action tokens and block by block. It keeps two
-numbers per head and token: WAAD (windowed average attention distance) and FAI (future attention influence). Both are
-linear in the attention weights, so the mean over local or global heads can be taken after all ranks have reported the
-spans of their heads. The sequences of a micro-batch never influence one another.
+`flash.trainer.step` runs a forward pass with a `RhythmWatch`. In each layer `packed_attention` gives the watch the
+queries and keys as the model made them, whatever kernel computes the attention. The watch computes the attention
+weights of the chosen layers once more, only for action tokens (those that the policy sampled), one block of them at a
+time. It keeps two numbers per head and token: WAAD (windowed average attention distance) and FAI (future attention
+influence). Both are linear in the attention weights, so the mean over local or global heads can be taken after all
+ranks have reported the spans of their heads. The sequences of a micro-batch never influence one another.
 
 `flash rhythm` uses `observe_responses` and `attention_maps` to show the same signals without training.
 
-Shape legend: H = heads of a layer, N = heads of all chosen layers, L = tokens of a sequence, R = action tokens of a
-sequence, T = action tokens of a micro-batch, B = tokens of a part of a sequence whose map is drawn, C = columns of a
-block, D = width of a head, 2 = local and global.
+*Local* heads look back the shortest distance (their *span*), *global* heads the longest. Heads are *settled* if they
+were chosen for the whole run. A *row* of attention weights belongs to the token that attends, a *column* to the token
+that it looks at. In the code, a *response* is the action tokens of one sequence, and a sequence's trained response has
+at least one token to train.
+
+Shape legend: H = heads of a layer, N = heads of all chosen layers, P = packed tokens, L = tokens of a sequence,
+R = action tokens of a sequence, T = action tokens of a micro-batch, B = tokens of the part of a sequence whose map is
+drawn, C = columns of a block, D = width of a head, 2 = local and global.
 """
 
 from __future__ import annotations
@@ -51,7 +56,7 @@ from flash.trainer.packing import DUMMY, Float32Array, MicroBatch
 
 
 class HeadKinds(NamedTuple):
-    """Numbers of the local and of the global heads, within one layer or among all chosen layers."""
+    """The local and the global heads, by their numbers within one layer or among the heads of all chosen layers."""
 
     local: IntArray
     """Heads with the shortest span; WAAD is averaged over them."""
@@ -64,7 +69,7 @@ class HeadSignals:
     """Signals of one layer's heads for a micro-batch; 0 for heads that the watch was not asked to observe."""
 
     span_H: Tensor
-    """float64: mean distance that the head looks back, summed over the rows."""
+    """float64: sum over the rows of the mean distance that the head looks back."""
     waad_HT: Tensor
     """WAAD of each token."""
     influence_HT: Tensor
@@ -73,19 +78,19 @@ class HeadSignals:
 
 @dataclass
 class RhythmWatch:
-    """Observes the attention of one forward pass over one micro-batch; an `AttentionWatch`."""
+    """Callback that observes the attention of one forward pass over one micro-batch (an `AttentionWatch`)."""
 
     micro: MicroBatch
     layers: Sequence[int]
     """Numbers of the layers to observe."""
     options: Rhythm
     kinds: dict[int, HeadKinds] | None = None
-    """Local and global heads by layer, once they are settled: WAAD is then computed for local heads only, and FAI for
-    global heads only. None computes both for all heads."""
+    """Local and global heads by layer, once they are settled. Then WAAD is computed for local heads only, and FAI for
+    global heads only. None: both are computed for all heads."""
     heads: dict[int, int] = field(default_factory=dict)
     """Number of heads of each layer that has attention, observed or not."""
     unnumbered: str = ""
-    """Class of an attention module that does not report the number of its layer; empty if there is none."""
+    """Name of the class of an attention module that has no number of a layer; empty if there is no such module."""
     signals: dict[int, HeadSignals] = field(default_factory=dict)
     """Results, by layer."""
 
@@ -93,7 +98,7 @@ class RhythmWatch:
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, scaling: float | None, sliding_window: int | None
     ) -> None:
-        """Observe one layer. See `AttentionWatch` for the arguments."""
+        """Compute the signals of one layer. `AttentionWatch` explains the arguments."""
         layer = layer_number(module)
         if layer is None:
             self.unnumbered = class_name(module)
@@ -127,7 +132,10 @@ class RhythmWatch:
         window: int | None,
         attend: Callable[..., Tensor],
     ) -> HeadSignals:
-        """Return the spans of these heads, the WAAD of the heads `local` and the FAI of the heads `far`."""
+        """Return the spans of these heads, the WAAD of the heads `local` and the FAI of the heads `far`.
+
+        `window` is the attention window of the layer, and `attend` computes its attention weights for a block of rows.
+        """
         action_tokens = len(self.micro.target_T)
         found = HeadSignals(
             span_H=query_HPD.new_zeros(len(query_HPD), dtype=torch.float64),
@@ -135,7 +143,7 @@ class RhythmWatch:
             influence_HT=query_HPD.new_zeros(len(query_HPD[far]), action_tokens),
         )
         responses = [(*response, blocks(response[-1], window)) for response in trained_responses(self.micro)]
-        # One scratch for all blocks: allocating memory of this size would take longer than the arithmetic.
+        # All blocks use the same memory: allocating memory of this size would take longer than the arithmetic.
         scratch = make_scratch(query_HPD, chain.from_iterable(row_blocks for *_, row_blocks in responses))
         for tokens, start, stop, position_R, row_blocks in responses if len(query_HPD) else ():
             self._add_response(
@@ -161,16 +169,19 @@ class RhythmWatch:
         row_blocks: Sequence[RowBlock],
         attend: Callable[..., Tensor],
     ) -> None:
-        """Write the signals of one sequence into `found`, keeping the weights of one block of rows at a time."""
+        """Write the signals of one sequence into `found`. Memory holds the weights of one block of rows at a time.
+
+        `position_R` are the places of the action tokens in the sequence. The other arguments are those of `_signals`.
+        """
         options = self.options
         row_R = torch.from_numpy(position_R).to(query_HLD.device)
         place_L = torch.arange(query_HLD.shape[1], device=query_HLD.device)
-        # One sum per column up to the last row, since a block adds to the columns of rows before it.
+        # One sum for each column: the rows of a block also add to the columns of tokens in earlier blocks.
         received_HL = query_HLD.new_zeros(len(found.influence_HT), query_HLD.shape[1])
         for block in row_blocks:
             rows, columns = row_R[block.rows], place_L[block.seen]
             lowest, highest = block.seen.stop - 1 - block.ahead, block.seen.stop - 1
-            # Within a turn the rows are neighbours, and a slice of them needs no copy.
+            # Within a turn (a response of the policy) the rows are neighbours, and a slice of them needs no copy.
             query_rows = slice(lowest, highest + 1) if len(rows) == block.ahead + 1 else rows
             weights = attend(query_HLD[:, query_rows], key_HLD[:, block.seen], rows, columns, ahead=block.ahead)
             found.span_H += spans(weights, rows, columns).double().sum(-1)
@@ -187,7 +198,7 @@ class RhythmWatch:
 
 
 def _spread(values: Tensor, heads: Tensor, count: int) -> Tensor:
-    """Return [count, …] with the rows of `values` at the places `heads`, and zeros elsewhere."""
+    """Return [count, …] with the rows of `values` at the indices `heads`, and zeros elsewhere."""
     spread = values.new_zeros(count, *values.shape[1:])
     spread[heads] = values
     return spread
@@ -210,7 +221,7 @@ def trained_responses(micro: MicroBatch) -> Iterator[tuple[slice, int, int, IntA
 
 @dataclass(frozen=True)
 class MicroSignals:
-    """Signals of the heads of all chosen layers for one micro-batch, on the CPU."""
+    """WAAD and FAI of the heads of all chosen layers for one micro-batch, on the CPU."""
 
     waad_NT: Float32Array
     influence_NT: Float32Array
@@ -229,11 +240,11 @@ class LayerHead(NamedTuple):
 
 
 class RhythmPass:
-    """Multiplies the advantages of step after step by the rhythm of the policy's attention.
+    """Multiplies the advantages of each step by the rhythm of the policy's attention.
 
-    In each step, all ranks make these calls: `watch` and `collect` for every micro-batch, `choose_heads`, `multiply`
-    for every micro-batch, `report`. Once the heads are settled, a micro-batch may be multiplied as soon as its signals
-    are collected.
+    In each step, all ranks make these calls: `watch` and `collect` for every micro-batch, then `choose_heads`, then
+    `multiply` for every micro-batch, then `report`. Once the heads are settled, `multiply` may be called for a
+    micro-batch as soon as its signals are collected.
     """
 
     def __init__(self, options: Rhythm, model: PreTrainedModel) -> None:
@@ -242,8 +253,8 @@ class RhythmPass:
         The model is left gathered; the caller reshards it.
 
         Raises:
-            ConfigError: the model does not have such a layer, one of them is not attention, the attention does not
-                report its layer, or there are fewer than two heads.
+            ConfigError: the model lacks a chosen layer, a chosen layer is not attention, the attention does not know
+                the number of its layer, or the chosen layers have fewer than two heads.
         """
         try:
             self._layers = chosen_layers(options.layers, layer_count(model))
@@ -275,14 +286,14 @@ class RhythmPass:
         """1 for each local head (row 0) and global head (row 1) of the whole run; all 0 until they are chosen. None if
         the heads are chosen in each step. Checkpoints hold this tensor."""
         self._step_kinds: HeadKinds | None = None
-        """Heads chosen in this step, by number among the N."""
+        """Heads chosen in this step, by number among the N heads."""
         self.tally = np.zeros(count + 3)
-        """Sums over this rank's part of the step: [N] spans over rows, then the number of rows, of tokens whose
-        advantage was multiplied, and of trained tokens."""
+        """Sums over this rank's part of the step: [N] spans summed over rows, then the numbers of rows, of trained
+        tokens whose advantage was multiplied, and of trained tokens."""
 
     @property
     def settled(self) -> bool:
-        """True if the heads are known before the batch is observed."""
+        """True if the local and global heads were chosen for the whole run, so that no other head is observed."""
         return self.kinds_2N is not None and bool(self.kinds_2N.any())
 
     def watch(self, micro: MicroBatch) -> RhythmWatch:
@@ -308,10 +319,10 @@ class RhythmPass:
         )
 
     def choose_heads(self, mesh: TrainerMesh) -> None:
-        """Choose the local and the global heads by their spans over all ranks.
+        """Choose the local and the global heads by their spans over all ranks. Does nothing if the heads are settled.
 
-        A collective, unless the heads are settled; called once this rank has collected all of its micro-batches. With
-        `heads = "first"`, a batch without any row does not settle the heads.
+        A collective unless the heads are settled. Must be called after this rank has collected all of its
+        micro-batches. With `heads = "first"`, a batch without any row does not settle the heads.
         """
         if self.settled:
             return
@@ -327,9 +338,9 @@ class RhythmPass:
         return signals.waad_NT[local].mean(0, dtype=np.float64), signals.influence_NT[far].mean(0, dtype=np.float64)
 
     def heads(self) -> list[LayerHead]:
-        """Return all heads of the chosen layers, with their spans over this rank's part of the step.
+        """Return all heads of the chosen layers, with their mean spans over this rank's part of the step.
 
-        Called after `choose_heads`.
+        Must be called after `choose_heads`.
         """
         (span_N, _), (local, far) = self._spans(self.tally), self._kinds()
         numbered = [(layer, head) for layer, count in self._heads_of_layer.items() for head in range(count)]
@@ -339,9 +350,10 @@ class RhythmPass:
         ]
 
     def multiply(self, advantage_T: FloatArray, signals: MicroSignals, micro: MicroBatch) -> FloatArray:
-        """Return the advantages times γ, float64 [T].
+        """Return the advantages multiplied by γ (`algorithms.rhythm`), float64 [T].
 
-        Advantages of other signs than `signs` and sequences without a token to train are left unchanged.
+        Unchanged are advantages whose sign is not one of `Rhythm.signs`, and sequences without a token to train. The
+        multiplied tokens are counted for `report`.
         """
         waad_T, influence_T = self.head_means(signals)
         gamma_T = np.ones(len(micro.target_T))
@@ -365,14 +377,15 @@ class RhythmPass:
         }
 
     def _kinds(self) -> HeadKinds:
-        """Return the local and global heads, as numbers among the N: those of the run if settled, else of the step."""
+        """Return the local and global heads, by number among the N heads: of the run if settled, else of the step."""
         if self.kinds_2N is not None and self.settled:
             return HeadKinds(*(row.nonzero().flatten().numpy() for row in self.kinds_2N))
         assert self._step_kinds is not None, "heads are chosen before they are used"
         return self._step_kinds
 
     def _spans(self, tally: FloatArray) -> tuple[FloatArray, float]:
-        """Return [N] mean spans, and the number of rows that they are averaged over."""
+        """Return [N] mean spans, and the number of rows over which they are averaged. `tally` has the form of
+        `self.tally`."""
         return tally[:-3] / max(tally[-3], 1.0), float(tally[-3])
 
 
@@ -380,10 +393,10 @@ class ResponseSignals(NamedTuple):
     """Signals of one response, outside training."""
 
     sample: int
-    """Place of the response among the samples, as in `MicroBatch.index_S`."""
+    """Index of the response's sample, as in `MicroBatch.index_S`."""
     signals: Signals
     multiplier_R: FloatArray
-    """γ of each token, for an advantage of a sign that is multiplied."""
+    """γ of each token, for an advantage whose sign is one of `Rhythm.signs`."""
 
 
 @torch.no_grad()
@@ -396,7 +409,7 @@ def observe_responses(
     the tokens were sampled from. `model` comes from `shard_model`, with this `mesh`.
 
     Raises:
-        ConfigError: as `RhythmPass`.
+        ConfigError: the attention of the chosen layers cannot be observed, or they have fewer than two heads.
     """
     rhythm = RhythmPass(options, model)
     passes: list[tuple[MicroBatch, MicroSignals, FloatArray]] = []
@@ -417,10 +430,11 @@ def observe_responses(
 
 
 class MapWatch:
-    """Observes one forward pass over one sequence, and sums the attention maps of its local and its global heads."""
+    """Callback that observes one forward pass over one sequence, and sums the attention maps of its local heads and of
+    its global heads."""
 
     def __init__(self, heads: Sequence[LayerHead], part: slice) -> None:
-        """Observe these heads of the chosen kinds; `part` is the slice of the sequence whose map is drawn."""
+        """Observe those of `heads` that are local or global. `part` is the slice of the sequence whose map is drawn."""
         self._heads = heads
         self._part = part
         size = part.stop - part.start
@@ -429,7 +443,7 @@ class MapWatch:
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, scaling: float | None, sliding_window: int | None
     ) -> None:
-        """Add the maps of one layer. See `AttentionWatch` for the arguments."""
+        """Add the maps of one layer. `AttentionWatch` explains the arguments."""
         here = [head for head in self._heads if head.layer == layer_number(module) and head.kind]
         if not here:
             return

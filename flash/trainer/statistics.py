@@ -36,20 +36,24 @@ OLDEST = 32
 QUANTILES = (1, 50, 99)
 """Reported quantiles, in per cent."""
 NEAR_ZERO = 1e-3
-"""Log-ratio up to which all bins are about `BIN` · `NEAR_ZERO` wide. Above it, a bin is about 2 % of the log-ratio
+"""Log-ratio up to which all bins are about `BIN` · `NEAR_ZERO` wide. The bins above are about 2 % of their log-ratio
 wide."""
 BIN = 0.02
 """Width of a bin, in asinh(log-ratio / NEAR_ZERO)."""
 LARGEST = 300.0
-"""Largest log-ratio that is counted as it is. The square of its weight is still a finite float64."""
+"""Largest log-ratio that is counted as it is; larger ones count as this one. The square of its weight, exp(2 · 300), is
+still a finite float64."""
 HALF_BINS = math.ceil(math.asinh(LARGEST / NEAR_ZERO) / BIN)
 """Number of bins on each side of the bin for 0."""
 ROWS = 4
-"""Rows that `ShownTokens` keeps per token: log-prob, entropy, advantage, use."""
+"""Number of values that `ShownTokens` keeps per token: log-prob, entropy, advantage and use."""
 
 
 class StepTally:
-    """Sums, minima and maxima over micro-batches, and then over data shards. Every rank adds the same names."""
+    """Sums, minima and maxima by name, over micro-batches and then over data shards.
+
+    All ranks must add the same names, since `reduce` exchanges the values without their names.
+    """
 
     def __init__(self, mesh: TrainerMesh) -> None:
         self._mesh = mesh
@@ -58,7 +62,7 @@ class StepTally:
         self._most: dict[str, Tensor] = {}
 
     def add(self, name: str, value_T: Tensor, mask_T: Tensor) -> None:
-        """Add the values where `mask_T` is True to the sum under this name. Other values may be anything, also NaN."""
+        """Add the values where `mask_T` is True to the sum under this name. Other values may be anything, even NaN."""
         total = value_T.detach().double().where(mask_T, 0.0).sum()
         self._sums[name] = self._sums[name] + total if name in self._sums else total
 
@@ -74,7 +78,7 @@ class StepTally:
 
     def reduce(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
         """Return sums, minima and maxima over all ranks. One collective."""
-        # Sorted by name, so that the same place of the row is the same number on every rank.
+        # Sorted by name, so that each column has the same number on every rank.
         kinds = [dict(sorted(values.items())) for values in (self._sums, self._least, self._most)]
         row = torch.stack([value for values in kinds for value in values.values()])
         rows = self._mesh.gather_rows(row).cpu().numpy()
@@ -87,7 +91,7 @@ class StepTally:
 
 
 class RatioHistogram:
-    """Histogram of log-ratios by age, in fixed bins.
+    """Histogram of log-ratios in fixed bins, one row of bins for each age of tokens in versions.
 
     The quantiles over all ranks are computed from the summed counts. So no tokens are gathered, and the division of the
     batch into micro-batches does not matter.
@@ -162,7 +166,7 @@ class StepStatistics:
         current_T = mask_T & (age_T == 0)
         log_ratio_T = (start_T - tokens.behaviour_T).where(mask_T, 0.0)
         self._ratios.add(log_ratio_T, age_T, mask_T)
-        # Distance of the engine's log-probs from the trainer's, over all tokens and over those of the current version.
+        # Distance of the engine's log-probs from the trainer's, over all tokens and over tokens of the current version.
         k3_T = log_ratio_T.exp() - 1 - log_ratio_T
         for which, chosen_T in (("all", mask_T), ("current", current_T)):
             tally.add(f"count {which}", chosen_T, chosen_T)
@@ -198,7 +202,10 @@ class StepStatistics:
         self._pending = torch.zeros_like(self._pending)
 
     def _add_kinds(self, log_ratio_T: Tensor, current_T: Tensor, sequence_T: Tensor, kinds_S: Sequence[str]) -> None:
-        """Add the mismatch k3 of engine and trainer, by environment, over the tokens where `current_T` is True."""
+        """Add the mismatch of engine and trainer by environment, over the tokens where `current_T` is True.
+
+        The mismatch is measured by the estimator k3 of a KL divergence (`algorithms.references`).
+        """
         k3_T = (log_ratio_T.double().exp() - 1 - log_ratio_T.double()).where(current_T, 0.0)
         kinds = sorted({*kinds_S})
         kind_T = to_device(np.array([kinds.index(kind) for kind in kinds_S]), k3_T.device)[sequence_T]
@@ -222,12 +229,12 @@ class StepStatistics:
         """Return the metrics over the trained tokens of all ranks. Three collectives.
 
         The mismatch compares engine and trainer at equal weights, so it is over tokens of the current version. If there
-        are none it is over all tokens, and then contains the policy's drift. `ess` is Kish's effective sample size of
-        the weights w, as a share of the tokens.
+        are none it is over all tokens, and then contains the policy's drift since they were sampled. `ess` is Kish's
+        effective sample size of the weights w, as a share of the tokens.
 
         Args:
             minibatches: number of minibatches of the batch.
-            passes: number of times that the batch was trained; means are over all of them.
+            passes: number of times that the batch was trained. Means are over all these passes.
         """
         sums, least, most = self._tally.reduce()
         which = "current" if sums["count current"] > 0 else "all"
@@ -264,7 +271,7 @@ class StepStatistics:
 
 
 def batch_metrics(shard: Shard, plan: StepPlan) -> dict[str, float]:
-    """Return the metrics of a batch that need no forward pass."""
+    """Return the metrics of a batch that do not depend on a forward pass: tokens, ages and rewards."""
     reward_B = plan.credit.reward_B
     counts = np.array(plan.age_histogram, dtype=np.float64)
     share = counts / max(counts.sum(), 1.0)
@@ -283,22 +290,32 @@ def batch_metrics(shard: Shard, plan: StepPlan) -> dict[str, float]:
 
 
 class ShownTokens:
-    """Keeps log-prob, entropy, advantage and use of the tokens of the samples that a run shows on its pages.
+    """Keeps numbers for the tokens of the few samples that a run shows on its pages.
 
-    All numbers are by-products of training: no forward pass is made for them.
+    The numbers are log-prob, entropy, advantage and use (`TokenUse`). All are by-products of training, so no forward
+    pass is made for them.
     """
 
     def __init__(self, shard: Shard, count: int) -> None:
-        """Show the first `count` samples of the batch that have a token to train."""
+        """Keep the first `count` samples of the batch that have a token to train, as far as this rank trains them."""
         self._count = count
         places = set(samples_to_show((recent(entry.oldest_version, shard.min_version) for entry in shard.batch), count))
         self._shown = {one.index: one.trajectory for one in shard.samples if one.index in places}
         self._places = np.array(sorted(self._shown), dtype=np.int64)
-        # Of each sequence: place of its sample, place of its first action token in the sample, and its rows [4, B].
+        # For each sequence: the index of its sample in the batch, the number of the sample's action tokens before the
+        # sequence, and its numbers, [4, B].
         self._parts: list[tuple[int, int, Tensor]] = []
 
     def add(self, micro: MicroBatch, tokens: PackedTokens, start_T: Tensor, entropy_T: Tensor, loss: TokenLoss) -> None:
-        """Add one micro-batch; called in the first training pass over it."""
+        """Add one micro-batch. Must be called in the first training pass over it only.
+
+        Args:
+            micro: the micro-batch.
+            tokens: the objective's input, before rejected tokens are masked.
+            start_T: log-probs at the start of the step.
+            entropy_T: entropies of the policy.
+            loss: losses of the tokens.
+        """
         found_S = np.flatnonzero(np.isin(micro.index_S, self._places))
         # A micro-batch without a trained token is a dummy, whose `index_S` means nothing.
         if not len(found_S) or not micro.mask_T.any():
@@ -314,14 +331,15 @@ class ShownTokens:
         rows_4T = torch.stack([row.detach().float() for row in (start_T, entropy_T, advantage_T, use_T)])
         begins, ends = (np.searchsorted(micro.sequence_T, found_S + more).tolist() for more in (0, 1))
         for index, begin, end in zip(micro.index_S[found_S].tolist(), begins, ends, strict=True):
-            # Action tokens of the sample in the turns before this sequence's first one.
+            # The action tokens of a sample lie turn by turn in the order of its tokens, not of time: count the tokens
+            # of the turns that lie before this sequence's first turn.
             spans, turn = self._shown[index].action_spans, int(micro.turn_T[begin])
             start = spans_by_turn(self._shown[index])[turn].start
             place = sum(span.stop - span.start for span in spans if span.stop <= start)
             self._parts.append((index, place, rows_4T[:, begin:end]))
 
     def gather(self, mesh: TrainerMesh) -> list[TrainedSample]:
-        """Return the shown samples of all ranks on data shard 0, and an empty list on other shards.
+        """Return the shown samples of all ranks on data shard 0, and an empty list on other data shards.
 
         A collective if the run shows samples and has several data shards.
         """

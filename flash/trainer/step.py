@@ -2,15 +2,15 @@
 
 `flash.trainer.loop` calls `Trainer.train_step`, which does this:
 
-    plan_step         pack the shard, check the laws, agree on counts with the other ranks
-    loss_inputs       forward passes of other policies and critics, then token advantages; no gradient
+    plan_step         pack the shard, check the ages of its tokens, exchange counts with the other ranks
+    loss_inputs       forward passes of other models and critics, then token advantages; no gradient
     for each minibatch, `updates_per_batch` times:
         _backward     forward and backward pass of each micro-batch (`flash.trainer.objective.token_loss`)
         _update       one optimizer update (`flash.trainer.optimizer.apply_gradient`)
 
-Every rank is given its part of the same batch and makes the same collectives in the same order. A fault that one rank
-finds in its part is raised on all ranks. Losses are divided by counts of the whole minibatch over all ranks, so the
-gradient does not depend on how the batch was cut into ranks and micro-batches.
+Every rank gets its shard of the same batch and makes the same collectives in the same order. A fault that one rank
+finds in its shard is raised on all ranks. Losses are divided by counts of the whole minibatch over all ranks, so the
+gradient does not depend on how the batch was divided among ranks and micro-batches.
 
 Shape legend: B = samples of the whole batch, S = sequences and T = action tokens of a micro-batch, N = trained tokens
 of a minibatch.
@@ -75,7 +75,10 @@ NO_BOUNDS = (-math.inf, math.inf)
 
 
 class Trainer:
-    """The policy, its optimizer and its version. The default process group must consist of all trainer ranks."""
+    """The policy, its optimizer and its version, and all models that the policy is compared with.
+
+    The default process group must consist of all trainer ranks.
+    """
 
     def __init__(self, config: Config) -> None:
         """Load and shard the models. A collective.
@@ -114,11 +117,12 @@ class Trainer:
         self.critics = [Critic(config, mesh) for _ in range(self._method.critics)]
         """Critics; empty if the estimator needs none."""
         self.average: dict[str, Tensor] | None = None
-        """Moving average of the weights by parameter name, sharded alike, if it is the proximal policy; else None."""
+        """Moving average of the weights by parameter name, sharded like the policy. None unless it is the proximal
+        policy, which bounds the size of an update (`algorithms.base.Proximal`)."""
         if self._method.proximal == "ewma":
             self.average = start_average(self.model)
         self.rhythm: RhythmPass | None = None
-        """Multiplies advantages by the rhythm of attention, if configured."""
+        """Multiplies advantages by a factor that the policy's attention gives each token; None if not configured."""
         if config.algorithm.rhythm is not None:
             if not takes_packed_rows(self.model):
                 raise ConfigError(
@@ -128,8 +132,9 @@ class Trainer:
                 self.rhythm = RhythmPass(config.algorithm.rhythm, self.model)
             reshard(self.model)
         self.lag: LagLimiter | None = None
-        """Limits learning rates by the lag, if configured."""
-        # Without a lag, no update meets tokens of another policy than the one that it changes.
+        """Limits learning rates by the distance of the policy from the policies that sampled; None if not configured,
+        or if there can be no such distance."""
+        # Without old tokens and with one update per batch, all tokens come from the policy that the update changes.
         lags = config.train.max_age > 0 or config.train.minibatches * config.train.updates_per_batch > 1
         if config.algorithm.lag is not None and lags:
             self.lag = LagLimiter(config.algorithm.lag, config.train, config.run.steps, mesh)
@@ -142,17 +147,18 @@ class Trainer:
         if config.rollout.routing_replay:
             replay_routing(self.model)
         self._share_rows = _share_rows(mesh, self.model, self.critics, self.reference, self._teacher)
-        """True if micro-batches hold several sequences; all models are given the same micro-batches."""
+        """True if a micro-batch may hold several sequences. All models are given the same micro-batches."""
         self.version = 0
         """Policy version of the weights: the number of steps taken."""
         self.skipped_steps = 0
-        """Optimizer updates left out so far because their gradient was not finite."""
+        """Number of optimizer updates left out so far because their gradient was not finite."""
         self.flops = 0.0
         """Model FLOPs of the last step on the samples of this rank, as `ModelArithmetic` counts them."""
         self.shown: list[TrainedSample] = []
         """On rank 0: the samples of the last step that the run shows, token by token."""
 
     def _check_packing(self) -> None:
+        """Check that the policy computes packed sequences as it computes each alone. Tests replace this method."""
         check_packing(self.model, self._config)
 
     @property
@@ -162,9 +168,12 @@ class Trainer:
         return kl is not None and kl.refresh is not None
 
     def train_step(self, shard: Shard) -> dict[str, float]:
-        """Train on one batch and make the next version. Returns metrics over all ranks, the same on each. A collective.
+        """Train on one batch and make the next version. A collective.
 
-        While the critics warm up the policy keeps its weights; its version still counts up.
+        While the critics warm up, the policy keeps its weights, but its version is still counted up.
+
+        Returns:
+            The metrics over all ranks, which are equal on each rank.
 
         Raises:
             ContractError: the batch breaks the age contract or its own counts, has a number that is not finite, or a
@@ -172,7 +181,8 @@ class Trainer:
         """
         # The order of the calls below is the order of their collectives. None may depend on what a single rank holds.
         config = self._config
-        # First of all: it raises on every rank what any rank finds, and gives all ranks equally many micro-batches.
+        # First of all: an error that any rank finds is raised on every rank, and all ranks get equally many
+        # micro-batches.
         plan = plan_step(shard, config, self._method, self.version, self.mesh, share_rows=self._share_rows)
         # Before the first update, because all of these describe the weights at the start of the step.
         along = self._rhythm_along(plan)
@@ -230,7 +240,7 @@ class Trainer:
     def loss_inputs(self, plan: StepPlan, *, rhythm: RhythmPass | None) -> list[LossInputs]:
         """Return the inputs of the loss that are computed before the policy changes, per micro-batch. A collective.
 
-        Returns are not multiplied by the rhythm: critics learn what the environments paid.
+        The regression targets of the critics are not multiplied by the rhythm: critics learn the rewards themselves.
 
         Args:
             plan: the step.
@@ -291,7 +301,8 @@ class Trainer:
     def _rhythm_along(self, plan: StepPlan) -> RhythmPass | None:
         """Return the rhythm if the training pass itself can observe the attention, which saves a forward pass.
 
-        This needs heads that are settled, and a training pass that runs once over the weights of the step's start.
+        The heads that are observed must be known before the pass, and the training pass must be the only one, with the
+        weights of the step's start.
         """
         updates = len(plan.minibatches) * self._config.train.updates_per_batch
         if self.rhythm is None or not self.rhythm.settled or self._objective.limits or updates > 1:
@@ -302,10 +313,12 @@ class Trainer:
 
     @torch.no_grad()
     def mean_loss(self, shard: Shard) -> float:
-        """Return the mean −log-prob of the batch's tokens that could be trained now, over all ranks. A collective.
+        """Return the mean of −log-prob over the tokens of a batch that could be trained now, over all ranks.
+
+        A collective. Nothing is trained.
 
         Raises:
-            ContractError: as `train_step`.
+            ContractError: the batch breaks the age contract or its own counts, or is damaged.
         """
         plan = plan_step(shard, self._config, self._method, self.version, self.mesh, share_rows=self._share_rows)
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
@@ -323,7 +336,7 @@ class Trainer:
         return bool(self.critics) and config is not None and self.version < config.warmup_steps
 
     def _finish_version(self) -> None:
-        """Count up the version, and update the average of the weights and a refreshed reference."""
+        """Count up the version. Update the average of the weights, and every `kl.refresh` steps the reference."""
         if self._warming_up:
             reshard(self.model)  # no backward pass has done it
         self.version += 1
@@ -335,7 +348,7 @@ class Trainer:
 
     @torch.no_grad()
     def _limit(self, minibatch: MinibatchPlan, inputs: Sequence[LossInputs], step: int, *, updated: bool) -> float:
-        """Return the objective's limit for a minibatch; inf if it has none. A collective if it has one.
+        """Return `Objective.limit` for a minibatch; inf for an objective without limits. A collective if it has them.
 
         The limit is computed from all trained tokens of the minibatch over all ranks, under the weights just before the
         update.
@@ -362,7 +375,7 @@ class Trainer:
         return pack_tokens(micro, now, inputs, self._method.proximal, step=step, teacher=teacher)
 
     def _bounds(self, plan: StepPlan, inputs: Sequence[LossInputs]) -> tuple[float, float]:
-        """Return the objective's bounds from the critics' disagreement on all trained tokens of the batch.
+        """Return `Objective.bounds`, computed from the critics' disagreement on all trained tokens of the batch.
 
         A collective if the objective compares critics.
         """
@@ -388,12 +401,12 @@ class Trainer:
         statistics: StepStatistics,
         shown: ShownTokens | None,
     ) -> Tensor:
-        """Add one micro-batch's share of the gradient, and its statistics. A collective.
+        """Compute one micro-batch's loss, and add its gradient and its statistics. A collective.
 
         Args:
             micro: the micro-batch.
             inputs: its inputs that were computed before the policy changed.
-            minibatch: the minibatch that it belongs to, whose counts divide the loss.
+            minibatch: the minibatch of the micro-batch, whose counts divide the loss.
             step: the version that is trained.
             limit: result of `Objective.limit`.
             bounds: result of `Objective.bounds`.
@@ -440,10 +453,14 @@ class Trainer:
         return torch.stack([kept_S.sum(), kept_S.count_nonzero()])
 
     def _kept_share(self, minibatch: MinibatchPlan, kept: Sequence[Tensor]) -> float:
-        """Return the part of the loss's denominator that no correction rejected, over all ranks.
+        """Return the share of the loss's denominator that no correction rejected, over all ranks.
 
-        Which tokens are rejected follows from the log-probs of the very pass that trains, so it is known only after the
-        backward pass; the gradient is divided by this share. A collective if anything can be rejected.
+        A correction decides by the log-probs of the training pass itself. So the share is known only after the backward
+        pass, and the gradient is then divided by it. A collective if anything can be rejected.
+
+        Args:
+            minibatch: the minibatch.
+            kept: results of `_backward` for its micro-batches on this rank.
         """
         algorithm = self._config.algorithm
         if not algorithm.mask_truncated and not any(correction.rejects for correction in algorithm.corrections):
@@ -454,7 +471,13 @@ class Trainer:
         return sequences / max(minibatch.total_sequences, 1)
 
     def _update(self, rate: float, share: float, *, trained: bool) -> float:
-        """Make one update of the policy; return the gradient's norm before clipping. A collective."""
+        """Make one update of the policy, and return the gradient's norm before clipping. A collective.
+
+        Args:
+            rate: the scheduled learning rate.
+            share: result of `_kept_share`.
+            trained: True if at least one token of the minibatch has a loss.
+        """
         train = self._config.train
         if self.lag is not None:
             rate = self.lag.limit(rate, self.version)
@@ -477,7 +500,7 @@ class Trainer:
         return norm
 
     def _train_critics(self, minibatch: MinibatchPlan, inputs: Sequence[LossInputs], critic_B: np.ndarray) -> None:
-        """Make one update of each critic, on the responses that were dealt to it. A collective if there are critics."""
+        """Make one update of each critic, on the responses that this critic learns from. A collective with critics."""
         for number, (critic, total_tokens) in enumerate(zip(self.critics, minibatch.critic_tokens, strict=True)):
             batches = [
                 critic_batch(micro, own.return_T, own.value_MT[number], critic_B[micro.index_S] == number)
@@ -492,11 +515,11 @@ def _share_rows(
 ) -> bool:
     """Return True if all models can take several sequences in one micro-batch.
 
-    A critic can if the policy can and its backbone is of the policy's kind. Other critics are made to attend as
-    transformers implements them, since no check has compared them packed and alone.
+    A critic can if the policy can and the critic's backbone is of the same model type. Any other critic is made to use
+    its own attention from transformers, because no check has compared its results for packed and for single sequences.
 
     Raises:
-        ConfigError: critics cannot, and micro-batches are divided over several ranks.
+        ConfigError: a model cannot, and micro-batches are divided over several ranks (`parallel.context`).
     """
     backbones = [critic.model.backbone for critic in critics]
     for backbone in backbones:

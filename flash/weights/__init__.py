@@ -1,4 +1,4 @@
-"""The way of a weight version from the trainer to the engines, and the proof that it arrived.
+"""The transfer of a weight version from the trainer to the engines, and the checks that it has arrived.
 
     trainer ranks                      hub                  node loop and engine workers
     publisher.publish ── Published ──► Hub ── Published ──► VLLMEngine.load: pause, then in each worker:
@@ -6,7 +6,7 @@
                                                             resume, versions.LoadedWeights.check, check_canary
                                        Hub ◄──────────────── acknowledge
 
-    backend     how bytes go                                          classes
+    backend     transfer of the bytes                                 classes
     tcp         each worker pulls from rank 0 over its connection     tcp.WeightServer → tcp.TcpReceiver
     nccl, gloo  rank 0 broadcasts to the workers that request it      broadcast.BroadcastServer → BroadcastReceiver
     ipc         workers open copies on the shared GPU                 publisher.IpcPublisher → vLLM's own receiver

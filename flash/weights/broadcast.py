@@ -1,9 +1,10 @@
 """Backends nccl and gloo: a version is broadcast to all engine workers that request it, in a process group of torch.
 
-The trainer's rank 0 is rank 0 of each group and sends from immutable host copies, as tcp does. A worker connects for
-each version, over tcp and with the proof of the token. The connection carries the messages below; the version's bytes
-come by broadcast, in pieces. A *round* is one broadcast of a version to some workers; `flash.weights.rounds` decides
-which. nccl's pieces lie on the GPUs (nccl has not been run there yet), gloo's in host memory.
+The trainer's rank 0 is rank 0 of each group and sends from immutable copies in host memory, as backend tcp does. A
+worker makes a TCP connection for each version, and both sides prove that they know the run's token. The messages below
+travel over this connection, and the version's bytes by broadcast, in pieces. A *round* is one broadcast of a version to
+some workers; `flash.weights.rounds` chooses them. An *epoch* is the number of a process group. With nccl the pieces are
+on GPUs (nccl has not been run on GPUs yet), with gloo in host memory.
 
     worker → trainer   BroadcastRequest: a version; again after a failed round, with the number of pieces received
     trainer → worker   VersionManifest, once; or VersionRefused
@@ -11,12 +12,11 @@ which. nccl's pieces lie on the GPUs (nccl has not been run there yet), gloo's i
     trainer → worker   LeaveGroup: the group failed; leave it and request again
     worker → trainer   VersionReceived
 
-Checksums: the manifest's SHA-256, then the fingerprint of all tensors once they have arrived. Waiting: a round waits at
+Checksums: the manifest's SHA-256, and the fingerprint of all tensors once they have arrived. Waiting: a round waits at
 most `GATHER_S` for expected workers; a broadcast waits for all its members. If a member dies, hangs or leaves during a
-round, the round fails for all members: they leave the group and request again, and a new group sends the pieces that
-some member lacks. The trainer holds the version and each worker keeps its pieces, so nothing is lost. A late worker
-gets the next round. A broadcast cannot deadlock with the trainer's own collectives: a broadcast begins when all its
-members wait for it, and these wait for nothing else.
+round, the round fails for all members. They leave the group and request again, and a new group sends the pieces that
+some member lacks. Each worker keeps its pieces, so nothing is lost. A late worker gets the next round. A broadcast
+cannot deadlock with the trainer's own collectives: it begins when all its members wait for it and for nothing else.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ within one swap."""
 ANSWER_S = 10.0
 """Seconds for a worker to react to LeaveGroup. The worker first loads the tensors that it has received."""
 PAUSE_S = 0.5
-"""Seconds of waiting after a failed round. Without the pause, workers would retry thousands of times while the cause
-lasts."""
+"""Seconds without a new round after a failed one. Without this pause, workers would retry thousands of times as long as
+the cause of the failure lasts."""
 MAX_REQUEST_BYTES = 4096
-"""Longest message of a worker."""
+"""Largest number of bytes of a worker's message."""
 
 _log = logging.getLogger(__name__)
 
@@ -68,10 +68,10 @@ class BroadcastRequest(msgspec.Struct, frozen=True, tag=True):
     """Request for a version. The worker waits until a round sends it."""
 
     member: str
-    """Name of the worker, unique and the same for the life of its process."""
+    """Name of the worker. It is unique, and the worker keeps it as long as its process lives."""
     version: int
     held: Annotated[int, Meta(ge=0)]
-    """Pieces of the version that the worker has."""
+    """Number of pieces of the version that the worker has."""
 
 
 class VersionReceived(msgspec.Struct, frozen=True, tag=True):
@@ -123,14 +123,15 @@ _FROM_TRAINER: msgspec.msgpack.Decoder[FromTrainer] = msgspec.msgpack.Decoder(Fr
 class BroadcastServer(WeightServer):
     """Broadcasts the newest versions to workers that prove the token.
 
-    Threads: one accepts, one per connected worker reads its messages, one broadcasts. They end with `close`.
+    Threads: one accepts connections, one for each connected worker reads its messages, and one broadcasts. All end
+    after `close`.
 
     Args:
         backend: torch's name of the backend.
         host: an address of this machine that workers reach.
         prove_s: seconds for a worker to prove the token.
-        timeout_s: longest silence of a worker that has proven it, in seconds. A broadcast may take 1 / `SWAP_SHARE` of
-            it.
+        timeout_s: seconds for which a worker that has proven the token may be silent. A broadcast may take
+            1 / `SWAP_SHARE` of this time.
         gather_s: seconds for which a round waits for expected workers.
         piece_bytes: bytes of one broadcast.
     """
@@ -176,7 +177,7 @@ class BroadcastServer(WeightServer):
                 _shut_down(connection)
         self._rounds.join(timeout=self._limit_s)
 
-    # Threads of the connections.
+    # The methods that run in the threads of the connections.
 
     def _answer(self, connection: socket.socket) -> None:
         """Serve one worker, in the thread of its connection.
@@ -217,14 +218,14 @@ class BroadcastServer(WeightServer):
     def _notify(self) -> None:
         """Wake the thread that broadcasts. If the running round failed, also abort the group, which ends a broadcast.
 
-        Otherwise the thread would wait for a missing member until the broadcast's time limit. The caller holds
-        `_changed`.
+        Without the abort, the thread would wait for a missing member until the broadcast's time limit. The caller must
+        hold `_changed`.
         """
         if self._planner.failed and (group := self._group) is not None:
             group.abort()
         self._changed.notify_all()
 
-    # The thread that broadcasts.
+    # The methods that run in the thread that broadcasts.
 
     def _run_rounds(self) -> None:
         """Broadcast round after round, until `close`.
@@ -262,7 +263,11 @@ class BroadcastServer(WeightServer):
         return None
 
     def _send(self, turn: Round) -> None:
-        """Broadcast the pieces of a round. Raises RuntimeError, OSError or TransportError if the group failed."""
+        """Send the members of a round their orders, and broadcast the pieces.
+
+        Raises:
+            RuntimeError, OSError, TransportError: the group failed.
+        """
         image = self._held_image(turn.version)
         if image is None:  # newer versions have replaced it while its workers waited
             self._send_to(turn.members, VersionRefused(self._not_held(turn.version)))
@@ -284,7 +289,7 @@ class BroadcastServer(WeightServer):
             self._group.broadcast(piece)
 
     def _end_round(self) -> None:
-        """Wait until each member has the version. If one does not get it in time, close the group for all.
+        """Wait until each member has reported that it has the version. If one does not in time, close the group.
 
         Members that do not leave a failed group within `ANSWER_S` lose their connection.
         """
@@ -329,14 +334,14 @@ def _shut_down(connection: socket.socket) -> None:
 # -- the worker's side -----------------------------------------------------------------------------------------------
 
 Inbox = SimpleQueue[FromTrainer | Exception]
-"""Queue from a connection's thread to the main thread: messages of the trainer, and the error that ended the
-connection."""
+"""Queue of messages of the trainer, and of the error that ended the connection. The connection's thread fills it, and
+the main thread reads it."""
 
 
 class BroadcastReceiver:
-    """Worker's side of the broadcasts. It lives as long as the worker's process and is in at most one group at a time.
+    """Worker's side of the broadcasts. It exists as long as the worker's process and is in at most one group at a time.
 
-    Law: each piece of a version is taken once, in order, however many groups are needed to receive all pieces.
+    Law: each piece of a version is used once, in order, however many groups are needed to receive all pieces.
 
     Args:
         device: the GPU on which pieces and tensors lie with nccl. With gloo they lie in host memory.
@@ -378,7 +383,7 @@ class BroadcastReceiver:
             self._receiving = False
             send_message(connection, VersionReceived())
         finally:
-            if self._receiving:  # ended early: without this the other members would wait for this worker
+            if self._receiving:  # it ended early, and otherwise the other members would wait for this worker
                 self._receiving = False
                 self.leave()
             _shut_down(connection)
@@ -414,7 +419,10 @@ class BroadcastReceiver:
     def _pieces(
         self, connection: socket.socket, inbox: Inbox, source: WeightSource, total: int, device: torch.device
     ) -> Iterator[torch.Tensor]:
-        """Yield all `total` bytes of a version in pieces, from as many groups as are needed."""
+        """Yield all `total` bytes of a version in pieces, in as many groups as are needed.
+
+        If a group fails, this worker leaves it and requests the rest of the version again.
+        """
         held, received = 0, 0
         while received < total:
             if not isinstance(order := _next_message(inbox), RoundOrder):
@@ -435,7 +443,7 @@ class BroadcastReceiver:
                 send_message(connection, BroadcastRequest(self._name, source.version, held))
 
     def _join(self, order: RoundOrder, source: WeightSource) -> Broadcasts:
-        """Return the group of an order. Joins it first if this worker is not yet a member."""
+        """Return the group that an order names. Joins it first if this worker is not yet a member."""
         epoch = source.token, order.epoch
         if self._group is None or self._epoch != epoch:
             self.leave()

@@ -1,4 +1,4 @@
-"""A weight version as bytes: private copies of the tensors, their manifest, their checksums, and their changes.
+"""Copies of a weight version's tensors, with their manifest, their checksums, and their changes between versions.
 
 The publisher (`flash.weights.publisher`) copies the trainer's tensors (`staged_copies`), makes a `WeightImage` of the
 copies, and serves it. Workers build the tensors again from the manifest and the bytes.
@@ -27,11 +27,11 @@ from torch import Tensor
 NamedTensors = Iterable[tuple[str, Tensor]]
 """A model's tensors by name, one after the other."""
 VERSIONS_KEPT = 2
-"""Versions that a publisher holds: the newest, and the one that engines may still be reading."""
+"""Number of versions that a publisher holds: the newest, and the version before, which engines may still be reading."""
 FINGERPRINT_ELEMENTS = 1 << 22
-"""Elements that are added to a fingerprint at a time: they are widened to 8 bytes each."""
+"""Number of elements that are added to a fingerprint at a time. It bounds the memory: each is widened to 8 bytes."""
 MAX_CHANGED_ELEMENTS = 2**31
-"""Largest tensor, in elements, whose changes are sent: their places are int32."""
+"""Number of elements of the largest tensor whose changes are sent, because their places are int32."""
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype by element size in bytes, for bit patterns that are summed."""
 _BITS = {**_SIGNED, 1: torch.uint8}
@@ -42,17 +42,18 @@ _BITS = {**_SIGNED, 1: torch.uint8}
 
 
 class Fingerprint:
-    """Two exact sums over all elements, modulo 2^64: of their bit patterns, and of the squares of these.
+    """Two sums over all elements, modulo 2^64: of their bit patterns as integers, and of the squares of these integers.
 
-    Exact sums need no tolerance, so stale weights cannot pass. The sums do not depend on the order of elements, so
-    fused projections and permuted layouts have the same fingerprint. Zeros add nothing, so padding does not matter.
+    The sums are exact and compared without a tolerance, so that stale weights are found. They do not depend on the
+    order of the elements, so fused projections and permuted layouts have the same fingerprint. Zeros add nothing, so
+    padding does not matter.
     """
 
     def __init__(self) -> None:
         self._sums = [0, 0]
 
     def add(self, tensor: Tensor) -> None:
-        """Add a tensor's elements. A tensor that is not contiguous is copied as a whole."""
+        """Add all elements of a tensor. A tensor that is not contiguous is copied first."""
         flat = tensor.detach().contiguous().view(-1).view(_SIGNED[tensor.element_size()])
         sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
         for part in flat.split(FINGERPRINT_ELEMENTS):

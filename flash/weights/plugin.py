@@ -1,4 +1,4 @@
-"""vLLM's entry points into Flash, and how vLLM's processes end with the node loop that owns them.
+"""vLLM's entry points into Flash, and a thread that ends vLLM's processes when the node loop that owns them has ended.
 
 vLLM imports this module in each of its processes, because `pyproject.toml` names it:
 - `no_platform` (`vllm.platform_plugins`) runs before everything else. vLLM calls it to find a platform. It returns none
@@ -50,7 +50,7 @@ def no_platform() -> None:
 
 
 def follow(node_pid: int) -> None:
-    """Start a thread that ends this process when process `node_pid` ends, also if that process is killed.
+    """Start a thread that ends this process when process `node_pid` ends, even if that process is killed.
 
     Without this, a killed node loop would leave engines that hold the GPU's memory.
     """

@@ -90,7 +90,7 @@ class HostPublisher:
         host: an address of this machine that workers reach.
         dtype: the engines' dtype.
         prove_s: seconds for a worker to prove the token.
-        timeout_s: longest silence of a worker that has proven it, in seconds.
+        timeout_s: seconds for which a worker that has proven the token may be silent.
         serve: makes rank 0's server from `host`, `prove_s` and `timeout_s`.
     """
 
@@ -107,7 +107,7 @@ class HostPublisher:
         self._server = (serve or WeightServer)(host, prove_s, timeout_s) if rank == 0 else None
 
     def publish(self, version: int, tensors: NamedTensors, announce: Announce) -> int:
-        """Serve copies of `tensors` as `version`. See `WeightPublisher.publish`."""
+        """Serve copies of `tensors` as `version`, and announce it. `WeightPublisher.publish` explains the arguments."""
         if self._server is None:
             for _ in tensors:  # iterating is a collective: rank 0 would hang without this rank
                 pass
@@ -119,7 +119,7 @@ class HostPublisher:
         return self._server.newest_bytes
 
     def close(self) -> None:
-        """Stop serving new workers. Pulls in progress go on while this process lives."""
+        """Stop serving new workers. Pulls that have begun continue as long as this process lives."""
         if self._server is not None:
             self._server.close()
 
@@ -158,7 +158,7 @@ class IpcPublisher:
         self._kept: deque[StagedTensors] = deque(maxlen=VERSIONS_KEPT)
 
     def publish(self, version: int, tensors: NamedTensors, announce: Announce) -> int:
-        """Copy the tensors on this rank's GPU and export handles of the copies. See `WeightPublisher.publish`.
+        """Copy the tensors on this rank's GPU and export handles of the copies.
 
         Rank 0 merges the handles of all ranks, so that each engine worker finds the handle of its GPU, and announces
         them. `version` is not used: the caller of `announce` adds the number.

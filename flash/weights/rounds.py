@@ -1,12 +1,12 @@
 """Rounds: which engine workers a version is broadcast to together, and when. Pure state of the broadcast backends.
 
-A worker requests a version when its engine has paused for it. A *round* sends one version to all workers that have
-requested it. A round begins as soon as every known worker that lacks the version has requested it, or `gather_s`
-seconds after the first request. A known worker that has not requested the version by then is gone or busy: no round
-waits for that worker again before it has received a version.
+A worker requests a version when its engine has paused to load it. A *round* sends one version to all workers that have
+requested it, in pieces. A round begins as soon as every known worker that lacks the version has requested it, or
+`gather_s` seconds after the first request. A known worker that has not requested the version by then is gone or busy:
+no round waits for that worker again before it has received a version.
 
-Rounds with the same members share an *epoch*, that is, one process group of torch. A round with other members begins a
-new epoch, and so does the round after a failed round.
+An *epoch* is one process group of torch. Consecutive rounds with the same members share an epoch. A round with other
+members begins a new epoch, and so does the round after a failed round.
 
 Laws: the members of an epoch never change. A worker that requests a version becomes a member of a round, or is removed.
 No worker waits for another one longer than `gather_s` and the round that is running.
@@ -36,13 +36,16 @@ class _WaitingRequest(msgspec.Struct, frozen=True):
 
     version: int
     held: int
-    """Pieces of the version that the worker has already."""
+    """Number of pieces of the version that the worker has already."""
     since: float
     """Time of the request, in seconds on the caller's clock."""
 
 
 class RoundPlanner:
-    """Plans the rounds; see the module's docstring. Times are seconds on the caller's clock."""
+    """Plans the rounds by the rules of the module's docstring. Times are seconds on the caller's clock.
+
+    Only one round runs at a time.
+    """
 
     def __init__(self, gather_s: float) -> None:
         self._gather_s = gather_s
@@ -88,7 +91,10 @@ class RoundPlanner:
         self._group = ()
 
     def wait_s(self, now: float) -> float:
-        """Return the seconds until a round may begin if nothing else happens; infinity if that needs another event."""
+        """Return the seconds until `begin` may be called if nothing else happens; infinity if another event is needed.
+
+        That event is a request, or the end of the running round.
+        """
         if self.unfinished or not self._requests:
             return math.inf
         first = next(iter(self._requests.values()))

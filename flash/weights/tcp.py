@@ -1,6 +1,7 @@
 """Backend tcp: the trainer's rank 0 serves host copies of a version (`WeightServer`), and workers `pull` them.
 
-Wire, integers big-endian; first both sides prove the run's token (`flash.transport.auth`; the trainer is the server):
+All integers are big-endian. First both sides prove that they know the run's token (`flash.transport.auth`, with
+the trainer as the server). From then on the connection is *proven*, and carries these messages:
 
     worker → trainer   version, and the digest of the version that the worker holds, 0 for none
     trainer → worker   PullReply: an error, or the manifest, and whether changes of the held version follow
@@ -62,9 +63,9 @@ CHANGE_COUNT = struct.Struct("!q")
 NO_DIGEST = bytes(32)
 """Digest that a worker sends if it holds no version."""
 MAX_UNPROVEN = 64
-"""Unproven connections at a time. Each of them holds a thread."""
+"""Largest number of unproven connections at a time. Each of them holds a thread."""
 LINES_LOGGED = 20
-"""Ended connections that are logged in a minute."""
+"""Largest number of ended connections that are logged in a minute."""
 
 MessageT = TypeVar("MessageT")
 
@@ -94,7 +95,7 @@ class WeightSource:
     digest: str
     """SHA-256 of the manifest, hexadecimal."""
     timeout_s: float
-    """Longest silence of the other side, in seconds."""
+    """Seconds for which the other side may be silent before a wait for it ends."""
     backend: str = "tcp"
     """Backend of the trainer: tcp, gloo or nccl."""
     fingerprint: list[int] = field(default_factory=list[int])
@@ -119,7 +120,7 @@ class WeightServer:
     Args:
         host: an address of this machine that workers reach.
         prove_s: seconds for a worker to prove the token.
-        timeout_s: longest silence of a worker that has proven it, in seconds.
+        timeout_s: seconds for which a worker that has proven the token may be silent.
         deltas: True to send only the changed elements to a worker that holds the version before the newest.
     """
 
@@ -136,15 +137,16 @@ class WeightServer:
         self._lock = threading.Lock()
         self._images: dict[int, WeightImage] = {}
         self._changes: tuple[int, bytes, list[Changes | None]] | None = None
-        """The newest version, the digest of the version before it, and the changes of each tensor between them."""
+        """The newest version, the digest of the version before it, and the changes of each tensor between the two. None
+        without deltas, and before there are two versions."""
         self.newest_bytes = 0
         """Bytes of the newest version that travel to a worker which holds the version before it."""
         self._listener = AuthenticatedListener(host, self._token, prove_s, timeout_s, self._answer)
 
     def hold(self, version: int, image: WeightImage, fingerprint: Sequence[int] = ()) -> WeightSource:
-        """Serve `image` as `version` from now on, drop all but the newest versions, and return the announced source.
+        """Serve `image` as `version` from now on, and return the source to announce. Older images are dropped.
 
-        `fingerprint` is sent with the source; only the broadcast backends compare it.
+        `fingerprint` is a part of the source; only the broadcast backends compare it.
         """
         before = self._images[max(self._images)] if self._deltas and self._images else None
         changes: list[Changes | None] = [None] * len(image.payloads)
@@ -171,7 +173,7 @@ class WeightServer:
         )
 
     def close(self) -> None:
-        """Accept no connection any more. Pulls in progress go on while this process lives."""
+        """Accept no connection any more. Pulls that have begun continue as long as this process lives."""
         self._listener.close()
 
     def _answer(self, connection: socket.socket) -> None:
@@ -210,15 +212,16 @@ class AuthenticatedListener:
 
     It uses threads and no event loop, because rank 0's main thread is busy with torch.
 
-    Law of unproven connections: a connection without a proof holds one thread, for `prove_s` seconds in all, whatever
-    it sends. If there are more than `MAX_UNPROVEN` of them, the oldest is ended. A process that runs out of file
-    descriptors or threads accepts no connection for `PAUSE_S` seconds and logs that. Only `close` ends the listener.
+    Law of unproven connections: a connection without a proof holds one thread, for at most `prove_s` seconds, whatever
+    it sends. If there are more than `MAX_UNPROVEN` of them, the oldest is ended. If the process runs out of file
+    descriptors or threads, the listener logs that and accepts no connection for `PAUSE_S` seconds. Only `close` ends
+    the listener.
 
     Args:
         host: the address to listen at. A free port is taken.
         token: the secret that both sides prove.
         prove_s: seconds for a proof.
-        silence_s: longest silence of a proven connection, in seconds.
+        silence_s: seconds for which a proven connection may be silent.
         serve: serves one proven connection. It may raise OSError and TransportError.
     """
 
@@ -380,9 +383,9 @@ class TcpReceiver:
 
     def __init__(self) -> None:
         self._digest = NO_DIGEST
-        """Digest of the version that `_tensors` holds."""
+        """Digest of the version in `_tensors`; `NO_DIGEST` if it is no whole version."""
         self._tensors: dict[str, torch.Tensor] = {}
-        """Bytes of each tensor of that version."""
+        """Bytes of each tensor of the last version, by name. Empty without deltas."""
 
     def receive(self, connection: socket.socket, source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
         """Request the version and yield its tensors. `pull` calls this and lists the errors."""

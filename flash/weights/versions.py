@@ -1,4 +1,4 @@
-"""Messages about a weight version, and its verification: the announcement, the load failure, and two checks.
+"""Messages about a weight version, and its verification: an announcement, a report of a failed load, and two checks.
 
 This module imports neither torch nor vLLM, because the node loop (`flash.rollout.vllm.engine`) uses it.
 
@@ -51,8 +51,8 @@ def decode_update(data: bytes) -> UpdateInfo:
 class LoadFailure(msgspec.Struct, frozen=True):
     """Reason for which a worker of an engine could not load a version.
 
-    A worker returns it to the node loop over vLLM's own channel, as plain data (`to_plain`, `from_plain`). The kind
-    tells the node loop what to do; the message is for people.
+    A worker returns it to the node loop over vLLM's own channel, as plain data (`to_plain`, `from_plain`). The node
+    loop decides by `kind` what to do next; the message is for people.
     """
 
     kind: Literal["gone", "damaged", "failed"]
@@ -92,7 +92,7 @@ class LoadedWeights:
     change whenever the published fingerprint changes.
 
     Args:
-        exact: True if the fingerprints must be equal from the first version on; None: decide at the first version.
+        exact: True if the fingerprints must be equal from the first version on. None decides at the first version.
     """
 
     def __init__(self, *, exact: bool | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Loading of a version inside vLLM's workers, and the methods by which the node loop checks a worker.
+"""Load a version inside vLLM's workers, and check the weights that a worker holds.
 
 The node loop (`flash.rollout.vllm.engine`) lets vLLM call `WeightReceiver`, our weight transfer engine, in each worker:
 first `start_weight_update`, then `receive_weights`, then `finish_weight_update`. `receive_weights` pulls the version
@@ -42,7 +42,7 @@ LayerSums = WeakKeyDictionary[nn.Module, list[int]]
 
 @dataclass
 class ReceiverInitInfo(WeightTransferInitInfo):
-    """Empty init info, which vLLM's interface requires. Every pull opens a connection of its own."""
+    """Empty arguments of `init_transfer_engine`, which vLLM's interface requires."""
 
 
 @dataclass
@@ -76,7 +76,7 @@ class WeightReceiver(WeightTransferEngine[ReceiverInitInfo, ReceiverUpdateInfo])
         begin_reload(self.model, self.device, partial(keep_sums, self.layer_sums))
 
     def receive_weights(self, update_info: ReceiverUpdateInfo) -> None:
-        """Load each tensor as it arrives. A failed pull is left in `failure`."""
+        """Load each tensor as it arrives. If the pull fails, the reason is stored in `failure` and not raised."""
         receive = self._tcp.receive if update_info.backend == "tcp" else self._broadcasts.receive
         try:
             self.model.load_weights(pull(update_info, receive))  # pyright: ignore[reportCallIssue]
@@ -104,8 +104,10 @@ class WorkerExtension:
     """
 
     def flash_fingerprint(self, adapter: int) -> list[int]:
-        """Return the fingerprint of the weights that this worker holds, or of adapter number `adapter` if it is not
-        0."""
+        """Return the fingerprint of the weights that this worker holds.
+
+        If `adapter` is not 0, it is the fingerprint of the adapter with this number.
+        """
         worker: Any = self
         if not adapter:
             receiver = worker.weight_transfer_engine

@@ -3,8 +3,9 @@
 Between matrix products, each operation reads and writes every number once, and this memory traffic bounds a step more
 than the products do. A fused kernel makes one pass over memory where torch's own kernels make many;
 benchmarks/results/gpu_check.json has the gain. torch.compile builds the kernels in the first step, which takes some
-seconds more. The part of a layer before attention and the part after it are compiled apart, since packed attention is
-cut differently for each micro-batch. TORCHDYNAMO_DISABLE=1, torch's own variable, turns all of it off.
+seconds more. The part of a layer before attention and the part after it are compiled separately, since the parts of
+packed attention differ from micro-batch to micro-batch. TORCHDYNAMO_DISABLE=1, torch's own variable, turns all
+compilation off.
 
 `shard_model` calls `fuse_layers` before it shards; `flash.trainer.model.output_layer` calls `fused`.
 """
@@ -28,20 +29,22 @@ from flash.foreign.transformers import layer_types, routers
 Call = TypeVar("Call", bound=Callable[..., Any])
 
 KINDS = ("Norm", "MLP")
-"""Endings of the class names of modules that are fused one by one where whole layers cannot be."""
+"""Endings of the class names of modules that are fused one by one if their whole layer cannot be."""
 COMPILERS = ("gcc", "clang")
 """C compilers. Triton calls one of them, unless the variable CC names another."""
 
 KERNELS = 64
-"""Variants of one kind of layer that torch.compile keeps: by width, with and without gradients, for one length and for
-any length. torch's default is 8; further variants would run on torch's own kernels without an error."""
+"""Number of variants of one kind of layer that torch.compile keeps: for each width, with and without gradients, for one
+length and for any length. torch's default is 8. More variants would run on torch's own slower kernels without any
+error."""
 
 log = logging.getLogger("flash")
 
 
 @cache
 def can_fuse() -> bool:
-    """Return True if this machine has a C compiler, with which Triton builds the launchers of its kernels."""
+    """Return True if this machine has a C compiler, which Triton needs to build its kernels. If not, a warning is
+    logged once."""
     if any(shutil.which(name) for name in (os.environ.get("CC"), *COMPILERS) if name):
         return True
     log.warning("there is no C compiler (gcc, clang or the program in CC): the trainer's steps take longer")
@@ -55,6 +58,7 @@ def fused(call: Call, *, cuda: bool) -> Call:
 
 @cache
 def _compiled(call: Any) -> Any:
+    """Return the compiled function. The cache lets all layers and passes share one compilation."""
     return torch.compile(call)
 
 
@@ -62,8 +66,9 @@ def fuse_layers(model: PreTrainedModel, *, whole: bool, compiled: Callable[..., 
     """Compile a model's layers in place. Must be called before the model is sharded.
 
     With `whole`, all of a decoder layer except its attention is compiled, else only its norms and MLPs. A layer that
-    chooses experts is never compiled as a whole: each token takes another path, and routing replay may choose the path
-    (`flash.trainer.model.routing_replay`).
+    chooses experts is never compiled as a whole: each token may go to other experts, and routing replay may choose them
+    (`flash.trainer.model.routing_replay`). `compiled` is the function that compiles a method; a check on a CPU can give
+    another one than torch.compile.
     """
     set_recompile_limit(KERNELS)
     choosing = {router.module for router in routers(model)}
@@ -74,7 +79,7 @@ def fuse_layers(model: PreTrainedModel, *, whole: bool, compiled: Callable[..., 
         # The forward method is replaced and not the module, so that FSDP's hooks stay around the compiled code.
         if type(module).__name__ in kinds:
             inside.update(module.modules())
-            # Each row has another length: dynamic shapes from the start save a recompilation at the second row.
+            # Rows have different lengths: with dynamic shapes from the start, the second row needs no recompilation.
             module.forward = compiled(module.forward, dynamic=True)
         elif type(module).__name__.endswith(KINDS):
             module.forward = compiled(module.forward)

@@ -1,12 +1,16 @@
 """Log-probs of given tokens under a model, and entropies of the distributions that the tokens were sampled from.
 
-The training step and every first pass call `policy_logprobs` with a micro-batch; the canary and the packing check call
-`token_logprobs` with sequences of their own. The call lays the sequences out in one row (`flash.trainer.model.packed`),
-runs the model, and collects the answer of its output layer (`flash.trainer.model.output_layer`), which transformers
-returns as `logits`: they are log-probs and entropies.
+The training step, and every forward pass before it, call `policy_logprobs` with a micro-batch. The canary and the
+packing check call `token_logprobs` with sequences of their own. `token_logprobs` puts the sequences into one row
+(`flash.trainer.model.packed`), runs the model, and collects the answer of its output layer
+(`flash.trainer.model.output_layer`). The answer is log-probs and entropies, which transformers returns under the name
+`logits`.
 
-Shape legend: P = tokens of the packed sequences, U = computed tokens, T = predicted tokens, N = distinct questions (a
-computed position with a target and a temperature), M = questions in this rank's slice of the row.
+A *kept set* has the tokens that a setting such as top_k left in the distribution from which a token was sampled. A
+*question* is a computed position with a target token and a temperature.
+
+Shape legend: P = tokens of the packed sequences, U = computed tokens, T = predicted tokens, N = distinct questions,
+M = questions in this rank's slice of the row.
 """
 
 from __future__ import annotations
@@ -58,8 +62,8 @@ def token_logprobs(
     Args:
         model: prepared by `shard_model`.
         sequences: for example a `flash.trainer.packing.MicroBatch`.
-        keep_T: places in P of the tokens before the predicted ones. Only these go through the output layer. A place
-            that several sequences share goes through it once for each different token that follows.
+        keep_T: places in P of the tokens before the predicted ones. The output layer computes only these. A place that
+            several sequences share is computed once for each different token that follows it.
         target_T: ids of the predicted tokens.
         temperature_T: divisor of the logits; None: 1.
         kept: kept sets over which the softmax runs; None: the whole vocabulary.
@@ -75,7 +79,7 @@ def token_logprobs(
     row = packed_row(sequences, device).watched(watch).sliced(layer.context)
     part = row.layout.row_slice
     scale_T = np.ones(len(target_T)) if temperature_T is None else temperature_T
-    # With kept sets, equal tokens at a shared place may have been sampled from different sets: nothing is merged then.
+    # With kept sets no questions are merged, since equal tokens at a shared place may come from different kept sets.
     merge = row.layout.shared and kept is None
     distinct = _distinct_questions(sequences.computed.row_P[keep_T], target_T, scale_T) if merge else None
     first_N = np.arange(len(target_T)) if distinct is None else distinct.first_N
@@ -90,8 +94,9 @@ def token_logprobs(
         layer.replay.set_routes(row.routes_ULK)
     with layer.answering(request), logits_unchanged(model):
         output = model(**model_inputs(model, row), logits_to_keep=rows)
-    # The model must return the layer's very tensor: any other change of logits would have been made to log-probs. A
-    # model whose known change is disabled may still divide by 1; `check_packing` has verified that it does no more.
+    # The model must return the layer's answer itself: any further change of "logits" would have changed log-probs. If
+    # the layer makes the model's known change in its place, the model may still divide by 1, and so return another
+    # tensor; `check_packing` has verified that it does no more.
     if request.answer is None or (layer.change == UNCHANGED and output.logits is not request.answer):
         raise changes_logits(model)
     # `output.logits` holds no logits: `OutputLayer.forward` has returned log-probs and entropies in their place.
@@ -111,7 +116,11 @@ def policy_logprobs(
 ) -> TokenLogprobs:
     """Return log-prob and entropy of a micro-batch's action tokens, under the distributions they were sampled from.
 
-    A collective. `watch` is called with the attention of every layer. See `token_logprobs`.
+    A collective. `entropy_gradient` is True if the entropy needs a gradient. `watch` is called with the attention of
+    every layer.
+
+    Raises:
+        ConfigError: the model changes the logits after its output layer in a way that the layer does not know.
     """
     return token_logprobs(
         model,
@@ -128,13 +137,13 @@ def policy_logprobs(
 def watch_attention(model: PreTrainedModel, micro: MicroBatch, watch: AttentionWatch) -> None:
     """Run a forward pass only so that `watch` sees the attention of every layer. A collective.
 
-    The output layer computes the logits of one token, the fewest it can.
+    The output layer computes the logits of one token only, because its answer is not used.
     """
     token_logprobs(model, micro, micro.keep_T[:1], micro.target_T[:1], watch=watch)
 
 
 def changes_logits(model: PreTrainedModel) -> ConfigError:
-    """Return the error for a model whose log-probs would not be those of its output layer."""
+    """Return the error for a model that changes its logits after the output layer in a way that is not known."""
     return ConfigError(
         f"model.path: {class_name(model)} caps, scales or otherwise changes the logits after its output layer in a way "
         "that training does not know; choose another model"
@@ -151,7 +160,10 @@ class _DistinctQuestions(NamedTuple):
 
 
 def _distinct_questions(row_T: Int64Array, target_T: Int64Array, scale_T: Float64Array) -> _DistinctQuestions:
-    """Merge equal questions: branches that share a token predict the same where the same token follows it."""
+    """Return each question once. Sequences that share a position and have the same next token ask the same question.
+
+    `row_T` is the position in the row at which each predicted token is computed, and `scale_T` its temperature.
+    """
     order = np.lexsort((scale_T, target_T, row_T))
     new_T = np.ones(len(order), dtype=np.bool_)
     new_T[1:] = np.any([np.diff(each[order]) != 0 for each in (row_T, target_T, scale_T)], axis=0)

@@ -1,17 +1,17 @@
-"""The output layer with log-probs and entropies inside: it never holds the logits of all positions.
+"""The output layer, which computes log-probs and entropies and never holds the logits of all positions.
 
 The logits of a micro-batch, positions × vocabulary, are often larger than all its other activations together. Here
 they exist for a chunk of positions at a time: a chunk's logits are computed, reduced to a few numbers per position and
 dropped. The backward pass computes them again. Neither the logits of all positions nor their gradient is ever held.
 
-`shard_model` puts an `OutputLayer` in the place of the model's own layer. `flash.trainer.model.logprobs` hands it a
-`LogprobRequest` and calls the model, which returns log-probs where it would return logits.
+`shard_model` replaces the model's own layer by an `OutputLayer`. `flash.trainer.model.logprobs` gives it a
+`LogprobRequest` and calls the model, which returns log-probs where it would otherwise return logits.
 
 With z = logits / temperature, p = softmax(z) and H = −Σ p log p:
 d log p[target] / dz = 1[target] − p  and  dH / dz = −p (log p + H).
-Tokens that could not have been sampled (outside the kept set, as top-p or top-k leave it) have z = `LEFT_OUT`, so
-that p and their part of every sum and gradient are 0. The bias and penalty that sampling applied to the logits of the
-kept tokens are applied here too.
+The *kept set* of a position has the tokens that settings such as top-k and top-p left in the distribution. All other
+tokens get z = `LEFT_OUT`, so that p and their part of every sum and gradient are 0. The bias and penalty that sampling
+applied to the logits of the kept tokens are applied here, too.
 
 Shape legend: T = predicted tokens, C = tokens of one chunk, V = vocabulary, D = width of a hidden state, N = kept
 tokens of all positions, W = largest kept set of a position.
@@ -38,9 +38,9 @@ from flash.trainer.model.routing_replay import RoutingReplay
 from flash.trainer.packing import KeptTokens
 
 CHUNK_BYTES = 256 * 2**20
-"""Bytes of one chunk's logits in float32; up to three tensors of this size are alive at once. Every chunk reads the
-whole weight and adds to its whole gradient, so it needs some hundred rows to keep the processor busy: for a vocabulary
-of 150,000 it has 440."""
+"""Bytes of one chunk's logits in float32. Up to three tensors of this size exist at once. Every chunk reads the whole
+weight and adds to its whole gradient. So a chunk needs some hundred positions to keep the processor busy; with a
+vocabulary of 150,000 it has 440."""
 
 UNCHANGED = LogitChange()
 """The change of a model that leaves its logits as they are."""
@@ -55,7 +55,7 @@ class KeptLogits(NamedTuple):
     logits_CV: Tensor
     """Logits from which the targets were sampled."""
     token_CW: Tensor
-    """int64: ids of the kept tokens; positions with fewer than W repeat one of them."""
+    """int64: ids of the kept tokens. A position with fewer than W of them repeats the first."""
     slope_CW: Tensor
     """Derivative of each kept token's logit with respect to the output layer's logit."""
 
@@ -79,7 +79,7 @@ class KeptSets:
 
     @classmethod
     def from_tokens(cls, kept: KeptTokens) -> KeptSets | None:
-        """Return the tensors of kept sets. None: every token was sampled from the whole vocabulary."""
+        """Return kept sets as tensors. None if every token was sampled from the whole vocabulary."""
         if not len(kept.token_N):
             return None
         token_N, bias_N, penalty_N, count_T = (
@@ -103,8 +103,8 @@ class KeptSets:
         """
         limited_C1, start_C1 = self.count_T[rows, None] > 0, self.start_T[rows, None]
         place_W = torch.arange(self.largest, device=self.count_T.device)
-        # Places beyond a position's set repeat its first token, the target. A position that was sampled from the whole
-        # vocabulary has its target alone, unchanged.
+        # All positions get W places. The places beyond a position's kept set repeat its first token, the target. For a
+        # position that was sampled from the whole vocabulary, all places have its target, and nothing is changed.
         place_CW = (start_C1 + place_W).where(place_W < self.count_T[rows, None], start_C1)
         place_CW.clamp_(max=len(self.token_N) - 1)
         token_CW = self.token_N[place_CW].where(limited_C1, target_C[:, None])
@@ -119,7 +119,7 @@ class KeptSets:
 
 @dataclass
 class LogprobRequest:
-    """The numbers that the output layer has to compute in one forward pass, and its answer."""
+    """Description of the numbers that the output layer has to compute in one forward pass, and the layer's answer."""
 
     target_T: Tensor
     """int64: the token whose log-prob is wanted at each position."""
@@ -149,17 +149,21 @@ class OutputLayer(nn.Module):
         self.wide = wide
         """True to compute logits in float32 from hidden states and weights of a smaller dtype."""
         self.context = context
-        """Ranks that a row is divided over; each computes the log-probs of its own slice. None: rows are whole."""
+        """Ranks over which a row is divided; each computes the log-probs of its own slice. None: rows are whole."""
         self.change = change
-        """Change that the model makes to logits. The layer applies it, and the model is kept from doing so."""
+        """Change (scale and cap) that the model makes to logits. The layer makes it, and the model is kept from doing
+        so."""
         self.chunk_bytes = CHUNK_BYTES
         self.replay: RoutingReplay | None = None
-        """Set if the model takes the experts that engines chose."""
+        """Replay of the experts that engines chose; None if the model chooses its own."""
         self._request: LogprobRequest | None = None
 
     @contextmanager
     def answering(self, request: LogprobRequest) -> Generator[None]:
-        """Answer `request` in the model's forward pass inside this block. The layer cannot be called outside of it."""
+        """Make the layer answer `request` in the model's forward pass inside this block.
+
+        The layer cannot be called outside of such a block.
+        """
         self._request = request
         try:
             yield
@@ -183,7 +187,7 @@ class OutputLayer(nn.Module):
             change=self.change,
             chunk_bytes=self.chunk_bytes,
         )
-        # A stack and no view, since FSDP warns of outputs that are views.
+        # A new tensor and not a view, since FSDP warns of outputs that are views.
         request.answer = torch.stack((logp_T[None], entropy_T[None]), dim=-1)
         return request.answer
 
@@ -316,7 +320,10 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def _chunks(number_T: Tensor, weight_VD: Tensor, chunk_bytes: int) -> Iterator[slice]:
-    """Yield the rows of each chunk: as many as fit into `chunk_bytes`, at least one."""
+    """Yield the positions of each chunk, as a slice: as many as fit into `chunk_bytes`, and at least one.
+
+    `number_T` has the length and the dtype of the positions' numbers.
+    """
     rows = max(chunk_bytes // (len(weight_VD) * number_T.element_size()), 1)
     for start in range(0, len(number_T), rows):
         yield slice(start, start + rows)
@@ -327,7 +334,7 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def _wide_product(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
-    """Return [C, V] logits in float32 from factors of a smaller dtype; no product of two numbers is rounded to it."""
+    """Return [C, V]: logits in float32 from factors of a smaller dtype. No product of numbers is rounded to it."""
     if hidden_CD.is_cuda:
         logits_CV = torch.mm(hidden_CD, weight_VD.T, out_dtype=torch.float32)
         return logits_CV if bias_V is None else logits_CV.add_(bias_V)
@@ -335,8 +342,10 @@ def _wide_product(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -
 
 
 def apply_change(logits_CV: Tensor, change: LogitChange) -> Tensor:
-    """Return [C, V]: the logits scaled and capped as the model does it, in float32 or wider. Without a change, the same
-    tensor."""
+    """Return [C, V]: the logits, scaled and capped as the model does it, in float32 or wider.
+
+    If the model does not change its logits, the given tensor is returned as it is.
+    """
     if change == UNCHANGED:
         return logits_CV
     scaled_CV = logits_CV.to(_wide(logits_CV)) * change.scale
@@ -349,7 +358,7 @@ def _change_slope(changed_CV: Tensor, change: LogitChange) -> Tensor | float:
 
 
 def _scaled_logits(logits_CV: Tensor, temperature_C1: Tensor) -> Tensor:
-    """Return [C, V] logits / temperature, in float32 or wider. The memory of the logits is reused if it has this
+    """Return [C, V]: logits / temperature, in float32 or wider. The memory of the logits is reused if it has this
     dtype."""
     if torch.compiler.is_compiling():
         return logits_CV.to(_wide(logits_CV)) / temperature_C1
@@ -379,10 +388,19 @@ def _grad_logits(
     temperature_C1: Tensor,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the logits: [C, V] without the term of the target, and [C, 1] the target's entry with it.
+    """Return the gradient of the logits in two tensors: [C, V] without the term 1[target], and [C, 1] with it.
 
-    `entropy_C1` is the entropy and its gradient; None: the entropy has no gradient. The target's entry comes apart so
-    that the caller can write it after the cast to `dtype`.
+    The second tensor has the entry of the target, which the caller writes into the first tensor, after the cast to
+    `dtype`.
+
+    Args:
+        logits_CV: the logits.
+        norm_C1: norm of each position, from `_reduce_logits`.
+        index_C1: the targets.
+        grad_logp_C1: gradient of the loss by log p[target], divided by −temperature.
+        entropy_C1: the entropy, and the gradient of the loss by it, divided by −temperature. None: no gradient.
+        temperature_C1: divisor of the logits.
+        dtype: dtype of the results.
     """
     log_share_CV = _scaled_logits(logits_CV, temperature_C1)
     log_share_CV -= norm_C1

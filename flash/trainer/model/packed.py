@@ -1,12 +1,13 @@
 """Packed rows: the input of the policy and the critics for several sequences, and attention that keeps them apart.
 
-The sequences of a micro-batch lie one after another in one row, without padding. Tokens that several of them begin with
-(a group's prompt, or the turns before branches part) are in the row once (`flash.trainer.model.prefixes`), so that all
-work on single tokens is done once for them.
+A *row* has the sequences of a micro-batch one after another, without padding. A *prefix* is the tokens with which
+several sequences begin (a group's prompt, or the turns before branches part). It is in the row once
+(`flash.trainer.model.prefixes`), so that all work on single tokens is done once for it.
 
-Attention is computed in two parts, which are merged as one softmax over both. Each sequence's own tokens attend to one
-another causally; the own tokens of all sequences with the same prefix attend to that prefix, however deep in the tree
-it lies. So no key occurs twice and no key is masked out, and fast kernels apply (`flash.trainer.model.attention`).
+The attention of a token is computed in up to two *parts*, which are merged as one softmax over both. In the first part,
+the own tokens of each sequence attend to one another causally. In the second part, the own tokens of all sequences with
+the same prefix attend to that prefix, however deep in the tree of prefixes it lies. So no key occurs twice and no key
+is masked out, and fast kernels can be used (`flash.trainer.model.attention`).
 
 A model in which anything but replaceable attention passes information between tokens cannot be packed: a recurrent
 state, a convolution over tokens, or a mask of its own. Such a model gets one sequence at a time and keeps its own
@@ -42,8 +43,8 @@ from flash.trainer.model.prefixes import PackedSequences
 
 PACKED_ATTENTION = "packed"
 """Name of `packed_attention` in transformers' attention interface. It is not in the mask interface, so that no dense
-mask is built. The name must not contain one of transformers' own names, such as sdpa, or the rules for that one apply.
-"""
+mask is built. The name must not contain one of transformers' own names, such as sdpa: transformers would then apply its
+rules for that attention."""
 
 
 class AttentionWatch(Protocol):
@@ -57,10 +58,10 @@ class AttentionWatch(Protocol):
 
 
 class PackedLayout(msgspec.Struct, frozen=True):
-    """The attention of the tokens of one row, which every layer receives as an argument.
+    """Description of a row, with which every layer computes its attention. Each layer receives it as an argument.
 
-    This is no dataclass: in half precision FSDP copies dataclasses among a layer's arguments with all that they hold,
-    and `watch` would be a copy too.
+    It must not be a dataclass: in half precision FSDP copies the dataclasses among a layer's arguments with all their
+    fields, and the signals would go to a copy of `watch`.
     """
 
     attention: RowAttention
@@ -70,7 +71,7 @@ class PackedLayout(msgspec.Struct, frozen=True):
     """True if some places of the row stand for tokens of several sequences. False: the row is the sequences, one after
     another."""
     row_slice: RowSlice
-    """The part of the row that this rank receives."""
+    """Slice of the row that this rank of a context group computes."""
     watch: AttentionWatch | None = None
     """Callback for the attention of every layer."""
 
@@ -86,10 +87,14 @@ class PackedRow(NamedTuple):
     """Place in the row at which each token of the sequences is computed, as in `layout`, on the host."""
     layout: PackedLayout
     routes_ULK: Tensor | None
-    """int32: the experts that engines chose; −1: unknown."""
+    """int32: the experts that engines chose for each token; −1 if an engine did not report them. None: no token has
+    them."""
 
     def sliced(self, context: DeviceMesh | None) -> PackedRow:
-        """Return the part of the row that this rank of a context group receives; None: the whole row."""
+        """Return the slice of the row that this rank of the context group computes.
+
+        `context` is the ranks over which rows are divided; None returns the whole row.
+        """
         row_slice = RowSlice(len(self.input_U), context)
         layout = msgspec.structs.replace(self.layout, row_slice=row_slice)
         routes = None if self.routes_ULK is None else row_slice.of(self.routes_ULK)
@@ -119,13 +124,14 @@ def packed_row(sequences: PackedSequences, device: torch.device) -> PackedRow:
     place_U, row_P = sequences.computed
     offset_S = sequences.offset_S
     sequence_U = np.searchsorted(offset_S, place_U, side="right") - 1
-    # Tokens that each sequence computes itself; the ones before them are a prefix that another sequence computes.
+    # Number of own tokens of each sequence; the tokens before them are a prefix that another sequence computes.
     own_S = np.bincount(sequence_U, minlength=len(offset_S) - 1)
     # Sequences whose lengths share a power of two are padded together, so that at most half of a batch is padding.
     length_class_S = np.frexp(own_S)[1]
     shared = len(place_U) < len(row_P)
     if shared:
-        # Tokens that attend in one batch lie together. Without sharing they keep their order, which needs no gather.
+        # Put tokens together whose attention is computed in one batch. Without shared tokens the order stays as it is,
+        # so that attention need not gather them.
         order = np.argsort(length_class_S[sequence_U], kind="stable")
         place_U, row_P = place_U[order], np.argsort(order)[row_P]
     begin_S, stop_S = offset_S[:-1] + np.diff(offset_S) - own_S, offset_S[1:]
@@ -153,14 +159,14 @@ def packed_attention(
     packed_layout: PackedLayout | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
-    """Return causal attention within each sequence of a packed row: query [1, H, U, D] to output [1, U, H, D].
+    """Return the output of causal attention within each sequence of a packed row, [1, U, H, D].
 
-    transformers calls this in place of its own attention. In a context group, each rank passes the states of its slice
-    of the row and gets the output of its slice.
+    transformers calls this in place of its own attention, with `query` of shape [1, H, U, D]. In a context group, each
+    rank passes the states of its slice of the row and gets the output of its slice.
 
     Raises:
-        ConfigError: the model does not pass `packed_layout` on, makes a mask of its own, or has capped scores or sinks
-            while a callback watches its attention.
+        ConfigError: the model does not pass `packed_layout` on, makes a mask of its own, or has capped scores or
+            attention sinks while a callback watches its attention.
     """
     if packed_layout is None:
         raise ConfigError(f"{class_name(module)} does not pass the layout of packed sequences on to its attention")
@@ -192,7 +198,10 @@ def attend_in_parts(
     parts: Sequence[AttentionPart],
     scores: ScoreOptions,
 ) -> Tensor:
-    """Return [U, H, D]: the attention output of each token of the row, merged over all parts, with gradients."""
+    """Return [U, H, D]: the attention output of each token of the row, merged over all parts, with gradients.
+
+    `sinks_H` are the scores of attention sinks; None if the model has none.
+    """
     return _PackedAttention.apply(query_UHD, key_UHD, value_UHD, sinks_H, parts, scores)  # pyright: ignore[reportReturnType]
 
 
@@ -220,7 +229,7 @@ class _PackedAttention(torch.autograd.Function):
         else:
             answer_UHD, lse_UH = _attend_merged(states, parts, scores, wide)
         if sinks_H is not None:
-            # A sink is one more key that every token sees, with a score of its own and a value of 0.
+            # A sink is like one more key that every token sees, with a learned score and the value 0.
             total_UH = torch.logaddexp(lse_UH, sinks_H.to(wide))
             answer_UHD = answer_UHD * (lse_UH - total_UH).exp_()[..., None]
             lse_UH = total_UH
@@ -253,14 +262,17 @@ class _PackedAttention(torch.autograd.Function):
 def _attend_merged(
     states: States, parts: Sequence[AttentionPart], scores: ScoreOptions, wide: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the output over all parts, [U, H, D], and the log of the sum of its weights, [U, H]; both in `wide`."""
+    """Return the attention output over all parts, [U, H, D], and the log of the sum of exp(score), [U, H].
+
+    Both have the dtype `wide`.
+    """
     query_UHD, _, value_UHD = states
     answer_UHD = value_UHD.new_empty((*query_UHD.shape[:2], value_UHD.shape[2]), dtype=wide)
     lse_UH = value_UHD.new_empty(query_UHD.shape[:2], dtype=wide)
     for part in parts:
         answer_MHD, lse_MH = part.attend(states, scores)
         if not part.causal:
-            # A prefix part: its tokens already have the output over their own sequence.
+            # The keys of this part are a prefix. Its tokens already have the output over their own sequence.
             answer_MHD, lse_MH = _merge(
                 part.queries.gather(answer_UHD), part.queries.gather(lse_UH), answer_MHD, lse_MH
             )
@@ -270,7 +282,10 @@ def _attend_merged(
 
 
 def _merge(first_MHD: Tensor, first_MH: Tensor, second_MHD: Tensor, second_MH: Tensor) -> tuple[Tensor, Tensor]:
-    """Return outputs over two disjoint sets of keys as the output over both, and the log of the sum of its weights."""
+    """Merge attention outputs over two disjoint sets of keys into the output over both sets.
+
+    Each output, [M, H, D], comes with the log of the sum of exp(score) over its keys, [M, H]; so does the result.
+    """
     share_MH = torch.sigmoid(second_MH - first_MH)
     merged_MHD = torch.lerp(first_MHD, second_MHD.to(first_MHD.dtype), share_MH[..., None])
     return merged_MHD, torch.logaddexp(first_MH, second_MH)

@@ -48,24 +48,27 @@ LENGTHS = (9, 24, 5, 16)
 BEYOND = 16
 """Tokens by which the long sequence exceeds the longest attention window that fits into a row."""
 LONGEST = 16_384
-"""Most tokens of a sequence. Longer windows are not checked: attention over one such window could fill the memory."""
+"""Largest number of tokens of a sequence in this check. Longer windows are not checked, because attention over a longer
+sequence could need more memory than there is."""
 TOLERANCE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
 """Largest difference of log-probs, in nats, that counts as rounding, by the dtype of the forward pass. A leak between
 sequences makes a difference of 1 to 5."""
 LONGEST_TRAINED = 2_064
-"""Most tokens of a sequence whose gradient is compared."""
+"""Largest number of tokens of a sequence whose gradient is compared."""
 GRADIENT_TOLERANCE = {"float32": 1e-2, "float16": 0.2, "bfloat16": 0.5}
-"""Largest difference of the gradients of one kind of parameters, relative to their norm, that counts as rounding. In
-bfloat16 rounding has made 0.07. Taking the weight sums of one attention part for those of all has made 0.4 to 3."""
+"""Largest difference of the gradients of one kind of parameters, relative to their norm, that counts as rounding, by
+the dtype of the forward pass. Rounding in bfloat16 has caused 0.07. A known fault, the use of one attention part's sum
+of weights in place of the sum over all parts, has caused 0.4 to 3."""
 MIN_GRADIENT_SHARE = 0.05
-"""Smallest norm to which a difference of gradients is related, as a share of the norm of the whole gradient. A smaller
-gradient is mostly rounding."""
+"""Smallest norm that a difference of gradients is divided by, as a share of the norm of the whole gradient. A gradient
+with a smaller norm is mostly rounding."""
 
 FAULTS = (TypeError, ValueError, LookupError, AttributeError, AssertionError, NotImplementedError, RuntimeError)
-"""Errors that models raise, since they are other people's code. Failed collectives and lack of memory raise some of
-these types too, and are told apart by `_is_outside_fault`."""
+"""Types of the errors that models raise, since they are code of others. Failed collectives and a lack of memory raise
+some of these types, too; `_is_outside_fault` recognises them."""
 PROBE = 64.0
-"""Largest of the logits that a model gets in place of its own, to see what it does to them. No known cap is larger."""
+"""Largest of the logits that a model is given in place of its own, to check how it changes them. No known model caps
+its logits at a larger number."""
 
 log = logging.getLogger("flash")
 
@@ -83,9 +86,9 @@ def check_packing(model: PreTrainedModel, config: Config) -> None:
             while rows are divided over several ranks.
     """
     sequences = _random_sequences(model, config)
-    # Each forked sequence has the first half of one sequence, and then the beginning of the next one. So it shares a
-    # prefix with the first of them in the packed row. In this half both must get the same log-probs, because a log-prob
-    # may not depend on later tokens.
+    # Each forked sequence begins with the first half of one sequence (`one`) and goes on like the next one (`other`).
+    # So in the packed row it shares a prefix with `one`. In this half both must get the same log-probs, because a
+    # log-prob may not depend on later tokens.
     forked = [torch.cat([one[: len(one) // 2 + 1], other[1:]])[: len(one)] for one, other in pairwise(sequences)]
     try:
         _check_logits(model)
@@ -117,7 +120,7 @@ def check_packing(model: PreTrainedModel, config: Config) -> None:
 
 @torch.no_grad()
 def replay_routing(model: PreTrainedModel) -> None:
-    """Let a model take the experts that engines chose, after a pass that checks its routers. A collective.
+    """Make a model use the experts that engines chose. A forward pass first checks its routers. A collective.
 
     Raises:
         ConfigError: the model has no experts, or chooses them in a way that is not known.
@@ -131,13 +134,16 @@ def replay_routing(model: PreTrainedModel) -> None:
 
 
 def use_own_attention(model: PreTrainedModel) -> None:
-    """Give a model back its own attention and masks, so that it needs one sequence at a time."""
+    """Make a model use its own attention and masks again. It then needs one sequence at a time."""
     if takes_packed_rows(model):
         model.set_attn_implementation(default_attention(model))
 
 
 def _model_failed(model: PreTrainedModel, config: Config, error: Exception) -> Exception:
-    """Return the error to raise for a model that fails on a sequence alone."""
+    """Return the error to raise if a model has raised `error` for a single sequence.
+
+    Errors that the model did not cause are returned unchanged; the others become a ConfigError with advice.
+    """
     if isinstance(error, ConfigError) or _is_outside_fault(error):
         return error
     if isinstance(error, RuntimeError) and re.search("dtype|scalar type", str(error)):
@@ -189,7 +195,10 @@ def _why_not_packed(
     forked: Sequence[Tensor],
     alone: Sequence[Tensor],
 ) -> str | None:
-    """Return a phrase, to follow the model's name, that says why sequences cannot share a row; None if they can."""
+    """Return the reason why sequences cannot share a row, as a phrase that follows the model's name; None if they can.
+
+    `alone` are the log-probs of the sequences and of the forked ones, each alone.
+    """
     if not takes_packed_rows(model):
         return "does not use transformers' attention interface"
     try:
@@ -226,7 +235,7 @@ def _random_sequences(model: PreTrainedModel, config: Config) -> list[Tensor]:
     """Return sequences of random tokens, the same on every rank.
 
     The first are those of `LENGTHS`, cut if they do not fit into a row. If an attention window and `BEYOND` more tokens
-    fit into a row, one more sequence follows, which has that length for the longest such window.
+    fit into a row, one more sequence follows. It is `BEYOND` tokens longer than the longest such window.
     """
     limit = min(config.model.max_length, config.train.max_tokens_per_microbatch, LONGEST)
     lengths = [min(length, limit) for length in LENGTHS]
@@ -238,7 +247,10 @@ def _random_sequences(model: PreTrainedModel, config: Config) -> list[Tensor]:
 
 
 def _forward(model: PreTrainedModel, sequences: Sequence[Tensor]) -> Tensor:
-    """Return the log-probs of `_logprobs`, and free gathered parameters, since no backward pass follows."""
+    """Return [T]: the log-probs of all sequences in one row, as `_logprobs` does. No backward pass may follow.
+
+    Gathered parameters are freed, which a backward pass would do otherwise.
+    """
     logp_T = _logprobs(model, sequences)
     reshard(model)
     return logp_T
@@ -253,25 +265,25 @@ def _logprobs(model: PreTrainedModel, sequences: Sequence[Tensor]) -> Tensor:
 
 
 def _packed_logprobs(model: PreTrainedModel, sequences: Sequence[Tensor]) -> list[Tensor]:
-    """Return the log-probs of each sequence, all sequences in one row."""
+    """Return the log-probs of each sequence, computed with all sequences in one row."""
     return list(_forward(model, sequences).split([len(ids) - 1 for ids in sequences]))
 
 
 def _alone_logprobs(model: PreTrainedModel, sequences: Sequence[Tensor]) -> list[Tensor]:
-    """Return the log-probs of each sequence in a row of its own, with the model's own attention."""
+    """Return the log-probs of each sequence, computed in a row of its own, with the model's own attention."""
     with _own_attention(model):
         return [_forward(model, [ids]) for ids in sequences]
 
 
 @contextmanager
 def _own_attention(model: PreTrainedModel) -> Generator[None]:
-    """Let the model use its own attention and masks inside this block, with whole rows on each rank."""
+    """Make the model use its own attention and masks inside this block, and compute whole rows on each rank."""
     layer: Any = model.get_output_embeddings()
     context, layer.context = layer.context, None
     packed = takes_packed_rows(model)
     use_own_attention(model)
     try:
-        # Kernels compiled here would never be used again.
+        # Compiling would waste time: this combination of code and attention is not used again.
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
@@ -281,7 +293,7 @@ def _own_attention(model: PreTrainedModel) -> Generator[None]:
 
 
 def _max_gap(packed: Sequence[Tensor], alone: Sequence[Tensor]) -> float:
-    """Return the largest difference that two neighbouring tokens both reach, in nats; infinite for NaN.
+    """Return the largest difference of log-probs that two neighbouring tokens both reach, in nats; infinite for NaN.
 
     Rounding that sends a token to another expert changes the log-prob of that token alone, while a leak between
     sequences also reaches the neighbouring tokens. So a difference counts only as far as two neighbours share it.
@@ -291,11 +303,12 @@ def _max_gap(packed: Sequence[Tensor], alone: Sequence[Tensor]) -> float:
 
 
 def _gradient_gap(model: PreTrainedModel, sequences: Sequence[Tensor]) -> tuple[str, float]:
-    """Return the kind of parameters whose gradient differs most if sequences are packed, and by how much.
+    """Return the kind of parameters whose gradient differs most between packed and single sequences, and by how much.
 
-    A kind is the parameters with one name in all layers. The difference is a norm, relative to the norm of the gradient
-    without packing. An empty name and 0 are returned if there is nothing to compare. Only parameters of attention are
-    compared if the model names any: rounding that sends a token to another expert changes the gradient of both experts.
+    A kind is the parameters with the same name in all layers. The difference is a norm, relative to the norm of the
+    gradient without packing. An empty name and 0 are returned if there is nothing to compare. If the names show which
+    parameters belong to attention, only these are compared: rounding may send a token to another expert, which changes
+    the gradients of both experts.
     """
     kinds: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters():
@@ -313,7 +326,7 @@ def _gradient_gap(model: PreTrainedModel, sequences: Sequence[Tensor]) -> tuple[
     for kind, names in kinds.items():
         norm = max(global_norm([alone[name] for name in names]), MIN_GRADIENT_SHARE * whole_norm)
         error = global_norm([packed[name] - alone[name] for name in names])
-        # If the gradient alone is not finite there is nothing to compare with.
+        # If the gradient of single sequences is 0 or not finite, there is nothing to compare with.
         if 0 < norm < math.inf:
             gaps.append((kind, error / norm if math.isfinite(error) else math.inf))
     return max(gaps, key=lambda gap: gap[1])
@@ -323,9 +336,10 @@ def _gradient_gap(model: PreTrainedModel, sequences: Sequence[Tensor]) -> tuple[
 def _gradient(
     model: PreTrainedModel, rows: Sequence[Sequence[Tensor]], names: Container[str]
 ) -> tuple[dict[str, Tensor], float]:
-    """Return the gradients of the parameters `names` for a loss over all tokens of some rows, and the norm of all.
+    """Return the gradients of the parameters `names`, by name, and the norm of the gradient of all parameters.
 
-    The gradients are removed from the model: memory may not suffice for two whole gradients.
+    The loss is over all tokens of `rows`; each row is a list of sequences. The model keeps no gradient, because memory
+    may not suffice for the gradients of both comparisons.
     """
     for sequences in rows:
         logp_T = _logprobs(model, sequences)

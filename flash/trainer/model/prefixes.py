@@ -1,10 +1,11 @@
 """Shared prefixes: tokens that several packed sequences begin with are computed once.
 
-A token's hidden state depends on the tokens up to it alone. So where two sequences begin alike (with the prompt of
-their group, or with turns that branches of one sample share), the states of that beginning are the same numbers, and so
-is the sum of the gradients that reach them.
+The hidden state of a token depends only on the tokens up to it. Two sequences may begin with the same tokens: the
+prompt of their group, or turns that branches of one sample share. Then the states of this beginning are equal in both,
+so they can be computed once, and the gradients that reach them can be added.
 
-Conservation: the tokens up to any place of a sequence equal the tokens up to the place at which it is computed.
+Conservation: for any token of a sequence, the tokens up to it equal those up to the token that is computed in its
+place.
 
 `flash.trainer.packing` calls `shared_prefixes` for each micro-batch; `flash.trainer.model.packed` lays the result out.
 This module imports no torch, as packing runs in processes without it.
@@ -63,11 +64,14 @@ class PackedSequences(Protocol):
 
 
 def shared_prefixes(sequences: Sequence[Int64Array]) -> Computed:
-    """Return the layout in which each shared prefix is computed once, by the first of its sequences in token order."""
+    """Return the layout in which each shared prefix is computed once.
+
+    Of the sequences with this prefix, the first one in the order of their tokens computes it.
+    """
     order, known = run_to_end(sort_by_prefix(sequences))
     starts = np.cumsum([0, *map(len, sequences)])
     if not any(known):
-        # Nothing is shared: sequences keep their order, in which attention takes them without a gather.
+        # Nothing is shared. The sequences keep their order, so that attention need not gather their tokens.
         return Computed(np.arange(starts[-1]), np.arange(starts[-1]))
     row_P = np.empty(starts[-1], dtype=np.int64)
     places: list[Int64Array] = []
@@ -82,7 +86,7 @@ def shared_prefixes(sequences: Sequence[Int64Array]) -> Computed:
 
 
 class SequenceRow(NamedTuple):
-    """Token sequences one after another, in the form of `PackedSequences`."""
+    """Token sequences one after another; a plain implementation of `PackedSequences`."""
 
     input_P: Int64Array
     position_P: Int64Array

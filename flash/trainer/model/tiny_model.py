@@ -1,17 +1,18 @@
-"""A small Qwen3 for machines without a model hub, created here and pretrained on the environment's solved examples.
+"""Make the tiny model: a small Qwen3 that is trained on the environment's solved examples, without a model hub.
 
 `flash.run.models` makes it before a run with a `[tiny_model]` table. The result is an ordinary Hugging Face folder,
 with a tokenizer of the environment's characters.
 
-The supervised warm start ends as soon as the model would sample nearly a quarter of the answers right: then it can
-answer at all, and most of the improvement is left to reinforcement learning. No model gets there if the examples are
-partly random, such as moves that a demonstrator draws. Then the warm start ends when the loss stops falling.
+The supervised *warm start* ends as soon as the model would sample nearly a quarter of the answers right. It then can
+answer at all, and most of the improvement is left to reinforcement learning. If the examples are partly random, such as
+moves that a demonstrator draws, no model becomes so good. Then the warm start ends when the loss stops falling.
 
-A fingerprint file of all that the model depends on makes the folder its own cache. A folder without this file belongs
-to somebody else and is never written to. An interrupted warm start keeps the model as it is by then, and each later use
-of it prints a notice.
+The folder has a fingerprint file with everything that the model depends on, so the model is not made again as long as
+nothing of this changes. A folder without this file is never written to, because Flash has not made it. If a warm start
+is interrupted, the model is kept as it is at that time, and each later use of it prints a notice.
 
-torch and transformers are imported where they are used: checking whether a folder is current needs neither.
+torch and transformers are imported inside the functions that use them, because a check whether a folder is current
+needs neither.
 
 Shape legend: B = examples of a step, T = tokens of the longest example (padded on the right), V = vocabulary.
 """
@@ -40,33 +41,34 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 FINGERPRINT = "flash_tiny.json"
-"""Name of the file in the model folder that holds all that the model was made from."""
+"""Name of the fingerprint file in the model's folder, which holds everything that the model was made from."""
 
 INTERRUPTED = "interrupted_after"
-"""Key in the fingerprint file: steps after which the warm start was interrupted."""
+"""Key in the fingerprint file: number of steps after which the warm start was interrupted."""
 
 RECIPE = 3
-"""Part of the fingerprint. Raise it when this module makes another model from the same options."""
+"""Part of the fingerprint. Raise it if a change of this module makes another model from the same options."""
 
 STOP_AT = 0.22
-"""Mean probability of a right answer (accuracy when sampled at temperature 1) at which the warm start ends. A fixed
-number of steps would not do: seeds differ by a factor of two in how fast they learn."""
+"""Mean probability of a right answer (accuracy when sampled at temperature 1) at which the warm start ends. It does not
+end after a fixed number of steps, because the seeds differ by a factor of two in how fast the model learns."""
 
 SMOOTHING = 0.1
 """Weight of the newest step in the running mean that is compared with `STOP_AT`."""
 
 WINDOW = 150
-"""Steps over which losses are averaged to decide whether the loss still falls; longer than the plateau at the start."""
+"""Number of steps over which losses are averaged to decide whether the loss still falls. It is longer than the plateau
+at the start."""
 
 MIN_GAIN = 0.003
-"""Share by which the mean loss of a window must be below that of the window before; else the loss has stopped
-falling."""
+"""Share by which the mean loss of a window must be below the mean loss of the window before. Otherwise the loss has
+stopped falling."""
 
 CHECKED_EXAMPLES = 3
-"""Solved examples that are checked for form before anything else is made of an environment."""
+"""Number of solved examples whose form is checked before the environment's examples are used."""
 FINGERPRINT_EXAMPLES = 16
-"""Solved examples in the fingerprint. They stand for the environment's options: options that do not change the examples
-do not change the model."""
+"""Number of solved examples in the fingerprint. They are there in place of the environment's options: options that do
+not change the examples do not change the model."""
 
 LR_WARMUP_STEPS = 20
 """Steps of linear learning-rate warm-up."""
@@ -75,7 +77,7 @@ HEAD_DIM = 32
 """Size of an attention head: the smallest that vLLM's kernels serve."""
 
 CONTEXT = 4096
-"""Positions the model accepts, in tokens; rotary embeddings make a generous number free."""
+"""Largest number of tokens of a sequence. A large number costs nothing with rotary embeddings."""
 
 PAD, EOS = "<pad>", "<eos>"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -102,10 +104,10 @@ def is_current(path: Path, config: TinyModelConfig, env_path: str, env_options: 
 
 
 def changed_parts(path: Path, config: TinyModelConfig, env_path: str, env_options: dict[str, Any]) -> list[str]:
-    """Return the parts of the fingerprint in which the model in the folder differs; empty if it is current.
+    """Return the names of the fingerprint's parts in which the model in the folder differs; empty if it is current.
 
     Raises:
-        ConfigError: the environment offers no examples.
+        ConfigError: the environment offers no usable examples.
     """
     wanted = _fingerprint(config, _example_source(env_path, env_options), env_options)
     found = _read_fingerprint(path)
@@ -129,10 +131,10 @@ def interrupted_after(path: Path) -> int:
 def make_tiny_model(
     path: Path, config: TinyModelConfig, env_path: str, env_options: dict[str, Any], progress: Progress
 ) -> None:
-    """Make the model and write it to `path`; an older tiny model there is replaced.
+    """Make the model and write it to `path`. An older tiny model there is replaced.
 
-    On KeyboardInterrupt, the model as it is by then is written, unless `path` holds the finished model of the same
-    options.
+    On KeyboardInterrupt, the model is written as it is at that time, and the interrupt is raised again. It is not
+    written before the first step, nor if `path` has the finished model of the same options.
 
     Raises:
         ConfigError: `path` holds something else, the width is not a multiple of the head size, or the environment
@@ -199,13 +201,13 @@ def save_tokenizer(folder: Path, env_path: str, env_options: dict[str, Any]) -> 
 
 
 def _fingerprint(config: TinyModelConfig, env: WarmStart, env_options: dict[str, Any]) -> dict[str, Any]:
-    """Return all that the model depends on.
+    """Return everything that the model depends on, by the names of the parts.
 
-    Of the environment, these are the alphabet and the examples that the model learns from. Most options, such as a
-    failure rate, do not change it.
+    The parts that come from the environment are its alphabet and the examples from which the model learns. Most of its
+    options, such as a failure rate, do not change the model.
     """
     examples = env.solved_examples(FINGERPRINT_EXAMPLES, config.seed)
-    # An environment that ignores the seed returns other examples each time: then its options stand for them.
+    # An environment that ignores the seed returns other examples each time. Then its options are used in their place.
     repeatable = examples == env.solved_examples(FINGERPRINT_EXAMPLES, config.seed)
     made_from = {
         "recipe": RECIPE,
@@ -217,6 +219,7 @@ def _fingerprint(config: TinyModelConfig, env: WarmStart, env_options: dict[str,
 
 
 def _is_ours(path: Path) -> bool:
+    """Return True for a folder that is empty or has a tiny model."""
     return path.is_dir() and ((path / FINGERPRINT).is_file() or not any(path.iterdir()))
 
 
@@ -279,7 +282,7 @@ def _make_model(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> 
         head_dim=HEAD_DIM,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=config.tied,
-        # With the usual 0.02, the loss of a model this narrow stays on a plateau for hundreds of steps.
+        # With the usual 0.02, the loss of such a narrow model stays on a plateau for hundreds of steps.
         initializer_range=config.width**-0.5,
         bos_token_id=None,
         eos_token_id=cast("int", tokenizer.eos_token_id),
@@ -299,7 +302,8 @@ def _warm_start(
     config: TinyModelConfig,
     progress: Progress,
 ) -> None:
-    """Train on fresh solved examples until the model is good enough, its loss stops falling, or no step is left."""
+    """Train on new solved examples in each step, until the model is good enough, its loss stops falling, or all steps
+    are made."""
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -330,7 +334,10 @@ def _warm_start(
 
 
 def _has_stopped_falling(losses: list[float]) -> bool:
-    """Compare the mean loss of the last window with that of the window before, at the end of each window."""
+    """Return True if the mean loss of the last window is hardly below that of the window before.
+
+    It is compared only at the end of each window, and False is returned in between.
+    """
     if len(losses) < 2 * WINDOW or len(losses) % WINDOW:
         return False
     before, now = sum(losses[-2 * WINDOW : -WINDOW]), sum(losses[-WINDOW:])
@@ -338,7 +345,10 @@ def _has_stopped_falling(losses: list[float]) -> bool:
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, examples: list[SolvedExample]) -> tuple[Tensor, Tensor]:
-    """Return token ids and targets, int64 [B, T]. Targets are `IGNORED` unless the next token is an answer's or EOS."""
+    """Return token ids and targets, int64 [B, T] each.
+
+    The target of a position is the next token if that belongs to an answer or ends it, else `IGNORED`.
+    """
     import torch
 
     rows = [_encode_example(tokenizer, example) for example in examples]
@@ -352,7 +362,12 @@ def _encode(tokenizer: PreTrainedTokenizerFast, examples: list[SolvedExample]) -
 
 
 def _encode_example(tokenizer: PreTrainedTokenizerFast, example: SolvedExample) -> tuple[list[int], list[int]]:
-    """Return token ids and targets of all turns, in the order in which an episode has them."""
+    """Return token ids and targets of an example with all its turns (prompt and answer each), in the order of an
+    episode.
+
+    Raises:
+        ConfigError: the example has a character that is not in the tokenizer's alphabet.
+    """
     try:
         check_letters(example, tokenizer.get_vocab().keys())
     except EnvError as error:
@@ -371,7 +386,7 @@ def _loss(model: Qwen3ForCausalLM, ids_BT: Tensor, targets_BT: Tensor) -> tuple[
     """Return the mean loss per answer token, and the mean probability of sampling all answers of an example."""
     import torch
 
-    # Padding is on the right, where causal attention does not see it: no mask is needed.
+    # No mask is needed: padding is on the right, and causal attention does not look there.
     logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
     loss_BT = torch.nn.functional.cross_entropy(
         logits_BTV.transpose(1, 2), targets_BT, ignore_index=IGNORED, reduction="none"
@@ -382,10 +397,10 @@ def _loss(model: Qwen3ForCausalLM, ids_BT: Tensor, targets_BT: Tensor) -> tuple[
 
 @contextlib.contextmanager
 def _one_thread() -> Generator[None]:
-    """Let torch compute in one thread: in a model this small, threads mostly wait for each other.
+    """Make torch compute in one thread inside of the block.
 
-    While another program uses the same two cores, a step of examples/tiny.toml takes 0.2 s in one thread and 3 s in
-    two.
+    In such a small model, several threads mostly wait for each other. While another program uses the same two cores, a
+    step of examples/tiny.toml takes 0.2 s in one thread and 3 s in two.
     """
     import torch
 
