@@ -74,11 +74,11 @@ def test_a_real_server_says_what_the_trainer_would(served: tuple[str, Path]) -> 
         finally:
             await teacher.aclose()
 
-    async def all_told(teacher: ServedTeacher) -> list[Trajectory | Failure]:
+    async def all_scored(teacher: ServedTeacher) -> list[Trajectory | Failure]:
         await teacher.check(63, VOCABULARY, HfTokenizer(ModelConfig(path=str(model))).token_texts)
-        return list(await asyncio.gather(*map(teacher.told, made)))
+        return list(await asyncio.gather(*map(teacher.score, made)))
 
-    found = asyncio.run(ask(all_told))
+    found = asyncio.run(ask(all_scored))
     (micro,) = pack([ShardSample(index, one) for index, one in enumerate(found)], min_version=0, max_tokens=4096)
     with torch.no_grad():
         expected_T = policy_logprobs(sharded(model), micro).logp_T

@@ -58,7 +58,7 @@ async def test_a_cluster_is_followed_through_a_death_to_its_end(tmp_path: Path, 
             assert (await page.value(table("engines")))[1][:5] == ["1", "1", "serving", "7 (1 behind)", "12"]
             heads = "[...document.querySelectorAll('#cluster-engines th')].map(one => [one.innerText, one.title])"
             told = dict(await page.value(heads))
-            assert told["KV cache"].startswith("Share of its KV cache that is taken. Worry when: it is full")
+            assert told["KV cache"].startswith("Share of the engine's KV cache that is in use. Worry when: it is full")
             row = dict(zip(told, (await page.value(table("engines")))[1], strict=True))
             shown = {"KV cache": "25 %", "Preempted": "3", "Prefix hits": "50 %", "Tokens/s": "300", "Swap s": "0.5"}
             assert row | shown == row
