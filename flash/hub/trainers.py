@@ -490,7 +490,7 @@ class TrainerRanks:
         return [f"{self._describe_rank(rank)} hangs: it has been silent for {age:.0f} s" for rank, age in silent]
 
     def _describe_missing(self) -> str:
-        """Return a sentence that names the ranks which have not connected in the newest incarnation, and their machines.
+        """Return a sentence that names the ranks which have not connected in the newest incarnation, with their nodes.
 
         Empty if all ranks have connected or left. The sentence is part of error messages.
         """

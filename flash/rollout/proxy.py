@@ -322,7 +322,13 @@ class LLMProxy:
             self.fail(engine.index, EngineDeadError(f"engine {engine.number} failed {times}; the last: {error}"))
 
     def _describe(self, min_version: int) -> str:
-        """Return where to look when a response was too late: the settings, and the state of all engines."""
+        """Return the advice in the DeadlineError of a response that was too late.
+
+        The advice names the settings that the user may change, the state of each living engine, and the number of
+        requests in the router's wait queue. `generate` calls this.
+
+        `min_version`: oldest version that the request needs; a newer version may also serve it.
+        """
         states = [
             f"engine {engine.number} has version {engine.backend.version} and {engine.held} of {engine.limit} requests"
             for engine in self.records
