@@ -1,10 +1,12 @@
-"""The choice of the node that gets the next leases. To *deal* is to distribute leases to waiting nodes. Pure state.
+"""The choice of the node that gets the next leases. To *deal* is to distribute leases to waiting nodes.
 
 A lease is the right and the duty of a node to run one task. `NodeShares` decides how many of the available tasks each
 waiting node gets. `LeaseDealer` owns a `NodeShares` and fills the replies to the nodes by these shares. It calls
-`NodeWork._lease_next` to lease a task. `flash.hub.work.NodeWork` owns the dealer. It calls `deal` whenever tasks may
-have become available or nodes may have room, and wakes the nodes whose replies have leases. `NodeWork` and
-`flash.hub.nodes.WeightVersions` also report to `NodeShares` what changes the shares.
+`NodeWork._lease_next` to lease a task. Both are pure state: they own no tasks, clocks or files.
+
+`flash.hub.work.NodeWork` owns the dealer. It calls `deal` whenever tasks may have become available or nodes may have
+room, and wakes the nodes whose replies have leases. `NodeWork` and `flash.hub.nodes.WeightVersions` also report to
+`NodeShares` each event that changes the shares.
 
 The load of a node is the number of its leases, divided by the number that it has room for. Shares make the loads equal.
 So a node with more engines gets more leases. A node with slow engines holds its leases longer, so it gets fewer.
@@ -44,7 +46,7 @@ class _NodeRoom(msgspec.Struct):
     """Room of one node, and the reasons to keep a share for the node. Times are seconds on the caller's clock."""
 
     room: int = 0
-    """Leases that the node can hold at once, as it last reported."""
+    """Number of leases that the node can hold at once, from its last report."""
     asked: int = 0
     """Number of tasks that the last request of the node could take."""
     waits: bool = False
@@ -62,11 +64,12 @@ class NodeLoad(msgspec.Struct, frozen=True):
 
     node: int
     held: int
-    """Leases that the node holds."""
+    """Number of leases that the node holds."""
     room: int
-    """Leases that the node can hold."""
+    """Number of leases that the node can hold."""
     takes: bool = True
-    """True if the node takes its share at once. Among equal loads such nodes come first."""
+    """True if the node takes its share now; False if the share is kept for it. If two loads are equal, a node that
+    takes its share is served before a node that does not."""
 
 
 class NodeShares:
@@ -286,7 +289,7 @@ class LeaseDealer:
                 reply += leases
                 dealt += len(leases)
                 if len(leases) < wanted:
-                    # The tasks that are left need a newer version than the node has, or have failed on the node.
+                    # The node cannot run any task that is left, for example because it lacks the version for it.
                     unable.add(node)
                 elif wanted < share:
                     self.shares.reply_full(node, now)

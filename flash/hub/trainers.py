@@ -47,7 +47,7 @@ class RankState(msgspec.Struct):
     """Process id of the rank on its node. None before the rank has reported it, after the rank has left, and after the
     end of its incarnation."""
     ended_process: int | None = None
-    """Process id of the rank in the last incarnation that is over; None if there is none. The process may hang, so the
+    """Last process id of the rank in an incarnation that is over; None if there is none. The process may hang, so the
     launcher kills it."""
     host: str = ""
     """Name of the rank's machine; empty before the rank has first reported it."""

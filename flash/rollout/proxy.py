@@ -325,9 +325,10 @@ class LLMProxy:
         """Return the advice in the DeadlineError of a response that was too late.
 
         The advice names the settings that the user may change, the state of each living engine, and the number of
-        requests in the router's wait queue. `generate` calls this.
+        requests in the router's wait queue. `self.waiting` may be larger than this number, because it also counts
+        requests that have just left the queue. `generate` calls this.
 
-        `min_version`: oldest version that the request needs; a newer version may also serve it.
+        `min_version`: oldest version that may serve the request.
         """
         states = [
             f"engine {engine.number} has version {engine.backend.version} and {engine.held} of {engine.limit} requests"

@@ -71,7 +71,7 @@ class Backlog:
 
     def add(self, do: Callable[[int], None], numbers: Iterable[int]) -> None:
         """Add work: call `do` with each number, after the work added before. Then do one slice of all work."""
-        # A copy, since the work itself may change the collection that the numbers come from.
+        # The numbers are copied, because the work itself may change the collection that they come from.
         self._left.append((do, iter(list(numbers))))
         self.work()
 
@@ -574,7 +574,11 @@ class SampleStore:
         self.backlog.add(self._age_group, self.pool)
 
     def _age_group(self, group_id: int) -> None:
-        """Decide about a group that may be too old for the next step, or will be too old for the step after it."""
+        """Decide about a group that is too old for the next step, or may be too old for the step after it.
+
+        Such a group is withdrawn, loses its old members, has them started again, or waits for the next step, which may
+        train its finished members. The settings `extra_groups` and `on_expire` decide. Work of the backlog.
+        """
         group = self.pool.get(group_id)
         if group is None:
             return

@@ -5,7 +5,8 @@ which returns the columns `memory_gib` and `mfu`. They call `StepProfiler.begin_
 once at their end. Measuring does not change any number that a step computes, and does not end the run: a trace that
 cannot be written is only warned of.
 
-Shape legend: U = tokens of a micro-batch that are computed, R = trainer ranks.
+Shape legend: U = computed tokens of a micro-batch: a prefix that several sequences share is computed once. R = trainer
+ranks.
 """
 
 from __future__ import annotations

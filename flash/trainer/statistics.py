@@ -131,7 +131,7 @@ class StepStatistics:
         # Loss of the present minibatch, before `end_minibatch` knows its denominator.
         self._pending = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self._ratios = RatioHistogram(mesh)
-        # By environment: number of tokens of age 0, and the sum of their k3.
+        # For each environment (a kind of problems): the number of tokens of age 0, and the sum of their k3.
         self._by_kind: dict[str, Tensor] = {}
 
     def add(

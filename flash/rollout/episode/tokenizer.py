@@ -31,10 +31,10 @@ from flash.rollout.episode.controls import ControlTokens
 from flash.types import ASSISTANT, RESERVED_ARGUMENTS, Message, Observation, Piece, Tool, ToolCall
 
 KEPT_PROMPTS = 64
-"""Number of first observations whose tokens are kept. All members of a group show the same first observation, soon
-after each other."""
+"""Number of first observations whose tokens are kept. All samples of a group have the same first observation, and
+show it soon after each other."""
 KEPT_VARIANTS = 64
-"""Number of tokenizer variants with other arguments of the chat template that are kept. Data sets have only a few."""
+"""Number of variants of the tokenizer, with other arguments of the chat template, that are kept. Data sets use few."""
 INCOMPLETE = "\ufffd"
 """Character to which an incomplete sequence of UTF-8 bytes is decoded."""
 
@@ -42,8 +42,8 @@ INCOMPLETE = "\ufffd"
 class ResponseReader:
     """Turns the tokens of one response into text while the response is sampled.
 
-    A piece ends where a character ends: tokens of an incomplete character are held back until the rest of it comes.
-    Text that was returned never changes; the pieces together are the beginning of the text of the whole response.
+    A piece ends where a character ends: tokens of an incomplete character are held back until the character is
+    complete. Text that was returned never changes. All pieces together are the beginning of the text of the response.
 
     Args:
         decode: returns the text of tokens. If `parsing` is given, the text must contain the special tokens.

@@ -352,8 +352,8 @@ class Transcript:
         if completion.kept is not None:
             branch.kept.append(completion.kept)
         if completion.routes is not None:
-            # The engine reports experts for the prompt too. Experts known from earlier responses are kept, because the
-            # earlier responses were sampled with them.
+            # The engine also reports experts for the prompt. The experts that earlier responses have reported are kept,
+            # because those responses were sampled with them.
             known = 0 if branch.routes is None else branch.routes.tokens
             later = completion.routes.part(known, completion.routes.tokens)
             branch.routes = join_routes([branch.routes, later], [known, later.tokens])

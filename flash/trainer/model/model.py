@@ -225,7 +225,7 @@ def _fill(model: PreTrainedModel, stored: _StoredWeights, names: Sequence[str], 
         stored: reads the stored tensors.
         names: for each weight of the model, in the order of `_named_weights`, the name of its stored tensor. This name
             may differ from the weight's own name, because the model may be only a backbone, and because `shard_model`
-            wraps and replaces layers.
+            replaces layers.
         device: the device for sharded weights, of which this rank gets its part in float32. A buffer keeps the dtype
             and the device that it has.
     """
@@ -238,7 +238,7 @@ def _fill(model: PreTrainedModel, stored: _StoredWeights, names: Sequence[str], 
             local = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
             state[own] = local.to(device, torch.float32, copy=True)
         elif isinstance(tensor, nn.Parameter):
-            # FSDP turns every parameter that it shards into a DTensor. A parameter that is none is whole on each rank.
+            # FSDP turns every parameter that it shards into a DTensor. Any other parameter is whole on each rank.
             state[own] = whole.to(torch.float32, copy=True)
         else:
             state[own] = whole.to(tensor, copy=True)
@@ -277,7 +277,7 @@ def shard_model(
     if mesh.device.type == "cuda" and mesh.tensor is None and can_fuse():
         fuse_layers(model, whole=takes_packed_rows(model) and not is_recurrent(model))
     _shard(model, mesh, MixedPrecisionPolicy() if config.dtype == "float32" else half, recompute=recompute)
-    # Dropout stays off in training too: log-probs must be those of the policy that samples.
+    # Dropout also stays off in training, because log-probs must be those of the policy that samples.
     return model.eval()
 
 
@@ -377,8 +377,8 @@ def check_divisible(described: PreTrainedConfig, parallel: ParallelConfig) -> No
     """Check that ranks can divide the layers, rows and experts of a model of this configuration.
 
     Raises:
-        ConfigError: a number of heads, sizes or experts is not divisible; a test has not shown that dividing a model of
-            this kind is exact; or the installed transformers divides models in another way.
+        ConfigError: the number of heads, of experts or of numbers in a layer is not divisible; dividing a model of this
+            kind is not exact, or not known to be exact; or the installed transformers divides models in another way.
     """
     described = described.get_text_config()
     if parallel.tensor > 1 or parallel.expert > 1:

@@ -223,7 +223,7 @@ def _on_any_rank(model: PreTrainedModel, found: bool) -> bool:
 
 
 def _random_sequences(model: PreTrainedModel, config: Config) -> list[Tensor]:
-    """Return sequences of random tokens, equal on every rank. `check_packing` compares their log-probs.
+    """Return sequences of random tokens, equal on every rank. `check_packing` compares their log-probs and gradients.
 
     The first sequences have the lengths in `LENGTHS`. No sequence has more tokens than a micro-batch,
     `model.max_length` and `LONGEST` allow. If the model has attention windows, one more sequence follows. It is
