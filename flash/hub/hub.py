@@ -8,10 +8,10 @@ may send the request and calls `Hub.handle`. The hub passes requests for leases 
 for batches and commits to `TrainingSteps`.
 
 Lifecycle: the trainer ranks publish the first version of the weights. The hub gives out leases (the right to run one
-task) and batches until the last step is committed or the run is interrupted. If evaluations are configured, one runs
-before the first lease of a training task, and one after the last step. After an interrupt there is no last evaluation.
-The trainer ranks leave after the last evaluation, because engines may need the weights until then. Last, the nodes are
-notified that the run is over.
+task) and batches until the last step is committed or the run is interrupted. The untrained policy is evaluated before
+the first lease of a training task, and the trained policy after the last step. After an interrupt there is no last
+evaluation. The trainer ranks leave after the last evaluation, because engines may need the weights until then. Last,
+the nodes are notified that the run is over.
 
 The methods of the hub and of its parts run in the tasks of their callers. `Hub.run` watches the deadline of each stage
 of the run, and does the work that no request waits for.

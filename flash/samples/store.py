@@ -238,10 +238,10 @@ class SampleStore:
             )
 
     def _end_unfinished(self, group: Group) -> None:
-        """Drop the queued and leased members of a group, because the run's problems have changed.
+        """Give up the queued and leased members of a group, because the run's problems have changed.
 
-        Finished members are trained without the dropped ones if the filter keeps the group. A group without finished
-        members leaves.
+        Finished members are trained without the others if the filter keeps the group. A group without finished members
+        leaves.
         """
         self._drop_pending(group, "lost", Outcome.CANCELLED)
         if group.alive == 0:
@@ -465,7 +465,11 @@ class SampleStore:
             self._age_groups()
 
     def _commit(self, event: Committed) -> None:
-        """Count the groups of a step as trained in the ledger."""
+        """Count the groups of a step as trained in the ledger.
+
+        Raises:
+            ContractError: the ledger does not account for each task and token.
+        """
         self.batches.step = None
         min_version = self.contract.min_token_version(event.step)
         self.backlog.add(partial(self._book_trained, min_version), self.batches.training)
@@ -584,7 +588,7 @@ class SampleStore:
             return
         begun, step = self.pool.census.oldest(group_id), self.admission.next_step
         if begun is None or begun >= self.contract.window_start(step + 1):
-            return  # nothing was sampled yet, or all of it is in the window of two more steps
+            return  # no token was sampled yet, or the window of each member includes the next two steps
         oldest = self.contract.min_token_version(step)
         if self._withdrawable and self._outgrown(group, oldest):
             # A redundant group (`extra_groups`) replaces each group that is withdrawn here.

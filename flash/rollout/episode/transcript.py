@@ -45,29 +45,29 @@ from flash.types import (
 )
 
 LETTERS_PER_TOKEN = 32
-"""Upper bound on the letters of a token, on average over an observation; only long runs of white space exceed it. An
-observation that cannot fit by this bound is refused without being tokenized, because tokenizing megabytes takes
+"""Upper bound on the letters of a token, on average over an observation. Only long runs of white space exceed it. If an
+observation cannot fit even by this bound, it is refused without being tokenized, because tokenizing megabytes takes
 seconds."""
 LARGE_LETTERS = 16_384
-"""Number of letters from which an observation is rendered in a thread, if the tokenizer is slow. The work takes more
-than ten milliseconds, and would block the event loop."""
+"""Number of letters from which an observation is rendered in a thread, if the tokenizer is slow. Rendering takes more
+than ten milliseconds then, and would block the event loop."""
 MESSAGE_LETTERS = 64
-"""Number of letters that take as long to render as an empty message: 40 microseconds in a chat template."""
+"""Number of letters whose rendering takes as long as an empty message does: 40 microseconds in a chat template."""
 
 
 class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of an episode."""
 
     max_length: int
-    """Longest branch, in tokens of observations and responses together."""
+    """Largest number of tokens of a branch, observations and responses together."""
     max_turns: int
-    """Responses, over all branches, after which an episode is truncated."""
+    """Number of responses, over all branches, after which an episode is truncated."""
     max_branches: int
     """Largest number of branches of an episode."""
     max_tokens: int
     """Largest number of tokens of all branches together."""
     max_new_tokens: int
-    """Longest response, in tokens."""
+    """Largest number of tokens of a response."""
 
 
 class ResponseEnd(NamedTuple):
@@ -216,7 +216,7 @@ class Transcript:
         return left - (least if least > left else len(self.render(observation)))
 
     def _min_tokens(self, observation: Observation) -> int:
-        """Return a lower bound on the tokens of the next observation."""
+        """Return a lower bound on the tokens of the next observation. It is computed without rendering it."""
         tools = () if self._responses else self._new_format.tools
         message = self.tokenizer.min_message_tokens if self.is_slow(observation, tools) else 1
         return min_tokens(observation, tools, message)
@@ -287,9 +287,10 @@ class Transcript:
         return self._rendered[1]
 
     def _render(self, observation: Observation) -> list[int]:
-        """Render the next observation, and return its tokens. This method may run in a thread.
+        """Render the next observation, and return its tokens.
 
-        If the observation begins a sequence, this also sets whether the next format is chat messages or plain text.
+        This method may run in a thread, because the episode waits for the thread and changes nothing meanwhile. If the
+        observation begins a sequence, this also sets whether the next format is chat messages or plain text.
 
         Raises:
             EnvError: the observation cannot be shown.
