@@ -104,9 +104,10 @@ class Gate:
     def former(self, name: str) -> int | None:
         """Return the id of the silent connection that a new peer of this name replaces.
 
-        `flash.transport.server.serve` calls this for each new connection and ends the returned connection, before it
-        calls `arrived`. None if no node or trainer rank of this name is connected, or if its connection is not silent:
-        then `arrived` refuses the new peer.
+        None if no node or trainer rank of this name is connected, or if its connection is not silent. In the second
+        case `arrived` refuses the new peer. `flash.transport.server.serve` calls this for each new connection, and ends
+        the returned connection before it calls `arrived`.
+
         A connection is silent if no request has arrived in it for `SILENT_S`. It may be dead without the hub knowing
         it: if the network was cut, the end of the connection never arrives. Then the peer connects again while its old
         connection still seems open.
