@@ -127,6 +127,7 @@ class Engine(Protocol):
         """Load the model, and return when the engine is ready to generate.
 
         Raises:
+            ConfigError: the model cannot be served on this machine.
             DeadlineError: the engine was not ready within `deadlines.engine_start`.
             EngineError: the engine did not start.
         """
