@@ -57,10 +57,14 @@ def group_mean_advantages(rewards: Sequence[float] | FloatArray, group_ids: Sequ
 
 
 def leave_one_out_advantages(rewards: Sequence[float] | FloatArray, group_ids: Sequence[int] | IntArray) -> FloatArray:
-    """Return float64 [B]: R − mean of the group's other samples (RLOO, arXiv 2402.14740).
+    """Return float64 [B]: the reward R of a sample, minus the mean reward of the other samples of its group.
 
-    The baseline is unbiased, since it does not depend on the sample itself. With n members the advantage equals
-    n / (n − 1) · (R − mean of all).
+    This is RLOO (arXiv 2402.14740). The subtracted mean is the baseline. It does not depend on the sample itself, so
+    subtracting it does not bias the estimate of the policy's gradient. In a group with n ≥ 2 members the advantage
+    equals n / (n − 1) · (R − mean of all members). In a group with one member it is 0.
+
+    Raises:
+        ValueError: a reward is not finite, or there are not as many rewards as group ids.
     """
     centred = _centred(rewards, group_ids)
     advantage_B = centred.centred_B * centred.count_B / np.maximum(centred.count_B - 1, 1)

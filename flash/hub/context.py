@@ -1,8 +1,12 @@
 """The state that all parts of the hub share: the progress of the run, and the objects of the run.
 
-Waiting in the hub always uses `RunProgress`: a request waits for a signal, and a change sends the signals of the things
-that it may have changed. A thousand engines may wait for their next version while thousands of results arrive, so there
-are several signals, and each wakes only the few waiters that it concerns.
+All waiting in the hub uses `RunProgress`. A request waits for a *signal*, which is the name of a thing that may change.
+Code that changes the thing sends the signal, which wakes the waiting requests. A thousand engines may wait for their
+next version while thousands of results arrive. So there are several signals, and each wakes only the few waiters that
+it concerns.
+
+A *lease* is the right and the duty of a node to run one task. The trainer ranks between two restarts are an
+*incarnation*.
 """
 
 from __future__ import annotations
@@ -39,13 +43,13 @@ Signal = Literal["run", "batches", "engines", "versions", "backlog", "ranks"] | 
 
 
 class RunEnd(msgspec.Struct, frozen=True):
-    """End of a run that has ended without an error."""
+    """Result of a run that has ended without an error."""
 
     reason: Literal["finished", "interrupted"]
     version: int
     """Version that the run has reached."""
     ledger: dict[str, int]
-    """Totals of samples and tokens."""
+    """Total numbers of samples and tokens, by name."""
     unfinished: str = ""
     """Phrase for the work that did not end within `deadlines.shutdown` after an interrupt; empty if all work ended."""
 
@@ -53,7 +57,8 @@ class RunEnd(msgspec.Struct, frozen=True):
 class RunProgress:
     """State of the run: its versions, its end, and the signals of changes.
 
-    Signals are not remembered, so a waiter must check its condition first and must not await between check and wait.
+    Signals are not stored. So a waiter must check its condition first, and must not await anything between this check
+    and the wait. Otherwise it would miss a signal in between.
 
     Args:
         version: the version that the run has reached. The trainer ranks may hold an older version and train up to it.
@@ -68,9 +73,9 @@ class RunProgress:
         self.newest = newest
         """Newest version that engines should have; -1 if there is none yet."""
         self.published: Published | None = None
-        """Newest publication of this hub."""
+        """Newest version that the ranks have published to this hub process; None before the first."""
         self.publisher_alive = False
-        """True while the ranks that published `published` are alive; otherwise no engine can fetch it."""
+        """True while the ranks that have published `published` are alive. Otherwise no engine can fetch it."""
         self.stopping: Literal["finished", "interrupted"] | None = None
         """Reason why no more batches are formed; None while the run goes on."""
         self.done = False
@@ -78,13 +83,14 @@ class RunProgress:
         self.stages_ended = 0
         """Counter of the events that end a stage (`flash.hub.stages`)."""
         self.error: FlashError | None = None
-        """Error that ended the run."""
+        """Error that has ended the run; None if there is none."""
         self.batch: Literal["none", "forming", "dealt"] = "none"
-        """State of the batch of the running step; `dealt`: the ranks fetch it or train on it."""
+        """State of the batch of the running step. `forming`: its groups are being collected. `dealt`: it was divided
+        among the ranks, which fetch their parts or train on them."""
         self._events: dict[Signal, anyio.Event] = {}
 
     async def until(self, signal: Signal, condition: Callable[[], bool]) -> None:
-        """Wait until the condition is true. Raises the error that ended the run. Sets no deadline; the caller may.
+        """Wait until the condition is true. Raises the error that has ended the run. Sets no deadline; the caller may.
 
         Every change that may make the condition true has to send the signal.
         """
@@ -107,7 +113,7 @@ class RunProgress:
                 event.set()
 
     def fail(self, error: FlashError) -> None:
-        """End the run with this error; the first error wins."""
+        """End the run with this error, unless an earlier error has ended it."""
         self.error = self.error or error
         self.send(*list(self._events))
 
@@ -118,12 +124,12 @@ class RunProgress:
 
     @property
     def published_version(self) -> int:
-        """Version of `published`; -1 before the first."""
+        """Version of `published`; -1 if nothing was published yet."""
         return self.published.version if self.published is not None else -1
 
     @property
     def ending(self) -> bool:
-        """True if the run needs no more nodes. A finished run may still need them for its last evaluation."""
+        """True if the run needs no nodes any more. The last evaluation of a finished run may still need nodes."""
         return self.done or self.stopping == "interrupted"
 
     def refuse_if_failed(self) -> None:
@@ -132,12 +138,15 @@ class RunProgress:
             raise PeerLostError("this hub is about to end")
 
     def interrupt(self) -> None:
-        """Interrupt the run. A step whose batch was dealt or is being formed is finished; no other step begins."""
+        """Interrupt the run. If a batch is dealt or is being formed, the ranks still train this step.
+
+        No other step begins. This wakes the requests that wait for a batch, for engines, or for the stage of the run.
+        """
         self.stopping = "interrupted"
         self.send("run", "batches", "engines")
 
     def end(self) -> None:
-        """Let all peers leave."""
+        """End the run without an error, so that all peers leave. Wakes all waiting requests."""
         self.done = True
         self.send(*list(self._events))
 
@@ -168,11 +177,12 @@ class HubContext(NamedTuple):
     contract: AgeContract
     """Bounds on the age of tokens and on the samples in flight."""
     buffer: SampleBuffer
-    """All training samples. It keeps the law of conservation: issued = trained + filtered + given_up + in_flight."""
+    """All training samples. It keeps their number: issued = trained + filtered + given_up + in_flight."""
     evaluations: Evaluations
     """All evaluation samples."""
     persistence: Persistence
+    """Saves the state that must survive a restart of the hub."""
     metrics: StepMetrics
-    """Sums for the row of the next step."""
+    """Sums for the row of metrics of the next step."""
     fleet: Fleet
     """The engines of all nodes."""

@@ -1,20 +1,22 @@
-"""The choice of the node that gets the next leases. To *deal* is to distribute leases to waiting nodes. Pure state.
+"""The choice of the node that gets the next leases. To *deal* is to distribute leases to waiting nodes.
 
-`NodeShares` decides how many of the available tasks each waiting node gets. `LeaseDealer` fills the nodes' replies by
-these shares, and owns them. `flash.hub.work.NodeWork` owns the dealer. It calls `deal` whenever tasks may have become
-available or nodes may have room, and wakes the nodes whose replies have got leases. To lease a task the dealer calls
-`NodeWork._lease_next`. `NodeWork` and `flash.hub.nodes.WeightVersions` also change the shares.
+A lease is the right and the duty of a node to run one task. `NodeShares` decides how many of the available tasks each
+waiting node gets. `LeaseDealer` owns a `NodeShares` and fills the replies to the nodes by these shares. It calls
+`NodeWork._lease_next` to lease a task. Both are pure state: they own no tasks, clocks or files.
 
-The load of a node is its leases divided by the leases that it has room for, and shares make the loads equal. So the
-engines of many nodes are filled like those of one node: a node with more engines gets more, and a node with slow
-engines holds its leases longer and gets fewer.
+`flash.hub.work.NodeWork` owns the dealer. It calls `deal` whenever tasks may have become available or nodes may have
+room, and wakes the nodes whose replies have leases. `NodeWork` and `flash.hub.nodes.WeightVersions` also report to
+`NodeShares` each event that changes the shares.
 
-Work conservation: all available tasks go to the nodes that wait, as far as these have room. A node that does not wait,
-or cannot run the tasks, gets no share. There is one exception: a node that will soon ask keeps its share for at most
-`KEPT_S`. This is a node that is loading the version which admits the tasks, or whose last reply was too short for its
-whole share.
+The load of a node is the number of its leases, divided by the number that it has room for. Shares make the loads equal.
+So a node with more engines gets more leases. A node with slow engines holds its leases longer, so it gets fewer.
 
-Many tasks are dealt in slices. The owner calls `deal` for the next slice after it has served other tasks.
+Invariant: no task waits while a waiting node could run it. All available tasks go to the waiting nodes, as far as these
+have room. There is one exception: a share is kept, for at most `KEPT_S`, for a node that will soon ask. Such a node is
+loading the version that the tasks need, or its last reply had no space for its whole share.
+
+Many tasks are dealt in slices, so that the hub can do other work in between. If a slice was full, `NodeWork` calls
+`deal` again later.
 """
 
 from __future__ import annotations
@@ -30,21 +32,23 @@ from flash.types import Lease
 
 KEPT_S = 5.0
 """Seconds for which a share is kept for a node that will soon ask. Nodes may differ by this much in the time to load a
-version. Without it, the first node that has loaded a version would take all tasks which the version admits. The limit
-also bounds how long a node that hangs keeps its share from other nodes."""
+version. If no share was kept, the first node that has loaded a version would take all tasks that need this version. The
+limit also bounds how long a node that hangs keeps its share from other nodes."""
 LEASES_AT_ONCE = 256
-"""Largest number of leases in one reply. Each lease takes some ten microseconds, and the node asks again at once."""
+"""Largest number of leases in one reply, so that one reply takes only a few milliseconds: granting a lease takes some
+ten microseconds. The node asks for the rest of its share at once."""
 SLICE = 128
-"""Number of leases after which a slice ends; the last reply of the slice is filled first."""
+"""Number of leases after which a slice ends. A slice may have more leases, because the reply that is being filled when
+this number is reached still gets its whole share, up to `LEASES_AT_ONCE`."""
 
 
 class _NodeRoom(msgspec.Struct):
     """Room of one node, and the reasons to keep a share for the node. Times are seconds on the caller's clock."""
 
     room: int = 0
-    """Leases that the node can hold at once, as it last reported."""
+    """Number of leases that the node can hold at once, from its last report."""
     asked: int = 0
-    """Number of tasks that the node waits for."""
+    """Number of tasks that the last request of the node could take."""
     waits: bool = False
     """True if a request of the node waits for tasks."""
     no_engine: bool = False
@@ -56,15 +60,16 @@ class _NodeRoom(msgspec.Struct):
 
 
 class NodeLoad(msgspec.Struct, frozen=True):
-    """Load of one node at a moment: the leases that it holds, and its room."""
+    """Load of one node at one moment: the leases that the node holds, and its room."""
 
     node: int
     held: int
-    """Leases that the node holds."""
+    """Number of leases that the node holds."""
     room: int
-    """Leases that the node can hold."""
+    """Number of leases that the node can hold."""
     takes: bool = True
-    """True if the node takes its share at once. Among equal loads such nodes come first."""
+    """True if the node takes its share now; False if the share is kept for it. If two loads are equal, a node that
+    takes its share is served before a node that does not."""
 
 
 class NodeShares:
@@ -80,47 +85,51 @@ class NodeShares:
         self._unit = unit
         self._nodes: dict[int, _NodeRoom] = {}
         self.kept_until = -math.inf
-        """Time until which a share may be kept for a node. After it, all shares go to the waiting nodes."""
+        """Time until which a share may be kept for some node. After this time, all shares go to the waiting nodes."""
 
     def waits(self, node: int, capacity: int) -> None:
-        """Note that a node waits for tasks, and could start `capacity` of them now."""
+        """Record that a request of a node waits for tasks. The node could start `capacity` of them now."""
         known = self._nodes.setdefault(node, _NodeRoom())
         known.room, known.asked = self._held(node) + capacity, capacity
         known.waits, known.asks_until = True, -math.inf
 
     def set_capacity(self, node: int, capacity: int) -> None:
-        """Update the room of a node that could start `capacity` tasks now, at least as many as it waits for."""
+        """Update the room of a node that could start `capacity` tasks now.
+
+        While a request of the node waits for more tasks than that, the number of the request counts. An unknown node
+        changes nothing.
+        """
         if (known := self._nodes.get(node)) is not None:
             known.room = self._held(node) + max(capacity, known.asked if known.waits else 0)
 
     def stops_waiting(self, node: int) -> None:
-        """Note that the request of a node was answered."""
+        """Record that no request of the node waits any more."""
         if node in self._nodes:
             self._nodes[node].waits = False
 
     def lost(self, node: int) -> None:
-        """Forget a node that is gone or leaves."""
+        """Remove a node that is lost or leaves the run. It gets no share any more."""
         self._nodes.pop(node, None)
 
     def version_published(self, now: float) -> None:
-        """Keep the shares of all nodes that begin to load a new version."""
+        """Keep a share for each node that has an engine, because these nodes begin to load a new version."""
         self.kept_until = now + KEPT_S
         for known in self._nodes.values():
             known.loads_until = -math.inf if known.no_engine else self.kept_until
 
     def version_loaded(self, node: int) -> None:
-        """Note that an engine of the node has the newest version."""
+        """Record that an engine of the node has the newest version, so that no share is kept for the node."""
         if node in self._nodes:
             self._nodes[node].loads_until, self._nodes[node].no_engine = -math.inf, False
 
     def engines_died(self, node: int) -> None:
-        """Note that the node has no engine. No share is kept for it until an engine has loaded a version."""
+        """Record that the node has no engine. No share is kept for the node until an engine has loaded a version."""
         if node in self._nodes:
             known = self._nodes[node]
             known.loads_until, known.asks_until, known.no_engine = -math.inf, -math.inf, True
 
     def reply_full(self, node: int, now: float) -> None:
-        """Keep the part of a node's share for which its reply had no space, until the node asks again."""
+        """Keep the rest of a node's share until the node asks again, because its reply had no space for the rest."""
         self.kept_until = now + KEPT_S
         known = self._nodes[node]
         known.waits, known.asks_until = False, self.kept_until
@@ -135,10 +144,14 @@ class NodeShares:
 
         Args:
             tasks: number of available tasks.
-            now: the time.
+            now: the present time.
             unable: nodes that can run none of the tasks that are left.
+
+        Returns:
+            The number of tasks by node. Nodes without a share are left out. Empty if no waiting node can get a task.
         """
-        # A node for which a share is kept takes part, so that its share is left over, but is given nothing now.
+        # A node for which a share is kept counts in the division, so that nobody else gets its share. The node itself
+        # gets nothing now.
         loads: list[NodeLoad] = []
         for node, known in self._nodes.items():
             takes = known.waits and node not in unable
@@ -182,7 +195,7 @@ def equal_loads(loads: Sequence[NodeLoad], tasks: int, unit: int) -> list[int]:
 
 
 def _common_level(loads: Sequence[NodeLoad], tasks: int) -> float:
-    """Return the load, at most 1, up to which these tasks fill all nodes that are below it."""
+    """Return the common load that the tasks give to all nodes with a lower load; at most 1, which is a full node."""
     room, wanted = 0, float(tasks)
     level = 0.0
     for load in sorted((load for load in loads if load.held < load.room), key=lambda load: load.held / load.room):
@@ -198,10 +211,10 @@ class LeaseDealer:
     """Fills the replies of waiting nodes with leases, by their shares.
 
     Args:
-        available: returns the number of tasks that a node with the newest version could get; perhaps too many, never
-            too few.
-        lease: leases the next task, or the next whole group, to a node; returns an empty list if there is none for it.
-            This is `NodeWork._lease_next`.
+        available: returns the number of tasks that a node with the newest version could get. The number may be too
+            high, but is never too low.
+        lease: leases the next task, or the next whole group, to a node. It returns an empty list if there is no task
+            that this node can run. `NodeWork._lease_next` is this function.
         unit: number of tasks that go to one node together.
     """
 
@@ -212,10 +225,11 @@ class LeaseDealer:
         """Leases that each node holds."""
         self.shares = NodeShares(self.holders.held, unit)
         self._replies: dict[int, list[Lease]] = {}
-        """Unfinished replies of the nodes that wait."""
+        """Replies to the waiting nodes, to which `deal` still appends leases, by node."""
         self._kept = self.shares.kept_until
+        """Value of `shares.kept_until` after the last `deal`. If it has changed, all waiting nodes are woken."""
         self.unfinished = False
-        """True if the last slice has left tasks to deal."""
+        """True if the last slice ended because it was full. Then the owner has to call `deal` again."""
 
     def open_reply(self, node: int, capacity: int) -> list[Lease]:
         """Return an empty reply for a node that waits with room for `capacity` tasks. `deal` fills it."""
@@ -230,17 +244,21 @@ class LeaseDealer:
             self.shares.stops_waiting(node)
 
     def lost(self, node: int) -> list[Lease]:
-        """Forget a node that is gone. Returns the leases that it held."""
+        """Remove a node that is lost. Returns the leases that the node held."""
         self._replies.pop(node, None)
         self.shares.lost(node)
         return self.holders.lost(node)
 
     def deal(self, now: float) -> list[int]:
-        """Deal one slice of leases to the nodes that wait. Sets `unfinished` if tasks are left for another slice.
+        """Deal one slice of leases to the waiting nodes.
+
+        Sets `unfinished` to True if the slice ended because it was full, and to False otherwise. Tasks that no waiting
+        node can take do not make it True.
 
         Returns:
-            The nodes to wake: nodes that have got leases. If the time has changed until which shares are kept for other
-            nodes, all waiting nodes, since they have to wait for another moment.
+            The nodes to wake. These are the nodes whose open reply has leases, from this slice or an earlier one. If
+            `shares.kept_until` has changed since the last call, all waiting nodes are returned: the request of each
+            sleeps until that time (`NodeWork._wait_for_leases`), and has to learn the new time.
         """
         self.unfinished = not self._deal_slice(now)
         if self.shares.kept_until != self._kept:
@@ -249,7 +267,10 @@ class LeaseDealer:
         return [node for node, reply in self._replies.items() if reply]
 
     def _deal_slice(self, now: float) -> bool:
-        """Deal up to `SLICE` leases and the rest of the last share. Returns True if nothing is left to deal."""
+        """Deal leases until `SLICE` is reached. The reply that is being filled then still gets its whole share.
+
+        Returns False if the slice is full, and True if no more tasks can be dealt now.
+        """
         unable: set[int] = set()
         dealt = 0
         while self.shares.any_waiting and (tasks := self._available()):
@@ -268,6 +289,7 @@ class LeaseDealer:
                 reply += leases
                 dealt += len(leases)
                 if len(leases) < wanted:
+                    # The node cannot run any task that is left, for example because it lacks the version for it.
                     unable.add(node)
                 elif wanted < share:
                     self.shares.reply_full(node, now)

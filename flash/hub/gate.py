@@ -107,16 +107,24 @@ class Gate:
         self._closed = False
 
     def former(self, name: str) -> int | None:
-        """Return the id of the connection that a new peer of this name replaces; None if there is none.
+        """Return the id of the silent connection that a new peer of this name replaces.
 
-        A connection is replaced only if its peer is silent. This happens if the network was cut in one direction, so
-        that the hub does not notice the end of the connection.
+        None if no node or trainer rank of this name is connected, or if its connection is not silent. In the second
+        case `arrived` refuses the new peer. `flash.transport.server.serve` calls this for each new connection, and ends
+        the returned connection before it calls `arrived`.
+
+        A connection is silent if no request has arrived in it for `SILENT_S`. It may be dead without the hub knowing
+        it: if the network was cut, the end of the connection never arrives. Then the peer connects again while its old
+        connection still seems open.
         """
         connection = self._find(name)
         return connection if connection is not None and self._peers[connection].silence > SILENT_S else None
 
     def _find(self, name: str) -> int | None:
-        """Return the id of the connection of the node or trainer rank of this name; None if it is not connected."""
+        """Return the id of the connection of the node or trainer rank of this name.
+
+        None if no such peer is connected, or if it is a rank whose incarnation is over.
+        """
         for connection, peer in self._peers.items():
             if peer.kind in ("node", "trainer") and peer.name == name and self._is_current(peer):
                 return connection
@@ -126,7 +134,8 @@ class Gate:
         """Admit a peer that has connected.
 
         Raises:
-            ProtocolError: the run has no peer of this name, or a peer of this name is connected already.
+            ProtocolError: the run has no peer of this name, or a peer of this name is still connected. The server has
+                already ended a silent connection of this name (`former`).
         """
         match = _PEER_NAME.fullmatch(connection.name)
         if match is None or int(match[2]) >= self._limits.get(match[1], math.inf):

@@ -3,15 +3,18 @@
 Parts: `NodeWork` (leases, results), `Nodes` and `WeightVersions` (nodes and their engines), `TrainerRanks` (ranks and
 their restarts), `TrainingSteps` (batches, commits, versions) and `RunStages` (the stage that the run waits for).
 
-On the road of a sample: `flash.transport.server` gives each request to `flash.hub.gate.Gate.handle`, which checks that
-the peer may send it and calls `Hub.handle`. This passes leases and results to `NodeWork`, and batches and commits to
-`TrainingSteps`.
+The path of a request: `flash.transport.server` gives it to `flash.hub.gate.Gate.handle`. The gate checks that the peer
+may send the request and calls `Hub.handle`. The hub passes requests for leases and results to `NodeWork`, and requests
+for batches and commits to `TrainingSteps`.
 
-Lifecycle: the trainer ranks publish the first version. The first evaluation runs. Then the hub gives out leases and
-batches, until the last step or an interrupt. After the last step the last evaluation runs; after an interrupt there is
-none. The trainer ranks keep the weights until then, and leave. The nodes receive the message that the run is over. The
-methods of the hub and of its parts run in the tasks of their callers. `Hub.run` watches the deadline of each stage of
-the run, and does the work that no request waits for.
+Lifecycle: the trainer ranks publish the first version of the weights. The hub gives out leases (the right to run one
+task) and batches until the last step is committed or the run is interrupted. The untrained policy is evaluated before
+the first lease of a training task, and the trained policy after the last step. After an interrupt there is no last
+evaluation. The trainer ranks leave after the last evaluation, because engines may need the weights until then. Last,
+the nodes are notified that the run is over.
+
+The methods of the hub and of its parts run in the tasks of their callers. `Hub.run` watches the deadline of each stage
+of the run, and does the work that no request waits for.
 """
 
 from __future__ import annotations
@@ -56,18 +59,19 @@ above are the number of the hub."""
 class Hub:
     """Answers the nodes and the trainer ranks of a run.
 
-    Public for the owner of the run, for tests and for benchmarks: `progress`, `buffer` and `samples` (the training
-    samples), `registry` (the nodes), `work`, `incarnations` (of the trainer ranks) and `stages`.
+    Some attributes are public for the owner of the run, for tests and for benchmarks: `progress`, `buffer` and
+    `samples` (the training samples), `registry` (the nodes), `work`, `incarnations` (of the trainer ranks) and
+    `stages`.
 
     Args:
-        config: the run.
-        observer: receives every row, note and failure of the run.
+        config: the configuration of the run.
+        observer: receives every row of metrics, every note and every failure of the run.
         now: returns Unix seconds, on the loop's clock.
         problems: the kind of each problem of the environment, and the settings of its domains.
         recovered: the state that the previous hub processes have left.
-        persistence: where the hub saves what must survive a restart.
-        origin: where the run was started.
-        limits: how much the hub does at once.
+        persistence: the functions and files that save the state which must survive a restart.
+        origin: the place where the run was started.
+        limits: limits on the work that the hub does at once, before it serves other tasks.
     """
 
     def __init__(
@@ -143,18 +147,20 @@ class Hub:
 
     @property
     def late_restarts(self) -> dict[str, int]:
-        """Restarts of engines and of trainer ranks since the last step, by their names in the metrics."""
+        """Numbers of restarts of engines and of trainer ranks since the last step, by their names in the metrics."""
         return self._metrics.restarts
 
     def interrupt(self) -> str:
-        """Interrupt the run. A step whose batch was dealt or is being formed is finished; no other step begins.
+        """Interrupt the run. If the trainer ranks have a batch, or a batch is being formed, they still train this step.
 
-        No last evaluation begins. The ranks write a checkpoint, unless they have written one of this version before. A
-        run whose ranks are only starting, or train earlier steps again, may end without a new one. Work that is not
-        done within `deadlines.shutdown` is given up.
+        No other step begins. The run does not wait for a running evaluation, and no last evaluation begins. The ranks
+        write a checkpoint of the run's version, unless they have written this checkpoint already. If the ranks are only
+        starting, or train earlier steps again after a restart, the run may end without a new checkpoint. Work that is
+        not done within `deadlines.shutdown` is given up.
 
-        Returns a phrase for the work that the run has yet to do before it ends, such as `writing a checkpoint of
-        version 7`; empty if the run was over before.
+        Returns a phrase for the work that the run still has to do before it ends, such as `writing a checkpoint of
+        version 7`. The phrase is empty if the run was already over. A second call changes nothing and returns the
+        phrase for the work that is left then.
         """
         over = self.progress.done or self.progress.error is not None
         self.progress.interrupt()
@@ -165,10 +171,10 @@ class Hub:
     async def run(self) -> RunEnd:
         """Watch the run from its first version until the last trainer rank has left. Raises the error that ended it.
 
-        Waits for each stage of the run to end, under the deadline of the stage; the signal `run` wakes it. Ends the
-        run, or an incarnation of the trainer ranks (their processes between two restarts) that hangs. It also runs the
-        tasks that watch nodes and ranks, that do postponed work, and that expire the claims of nodes which outlived the
-        previous hub.
+        Waits until each stage of the run has ended, under the deadline of the stage. `RunProgress.send("run")` wakes
+        it. If a stage exceeds its deadline, it ends the *incarnation* of the trainer ranks (their processes between two
+        restarts), or the run. It also runs the tasks that watch nodes and ranks, that do postponed work, and that
+        expire the claims on leases of nodes which outlived the previous hub process.
         """
         progress = self.progress
         async with unwrapped_group() as tasks:
@@ -183,7 +189,7 @@ class Hub:
         return RunEnd(progress.stopping or "finished", progress.version, self.samples.totals(), unfinished)
 
     async def _watch_stages(self) -> str:
-        """Wait until no trainer rank has anything left to do. Each stage of the run must end before its deadline.
+        """Wait until the run needs no trainer rank any more. Each stage of the run must end before its deadline.
 
         Returns a phrase for the work that did not end in time after an interrupt; empty if all work ended.
 
@@ -205,6 +211,7 @@ class Hub:
             if not scope.cancelled_caught:
                 continue
             if stage is Stage.ENDING:
+                # No error is raised: after an interrupt the run has to end, even if some work is left.
                 return self.stages.last_work
             waited_for = self.stages.describe(stage)
             if stage.of_trainers and self.incarnations.present:
@@ -215,14 +222,14 @@ class Hub:
         return ""
 
     async def all_nodes_left(self) -> None:
-        """Wait until every node knows that the run is over and has closed its connection. Sets no deadline."""
+        """Wait until every node was notified that the run is over and has closed its connection. Sets no deadline."""
         await self.progress.until("run", lambda: self._nodes.all_left)
 
     def overview(self) -> HubNow:
         """Describe the whole cluster at this moment, for people.
 
-        The description grows with the size of the cluster, but not with the number of leases: it has only the
-        `MOST_LEASES` oldest ones.
+        The description grows with the size of the cluster, but not with the number of leases, because it has only the
+        `MOST_LEASES` oldest leases.
         """
         node_of = self._config.cluster.node_of
         oldest = ((node, lease.task, since) for node, lease, since in self.work.holders.oldest(MOST_LEASES))
@@ -244,14 +251,18 @@ class Hub:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def handle(self, request: Request[ReplyT]) -> ReplyT:
-        """Answer one request of the protocol."""
+        """Answer one request of the protocol. Raises the error of the part of the hub that refuses the request.
+
+        `Gate.handle` calls this for peers with a connection, and `InProcessCaller` for peers in the hub's process.
+        """
         return check_reply(request, await self._answer(request))
 
     async def _answer(self, request: msgspec.Struct) -> msgspec.Struct:
-        """Call the part that answers a request.
+        """Call the part of the hub that answers a request.
 
-        A request that is not listed here is a trainer rank's. It ends with an error as soon as the rank's incarnation
-        is over.
+        Every request that the `match` below does not name comes from a trainer rank, and `_answer_rank` answers it.
+        Such a request ends with an IncarnationOverError as soon as the rank's incarnation is over. A request for which
+        no part returns a reply is answered with an `Ack`.
         """
         match request:
             case p.LeaseRequest():
@@ -293,11 +304,17 @@ class Hub:
         return p.Ack()
 
     async def _answer_rank(self, request: msgspec.Struct) -> msgspec.Struct:
-        """Call the part that answers a request of a trainer rank."""
+        """Call the part of the hub that answers a request of a trainer rank.
+
+        A request for which the part returns no reply is answered with an `Ack`.
+
+        Raises:
+            ContractError: the hub serves no such request.
+        """
         match request:
             case p.IncarnationRequest():
                 return await self._trainers.start(request)
-            case p.IncarnationWatch():
+            case p.IncarnationWatch():  # the heartbeat of the rank
                 await self._trainers.heartbeat(request)
             case p.BatchRequest():
                 return await self._steps.batch(request)
@@ -316,9 +333,10 @@ class Hub:
     def peer_lost(self, name: str) -> None:
         """Handle the end of a peer's connection. `name` is the kind and the number of the peer, such as `node-3`.
 
-        `Gate.left` calls this, but not for ranks of an incarnation that is over. The leases of a node queue again. The
-        loss of a trainer rank ends its incarnation, or the run if the ranks cannot start again. It ends neither after
-        the first rank has left in order. The end of any other connection changes nothing.
+        `Gate.left` calls this, but not for ranks of an incarnation that is over. The tasks that a lost node had leased
+        are queued again. The loss of a trainer rank ends its incarnation, or the run if the ranks cannot start again.
+        After the first rank has left normally, the loss of a rank ends neither. The end of any other connection changes
+        nothing.
         """
         kind, _, number = name.partition("-")
         if kind == "trainer":
@@ -328,11 +346,11 @@ class Hub:
 
 
 class InProcessCaller:
-    """Connection of a peer in the hub's own process: no network, but the same deadlines.
+    """Connection of a peer in the hub's own process. It uses no network, but sets the same deadlines.
 
     Args:
-        hub: the hub.
-        watch: called with each request and its reply.
+        hub: the hub that answers the requests.
+        watch: called with each request and its reply; None if nobody watches.
     """
 
     def __init__(self, hub: Hub, watch: Callable[[msgspec.Struct, msgspec.Struct], None] | None = None) -> None:

@@ -1,9 +1,12 @@
-"""The hub's side of the rollout nodes: they join, report, load weights, fall silent and leave.
+"""The hub's state of the rollout nodes and of their engines' weights, and its answers to the nodes.
 
-`Nodes` answers the requests about a node itself, and `WeightVersions` answers the requests about the weights of its
-engines. `flash.hub.work` answers the requests for tasks. Neither class owns an anyio task: their methods run in the
-tasks of the nodes' requests. There are two exceptions: `Nodes.watch` runs in a task of `Hub.run`, and
-`WeightVersions.announce` runs in the task of a trainer rank's request.
+`Nodes` answers the requests about a node itself: to join, to report, to leave. `WeightVersions` answers the requests
+about the weights of a node's engines. `flash.hub.work` answers the requests for leases (the right to run one task). The
+methods of both classes run in the tasks of the nodes' requests. There are two exceptions: `Nodes.watch` runs in a task
+of `Hub.run`, and `WeightVersions.announce` runs in the task of a trainer rank's request.
+
+A *signal* is a name with which `RunProgress.send` wakes the requests that wait for a change. A *long poll* is a request
+that the hub answers only when it has news, but after some seconds at the latest.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from flash.hub.work import NodeWork
 from flash.observe.cluster import NodeNow, NodeState
 
 RUN_ERRORS = (WeightsError, ContractError)
-"""Errors of one node that end the whole run: the weights that all engines were given may be wrong, or the counts of
-samples and tokens."""
+"""Errors of one node that end the whole run, because the weights that all engines have loaded, or the counts of samples
+and tokens, may be wrong."""
 
 
 class Nodes:
@@ -41,7 +44,7 @@ class Nodes:
         self._registry = registry
         self._work = work
         self._leaving: dict[int, str] = {}
-        """Nodes that have announced that they leave, each with the error that is the reason; an empty text for none."""
+        """Nodes that have announced that they leave, each with the error that is the reason; empty if there is none."""
         self._asked_to_leave: set[int] = set()
         """Nodes that a person has asked to leave, and that have not been notified yet."""
         self._silent: set[int] = set()
@@ -74,8 +77,8 @@ class Nodes:
     async def cancels(self, request: p.CancelRequest) -> p.CancelReply:
         """Answer a node with the leases that it must cancel.
 
-        Waits until there is such a lease, for at most one long poll. Unblocked by the signal `("cancels", node)` and by
-        the end of the run. The request is also the node's heartbeat.
+        Waits until there is such a lease, for at most one long poll. The signal `("cancels", node)` and the end of the
+        run wake the request. The request is also the node's heartbeat.
         """
         node = request.node
         self._heartbeats.asked(node)
@@ -128,15 +131,20 @@ class Nodes:
     # -- nodes that leave, fall silent or are lost -------------------------------------------------------------------
 
     def ask_to_leave(self, node: int) -> None:
-        """Ask a node, in its next `CancelReply`, to leave in order. Raises ConfigError if no such node has joined."""
+        """Ask a node to leave after it has finished or returned its tasks. The next `CancelReply` to it says so.
+
+        Raises:
+            ConfigError: no node of this number has joined.
+        """
         self._registry.check_may_leave(node)
         self._asked_to_leave.add(node)
         self._progress.send(("cancels", node))
 
     def leave(self, request: p.Leave) -> None:
-        """Note that a node leaves, in order or with an error. The node's leases queue again when its connection ends.
+        """Record that a node leaves, and give it no more leases. It may leave because of an error.
 
-        An error ends the run if it is one of `RUN_ERRORS`, or if no other node has engines.
+        When its connection ends, the tasks of its leases are queued again. An error ends the run if it is one of
+        `RUN_ERRORS`, or if no other node has engines.
         """
         node = request.node
         if request.error:
@@ -156,13 +164,13 @@ class Nodes:
     async def watch(self) -> None:
         """Take all leases from nodes that are silent, and take single leases that have lasted too long.
 
-        Consumes heartbeats. Waits for the next moment at which a node could count as silent. Produces notes and queued
-        tasks, or the error that ends the run if no other node has an engine.
+        Runs until it is cancelled. Waits for the next moment at which a node could count as silent. The tasks of the
+        leases are queued again, with a note for people. If no other node has an engine, it ends the run with an error.
         """
         limit = waits.lease_s(self._config)
         while True:
-            # Silence is measured on the loop's clock, which stands still while user code blocks the loop. The hub reads
-            # no requests in that time, so the nodes must not count as silent.
+            # Silence is measured on the loop's clock, which stands still while user code blocks the loop. In that time
+            # the hub reads no requests, and no node may count as silent because of this.
             await anyio.sleep(self._heartbeats.next_silence(anyio.current_time()))
             if self._heartbeats.silent(anyio.current_time()):
                 await anyio.sleep(waits.SECOND_LOOK_S)
@@ -174,7 +182,10 @@ class Nodes:
                 self._work.take_back(node, lease, message)
 
     def _handle_silence(self, node: int) -> None:
-        """Take the leases of a silent node. End the run if no engine is left, unless the node joined the run later."""
+        """Take the leases of a silent node. End the run if no engine is left and the node is the hub's own node.
+
+        Every other node has joined the run later, and may join again.
+        """
         limit = self._config.deadlines.request
         look_at = f"the output of node {node}: its event loop is blocked, or its machine is stopped or cut off"
         self._take_leases(node)
@@ -187,7 +198,7 @@ class Nodes:
             self._progress.fail(DeadlineError(f"node {node} to ask for anything", limit, look_at))
 
     def disconnected(self, node: int) -> None:
-        """Handle the end of a node's connection: the node's leases queue again, and its number becomes free."""
+        """Handle the end of a node's connection: the tasks of its leases are queued again, and its number is free."""
         stopping, leaving = self._progress.stopping is not None, self._leaving.get(node)
         if not self._progress.done and self._progress.error is None:
             announced = "" if stopping else leaving
@@ -250,10 +261,10 @@ class WeightVersions:
         self._work.deal()
 
     async def newer(self, request: p.VersionRequest) -> p.VersionReply:
-        """Answer a node with a version that is newer than the one that it has.
+        """Answer a node with a version that is newer than `request.after`, the version that the node has.
 
-        Waits for such a version, for at most one long poll. Unblocked by the signal `versions` and by the end of the
-        run.
+        Waits for such a version, for at most one long poll. The signal `versions` and the end of the run wake the
+        request. The reply has no version if there is no newer one.
         """
         with anyio.move_on_after(waits.long_poll_s(self._config)):
             await self._progress.until("versions", lambda: self._progress.done or self._has_newer(request))
@@ -266,9 +277,10 @@ class WeightVersions:
         return self._progress.publisher_alive and self._progress.newest > request.after
 
     async def load_failed(self, request: p.LoadFailed) -> p.LoadFailedReply:
-        """Answer whether the publisher is gone, when an engine could not load a version.
+        """Answer a node whose engine could not load a version: is the publisher of the version lost?
 
-        Waits `waits.echo_s` for the loss of the publisher, because the engine may notice it before the hub does.
+        If it is lost, the failure is not the engine's fault. The publisher is the trainer ranks that have published the
+        version. Waits up to `waits.echo_s` for their loss, because the engine may notice it before the hub does.
         """
 
         def publisher_gone() -> bool:

@@ -31,10 +31,15 @@ the function must let other tasks run after each piece. A piece is valid only un
 
 
 async def measure_state(version: int, pieces: Generator[bytearray]) -> SnapshotReply:
-    """Count the bytes of a state without storing them: the `SaveState` of a hub whose trainers write no checkpoints."""
+    """Return the size of an encoded state without saving it. Simulations and tests use this as their `SaveState`.
+
+    Their trainer ranks ask for snapshots of the hub's state, but keep no file of it. So the reply needs the size only,
+    its checksum is 0, and `version` is not used.
+    """
     size = 0
     for piece in pieces:
         size += len(piece)
+        # This function of anyio saves nothing: it lets other tasks run.
         await checkpoint()
     return SnapshotReply(size, crc32=0)
 

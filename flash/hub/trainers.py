@@ -1,16 +1,18 @@
-"""The hub's state of the trainer ranks, and its answers while they start, send heartbeats, are lost, and start again.
+"""The hub's state of the trainer ranks, and its answers to their requests, from their start to a loss and a restart.
 
-The trainer ranks between two restarts are an *incarnation*. When one of its ranks is lost or hangs, the incarnation is
-over, but not the run. The hub ends the calls of the ranks. The launchers ask `processes_of_node` and kill the
-processes. The engines go on with the weights that they have. The next incarnation loads a checkpoint, and trains again
-the steps that the run has trained after that checkpoint. The first incarnation of a restarted hub does so, too. If the
-steps cannot be trained again, the run ends with an error, and all processes start again.
+The trainer ranks between two restarts are an *incarnation*. If one of its ranks is lost or hangs, the incarnation is
+over, but the run continues. The hub ends the requests of the ranks. The launchers ask `processes_of_node` and kill the
+processes. The engines continue with the weights that they have. The next incarnation loads a checkpoint, and trains
+again the steps that the run has trained after that checkpoint. The first incarnation under a restarted hub also loads a
+checkpoint and trains later steps again. If the steps cannot be trained again, the run ends with an error, and the
+launchers start all processes again.
 
-`Incarnations` is the pure state; `TrainerRanks` answers requests and owns no task, except that `watch` runs in a task
-of `Hub.run`. The steps that the ranks train are in `flash.hub.steps`.
+`Incarnations` is the pure state (it has no tasks, clocks or files). `TrainerRanks` answers requests; its `watch` runs
+in a task of `Hub.run`. A *signal* is a name with which `RunProgress.send` wakes the tasks that wait for a change. The
+answers to requests for batches and commits are in `flash.hub.steps`.
 
-Laws: each step is counted once, by the incarnation that commits it first. Each incarnation trains every step from its
-start on, in order. Engines are given only the run's version, so they never load an older one.
+Invariants: each step is counted once, by the incarnation that commits it first. Each incarnation trains every step
+after its checkpoint, in order. Engines are given only the run's version, so they never load an older one.
 """
 
 from __future__ import annotations
@@ -33,42 +35,44 @@ from flash.types import Published
 T = TypeVar("T")
 
 INCARNATION_OVER = "this incarnation of the trainer ranks is over, as one of them is gone or hangs"
-"""Error message for a rank whose incarnation is over."""
+"""Message of the IncarnationOverError for a rank whose incarnation is over."""
 
 
 class RankState(msgspec.Struct):
     """State of one trainer rank."""
 
     present: bool = False
-    """True if the rank has come to the newest incarnation."""
+    """True if the rank has connected in the newest incarnation."""
     process: int | None = None
-    """Process id on its node; None before it has reported it and after the end of its incarnation."""
+    """Process id of the rank on its node. None before the rank has reported it, after the rank has left, and after the
+    end of its incarnation."""
     ended_process: int | None = None
-    """Process id of the rank's last process whose incarnation is over. That process may hang."""
+    """Last process id of the rank in an incarnation that is over; None if there is none. The process may hang, so the
+    launcher kills it."""
     host: str = ""
     """Name of the rank's machine; empty before the rank has first reported it."""
     since: float | None = None
-    """Unix seconds at which the rank last reported a new process; None before the first."""
+    """Unix seconds at which the rank last reported a new process; None before the first report."""
     heartbeat: float | None = None
-    """Seconds on the loop's clock at the last heartbeat. None before the first one, and after the rank has left or its
-    incarnation has ended."""
+    """Time of the last heartbeat, in seconds on the loop's clock. None before the first heartbeat, after the rank has
+    left, and after its incarnation has ended."""
     fetched: bool = False
-    """True if it has all parts of its shard of the running step."""
+    """True if the rank has all parts of its shard of the running step."""
     saved: bool = False
-    """True if it has done all of its work and waits for the end of the run."""
+    """True if the rank has done all of its work, also its checkpoint, and waits for the end of the run."""
     left: bool = False
-    """True if the rank has left in order, or was lost after another rank had left."""
+    """True if the rank has left normally at the end of the run, or was lost after another rank had left so."""
 
 
 class Incarnations:
-    """State of the incarnations: which one counts, its ranks, and how far it is behind the run. Pure state.
+    """State of the newest incarnation: its number, its ranks, and the version that they hold. Pure state.
 
-    A rank belongs to the incarnation in which its connection was made. After the end of an incarnation nothing that its
-    ranks send counts any more, and the next rank that connects begins the next incarnation.
+    A rank belongs to the incarnation in which it has connected. After the end of an incarnation the hub ignores its
+    ranks, and the next rank that connects begins the next incarnation.
 
     Args:
         ranks: number of ranks of an incarnation.
-        progress: the versions of the run; `trainer_version` in it is kept here.
+        progress: the versions of the run. This class sets its `trainer_version`.
         version: the version that the first incarnation starts from.
         number: the number of the first incarnation.
     """
@@ -82,20 +86,20 @@ class Incarnations:
         """Number of steps that the newest incarnation has trained again."""
         self.start_from(version)
         self.recovering = progress.trainers_behind
-        """True if an incarnation was lost, perhaps with a previous hub, and the next one has published nothing yet."""
+        """True if an incarnation was lost, perhaps under a previous hub, and the next one has published no version."""
         self._over = False
-        """True if the newest incarnation is over and no rank of the next one has come."""
+        """True if the newest incarnation is over and no rank has connected since."""
 
     # -- ranks that are present --------------------------------------------------------------------------------------
 
     @property
     def restarts(self) -> int:
-        """Number of incarnations that were lost under this hub and followed by another."""
+        """Number of restarts of the ranks under this hub process."""
         return self.number - self._first
 
     @property
     def present(self) -> list[int]:
-        """Numbers of the ranks that have come to this incarnation."""
+        """Numbers of the ranks that have connected in the newest incarnation."""
         return [number for number, rank in enumerate(self.ranks) if rank.present]
 
     @property
@@ -105,11 +109,11 @@ class Incarnations:
 
     @property
     def finished(self) -> bool:
-        """True if all ranks have left in order."""
+        """True if all ranks have left, so that the run needs no rank any more."""
         return all(rank.left for rank in self.ranks)
 
     def is_current(self, number: int) -> bool:
-        """Return True if the hub still listens to the ranks of this incarnation."""
+        """Return True if incarnation `number` is the newest one and is not over, so that its ranks are answered."""
         return number == self.number and not self._over
 
     def rank_arrived(self, rank: int) -> int:
@@ -121,23 +125,23 @@ class Incarnations:
         return self.number
 
     def silent(self, seconds: float, now: float) -> dict[int, float]:
-        """Return the ranks whose last heartbeat is at least `seconds` old, each with the seconds since then.
+        """Return the ranks whose last heartbeat is at least `seconds` old, each with the age of that heartbeat.
 
-        `now` is on the clock of the event loop, as the times of heartbeats are.
+        The age is in seconds. `now` is on the clock of the event loop, like the times of heartbeats.
         """
         ages = {number: now - rank.heartbeat for number, rank in enumerate(self.ranks) if rank.heartbeat is not None}
         return {number: age for number, age in ages.items() if age >= seconds}
 
     def rank_left(self, rank: int) -> None:
-        """Note that a rank has left in order."""
+        """Record that a rank has left."""
         self.ranks[rank].left = True
         self.ranks[rank].process = self.ranks[rank].heartbeat = None
 
     def ranks_lost(self, ranks: Iterable[int]) -> bool:
-        """Note that ranks of this incarnation are lost. Returns True if this has ended the incarnation, for all ranks.
+        """Record that ranks of the newest incarnation are lost. Returns True if this has ended the incarnation.
 
-        The caller then ends the requests of the ranks, or the run. After the first rank has left, a loss ends nothing:
-        a rank leaves only after all ranks have saved everything, so a lost rank counts as left.
+        If True, the caller ends the requests of all ranks, or the run. After the first rank has left, a loss ends
+        nothing: a rank leaves only after all ranks have saved everything, so a lost rank counts as left.
         """
         if any(rank.left for rank in self.ranks):
             for number in ranks:
@@ -147,7 +151,7 @@ class Incarnations:
         return True
 
     def end(self) -> None:
-        """Mark this incarnation as over, for all ranks. The next rank that connects begins the next incarnation."""
+        """Mark the newest incarnation as over. The next rank that connects begins the next incarnation."""
         self._over = self.recovering = True
         for rank in self.ranks:
             rank.ended_process = rank.ended_process if rank.process is None else rank.process
@@ -157,10 +161,10 @@ class Incarnations:
     # -- versions ----------------------------------------------------------------------------------------------------
 
     def start_from(self, version: int) -> None:
-        """Let all ranks of this incarnation start from a version.
+        """Record the version from which all ranks of the newest incarnation start.
 
         Raises:
-            ContractError: the run has not reached that version.
+            ContractError: the run has not reached this version.
         """
         if version > self._progress.version:
             raise ContractError(
@@ -169,15 +173,18 @@ class Incarnations:
         self._progress.trainer_version, self.repeated = version, 0
 
     def publish(self) -> bool:
-        """Note that the ranks have a version ready. Returns True if engines should load this version.
+        """Record that the ranks have published a version. Returns True if engines should load this version.
 
-        Engines should not load it while the ranks train earlier steps again: the engines have a newer version then.
+        Returns False while the ranks train earlier steps again, because then the engines have a newer version.
         """
         self.recovering = False
         return not self._progress.trainers_behind
 
     def commit(self) -> bool:
-        """Note that the ranks have trained a step. Returns True if the step is new and has to be booked."""
+        """Record that the ranks have trained a step. Returns True if no earlier incarnation has committed the step.
+
+        Only then the caller counts the step in the ledger and the metrics.
+        """
         new = not self._progress.trainers_behind
         self._progress.trainer_version += 1
         for rank in self.ranks:
@@ -187,10 +194,10 @@ class Incarnations:
 
 
 class TrainerRanks:
-    """State of the trainer ranks while they start, train, are lost and restart; it answers their requests.
+    """Answers requests of the trainer ranks and of their launchers, and ends incarnations.
 
     Args:
-        context: the shared objects of the hub.
+        context: the objects that the parts of the hub share.
         start: the starting point of the first incarnation.
         number: the number of the first incarnation.
     """
@@ -200,34 +207,35 @@ class TrainerRanks:
         self._progress, self._metrics = context.progress, context.metrics
         self._history = context.persistence.history
         self._restart_obstacle = "" if self._history is None else why_no_retraining(self._config)
-        """Reason why the loss of an incarnation ends the run; empty in a run without a history, which needs no reason.
-        None: the ranks start again instead."""
+        """Reason why the loss of an incarnation ends the run. None: the ranks start again, and the run continues. Empty
+        if the hub keeps no history of batches: the loss ends the run, and the message of the error gives no reason."""
         self.incarnations = Incarnations(self._config.trainer_world_size, self._progress, start.version, number)
         self._start: TrainerStart | None = start
         """Starting point of the newest incarnation; None until it is chosen."""
         self._choosing = False
         """True while a starting point is being chosen."""
         self._store: str | None = None
-        """Address at which the ranks of the newest incarnation meet; None until its rank 0 has reported it."""
+        """Address of the store at which the ranks of the newest incarnation connect to each other. None until rank 0
+        has reported it."""
         self._causes: set[tuple[int, int]] = set()
-        """Processes that caused the end of the last incarnation that ended, each as (node, process id)."""
+        """Processes that caused the newest end of an incarnation, each as (node, process id)."""
         self._missing = ""
-        """Sentence that names the ranks which never came to the last incarnation that ended. Empty if all had come, or
-        if the end of a rank's connection ended that incarnation."""
+        """Sentence that names the ranks which had not connected when an incarnation ended last. Empty if all had
+        connected, or if the end of a rank's connection ended that incarnation."""
         self._calls: set[anyio.CancelScope] = set()
-        """Running requests of the ranks; cancelled at the end of the incarnation."""
+        """Scopes of the running requests of the ranks. They are cancelled when the incarnation ends."""
         self._changes = 0
-        """Counter of changes of the rank processes. A launcher sends the last value that it knows, and waits for
-        another one (`processes_of_node`)."""
+        """Counter of changes of the rank processes. A launcher sends the value that it has last received, and waits
+        until the counter has another value (`processes_of_node`)."""
         self._lost_at = self._now() if self.incarnations.recovering else None
         """Unix seconds at which the ranks were lost, or at which this hub began with ranks that are behind the run.
-        None before a loss, and once the ranks have published the run's version again."""
+        None if no ranks were lost, or if they have published the run's version again."""
 
     @property
     def done(self) -> bool:
         """True if the run need not wait for trainer ranks any more.
 
-        An interrupted run does not wait for ranks that are only starting: they have nothing new to save.
+        An interrupted run does not wait for ranks that are only starting, because they have nothing new to save.
         """
         progress, incarnations = self._progress, self.incarnations
         if progress.stopping == "interrupted" and (
@@ -250,8 +258,11 @@ class TrainerRanks:
     async def start(self, request: p.IncarnationRequest) -> p.IncarnationReply:
         """Answer a rank with the starting point of its incarnation.
 
-        Waits until rank 0 has reported its store and a starting point is chosen. The first rank that asks chooses the
-        starting point for all ranks. Unblocked by the signal `batches`.
+        Waits until rank 0 has reported its store and a starting point is chosen. The request of the first rank that
+        asks chooses the starting point for all ranks. The signal `batches` wakes the waiting requests.
+
+        Raises:
+            PeerLostError: the run has failed, or the ranks cannot train up to the run's version again.
         """
         rank = self.incarnations.ranks[request.rank]
         rank.process, rank.host, rank.since = request.process, request.host, self._now()
@@ -275,7 +286,11 @@ class TrainerRanks:
         return p.IncarnationReply(self.incarnations.number, checkpoint, self._store or "")
 
     async def _choose_start(self) -> TrainerStart:
-        """Choose the checkpoint from which a new incarnation starts. Raises the error that ends the run if none is."""
+        """Choose the checkpoint from which a new incarnation starts.
+
+        Raises:
+            PeerLostError: no checkpoint can be used. The run has failed with this error.
+        """
         assert self._history is not None, "without a history no incarnation follows the first"
         try:
             start = await self._history.start(self._progress.version)
@@ -285,10 +300,10 @@ class TrainerRanks:
         return start
 
     def end_without_recovery(self, error: FlashError) -> PeerLostError:
-        """Let the run fail, because the ranks cannot train up to the run's version again.
+        """End the run with an error, because the ranks cannot train up to the run's version again.
 
-        Returns the error that ends the run, for the caller to raise. It is a PeerLostError, which makes the launchers
-        start all processes again.
+        `error` is the reason. Returns the error that ends the run, and the caller raises it. It is a PeerLostError,
+        which makes the launchers start all processes again.
         """
         failed = PeerLostError(
             f"the trainer ranks cannot come back to version {self._progress.version} by themselves: {error}"
@@ -297,16 +312,20 @@ class TrainerRanks:
         return failed
 
     async def heartbeat(self, request: p.IncarnationWatch) -> None:
-        """Note the heartbeat of a rank, and wait `waits.BEAT_S` before the reply. The rank then sends the next one."""
-        # The time is taken on the loop's clock, which stands still while user code blocks the loop. The hub reads no
-        # heartbeats in that time, so no rank must count as silent.
+        """Record the heartbeat of a rank, and wait `waits.BEAT_S` before the reply.
+
+        The rank sends its next heartbeat after the reply.
+        """
+        # The time is taken on the loop's clock, which stands still while user code blocks the loop. In that time the
+        # hub reads no heartbeats, and no rank may count as silent because of this.
         self.incarnations.ranks[request.rank].heartbeat = anyio.current_time()
         await anyio.sleep(waits.BEAT_S)
 
     async def processes_of_node(self, request: p.RanksRequest) -> p.RanksReply:
         """Answer a launcher with the rank processes of its node.
 
-        Waits until a rank process of any node has changed, for at most `waits.news_s`. Unblocked by the signal `ranks`.
+        Waits until a rank process of any node has started or ended since the launcher's last request, for at most
+        `waits.news_s`. The signal `ranks` wakes the request.
         """
         with anyio.move_on_after(waits.news_s(self._config)):
             await self._progress.until("ranks", lambda: request.after != self._changes)
@@ -324,13 +343,17 @@ class TrainerRanks:
         self._progress.send("ranks")
 
     def leave(self, rank: int) -> None:
-        """Let a rank leave in order."""
+        """Let a rank leave at the end of the run, and wake the tasks that wait for this."""
         self.incarnations.rank_left(rank)
         self._processes_changed()
         self._progress.send("run")
 
     async def within_incarnation(self, answer: Callable[[], Awaitable[T]]) -> T:
-        """Await the answer to a rank's request. Raises IncarnationOverError if the incarnation ends before that."""
+        """Call `answer`, which answers a request of a rank, and return its result.
+
+        Raises:
+            IncarnationOverError: the incarnation has ended while `answer` was waiting.
+        """
         with anyio.CancelScope() as call:
             self._calls.add(call)
             try:
@@ -342,9 +365,10 @@ class TrainerRanks:
     # -- the end of an incarnation -----------------------------------------------------------------------------------
 
     def disconnected(self, rank: int) -> None:
-        """End the incarnation because the connection of one of its ranks has ended, unless a rank has left before.
+        """End the incarnation because the connection of one of its ranks has ended.
 
-        A rank that has not come to the newest incarnation is ignored.
+        Once a rank has left, this ends nothing, and the lost rank counts as left. A rank that has not connected in the
+        newest incarnation is ignored.
         """
         if rank not in self.incarnations.present:
             return
@@ -355,9 +379,11 @@ class TrainerRanks:
             self._end_incarnation(PeerLostError("; ".join([lost, *hanging])), causes)
 
     def hang(self, waited: str) -> None:
-        """End the newest incarnation because it has exceeded a deadline, which the clause `waited` names.
+        """End the newest incarnation because it has exceeded a deadline.
 
         After the first rank has left, all ranks count as left instead, and the run ends.
+
+        `waited`: clause for the error message that names the deadline.
         """
         missing = self._describe_missing()
         hanging = [*self._describe_silent(), *filter(None, [missing])]
@@ -367,10 +393,11 @@ class TrainerRanks:
             self._end_incarnation(PeerLostError(f"{' and '.join(hanging)}: {waited}"), causes, missing)
 
     async def watch(self) -> None:
-        """End an incarnation if one of its ranks is silent. The deadline of a stage would end it, too, but much later.
+        """Watch the heartbeats, and end the incarnation if one of its ranks is silent. Runs until it is cancelled.
 
-        Sleeps until the next moment at which the last heartbeat of a rank could be too old. Before it ends the
-        incarnation, it waits `waits.SECOND_LOOK_S` for a heartbeat that may be late.
+        The deadline of a stage would also end such an incarnation, but much later. This loop sleeps until the next
+        moment at which the last heartbeat of a rank could be too old. Before it ends the incarnation, it waits
+        `waits.SECOND_LOOK_S` for a heartbeat that may be late.
         """
         limit = max(self._config.deadlines.request, waits.SILENT_S)
         while True:
@@ -384,9 +411,10 @@ class TrainerRanks:
     async def fatal(self, request: p.Fatal, describe_wait: Callable[[], str]) -> None:
         """End the run with the error of a peer, or end the incarnation if a collective failed.
 
-        A failed collective, or an error without a known class, may only follow from the loss of another rank. So the
-        hub first waits `waits.echo_s`, and ignores this error if the incarnation has ended meanwhile. `describe_wait`
-        returns a phrase for what the run waits for.
+        A failed collective, or an error of an unknown class, may be only a consequence of the loss of another rank. So
+        the hub first waits `waits.echo_s`, and ignores this error if the incarnation has ended meanwhile.
+
+        `describe_wait`: returns a phrase for the event that the run waits for.
         """
         error = error_of(request.error, request.message)
         if error is None or isinstance(error, CollectiveError):
@@ -400,7 +428,10 @@ class TrainerRanks:
             self._progress.fail(error or FlashError(request.message))
 
     def _collective_failed(self, error: CollectiveError, awaited: str) -> None:
-        """End the incarnation because a collective failed or exceeded its deadline, although no rank is gone."""
+        """End the incarnation because a collective failed or exceeded its deadline, although no rank was lost.
+
+        `awaited`: phrase for the event that the run waited for.
+        """
         seconds = f"a collective may take {self._config.deadlines.collective:g} s (deadlines.collective)"
         missing = self._describe_missing()
         reasons = [
@@ -412,12 +443,14 @@ class TrainerRanks:
         self._end_incarnation(CollectiveError(": ".join(reasons)), causes, missing)
 
     def _end_incarnation(self, error: FlashError, causes: set[tuple[int, int]], missing: str = "") -> None:
-        """End the newest incarnation, or the run if the ranks cannot start again.
+        """End the newest incarnation, or the run if the ranks cannot start again or the run was interrupted.
+
+        If the run is over already, nothing ends.
 
         Args:
             error: the reason.
-            causes: the processes that caused it, each as (node, process id).
-            missing: the sentence that names the ranks which never joined the incarnation; empty if there are none.
+            causes: the processes that caused the end, each as (node, process id).
+            missing: sentence that names the ranks which never connected in the incarnation; empty if there are none.
         """
         progress, self._causes, self._missing = self._progress, causes, missing
         if progress.error is not None or progress.done:
@@ -443,11 +476,11 @@ class TrainerRanks:
         self._observer.note(f"{error}. The trainer ranks start again, and the engines go on meanwhile")
 
     def _silent(self) -> dict[int, float]:
-        """Return the ranks that are silent, each with the seconds since its last heartbeat."""
+        """Return the ranks without a heartbeat for `waits.SILENT_S`, each with the seconds since its last heartbeat."""
         return self.incarnations.silent(waits.SILENT_S, anyio.current_time())
 
     def _processes_of(self, ranks: Iterable[int]) -> set[tuple[int, int]]:
-        """Return the known processes of ranks as (node, process id): process ids of two nodes may be equal."""
+        """Return the known processes of ranks as (node, process id), because process ids of two nodes may be equal."""
         processes = ((self._config.cluster.node_of(rank), self.incarnations.ranks[rank].process) for rank in ranks)
         return {(node, process) for node, process in processes if process is not None}
 
@@ -457,7 +490,10 @@ class TrainerRanks:
         return [f"{self._describe_rank(rank)} hangs: it has been silent for {age:.0f} s" for rank, age in silent]
 
     def _describe_missing(self) -> str:
-        """Return a sentence that names the ranks which have not come to the newest incarnation; empty if all have."""
+        """Return a sentence that names the ranks which have not connected in the newest incarnation, with their nodes.
+
+        Empty if all ranks have connected or left. The sentence is part of error messages.
+        """
         places: dict[str, list[str]] = {}
         for rank, state in enumerate(self.incarnations.ranks):
             if not state.present and not state.left:
@@ -467,7 +503,7 @@ class TrainerRanks:
         return f"{' and '.join(named)} did not come, and the run needs that machine back" if named else ""
 
     def _describe_rank(self, rank: int) -> str:
-        """Return a phrase with the number of a rank, its process and its node."""
+        """Return a phrase for error messages that names a rank and its node, and its process if it has reported it."""
         where = f"on node {self._config.cluster.node_of(rank)}"
         if (process := self.incarnations.ranks[rank].process) is not None:
             where = f"process {process} {where}"
@@ -476,7 +512,10 @@ class TrainerRanks:
     # -- recovery ----------------------------------------------------------------------------------------------------
 
     def note_recovery(self, published: Published) -> None:
-        """Write a note for people, after a loss, that the ranks have published the run's version again."""
+        """Write a note for people that the ranks have published the run's version again after a loss.
+
+        Does nothing if no ranks were lost. `published`: the version that the ranks have published.
+        """
         if self._lost_at is None:
             return
         seconds, self._lost_at = self._now() - self._lost_at, None
@@ -492,8 +531,15 @@ class TrainerRanks:
         self._observer.note(note)
 
     def _compare_weights(self, before: Published, published: Published) -> str:
-        """Return a phrase for people: whether the weights of a version are those from before the loss, or how they
-        differ."""
+        """Return a phrase for people that says whether the weights of a version are the same as before the loss.
+
+        If they are not, the phrase says by how much the log-probs of the *canary* differ: the fixed text on which
+        engines are checked.
+
+        Args:
+            before: the version as it was published before the loss.
+            published: the same version as it was published after the restart.
+        """
         assert self._history is not None, "without a history no ranks come back"
         if self._history.same_weights(before, published):
             return "the same weights as before"
@@ -506,7 +552,10 @@ class TrainerRanks:
 
 
 def why_no_retraining(config: Config) -> str | None:
-    """Return why restarted ranks cannot train from a checkpoint to the run's version again; None if they can."""
+    """Return the reason why restarted ranks cannot train earlier steps again; None if they can.
+
+    They need the recorded batches, so the reason is a clause about the setting that keeps no batches.
+    """
     if config.checkpoint.batches == "none":
         return 'checkpoint.batches = "none" leaves nothing to train again'
     return None

@@ -4,10 +4,10 @@
 `NodeWork.deliver` stores the results in the buffer, where they complete groups. When the buffer can form a batch, the
 waiting trainer ranks are woken, and `flash.hub.steps.TrainingSteps.batch` continues.
 
-The buffer keeps the law of conservation, issued = trained + filtered + given_up + in_flight. For this module the law
-means: every lease that the buffer has granted is finished, revoked or withdrawn exactly once, also when its node is
-lost. The module owns no anyio task: its methods run in the tasks of the nodes' requests, and `work_off_backlog` and
-`expire_claims` run in tasks of `Hub.run`.
+A lease is the right and the duty of a node to run one task. Invariant of the buffer: issued = trained + filtered +
+given_up + in_flight. For this module it means that every lease that the buffer has granted is finished, revoked or
+withdrawn exactly once, even if its node is lost. The methods run in the tasks of the nodes' requests, except that
+`work_off_backlog` and `expire_claims` run in tasks of `Hub.run`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ RESULTS_AT_ONCE = 256
 class LeaseClaims:
     """Set of the leases that previous hubs granted and that no node has presented to this hub yet. Pure state.
 
-    A node that outlives a hub continues its work, and presents its leases to the next hub. That hub knows from its
-    recovered state which leases are out. The node may keep these leases and drops all others. The tasks of leases that
-    no node claims within some time queue again.
+    A node that outlives a hub continues its work, and presents its leases to the next hub. The next hub knows from its
+    recovered state which leases are out: granted, and neither finished nor withdrawn. The node may keep these leases
+    and drops all others. If no node claims a lease within some time, its task is queued again.
 
-    Law: exactly one of three things happens to each lease of a previous hub, and only once: a node claims it, or it is
-    revoked, or it had ended before.
+    Invariant: each lease of a previous hub is claimed by a node, or is revoked, or had ended before. Exactly one of
+    these happens, and only once.
 
     Args:
         leases: the training leases as the previous hub has left them.
@@ -49,9 +49,9 @@ class LeaseClaims:
     def __init__(self, leases: LeaseTable, survives: Callable[[int], bool]) -> None:
         self._leases = leases
         self._open = {lease_id for lease_id, member in leases.out.items() if survives(member.node)}
-        """Leases that no node has claimed yet."""
+        """Numbers of the leases that no node has claimed yet."""
         self.void = [lease_id for lease_id in leases.out if lease_id not in self._open]
-        """Leases whose nodes ended with the previous hub."""
+        """Numbers of the leases whose nodes ended together with the previous hub. The owner revokes these leases."""
 
     def __bool__(self) -> bool:
         """Return True if any lease can still be claimed."""
@@ -69,7 +69,7 @@ class LeaseClaims:
         return kept
 
     def expire(self) -> list[int]:
-        """End the time for claims. Returns the leases that no node has claimed and that are still out."""
+        """End the time for claims. Returns the numbers of the unclaimed leases that are still out."""
         left = [lease_id for lease_id in sorted(self._open) if lease_id in self._leases.out]
         self._open.clear()
         return left
@@ -143,9 +143,10 @@ class NodeWork:
         self.deal()
 
     def deal(self) -> None:
-        """Lease a slice of the available tasks to the waiting nodes, by their shares.
+        """Lease a slice of the available tasks to the waiting nodes, by their shares (`flash.hub.dealing`).
 
-        Called whenever tasks may have become available, or a node may have room again.
+        This is called whenever tasks may have become available, or a node may have room again. If tasks are left for
+        another slice, `work_off_backlog` calls this again.
         """
         if self._progress.error is None:
             for node in self._dealer.deal(self._now()):
@@ -197,10 +198,10 @@ class NodeWork:
     # -- results come in ---------------------------------------------------------------------------------------------
 
     async def deliver(self, request: p.DeliverRequest) -> p.Ack:
-        """Book results, in slices. Then deal leases that they make possible, and wake the ranks if they can go on.
+        """Store the results of leases, in slices. Then lease the tasks that they make possible, and wake the ranks.
 
-        Returns when the journal has the results: only then may the node forget them, since the next hub recovers
-        results only from the journal.
+        Returns when the journal has the results. Only then may the node forget them, because the next hub recovers
+        results only from the journal. The ranks are woken if they can continue (`ranks_can_proceed`).
         """
         for number, ended in enumerate(request.ended, start=1):
             self.holders.ended(ended.lease_id)
@@ -222,7 +223,7 @@ class NodeWork:
         return p.Ack()
 
     def _book(self, node: int, lease_id: int, result: Trajectory | Failure) -> None:
-        """Store one result, in the evaluation or in the sample buffer. An error of the buffer ends the run."""
+        """Store one result in the evaluation or in the sample buffer. An error of the buffer ends the run."""
         if isinstance(result, Failure) and result.outcome in FAILURES:
             self._observer.failure(result.outcome, f"node {node}: {result.message}")
         if result.task.split == "eval":
@@ -298,9 +299,9 @@ class NodeWork:
         return p.ClaimReply([lease.lease_id for lease in kept])
 
     async def expire_claims(self) -> None:
-        """Queue the tasks of those leases again that previous hubs granted and that no node has claimed in time.
+        """Queue the tasks of leases again that previous hubs granted and that no node has claimed in time.
 
-        Waits once, for `flash.config.waits.claim_s`; returns at once if there is nothing to claim.
+        Waits once, for `flash.config.waits.claim_s`. Returns at once if there is no lease to claim.
         """
         if not self.claims:
             return
@@ -320,11 +321,14 @@ class NodeWork:
         self.deal()
 
     def node_left(self, node: int) -> None:
-        """Forget that a node was leaving: another node may get its number."""
+        """Remove a node from the leaving ones, because another node may get its number."""
         self._leaving.discard(node)
 
     def take_back(self, node: int, lease: Lease, message: str) -> None:
-        """End a lease that a node has held for too long. The node must cancel it; the task counts as failed there."""
+        """End a lease that a node has held for too long. The node must cancel it, and the task counts as failed on it.
+
+        `message`: the reason, for the failure.
+        """
         self.holders.withdraw([lease.lease_id])
         self._progress.send(("cancels", node), "batches", "backlog")
         self.holders.ended(lease.lease_id)
@@ -332,7 +336,7 @@ class NodeWork:
         self.deal()
 
     def node_lost(self, node: int) -> None:
-        """Queue the tasks of all leases of a node again. The node is gone or silent."""
+        """Queue the tasks of all leases of a node again, because the node is lost or silent."""
         self._fleet.lost(node)
         training: list[int] = []
         for lease in self._dealer.lost(node):

@@ -1,8 +1,13 @@
-"""Engine: the protocol between the proxy and an inference engine, and the requests and responses that pass it.
+"""Engine: the interface between the proxy of a node and an inference engine, with its requests and responses.
 
-The proxy calls `generate` for many requests at once. The supervisor calls `start` and `close`, and has the proxy call
-`load` for each policy version. `load` swaps weights under running sequences: the engine pauses between two steps, loads
-and goes on, and later tokens carry the new version.
+The proxy (`flash.rollout.proxy.LLMProxy`) calls `generate` for many requests at once. The supervisor calls `start` and
+`close`, and lets the proxy call `load` for each policy version. `load` is also called a *swap*: it replaces the weights
+while sequences run. The engine pauses between two steps, loads the weights and continues, and later tokens carry the
+new version. An engine that holds several adapters loads a new one without a pause. There each sequence ends with the
+version that it has begun with.
+
+After each load the engine must give nearly the same log-probs as the trainer to the *canary*: a fixed short text that
+is published with each version (`Published.canary`).
 """
 
 from __future__ import annotations
@@ -19,18 +24,18 @@ from flash.types import Completion, Published, VersionRun
 
 
 def ignore_tokens(tokens: Sequence[int]) -> None:
-    """Do nothing: the caller does not need the tokens before the response is complete."""
+    """Do nothing. Default of `on_tokens`, for a caller that needs no tokens before the response is complete."""
 
 
 def ignore_count(tokens: int) -> None:
-    """Do nothing: the caller does not count lost tokens."""
+    """Do nothing. Default of functions that count tokens, such as `on_lost`, for a caller that does not count them."""
 
 
 class ResponseRequest(msgspec.Struct, frozen=True):
-    """A request for one response of the policy. It goes from the episode through the proxy to an engine.
+    """A request for one response of the policy. The episode gives it to the proxy, which gives it to an engine.
 
-    If the request moves to another engine, the proxy sends that engine a copy in which `prompt`, `max_new_tokens` and
-    `generated` account for the tokens that were sampled before.
+    If the request moves to another engine, the proxy sends that engine a copy. In the copy, the tokens that earlier
+    engines have sampled are added to `prompt` and `generated`, and are subtracted from `max_new_tokens`.
     """
 
     prompt: list[int]
@@ -38,15 +43,15 @@ class ResponseRequest(msgspec.Struct, frozen=True):
     max_new_tokens: int
     """Most tokens to sample, without the `generated` tokens."""
     key: int
-    """Number that names the response; the same in every attempt at its task. A simulated engine derives the length of
-    the response from it. Other engines ignore it."""
+    """Number that identifies the response. It is equal in every attempt at the task. A simulated engine derives the
+    length of the response from it. Other engines ignore it."""
     sampling: Sampling = PLAIN
     """Distribution that each token is drawn from."""
     stop: tuple[str, ...] = ()
     """Texts that end the response, beside `sampling.stop`. The response ends with the tokens of the text."""
     seed: int | None = None
-    """Seed of the random draws: the tokens then depend on it and on the weights alone. None: the engine uses its own
-    random state, so the tokens also depend on the other requests that it serves."""
+    """Seed of the random draws: the tokens then depend only on the seed, the prompt and the weights. None: the engine
+    uses its own random state, so the tokens also depend on the other requests that it serves."""
     group_id: int = 0
     """Group of the sample. The router prefers the engine that has served the group before."""
     task_id: int = 0
@@ -55,19 +60,20 @@ class ResponseRequest(msgspec.Struct, frozen=True):
     min_version: int = 0
     """Oldest policy version that may sample any of the tokens."""
     timeout_s: float = math.inf
-    """Seconds until the proxy aborts the request. The time in the wait queue counts; an outage, in which no engine
-    serves, does not."""
+    """Seconds until the proxy aborts the request. The time in the wait queue counts. An outage, in which no engine
+    serves, does not count."""
     on_tokens: Callable[[Sequence[int]], None] = ignore_tokens
-    """Called by the proxy with the new tokens of each `Progress`. The last tokens come with the `Completion` only."""
+    """Function that the proxy calls with the new tokens of each `Progress`. The last tokens of the response are in the
+    `Completion` only."""
     on_lost: Callable[[int], None] = ignore_count
-    """Called by the engine when the request is aborted, with the number of sampled tokens that were in no piece yet.
-    The episode gives this function."""
+    """Function that the engine calls when the request is aborted. The argument is the number of sampled tokens that
+    were in no `Progress` yet. The episode sets this function to count them as lost."""
     generated: int = 0
     """Number of tokens at the end of `prompt` that belong to this response: earlier engines have sampled them."""
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """A piece of a response that is still being generated."""
+    """A piece of a response that is still being generated: the tokens since the last piece."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -75,81 +81,108 @@ class Progress(msgspec.Struct, frozen=True):
     versions: list[VersionRun]
     """Policy version of each token, run-length encoded."""
     kept: Kept | None = None
-    """Tokens that could have been drawn at each position; None unless the request's sampling leaves some out."""
+    """Tokens that could have been drawn at each position. None if the request's sampling leaves no token out."""
 
 
 class Pressure(msgspec.Struct, frozen=True):
-    """Load of an engine, as of its last step."""
+    """Load of an engine at the end of its last step. The proxy limits the requests of an engine by it.
+
+    A *draft token* is a guess of speculative decoding, which the model accepts or rejects.
+    """
 
     running: int
-    """Sequences that it decodes."""
+    """Number of sequences that the engine decodes."""
     waiting: int
-    """Requests that it has accepted and not begun."""
+    """Number of requests that the engine has accepted and not begun."""
     kv_used: float
     """Share of the KV cache that is in use, from 0 to 1."""
     preemptions: int
-    """Sequences that it has preempted for lack of KV cache, since its start."""
+    """Number of sequences that the engine has preempted for lack of KV cache, since its start."""
     kv_tokens: int = 0
-    """Tokens that the KV cache can hold; 0: the engine does not report it, or the cache never fills."""
+    """Number of tokens that the KV cache can hold. 0 if the engine does not report it, or if the cache never fills."""
     prefix_hit_share: float | None = None
-    """Share of the recent prompt tokens that the prefix cache held; None: the engine does not report it."""
+    """Share of the recent prompt tokens that the prefix cache held. None if the engine does not report it."""
     accepted_share: float | None = None
-    """Share of the recent draft tokens that were accepted; None: there were none."""
+    """Share of the recent draft tokens that were accepted. None if there were no draft tokens."""
     drafted: int = 0
-    """Draft tokens since the start."""
+    """Number of draft tokens since the start of the engine."""
     accepted: int = 0
-    """Draft tokens that were accepted, since the start."""
+    """Number of draft tokens that were accepted, since the start of the engine."""
 
 
 class Engine(Protocol):
-    """An inference engine that serves many requests at once.
+    """Interface of an inference engine that serves many requests at once.
 
-    All methods may raise `EngineError`, and `EngineDeadError` if the engine is gone for good. `fake_engine.FakeEngine`
-    is one for tests.
+    `start`, `generate` and `load` may raise `EngineError`. They raise `EngineDeadError` if the engine has ended and
+    cannot be used again. `flash.rollout.vllm.engine` implements this interface with vLLM, and `FakeEngine` of
+    `flash.rollout.fake_engine` implements it for tests.
     """
 
     @property
     def version(self) -> int:
-        """Policy version that is loaded and verified; −1 before the first `load`."""
+        """Policy version that is loaded and verified; -1 before the first `load`."""
         ...
 
     async def start(self) -> None:
-        """Load the model and be ready to generate. Bounded by deadlines.engine_start."""
+        """Load the model, and return when the engine is ready to generate.
+
+        Raises:
+            ConfigError: the model cannot be served on this machine.
+            DeadlineError: the engine was not ready within `deadlines.engine_start`.
+            EngineError: the engine did not start.
+        """
         ...
 
     @property
     def pressure(self) -> Pressure:
-        """Load of the engine, as of its last step."""
+        """Load of the engine at the end of its last step."""
         ...
 
     def generate(self, request: ResponseRequest) -> AsyncGenerator[Progress | Completion, None]:
-        """Stream one response: any number of `Progress`, then one `Completion` with all of it.
+        """Stream one response: any number of `Progress`, then one `Completion` with all new tokens.
 
-        The `Completion` holds the new tokens only, not the `request.generated` ones. Closing or cancelling the iterator
-        aborts the request in the engine.
+        The `Completion` does not hold the `request.generated` tokens, which earlier engines have sampled. Closing or
+        cancelling the iterator aborts the request in the engine.
         """
         ...
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
-        """Swap to a published version while sequences run. Returns the mean log-prob difference on the canary, in nats.
+        """Replace the weights by those of a published version, while sequences run.
+
+        The sequences are paused and continue with the new weights. An engine that holds several adapters does not
+        pause: there the sequences end with the version that they have begun with. `LLMProxy.load` calls this.
 
         Args:
             published: the version.
-            keep_cache: keep the KV cache of the running sequences; else it is computed again under the new weights.
+            keep_cache: if True, running sequences keep their KV cache, which was computed with the old weights. If
+                False, it is computed again with the new weights.
+
+        Returns:
+            The mean absolute difference between the engine's and the trainer's log-probs of the canary, in nats.
 
         Raises:
-            WeightsError: a named tensor fails its checksum, or the canary differs by more than the tolerance.
-            EngineError, DeadlineError: the swap failed for another reason, or took too long. The engine serves nothing
-                before it has loaded a version.
+            WeightsError: a tensor, or the loaded weights as a whole, do not have the checksum that was published with
+                the version; or the log-probs of the canary differ by more than its tolerance.
+            EngineError: the load failed for another reason.
+            DeadlineError: the load took too long.
+
+        After an error the weights are undefined. The engine must then be closed, or load a version successfully, before
+        it answers requests again.
         """
         ...
 
     def reassign(self, number: int) -> None:
-        """Give the engine the number that it has at the next hub. Its requests go on."""
+        """Set the number that the engine has at the next hub. The proxy calls this when its node moves to that hub.
+
+        Running requests continue.
+        """
         ...
 
     async def wait_dead(self) -> EngineDeadError:
-        """Wait until the engine dies by itself or hangs, and return the error that says how it died."""
+        """Wait until the engine dies by itself or hangs, and return the error that says how it died.
+
+        `LLMProxy.dead` waits for this, so that the supervisor starts the engine again.
+        """
         ...
 
     async def close(self) -> None:

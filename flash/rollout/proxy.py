@@ -344,7 +344,14 @@ class LLMProxy:
             self.fail(engine.index, EngineDeadError(f"engine {engine.number} failed {times}; the last: {error}"))
 
     def _describe(self, min_version: int) -> str:
-        """Return the hint in the error for a late response: settings to check, and the state of all engines."""
+        """Return the advice in the DeadlineError of a response that was too late.
+
+        The advice names the settings that the user may change, the state of each living engine, and the number of
+        requests in the router's wait queue. `self.waiting` may be larger than this number, because it also counts
+        requests that have just left the queue. `generate` calls this.
+
+        `min_version`: oldest version that may serve the request.
+        """
         states = [
             f"engine {engine.number} has version {engine.backend.version} and {engine.held} of {engine.limit} requests"
             for engine in self.records

@@ -1,8 +1,8 @@
 """SampleBuffer: leases training tasks, takes their results, and forms the batch of each step. Pure state.
 
-The hub calls `lease` when a node has room, `deliver` with each result, and `next_batch` when a trainer asks for a step;
-`commit` books the trained groups. Each call decides, records an event in the journal, and then applies it to the
-`SampleStore`, whose docstring describes the states of tasks and the law of conservation.
+The hub calls `lease` when a node has room, `deliver` with each result, `next_batch` when a trainer rank asks for a
+step, and `commit` when the step is trained. Each call decides, records an event in the journal, and then applies it to
+the `SampleStore`. `flash.samples.store` describes the states of tasks.
 
 - *Admission* follows the age contract (`flash.samples.admission`).
 - *Redundancy*: the first members of a group to finish win, and the others are withdrawn at once. In each step up to
@@ -52,16 +52,16 @@ MEMBERS_AT_ONCE = 512
 
 
 class SampleBuffer:
-    """Decides which node gets which task, and which groups a step trains. The module's docstring has the rules.
+    """Decides which node gets which task, and which groups a step trains.
 
     Args:
         contract: the run's age contract.
-        source: gives the next problem. Its cursor is that of `state`.
+        source: gives the next problem. Its cursor is the cursor of `state`.
         rules: settings of the buffer.
-        step: the version that the trainers hold.
+        step: the version that the trainer ranks hold.
         state: the state that a previous hub has left; None in a new run.
-        lease_ids: numbers of new leases, which training and evaluation share.
-        members_at_once: samples whose groups are worked on in one slice; at least one group.
+        lease_ids: numbers of new leases, which training and evaluation share. None: the numbers from 0.
+        members_at_once: number of samples whose groups are processed in one slice. A slice has at least one group.
         journal: records every event before it is applied.
     """
 
@@ -87,10 +87,11 @@ class SampleBuffer:
         self.samples.apply(event)
 
     def tidy(self) -> bool:
-        """Do one slice of the backlog. Returns True if more is left.
+        """Do one slice of the backlog. Returns True if work is left.
 
         Raises:
-            BreakerError: too many groups in a row were filtered out.
+            BreakerError: too many groups were filtered out in a row.
+            ContractError: the ledger does not account for each task and token.
         """
         if self.samples.backlog:
             self._record_and_apply(Tidied())
@@ -151,7 +152,7 @@ class SampleBuffer:
         """Store the result of a lease from a node. If the lease is no longer out, only the tokens are counted.
 
         Raises:
-            BreakerError: too many tasks in a row were given up, or too many groups filtered out.
+            BreakerError: too many tasks were given up in a row, or too many groups were filtered out in a row.
         """
         if lease_id in self.samples.leases.out:
             self._record_and_apply(Delivered(lease_id, node, result))

@@ -1,12 +1,13 @@
 """Leases: the queue of tasks that wait for a node, and the nodes that hold the leased tasks. Pure state.
 
-`flash.samples.store.SampleStore` owns the `LeaseTable` of the training tasks, and `flash.samples.evaluation` owns the
-one of the evaluation tasks. `flash.samples.buffer.SampleBuffer.lease` takes tasks from the queue. Each unfinished task
-is either in the table's queue or out on exactly one lease. A lease that was withdrawn is no longer out; the reason is
-kept until its node reports the number of tokens that it had generated. `Holders`, which `flash.hub.dealing.LeaseDealer`
-owns, knows which node has which lease, for both tables.
+A lease is the right and the duty of a node to run one task. `flash.samples.store.SampleStore` owns the `LeaseTable` of
+the training tasks, and `flash.samples.evaluation` owns the table of the evaluation tasks. The buffer's
+`SampleBuffer.lease` takes tasks from the queue. Invariant: each unfinished task is either in the table's queue or *out*
+on exactly one lease. A withdrawn lease is not out any more. The reason of the withdrawal is kept until its node reports
+the number of tokens that it had generated. `Holders`, which `flash.hub.dealing.LeaseDealer` owns, records which node
+has which lease, for both tables.
 
-The queue keeps one line for each set of nodes on which tasks have failed. To find a task that a node may run, only the
+The queue has one line for each set of nodes on which tasks have failed. To find a task that a node may run, only the
 first task of each line is checked. There are few lines, but there may be a hundred thousand tasks.
 """
 
@@ -40,7 +41,7 @@ class LeaseTable:
 
     Args:
         ids: numbers of new leases. No other table may use the same numbers.
-        retries: attempts beyond the first at a task that fails because of the infrastructure.
+        retries: number of further attempts at a task that has failed because of the infrastructure.
         place: returns the place of a task in the queue.
     """
 
@@ -52,9 +53,9 @@ class LeaseTable:
         self.out: dict[int, Member] = {}
         """Tasks that nodes are working on, by the number of the lease."""
         self.reasons: dict[int, Outcome] = {}
-        """Reasons why leases were withdrawn, by lease, until their nodes report."""
+        """Reason of each withdrawn lease that its node has not reported yet, by the number of the lease."""
         self.withdrawn: list[int] = []
-        """Leases to cancel on their nodes. The owner empties the list."""
+        """Numbers of the leases to cancel on their nodes. The owner passes them on and empties the list."""
 
     def put(self, member: Member) -> None:
         """Queue a task, at its place."""
@@ -62,7 +63,10 @@ class LeaseTable:
         self.queue.put(member)
 
     def grant(self, member: Member, floor: int, number: int) -> Lease:
-        """Lease a queued task as lease `number`. No token of the sample may be older than version `floor`."""
+        """Lease a queued task as lease `number`: it leaves the queue and is out. Returns the lease.
+
+        `floor`: oldest version that a token of the sample may have.
+        """
         self.queue.take(member)
         self.out[number] = member
         member.state, member.lease_id, member.floor = "leased", number, floor
@@ -83,9 +87,9 @@ class LeaseTable:
         return True
 
     def revoke(self, lease_id: int) -> Member | None:
-        """Queue the task of a lease again, since the lease's node is gone.
+        """Queue the task of a lease again, because the lease's node is lost or has not claimed it.
 
-        Returns the task; None if the lease had been withdrawn.
+        Returns the task. None if the lease had been withdrawn: then its reason is forgotten.
         """
         if (member := self.out.pop(lease_id, None)) is None:
             self.take_reason(lease_id)
@@ -102,7 +106,10 @@ class LeaseTable:
             self.withdrawn.append(member.lease_id)
 
     def take_reason(self, lease_id: int) -> Outcome:
-        """Return the reason why a lease that is not out was withdrawn, and forget it: a node reports once per lease."""
+        """Return the reason why a lease was withdrawn, and forget the reason, because a node reports once per lease.
+
+        The reason of an unknown lease is CANCELLED.
+        """
         return self.reasons.pop(lease_id, Outcome.CANCELLED)
 
 
@@ -111,10 +118,11 @@ class Holders:
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[int, Lease, float]] = {}
-        """Node, lease and time of lending by the number of the lease, in the order of lending."""
+        """Node, lease and time at which it was granted, by the number of the lease, in the order of the times."""
         self._of_node: dict[int, dict[int, Lease]] = {}
+        """Leases of each node, by the number of the lease."""
         self._cancels: dict[int, list[int]] = {}
-        """Leases to cancel, by node."""
+        """Numbers of the leases to cancel, by node."""
 
     def lend(self, node: int, leases: Iterable[Lease], now: float) -> None:
         """Record that a node was given leases."""

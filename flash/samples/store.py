@@ -1,23 +1,23 @@
-"""SampleStore: the state of every training task between its issue and the commit of its step. Pure state.
+"""SampleStore: the state of every training task between its issue and the commit of its step.
 
-The store changes only by events (`flash.samples.journal`): the same events lead to the same state, in a running hub
-(`flash.samples.buffer` decides, then calls `apply`) and in a replay (`flash.samples.replay`).
+The store has no tasks, clocks or files. It changes only by events (`flash.samples.journal`), and equal events lead to
+equal states: in a running hub (`flash.samples.buffer` decides on an event and applies it) and in a replay.
 
-A task is issued in a group (`issue`), leased (`lend`), and its result is delivered (`_deliver`). Then `_settle` decides
-about the group: it waits, is ready, is filtered out, or is gone. A step takes groups (`_take`) and counts them as
-trained (`_commit`). After a step was formed, `_age_group` looks at each remaining group: members that have become too
-old for the next step leave, start again, or are trained before the other members of their group.
+A task is issued in a group (`issue`), is leased to a node (`lend`), and its result is delivered (`_deliver`). Then
+`_settle` decides whether the group waits, is ready, is filtered out, or leaves. A step takes groups (`_take`) and
+counts them as trained (`_commit`). After a step was formed, `_age_group` looks at each remaining group: members too old
+for the next step leave, start again, or are trained before the rest. The *floor* of a member is the oldest version that
+a token of it may have. A task is *given up* if it ends without being trained or filtered.
 
-Members of a group (`flash.samples.groups`): *lost* members were given up, *beaten* members are redundant and too late,
-and *alive* members are queued, leased or done. A group is *closed* if its problem is not one of the present run, so
-that no further member of it is started.
+A group occupies a *place*, which it frees if it leaves untrained (`flash.samples.admission`). *Lost* members were given
+up, *beaten* members are redundant and too late, and *alive* members are queued, leased or done. A *closed* group is of
+a problem that the present run does not have, so none of its members is started.
 
 Conservation: every issued task is queued, leased, done, in a batch, or counted in the ledger as trained, filtered or
-given up; its tokens are counted as trained or discarded. `in_flight` counts tasks independently of the ledger.
+given up. Its tokens are counted as trained or discarded. `in_flight` counts tasks independently of the ledger.
 
-The time of an event does not grow with the number of samples in flight. Work on many groups goes into the `backlog`,
-which is done in slices, one event for each slice. After each slice the state is consistent. No batch is formed while
-the backlog holds a slice.
+The time of an event does not grow with the number of samples: work on many groups goes into the `backlog` and is done
+in slices, each by one event. Each slice leaves a consistent state. No batch is formed while the backlog has work.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ from flash.samples.tasks import Cursor, TaskSource
 from flash.types import Failure, Lease, Outcome
 
 FILTER_BREAKER = 20
-"""Batches' worth of groups that stop the run if all of them are filtered out and no group is kept between."""
+"""Number of batches: the run stops if as many groups as these batches have are filtered out in a row."""
 
 
 class Backlog:
-    """Work on many numbered items, in order, that is done in slices.
+    """Work on many numbered items, in order, that is done in slices, so that no slice blocks the event loop for long.
 
     Args:
-        slice_size: items in one slice.
+        slice_size: number of items in one slice.
     """
 
     def __init__(self, slice_size: int) -> None:
@@ -71,12 +71,12 @@ class Backlog:
 
     def add(self, do: Callable[[int], None], numbers: Iterable[int]) -> None:
         """Add work: call `do` with each number, after the work added before. Then do one slice of all work."""
-        # A copy, since the work itself may change the collection that the numbers come from.
+        # The numbers are copied, because the work itself may change the collection that they come from.
         self._left.append((do, iter(list(numbers))))
         self.work()
 
     def work(self) -> bool:
-        """Do one slice. Returns True if more is left."""
+        """Do one slice. Returns True if work is left."""
         room = self._slice_size
         while self._left and room > 0:
             do, numbers = self._left[0]
@@ -94,11 +94,11 @@ class Backlog:
 
 
 class BufferState(msgspec.Struct):
-    """The state of a buffer that a checkpoint keeps: all that later events need."""
+    """State of a buffer in a checkpoint: everything that later events need."""
 
     # The encoded names of fields are part of the format of checkpoints.
     settings: BufferSettings = msgspec.field(name="made")
-    """Settings of the buffer that left the state."""
+    """Settings of the buffer whose state this is."""
     cursor: Cursor
     """Position of the task source."""
     places: Places
@@ -109,18 +109,20 @@ class BufferState(msgspec.Struct):
     formed: list[FormedGroup] = msgspec.field(default_factory=list[FormedGroup], name="again")
     """Groups in batches that were formed and are not trained yet."""
     withdrawn: dict[int, Outcome] = {}
-    """Reasons why leases were withdrawn, by lease, of which the nodes have not reported yet."""
+    """Reason of each withdrawn lease that its node has not reported yet, by the number of the lease."""
     streaks: Streaks = msgspec.field(default_factory=Streaks)
-    """Counts of the breaker."""
+    """Counts of the breaker, which stops a run that only produces failed tasks or filtered groups."""
     domain_totals: DomainTotals | None = msgspec.field(default=None, name="shared")
-    """Counts of the domains."""
+    """Numbers of groups by domain, from which the shares of the domains follow. None if none were counted yet."""
 
     def unform_batches(self, step: int) -> set[int]:
-        """Put the groups of formed batches back among the other groups, when a run resumes with a smaller largest age.
+        """Put the groups of formed batches back among the other groups.
 
-        Under the stricter age contract, the steps of these batches could train fewer of their tokens. Returns the
-        numbers of groups with a token of a version > `step`. The run makes these versions again, so groups with tokens
-        of the former versions must not be trained.
+        Called when a run resumes with a smaller largest age of tokens. Then the steps of these batches could train
+        fewer of the tokens, so the batches have to be formed again.
+
+        Returns the numbers of the groups with a token of a version > `step`. The run makes these versions again, so
+        groups with tokens of the earlier versions of the same number must not be trained.
         """
         groups = {group.group_id: group for group in self.groups}
         for formed in sorted(self.formed, key=lambda formed: formed.step, reverse=True):
@@ -135,16 +137,17 @@ class BufferState(msgspec.Struct):
 
 
 class SampleStore:
-    """State of all tasks, groups and leases of a run, and of its ledger. The module's docstring has the laws.
+    """State of all training tasks, groups and leases of a run, and of its ledger.
 
     Args:
         settings: settings by which the buffer decides.
-        source: gives the tasks of groups. Its cursor is that of `state`.
-        step: the version that the trainers hold.
-        state: an earlier state. None in a new run.
-        same_incarnation: True if the hub that left the state continues, as in a replay. A new hub starts new streaks,
-            ends the quarantine of kinds, and expects no reports of withdrawn leases. Leases that are out stay out.
-        lease_ids: numbers of new leases, which training and evaluation share.
+        source: gives the tasks of groups. Its cursor is the cursor of `state`.
+        step: the version that the trainer ranks hold.
+        state: the state to continue from. None in a new run.
+        same_incarnation: True if the same hub process continues, as in a replay. False if a new hub process starts from
+            the state: it counts streaks of failures from zero, ends the quarantine of kinds, and expects no reports of
+            withdrawn leases. Leases that nodes hold stay leased in both cases.
+        lease_ids: numbers of new leases, which training and evaluation share. None: the numbers from 0.
     """
 
     def __init__(
@@ -169,7 +172,7 @@ class SampleStore:
         self.batches = FormedBatches(state.formed)
         self.backlog = Backlog(settings.slice_size)
         streaks = state.streaks if same_incarnation else None
-        # A new incarnation tries all kinds again: the user may have repaired what failed before resuming the run.
+        # A new hub process tries all kinds again: the user may have repaired an environment before resuming the run.
         tried_again = [] if same_incarnation else source.end_quarantine()
         self._breaker = Breaker(rules.breaker, rules.quarantine, FILTER_BREAKER * contract.groups_per_batch, streaks)
         self.leases = LeaseTable(lease_ids or count(), rules.retries, as_issued)
@@ -186,21 +189,21 @@ class SampleStore:
             (group.kind for group in state.groups if not group.earlier),
         )
         self._withdrawable = 0
-        """Number of groups that may still be withdrawn, before the next step is formed, because a leased member may
-        have tokens that are too old for the step (`_outgrown`)."""
+        """Number of groups that may still be withdrawn before the next step is formed. A group is withdrawn if a leased
+        member may have tokens that are too old for the step (`_outgrown`)."""
         self.notes: list[str] = []
-        """Messages for the user. The owner empties the list."""
+        """Messages for the user. The owner of the store reads and empties the list."""
         if tried_again:
             kinds = ", ".join(map(repr, tried_again))
             self.notes.append(f"environments of these kinds were in quarantine and are tried again: {kinds}")
         self._noted_failures: set[Outcome] = set()
-        """Kinds of failures of which an example was noted."""
+        """Outcomes of failures for which `notes` has got an example, so that each is noted once."""
         self._restore(state, from_future, same_incarnation)
 
     def _restore(self, state: BufferState, from_future: set[int], same_incarnation: bool) -> None:
         """Put the groups of an earlier state into the pool, and decide about each under the present settings.
 
-        `from_future`: groups with tokens of versions that the run makes again, see `BufferState.unform_batches`.
+        `from_future`: numbers of the groups with tokens of versions that the run makes again. They are withdrawn.
         """
         if same_incarnation:
             self.leases.reasons.update(state.withdrawn)
@@ -225,7 +228,7 @@ class SampleStore:
                 self.pool.put_ready(group)
             else:
                 self._filter_out(group)
-        if not same_incarnation:  # under another contract more groups may be too old
+        if not same_incarnation:  # the age contract may have changed, and more groups may be too old
             self._age_groups()
         if other_problems:
             self.notes.append(
@@ -235,9 +238,10 @@ class SampleStore:
             )
 
     def _end_unfinished(self, group: Group) -> None:
-        """Drop the queued and leased members of a group, because the run's problems have changed.
+        """Give up the queued and leased members of a group, because the run's problems have changed.
 
-        Finished members are trained without them if the filter keeps the group; a group without members leaves.
+        Finished members are trained without the others if the filter keeps the group. A group without finished members
+        leaves.
         """
         self._drop_pending(group, "lost", Outcome.CANCELLED)
         if group.alive == 0:
@@ -265,11 +269,12 @@ class SampleStore:
     # -- events ------------------------------------------------------------------------------------------------------
 
     def apply(self, event: Event) -> None:
-        """Make the change of an event, which `flash.samples.buffer` has decided on in this very state.
+        """Make the change of an event, which `flash.samples.buffer` has decided on in the present state.
 
         Raises:
-            BreakerError: too many tasks in a row were given up, or too many groups filtered out. The change is made.
-            ContractError: a task or a token is unaccounted for.
+            BreakerError: too many tasks were given up in a row, or too many groups were filtered out in a row. The
+                change of the event is made before the error is raised.
+            ContractError: the event does not fit the state, or the ledger does not account for each task and token.
         """
         match event:
             case Delivered():
@@ -295,7 +300,7 @@ class SampleStore:
                 raise ContractError(f"the event {type(event).__name__} cannot be applied to a buffer")
 
     def issue(self, event: Issued) -> Group:
-        """Issue a group: its tasks are queued. Returns the group."""
+        """Issue a group for a problem: create its tasks and queue them. Returns the group."""
         tasks = self.admission.issue(event.problem)
         wanted = len(tasks) - self.rules.extra_per_group
         group = Group(tasks[0].group_id, wanted, [Member(task) for task in tasks])
@@ -307,16 +312,31 @@ class SampleStore:
         return group
 
     def lend(self, event: Lent) -> list[Lease]:
-        """Lease queued members of a group to a node. Returns the leases."""
+        """Lease the members that the event names to the event's node. Returns the leases, in the order of the event.
+
+        The members must be queued. They leave the queue, and count as leased until their results are delivered or their
+        leases are withdrawn. The buffer calls this directly, without `apply`, because it needs the leases.
+
+        Each lease has a number, the index of its member in the group, and the member's floor: the oldest version that a
+        token of its sample may have.
+        """
         group = self.pool[event.group_id]
         leases = [self.leases.grant(group.members[index], floor, number) for number, index, floor in event.leases]
+        # After a restart of the hub, a node may claim the training leases that it held, so the state keeps their node.
+        # `grant` does not set the node, because leases of evaluation tasks are never claimed.
         for _, index, _ in event.leases:
             group.members[index].node = event.node
+        # The pool keeps counts of each group's members by state, which have to follow each change.
         self.pool.recount(group)
         return leases
 
     def _deliver(self, event: Delivered) -> None:
-        """Store the result of a lease and decide about its group. Raises the errors of `apply`."""
+        """Store the result of a lease and decide about its group.
+
+        Raises:
+            BreakerError: too many tasks were given up in a row, or too many groups were filtered out in a row.
+            ContractError: no node holds the lease.
+        """
         member, result = self.leases.out.pop(event.lease_id, None), event.result
         if member is None:
             raise ContractError(f"a result was delivered for lease {event.lease_id}, which no node holds")
@@ -331,6 +351,7 @@ class SampleStore:
             self._breaker.finished(member.task)
         self._settle(group)
         if self.rules.waves and not self.leases.out:
+            # All leases have ended, so the next wave of groups may be leased.
             self.admission.openings += 1
         # The breaker is called last, because it may raise. The group's state is consistent by then, so that a run can
         # be resumed from this state.
@@ -352,16 +373,16 @@ class SampleStore:
         return True
 
     def _revoke(self, lease_id: int) -> None:
-        """Queue the task of a lease again, if it is still out."""
+        """Queue the task of a lease again, unless the lease was withdrawn before. Work of the backlog."""
         if (member := self.leases.revoke(lease_id)) is not None:
             self.ledger.retry(Outcome.CANCELLED)
             self.pool.recount(self.pool[member.task.group_id])
             self.admission.openings += 1
 
     def _quarantine(self, kind: str, failure: Failure) -> None:
-        """Issue no more problems of a kind that keeps failing, and give up its queued and leased tasks.
+        """Issue no more problems of a kind whose tasks keep failing. Give up the queued and leased tasks of this kind.
 
-        Finished members of its groups stay and may be trained.
+        Finished members of its groups stay and may be trained. `failure`: the last failure, for the note to the user.
         """
         self.source.quarantine(kind)
         of_kind = (group_id for group_id in self.pool if self.pool[group_id].kind == kind)
@@ -378,7 +399,10 @@ class SampleStore:
             self._settle(group)
 
     def _settle(self, group: Group) -> None:
-        """Decide about a group after a member has finished or left: it is ready, filtered out, gone, or waits."""
+        """Decide after a member has finished or left whether its group is ready, is filtered out, leaves, or waits.
+
+        A group that has left the pool already is ignored.
+        """
         if self.pool.get(group.group_id) is None:
             return
         if group.complete:
@@ -420,8 +444,9 @@ class SampleStore:
     def _take(self, event: Taken) -> None:
         """Put the batch of a step into training.
 
-        The batch is one that was formed but not trained before a restart, or else the chosen groups with late parts of
-        others.
+        If a batch of this step was formed and not trained before a restart of the hub, this batch is taken. Otherwise
+        the batch has the groups that the event names, and the late parts of groups that earlier steps have trained in
+        part.
         """
         step = self.batches.step = event.step
         if step in self.batches.formed:
@@ -440,14 +465,21 @@ class SampleStore:
             self._age_groups()
 
     def _commit(self, event: Committed) -> None:
-        """Count the groups of a step as trained in the ledger."""
+        """Count the groups of a step as trained in the ledger.
+
+        Raises:
+            ContractError: the ledger does not account for each task and token.
+        """
         self.batches.step = None
         min_version = self.contract.min_token_version(event.step)
         self.backlog.add(partial(self._book_trained, min_version), self.batches.training)
         self.check()
 
     def _book_trained(self, min_version: int, group_id: int) -> None:
-        """Count a group, or a part of it, whose tokens of `min_version` or newer were trained. Work of the backlog."""
+        """Count a group, or a part of a group, as trained in the ledger. Work of the backlog.
+
+        `min_version`: oldest version whose tokens the step has trained. Older tokens count as discarded.
+        """
         for trajectory in self.batches.trained(group_id).trajectories():
             self.ledger.train(trajectory.trained_tokens(min_version), trajectory.action_count)
 
@@ -463,19 +495,27 @@ class SampleStore:
             self._withdraw(group)
 
     def _withdraw_formed(self, step: int, group_id: int) -> None:
-        """Remove a group from a formed batch that will not be trained."""
+        """Remove a group from a formed batch that will not be trained. Work of the backlog."""
         group = self.batches.take(step, group_id)
         for trajectory in group.trajectories():
             self.ledger.discard(Outcome.CANCELLED, trajectory.action_count)
             self.ledger.give_up(Outcome.CANCELLED)
-        # As in `_leave`: the run may be resumed with more steps, and then the place can be used again.
+        # The place becomes free, because the run may be resumed with more steps and can use the place again.
         if not group.earlier:
             self.admission.give_back(group_id)
 
     # -- members and groups that leave -------------------------------------------------------------------------------
 
     def _drop(self, member: Member, state: Literal["lost", "beaten"], outcome: Outcome) -> None:
-        """Remove a member for good. Its lease is withdrawn; tokens of a finished member count as discarded."""
+        """Give up a member: it never becomes queued again. A leased member's lease is withdrawn.
+
+        The tokens of a finished member count as discarded.
+
+        Args:
+            member: the member, which is alive.
+            state: its new state.
+            outcome: the reason, under which the ledger counts the member.
+        """
         self.leases.remove(member, outcome)
         if member.trajectory is not None:
             self.ledger.discard(outcome, member.trajectory.action_count)
@@ -484,39 +524,45 @@ class SampleStore:
         self.ledger.give_up(outcome)
 
     def _drop_pending(self, group: Group, state: Literal["lost", "beaten"], outcome: Outcome) -> None:
-        """Remove the members of a group that are queued or leased."""
+        """Give up the members of a group that are queued or leased."""
         for member in group.members:
             if member.state in ("queued", "leased"):
                 self._drop(member, state, outcome)
 
     def _drop_done(self, group: Group, state: Literal["lost", "beaten"], outcome: Outcome) -> None:
-        """Remove the finished members of a group."""
+        """Give up the finished members of a group."""
         for member in group.members:
             if member.state == "done":
                 self._drop(member, state, outcome)
 
     def _leave(self, group: Group) -> None:
-        """Remove a group without members from the pool. If no part of it was trained, its place is free again."""
+        """Remove a group from the pool. Its members are given up or filtered already.
+
+        If no part of the group was trained, its place is free again, so that another group can replace it.
+        """
         self.pool.remove(group.group_id)
         if not group.earlier:
             self.admission.give_back(group.group_id)
             self.domains.left(group.kind)
 
     def _filter_out(self, group: Group) -> None:
-        """Remove a complete group that is not worth a place in a batch."""
+        """Remove a complete group that the filter does not keep, for example because all its rewards are equal."""
         self.ledger.filtered += group.alive
         for trajectory in group.trajectories():
             self.ledger.discard(Outcome.FILTERED, trajectory.action_count)
         self._leave(group)
 
     def _withdraw(self, group: Group) -> None:
-        """Remove a whole group that will not be trained."""
+        """Give up all members of a group that will not be trained, and remove the group."""
         self._drop_pending(group, "beaten", Outcome.CANCELLED)
         self._drop_done(group, "beaten", Outcome.CANCELLED)
         self._leave(group)
 
     def _expire(self, group: Group) -> None:
-        """Remove the finished members of a group, which are too old."""
+        """Give up the finished members of a group, because their tokens are too old for the next step.
+
+        The group leaves unless members are queued or leased.
+        """
         self._drop_done(group, "lost", Outcome.STALE)
         if group.pending == 0:
             self._leave(group)
@@ -532,13 +578,17 @@ class SampleStore:
         self.backlog.add(self._age_group, self.pool)
 
     def _age_group(self, group_id: int) -> None:
-        """Decide about a group that may be too old for the next step, or will be too old for the step after it."""
+        """Decide about a group that is too old for the next step, or may be too old for the step after it.
+
+        Such a group is withdrawn, loses its old members, has them started again, or waits for the next step, which may
+        train its finished members. The settings `extra_groups` and `on_expire` decide. Work of the backlog.
+        """
         group = self.pool.get(group_id)
         if group is None:
             return
         begun, step = self.pool.census.oldest(group_id), self.admission.next_step
         if begun is None or begun >= self.contract.window_start(step + 1):
-            return  # nothing was sampled yet, or all of it is in the window of two more steps
+            return  # no token was sampled yet, or the window of each member includes the next two steps
         oldest = self.contract.min_token_version(step)
         if self._withdrawable and self._outgrown(group, oldest):
             # A redundant group (`extra_groups`) replaces each group that is withdrawn here.
@@ -563,16 +613,21 @@ class SampleStore:
         return any(member.state == "leased" and member.floor < oldest for member in group.members)
 
     def _too_old(self, group: Group) -> bool:
-        """Return True if the next step can train no token of a group that is complete or was trained in part."""
+        """Return True if the next step can train no token of the group. False for a group that is still incomplete.
+
+        A group that earlier steps have trained in part counts as complete here.
+        """
         if not (group.complete or group.earlier):
             return False
         return group.trained_tokens(self.contract.min_token_version(self.admission.next_step)) == 0
 
     def _put_waiting(self, group: Group) -> None:
-        """Let a group wait for its members, in the pool.
+        """Let a group wait in the pool for its queued and leased members.
 
-        The group is marked as expiring if the next step is the last one in the window of α for one of its finished
-        members (`AgeContract.window_start`). Then that step may train the finished members without the others.
+        A member whose oldest token has version v should be trained by one of the steps v to v + ⌈α⌉, where α is the
+        async ratio. These steps are its *window* (`AgeContract.window_start`). The group is marked as expiring if the
+        next step is the last one in the window of a finished member. Then that step may train the finished members
+        without the others.
         """
         expiring = False
         if self.rules.on_expire == "mask" and self.contract.splits and not group.complete and not group.earlier:
@@ -585,7 +640,10 @@ class SampleStore:
         self.pool.put_waiting(group, expiring=expiring)
 
     def _start_again(self, group: Group, oldest: int) -> None:
-        """Queue members with a token older than version `oldest` again, in their place. Their tokens are discarded."""
+        """Queue the members again that may have a token older than version `oldest`. Their tokens are discarded.
+
+        Each member keeps its place in the queue.
+        """
         old = [member for member in group.members if member.state in ("leased", "done") and member.floor < oldest]
         for member in old:
             if member.trajectory is not None:
@@ -603,22 +661,25 @@ class SampleStore:
 
     @property
     def quarantined(self) -> list[str]:
-        """Kinds of which no more problems are issued."""
+        """Kinds whose problems are not issued any more, because too many of their tasks were given up in a row."""
         return self.source.cursor.quarantined
 
     @property
     def in_flight(self) -> int:
-        """Tasks that were issued and are not trained, filtered or given up."""
+        """Number of tasks that were issued and are not trained, filtered or given up."""
         return self.pool.census.in_flight + self.batches.in_flight
 
     @property
     def buffered_tokens(self) -> int:
-        """Action tokens of trajectories that wait for a step or are in a batch."""
+        """Number of action tokens of trajectories that wait for a step or are in a batch."""
         return self.pool.census.tokens + self.batches.tokens
 
     @property
     def books(self) -> tuple[int, int, int]:
-        """Tasks issued, tasks in flight and tokens generated: equal in two states that the same events have led to."""
+        """Number of tasks issued, of tasks in flight and of tokens generated.
+
+        Equal events lead to equal numbers, so a replay compares them with the recorded numbers (`Committed.books`).
+        """
         return self.ledger.issued, self.in_flight, self.ledger.generated_tokens
 
     def totals(self) -> dict[str, int]:
@@ -626,5 +687,9 @@ class SampleStore:
         return self.ledger.totals(self.in_flight)
 
     def check(self) -> None:
-        """Compare the ledger with the tasks and tokens that are here. Raises ContractError."""
+        """Compare the ledger with the tasks and tokens in the pool and in batches.
+
+        Raises:
+            ContractError: the ledger does not account for each issued task and each generated token.
+        """
         self.ledger.check(self.in_flight, self.buffered_tokens)

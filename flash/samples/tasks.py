@@ -1,7 +1,7 @@
 """TaskSource: decides which problem the next group of tasks is about. Pure state.
 
-`flash.samples.buffer` requests the next problem when admission has room for another group, and `Admission.issue` has
-its tasks made with `TaskSource.issue`.
+`flash.samples.buffer` requests the next problem when admission has room for another group. Then `Admission.issue` calls
+`TaskSource.issue`, which makes the tasks of the group.
 
 Training problems are numbered from 0, and the *cursor* is the number of the next one. The environment's seed of problem
 p is `run seed · 2^20 + p`, modulo `HELD_OUT`, so that an environment over a data set can use each row once before it
@@ -25,9 +25,10 @@ SEED_STRIDE = 1 << 20
 """Distance between the first problems of neighbouring run seeds. Runs with such seeds share no problem until a run has
 issued this many."""
 PLAIN_FOR_ALL: Mapping[str, Sampling] = MappingProxyType({"": PLAIN})
-"""Sampling settings of a run whose problems are all sampled from the policy's own distribution."""
+"""Sampling settings of a run in which all responses are sampled from the policy's own distribution."""
 SEARCH = 10_000
-"""Most problems that are tried to find one of the wanted kind. Each try is a call of the environment's `kind_of`."""
+"""Largest number of problems that are tried to find a problem of the wanted kind. Each try is a call of the
+environment's `kind_of`."""
 
 
 class Cursor(msgspec.Struct):
@@ -42,11 +43,11 @@ class Cursor(msgspec.Struct):
     next_of: dict[str, int] = {}
     """Number of the next problem to look at for each domain, if the run has domains."""
     quarantined: list[str] = []
-    """Kinds of which no more problems are issued."""
+    """Kinds in quarantine: no more problems of them are issued, because too many of their tasks were given up."""
     ended: int = 0
-    """Groups that have become complete, or of which a part was trained."""
+    """Number of groups that have become complete, or of which a part was trained."""
     equal: int = 0
-    """Groups among `ended` whose rewards were all equal."""
+    """Number of groups among `ended` whose rewards were all equal."""
 
 
 class Problem(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -67,11 +68,11 @@ class TaskSource:
 
     Args:
         run_seed: the run's seed.
-        members: tasks per group, redundant ones included. A mapping gives the number by kind, and that of all other
-            kinds under the empty name.
+        members: number of tasks of a group, including redundant tasks. A mapping gives the number by kind. Its entry
+            under the empty name is for all other kinds.
         kind_of: returns the kind of the problem with a seed. By default all problems are of one unnamed kind.
         cursor: position at which an earlier hub of the run stopped; None in a new run.
-        samplings: sampling settings by kind, and those of all other kinds under the empty name.
+        samplings: sampling settings by kind. The entry under the empty name is for all other kinds.
     """
 
     def __init__(
@@ -115,13 +116,17 @@ class TaskSource:
         )
 
     def issue_group(self) -> list[Task]:
-        """Choose the next problem of any kind and issue its group. Raises BreakerError as `next_problem` does."""
+        """Choose the next problem of any kind and issue its group. Returns the tasks.
+
+        Raises:
+            BreakerError: every kind of environment is in quarantine.
+        """
         return self.issue(self.next_problem())
 
     def issue(self, problem: Problem) -> list[Task]:
-        """Issue the next group, about `problem`, and return its tasks. Moves the cursor.
+        """Issue the next group for `problem`, which `next_problem` has chosen, and return its tasks. Moves the cursor.
 
-        The problem was chosen by `next_problem` before. All tasks have the problem's seed, and so the same prompt.
+        All tasks have the problem's seed, and therefore the same prompt.
         """
         if problem.of_domain:
             self.cursor.next_of[problem.kind] = problem.following

@@ -70,9 +70,16 @@ class CriticBatch(NamedTuple):
 
 
 def critic_batch(micro: MicroBatch, return_T: Tensor, old_T: Tensor, keep_S: np.ndarray) -> CriticBatch:
-    """Return the input of a critic that learns from the sequences where `keep_S` is True.
+    """Return the input of `Critic.update` for the sequences of a micro-batch that one critic learns from.
 
-    Without such a sequence, the input is one masked token, so that all ranks have equally many micro-batches.
+    If no sequence is chosen, the input is a micro-batch of one masked token (`flash.trainer.packing.DUMMY`). All ranks
+    must run equally many micro-batches, because each one is a collective.
+
+    Args:
+        micro: the micro-batch.
+        return_T: regression target of each action token's value.
+        old_T: value of each action token at the start of the step.
+        keep_S: bool [S], True for the chosen sequences.
     """
     if not keep_S.any():
         return CriticBatch(select_sequences(micro, keep_S), torch.zeros(1), torch.zeros(1))

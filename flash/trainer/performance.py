@@ -5,7 +5,8 @@ which returns the metrics `memory_gib` and `mfu` (the share of the cards' peak a
 call `StepProfiler.begin_step` before each step, and `close` once at their end. Measuring does not change any number
 that a step computes, and never ends the run: if a trace cannot be written, a warning is logged.
 
-Shape legend: U = tokens of a micro-batch that are computed, R = trainer ranks.
+Shape legend: U = computed tokens of a micro-batch: a prefix that several sequences share is computed once. R = trainer
+ranks.
 """
 
 from __future__ import annotations
@@ -73,15 +74,17 @@ class ModelArithmetic:
 
     MFU is the share of the device's peak that the model's own arithmetic takes (PaLM, arXiv 2204.02311, appendix B). A
     forward pass has one multiplication and one addition for each weight and token, which are 2 FLOPs. A backward pass
-    has as many for the gradient of the layer's input, and as many again for the gradient of the weight, if that weight
-    is trained. A trained weight therefore costs 6 FLOPs per token, a frozen weight (below LoRA) 4. A token sees the
-    tokens before it and itself, as far as its layer's window reaches. For each token that is seen, each head of the
-    attention costs 2 FLOPs per number of its query and of its value, and twice as many in the backward pass.
+    needs 2 FLOPs for the gradient of the layer's input, and 2 more for the gradient of the weight if the weight is
+    trained. So a trained weight costs 6 FLOPs per token, and a frozen weight (under LoRA) 4.
 
-    Activations that are computed again for the backward pass do not count. Neither do passes of critics, a reference or
-    a teacher, nor passes that only read log-probs. In a mixture of experts, only the experts count to which a token is
-    sent. The output layer counts for action tokens (those that the policy sampled) only, because it is computed for no
-    others.
+    For each token, an attention layer costs 2 · (number of tokens that it sees) · (numbers in all queries and all
+    values of one token) FLOPs in the forward pass, and twice as many in the backward pass. A token sees itself and the
+    tokens before it, as far as the window of the layer reaches.
+
+    A prefix that several sequences of a micro-batch share is computed once, and counts once. Activations that are
+    computed again for the backward pass do not count. Passes of critics, a reference or a teacher do not count, nor do
+    passes that only read log-probs. In a mixture of experts, only the experts that a token is sent to count. The output
+    layer counts for action tokens only, because it is not computed for other tokens.
     """
 
     trained: float
@@ -120,18 +123,22 @@ class ModelArithmetic:
         )
 
     def flops(self, micro_batches: Sequence[MicroBatch], *, backward: bool = True) -> float:
-        """Return the FLOPs of a forward pass over some micro-batches, with `backward` including the backward pass."""
+        """Return the FLOPs of one forward pass over micro-batches, and of its backward pass if `backward`.
+
+        `flash.trainer.step` calls this for each step. `backward` is False in a step that trains the critics only.
+        """
         total = 0.0
         for micro in micro_batches:
-            if micro is DUMMY:
+            if micro is DUMMY:  # it only keeps the numbers of micro-batches of the ranks equal
                 continue
+            # Without the tokens of shared prefixes that another sequence of the micro-batch computes.
             place_U = micro.computed.place_U
             total += 2 * (self.trained + self.frozen) * len(place_U) * (2 if backward else 1)
             total += 2 * self.output * len(micro.keep_T) * (2 if backward else 1)
             if backward:
                 total += 2 * self.trained * len(place_U) + 2 * self.output * self.output_trained * len(micro.keep_T)
             seen_U = micro.position_P[place_U] + 1
-            for layer, alike in Counter(self.attention).items():
+            for layer, alike in Counter(self.attention).items():  # `alike`: number of layers of this size
                 seen = float(np.minimum(seen_U, layer.window).sum())
                 total += alike * 2 * layer.width * seen * (3 if backward else 1)
         return total

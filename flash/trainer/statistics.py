@@ -135,7 +135,7 @@ class StepStatistics:
         # Loss of the present minibatch, before `end_minibatch` knows its denominator.
         self._pending = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self._ratios = RatioHistogram(mesh)
-        # By environment: number of tokens of age 0, and the sum of their k3.
+        # For each environment (a kind of problems): the number of tokens of age 0, and the sum of their k3.
         self._by_kind: dict[str, Tensor] = {}
 
     def add(
@@ -214,9 +214,13 @@ class StepStatistics:
             self._by_kind[kind] = self._by_kind[kind] + sums if kind in self._by_kind else sums
 
     def _kind_metrics(self) -> dict[str, float]:
-        """Return `mismatch_k3_age_0`, and `mismatch_k3_env_NAME` for each environment if there are several.
+        """Return the mismatch of engine and trainer over the tokens of age 0, as `metrics` reports it.
 
-        Empty without a token of age 0. One collective.
+        The mismatch is the mean of k3 = w − 1 − log w, an estimator of a KL divergence. `mismatch_k3_age_0` is over all
+        tokens of age 0. If the run has several environments (kinds of problems), `mismatch_k3_env_NAME` is over the
+        tokens of environment NAME. If no token has age 0, the result is empty, whereas `mismatch_k3` falls back to all
+        ages. An environment without such a token is left out. This is a collective. Ranks may have different
+        environments.
         """
         rows = self._mesh.gather_sums({kind: sums.tolist() for kind, sums in self._by_kind.items()})
         rows = {kind: (count, total) for kind, (count, total) in rows.items() if count}

@@ -1,9 +1,9 @@
 """Responses that are sampled ahead: before the episode has reached the observations that they answer.
 
-Sampling ahead is optional; without it an episode requests one response after another. An environment that will probably
+Sampling ahead is optional. Without it an episode requests one response after another. An environment that will probably
 need several responses, for example because its agent has sent several requests at once, announces the later responses
-(`TranscriptView.expect`). Each is sampled in a task of its own and kept here until the episode reaches the same
-observation with the same limits. A response is dropped if the episode never does.
+(`TranscriptView.expect`). Each of them is sampled in its own task and kept here until the episode reaches the same
+observation with the same limits. A response is dropped if the episode never reaches this observation.
 
 Conservation: every token that is sampled ahead is in a response that the episode takes, or is counted as lost.
 """
@@ -33,7 +33,7 @@ which they are made."""
 
 SampleResponse = Callable[[ResponseRequest, Callable[[int], None]], Awaitable[Completion]]
 """Function that sends a request to the engines and returns the response. While tokens arrive, it calls its second
-argument with the number of new tokens; the sum of these is the length of the response."""
+argument with the number of new tokens. The sum of these numbers is the length of the response."""
 
 
 class ExpectedResponse:
@@ -48,7 +48,7 @@ class ExpectedResponse:
         """Number of tokens sampled so far."""
         self.finished = anyio.Event()
         self.outcome: Completion | FlashError | None = None
-        """The response, or the reason why there is none. None until `finished`."""
+        """The response, or the error that prevented it. None until `finished` is set."""
 
 
 class ResponsesAhead:
@@ -86,8 +86,8 @@ class ResponsesAhead:
         self._rendered: dict[str, tuple[Expected, list[int]]] = {}
         """Large observations that were rendered ahead, with their tokens, by name."""
         self._one_at_a_time = anyio.Lock()
-        """Held while a large observation of this episode is rendered, or waits for `rendering`. So this episode waits
-        for `rendering` once at a time, and other episodes of the node get it between two of its observations."""
+        """Held while a large observation of this episode is rendered, or waits for the lock `rendering`. So only one
+        observation of this episode waits for `rendering` at a time, and other episodes get the lock in between."""
 
     def expect(self, expected: Expected) -> None:
         """Sample the response to an observation that the environment will probably show, if the limits allow it."""

@@ -8,8 +8,9 @@ place of the response (`follow`): the text after the stand-in closes the turn an
 Templates expect some parts of a message in different forms, and leave out other parts. The forms, and the parts that a
 template leaves out, are found by rendering short trials, once for each template.
 
-Law: a part of a conversation that the template leaves out is never lost silently. A template that leaves out tools,
-calls, results of calls or system messages is refused with an `EnvError`; reasoning that it leaves out is reported once.
+Invariant: a part of a conversation that the template leaves out is never lost silently. A template that leaves out
+tools, calls, results of calls or system messages is refused with an `EnvError`. If it leaves out reasoning, a warning
+is logged once.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class ChatTemplate:
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Return the tokens of the first observation, up to the beginning of the assistant's answer.
 
-        If the last message is the assistant's, the policy continues that message.
+        If the last message is from the assistant, the policy continues that message.
 
         Raises:
             EnvError: the chat template is missing, refuses the messages, or leaves out a part of them.
@@ -147,10 +148,10 @@ class ChatTemplate:
         return self._controls.encode(text)
 
     def follow(self, messages: Sequence[Message], end: int | None, tools: Sequence[Tool] = ()) -> list[int]:
-        """Return the tokens that show messages after a response, to be appended to the response as it was sampled.
+        """Return the tokens that show messages after a response. They are appended to the response as it was sampled.
 
-        `end`: the token with which the model ended the response; None if a limit cut it, and then the tokens that end
-        the turn are part of the result.
+        `end`: the token with which the model ended the response. None if a limit cut the response: then the result
+        begins with the tokens that end the turn.
 
         Raises:
             EnvError: the chat template is missing, refuses the messages, leaves out a part of them, or does not show
@@ -185,10 +186,10 @@ class ChatTemplate:
         return tokens[closing if results else 0 :]
 
     def prompt_and_answer(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[list[int], list[int]]:
-        """Return two lists of tokens: the prompt, which has all messages but the last; and the last message, as answer.
+        """Return two lists of tokens for supervised training: the prompt, and the answer.
 
-        The last message is an assistant's. The answer ends with a token that ends a turn, even if the template writes
-        no such token or writes more text after it.
+        The answer is the last message, which is from the assistant. The prompt has all messages before it. The answer
+        ends with a token that ends a turn, even if the template writes no such token or writes more text after it.
 
         Raises:
             EnvError: the chat template is missing, leaves out a part of the messages, does not show the answer behind
@@ -246,7 +247,7 @@ class ChatTemplate:
 
     @cached_property
     def min_message_tokens(self) -> int:
-        """Lower bound on the tokens that one more message takes, results of tools excepted."""
+        """Lower bound on the tokens that one more message takes. It does not hold for results of tools."""
         count, least = 8, list[int]()
         for roles in (["user"], [ASSISTANT], ["user", ASSISTANT], ["system"]):
             more = [Message(role, "") for role in roles]

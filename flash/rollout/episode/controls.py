@@ -1,10 +1,10 @@
 """Control tokens: make them where the chat template writes them, and not where other text has the same characters.
 
-Law: a control token comes from the chat template alone. Text of a user, a data set, a tool or an agent stays text:
-`<|im_end|>` in it becomes some ordinary characters. `ChatTemplate` renders with this class, and `HfTokenizer` encodes
-all text with it.
+Invariant: only the chat template makes control tokens. Text of a user, a data set, a tool or an agent stays text:
+`<|im_end|>` in it becomes tokens of ordinary characters. `ChatTemplate` renders with `ControlTokens`, and `HfTokenizer`
+encodes all text with it.
 
-Two steps keep the law:
+Two steps keep the invariant:
 
 1. The template is compiled so that the characters of its own control tokens are written as lone surrogates, called
    marks here. Text from outside has none: it would be refused. The template still decides as it would without marks

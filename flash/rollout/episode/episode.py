@@ -1,16 +1,16 @@
 """Episode: plays episodes, each from the reset of its environment to the trajectory.
 
-The scheduler calls `Episode.run` for each lease, through a function of `flash.rollout.node.RolloutNode`.
-`Episode._play` does the steps of an episode in this order:
+The scheduler calls `Episode.run` for each lease, through a function of `flash.rollout.node.RolloutNode`. A lease is the
+right and the duty of the node to run one task, which is one sample of a problem.
 
-    reset → render the observation → request a response → step → render the next observation → request → … → trajectory
-
-Responses come from the node's `LLMProxy`. The trajectory, or a `Failure`, goes back to the scheduler, which delivers it
-to the hub.
+`Episode._play` resets the environment and renders the first observation (turns it into tokens). Then it requests a
+response, lets the environment step, and renders the next observation, again and again until the episode ends. Then the
+transcript becomes the trajectory. The node's `LLMProxy` samples the responses. The scheduler delivers the trajectory,
+or a `Failure`, to the hub.
 
 Invariants: tokens are only appended (`flash.rollout.episode.transcript`). Every error becomes a `Failure` with a typed
-outcome; only cancellation and programmer errors are raised. The environment is closed exactly once. Every wait is
-bounded by a deadline of its own or by that of the episode, and the failure names what was waited for.
+outcome; only cancellation and programmer errors are raised. The environment is closed exactly once. Each wait ends at a
+deadline, its own or the episode's, and the failure names the event that the episode waited for.
 """
 
 from __future__ import annotations
@@ -52,10 +52,16 @@ KEYS_PER_TASK = 4096
 
 
 class Responder(Protocol):
-    """Samples responses; `LLMProxy` is one."""
+    """Interface of an object that samples responses. `LLMProxy` implements it."""
 
     async def generate(self, request: ResponseRequest) -> Completion:
-        """Sample one response. Raises EngineError, DeadlineError."""
+        """Sample one response.
+
+        Raises:
+            PoisonError: the request has killed several engines, so it is not given to another one.
+            EngineError: the engines have failed the request.
+            DeadlineError: the response took longer than `request.timeout_s`.
+        """
         ...
 
 
@@ -63,7 +69,7 @@ class EpisodeSettings(EpisodeLimits, frozen=True, kw_only=True):
     """Limits and deadlines of all episodes of a run."""
 
     seed: int | None
-    """Seed from which the seed of every response follows. None: engines use random states of their own."""
+    """Seed from which the seed of every response follows. None: each engine uses its own random state."""
     reset_s: float
     """Seconds in which an environment must reset."""
     step_s: float
@@ -73,9 +79,10 @@ class EpisodeSettings(EpisodeLimits, frozen=True, kw_only=True):
     generate_s: float
     """Seconds in which a response must be complete."""
     episode_s: float
-    """Seconds that an episode may take, without the time to close its environment."""
+    """Seconds that an episode may take. The time to close its environment does not count. The time in which the episode
+    waits for a response while no engine serves does not count either."""
     domains: dict[str, EpisodeSettings] = msgspec.field(default_factory=dict)
-    """Settings of each domain (a kind of problems with limits of its own)."""
+    """Settings of each domain, by name. A domain is a kind of problems with its own limits."""
 
     @staticmethod
     def of_run(config: Config, domains: Mapping[str, DomainSettings] = ONE_KIND.domains) -> EpisodeSettings:
@@ -100,7 +107,7 @@ class EpisodeSettings(EpisodeLimits, frozen=True, kw_only=True):
         return msgspec.structs.replace(run, domains=own)
 
     def for_kind(self, kind: str) -> EpisodeSettings:
-        """Return the settings for a kind of problems."""
+        """Return the settings for a kind of problems: its own if the kind is a domain, otherwise these settings."""
         return self.domains.get(kind, self)
 
 
@@ -111,23 +118,23 @@ class EpisodeProgress:
         self.tokens = 0
         """Action tokens sampled so far, over all turns and branches."""
         self.lost = 0
-        """Tokens that were sampled for the episode and will not be in its trajectory, because their request was
-        aborted."""
+        """Number of tokens that were sampled for the episode and will not be in its trajectory: their request was
+        aborted, or they were sampled ahead and not needed."""
 
     def on_request(self) -> None:
-        """Do nothing. `Episode` calls this when it requests a response; an owner may override it."""
+        """Do nothing. `Episode` calls this when it requests a response. An owner may override it."""
 
 
 def response_key(task: Task, turn: int) -> int:
-    """Return the number that identifies response `turn` (from 0) of a task. It is equal in each attempt at the task."""
+    """Return the number that identifies request `turn` (from 0) of a task. It is equal in each attempt at the task."""
     return (task.task_id * KEYS_PER_TASK + turn) * 2 + (task.split == "eval")
 
 
 def response_seed(seed: int, task: Task, turn: int) -> int:
-    """Return the seed of response `turn` (from 0) of a task.
+    """Return the seed for request `turn` (from 0) of a task.
 
     Each attempt has other seeds, so that a failure is not repeated. The seed depends on the problem and not on the
-    task's number: a group that replaces another group gets the next free number, which depends on timing.
+    task's number. The number depends on timing, because a group that replaces another group gets the next free number.
     """
     named = f"{seed} {task.split} {task.seed} {task.sample_index} {turn} {task.attempt}".encode()
     return int.from_bytes(blake2b(named, digest_size=8).digest()) >> 1
@@ -144,9 +151,9 @@ class Episode:
         proxy: samples responses.
         settings: limits and deadlines.
         phases: decides when environments may step, and when responses may be requested.
-        outages: clock of the times without any engine, which do not count in an episode's deadline; None: all time
-            counts.
-        now: Unix seconds on the loop's clock.
+        outages: clock of the outages, in which the node has no engine that serves. An outage does not count in the
+            deadline of an episode that waits for a response. None: all time counts.
+        now: returns Unix seconds on the loop's clock.
     """
 
     def __init__(
@@ -171,9 +178,9 @@ class Episode:
         self._now = now
 
     async def run(self, lease: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
-        """Play the episode of a lease. Return its trajectory, or a failure that says why there is none.
+        """Play the episode of a lease. Return its trajectory, or a failure with the reason why there is no trajectory.
 
-        Raises only cancellation and programmer errors. `progress` counts tokens while the episode runs.
+        Only cancellation and programmer errors are raised. `progress` counts tokens while the episode runs.
         """
         settings = self._settings.for_kind(lease.task.kind)
         transcript = TranscriptView(self._tokenizer, settings, lease.task.sampling, self._rendering)
@@ -198,7 +205,11 @@ class Episode:
             return state.failed(Outcome.ENGINE_ERROR, str(error))
 
     async def _play(self, env: Environment, state: _EpisodeState) -> Outcome:
-        """Alternate responses and steps until the environment or a limit ends the episode."""
+        """Alternate responses and steps until the environment or a limit ends the episode.
+
+        Returns `Outcome.OK`, or `Outcome.TRUNCATED` if the environment or a limit has cut the episode. Other outcomes
+        are raised as errors, which `run` turns into a `Failure`.
+        """
         transcript = state.transcript
         observation = await self._reset(env, state)
         await transcript.prepare(observation)
@@ -229,7 +240,7 @@ class Episode:
 
     @asynccontextmanager
     async def _environment(self, state: _EpisodeState) -> AsyncGenerator[Environment]:
-        """Make the environment of an episode, and close it at the end of the block, also after a cancellation."""
+        """Make the environment of an episode, and close it at the end of the block, even after a cancellation."""
         task = state.task
         env = make_environment(f"start (seed {task.seed})", lambda: self._make_env(task.kind))
         self._phases.enter(state.lease)
@@ -246,7 +257,12 @@ class Episode:
         await self._close(env, state)
 
     async def _reset(self, env: Environment, state: _EpisodeState) -> Observation:
-        """Reset the environment, and return the first observation."""
+        """Reset the environment, and return the first observation.
+
+        Raises:
+            EnvTimeoutError: the reset exceeded its deadline.
+            EnvError: the environment raised an error, or returned something that is not allowed.
+        """
         seed = state.task.seed
         what = f"reset (seed {seed})"
 
@@ -265,7 +281,14 @@ class Episode:
     async def _step(
         self, env: Environment, state: _EpisodeState, action: str
     ) -> tuple[StepResult, dict[str, float], str, float]:
-        """Let the environment take an action. Return the checked result, its metrics and note, and the seconds."""
+        """Let the environment take an action, once `phases` allows it.
+
+        Returns the checked result of `step`, its metrics, its note, and the seconds that the step took.
+
+        Raises:
+            EnvTimeoutError: the step exceeded its deadline.
+            EnvError: the environment raised an error, or returned something that is not allowed.
+        """
         seed = state.task.seed
         state.waits_for(
             Outcome.ENGINE_ERROR, "the responses of other episodes", "rollout.env_async and replicate_prompts"
@@ -284,14 +307,23 @@ class Episode:
         return result, metrics, note, env_s
 
     async def _close(self, env: Environment, state: _EpisodeState) -> None:
-        """Close the environment within its own deadline, also while the episode is being cancelled. Raises EnvError."""
+        """Close the environment within a deadline of its own, even while the episode is being cancelled.
+
+        Raises:
+            EnvError: the environment raised an error, or did not close in time.
+        """
         what, seconds = f"close (seed {state.task.seed})", self._settings.close_s
         await call_method(what, seconds, "close", env.close, env=env, context=state.context, shield=True)
 
     # -- the policy --------------------------------------------------------------------------------------------------
 
     def _first_prompt(self, observation: Observation, transcript: TranscriptView) -> list[int]:
-        """Return the tokens of the first observation. Raises EnvError, PromptTooLongError."""
+        """Return the tokens of the first observation.
+
+        Raises:
+            EnvError: the observation cannot be shown, or has no token.
+            PromptTooLongError: the observation leaves no room for a response.
+        """
         tokens = transcript.render(observation)
         if not tokens:
             raise EnvError(
@@ -307,7 +339,13 @@ class Episode:
         return tokens
 
     async def _respond(self, state: _EpisodeState) -> tuple[Completion, float]:
-        """Return the next response, and the time of its request in Unix seconds."""
+        """Return the next response, and the time of its request in Unix seconds.
+
+        The response may have been sampled ahead (`flash.rollout.episode.ahead`). Otherwise it is requested now.
+
+        Raises:
+            EngineError, DeadlineError: the response could not be sampled.
+        """
         state.waits_for(Outcome.ENV_TIMEOUT, "the environments of other episodes", "rollout.env_async")
         await self._phases.stepped(state.lease)
         state.waits_for(Outcome.ENGINE_ERROR, f"response {state.turn()} (seed {state.task.seed})", "the engines")
@@ -340,7 +378,8 @@ class Episode:
             request.on_tokens(tokens)
 
         state.progress.on_request()
-        # The proxy calls the function above for each piece; it counts the tokens, and passes them on to the view's one.
+        # The proxy calls `on_tokens` for each piece. It counts the tokens and calls `request.on_tokens`, with which the
+        # environment may listen to the response.
         completion = await self._proxy.generate(msgspec.structs.replace(request, on_tokens=on_tokens))
         add(len(completion.token_ids) - counted)
         if not completion.token_ids:
@@ -349,10 +388,11 @@ class Episode:
 
     @asynccontextmanager
     async def _sampling_ahead(self, env: Environment, state: _EpisodeState) -> AsyncGenerator[None]:
-        """Allow the environment to have responses sampled ahead inside the block.
+        """Let the environment have responses sampled ahead (before it shows their observations) inside the block.
 
-        Nothing is sampled ahead if the environment does not use the view of its episode, or if `phases` makes episodes
-        wait for each other. Tokens of responses that the episode did not take are counted as lost at the end.
+        Nothing is sampled ahead if the environment does not use the view of its episode (`TranscriptView`), or if
+        `phases` makes episodes wait for each other. At the end of the block, tokens of responses that the episode did
+        not take count as lost.
         """
         if _informed(env) is None or not self._phases.free:
             yield
@@ -384,15 +424,15 @@ class _EpisodeState:
         self.scope = anyio.CancelScope()
         """Scope that has the episode's deadline."""
         self.context = copy_context()
-        """Context variables of the environment's calls: `step` sees the values that `reset` has set."""
+        """Context variables for the environment's calls: `step` sees the values that `reset` has set."""
         self._requests = 0
-        """Number of requests made so far; the next request has this number."""
+        """Number of requests made so far. The next request gets this number."""
         self._late_outcome = Outcome.ENV_TIMEOUT
-        """Outcome of the episode if its deadline passes now."""
+        """Outcome of the failure that `too_long` returns; set by `waits_for`."""
         self._awaited = ""
-        """Phrase for what the episode waits for now."""
+        """Phrase for the event that the episode waits for; set by `waits_for`."""
         self._advice = ""
-        """Phrase for what the user should look at if the episode's deadline passes now."""
+        """Phrase for the thing that the user should check if the deadline passes; set by `waits_for`."""
 
     def turn(self) -> int:
         """Return the number of the turn in progress, counted from 1."""
@@ -401,7 +441,14 @@ class _EpisodeState:
     def new_request(
         self, prompt: list[int], max_new_tokens: int, stop: tuple[str, ...], on_tokens: Callable[[Sequence[int]], None]
     ) -> ResponseRequest:
-        """Return the next request of the episode; requests are numbered in the order in which they are made."""
+        """Return the next request of the episode. Requests are numbered in the order in which they are made.
+
+        Args:
+            prompt: tokens before the response.
+            max_new_tokens: largest number of tokens of the response.
+            stop: texts that end the response.
+            on_tokens: called with new tokens while the response is sampled.
+        """
         number, self._requests = self._requests, self._requests + 1
         task, settings = self.task, self.settings
         return ResponseRequest(
@@ -420,15 +467,27 @@ class _EpisodeState:
         )
 
     def _lose(self, tokens: int) -> None:
-        """Count sampled tokens of an aborted request that were in no piece."""
+        """Count the sampled tokens of an aborted request that the engine had not passed on yet."""
         self.progress.lost += tokens
 
     def waits_for(self, late_outcome: Outcome, what: str, look_at: str) -> None:
-        """Note what the episode waits for now, and how it fails if its deadline passes during this wait."""
+        """Record the event that the episode waits for, and the failure if the episode's deadline passes meanwhile.
+
+        Rendering an observation records nothing, so it counts as part of the wait before it.
+
+        Args:
+            late_outcome: outcome of the failure.
+            what: phrase for the event.
+            look_at: phrase for the thing that the user should check.
+        """
         self._late_outcome, self._awaited, self._advice = late_outcome, what, look_at
 
     def too_long(self) -> Failure:
-        """Return the failure of an episode that has reached its deadline."""
+        """Return the failure of an episode that has exceeded its deadline, `episode_s`.
+
+        `waits_for` has recorded its outcome and the parts of its message. It is not the failure of a prompt without
+        room for a response, whose outcome is called `TOO_LONG`.
+        """
         return self.failed(
             self._late_outcome,
             f"the episode took longer than {self.settings.episode_s:g} s; it was waiting for {self._awaited}; look at "
@@ -436,16 +495,14 @@ class _EpisodeState:
         )
 
     def failed(self, outcome: Outcome, message: str) -> Failure:
-        """Return a failure of the episode, which counts the tokens that were sampled for it."""
+        """Return a failure of the episode. It contains the number of all tokens that were sampled for the episode."""
         return Failure(self.task, outcome, message, self.progress.tokens + self.progress.lost)
 
 
 def _informed(env: Environment) -> Informed | None:
-    """Return the environment if it uses the view of its episode.
-
-    The class is checked, not the object: `issubclass` caches its results, while `isinstance` would look up all names of
-    the protocol again for each episode.
-    """
+    """Return the environment if it has a method `inform` and so uses the view of its episode; None otherwise."""
+    # The class is checked, not the object: `issubclass` caches its results, while `isinstance` would look up all names
+    # of the protocol again for each episode.
     return cast("Informed", env) if issubclass(type(env), Informed) else None
 
 

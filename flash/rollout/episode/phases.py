@@ -23,7 +23,7 @@ from flash.config.tree import Config
 from flash.types import Lease
 
 GroupKey = tuple[str, int]
-"""Split and group id: evaluations count their groups separately."""
+"""Split (training or evaluation) and group id. Both are needed, because evaluations number their groups separately."""
 
 
 class PhaseRule(Protocol):
@@ -59,7 +59,7 @@ class Phases:
     def __init__(self, rule: PhaseRule | None = None) -> None:
         self.rule = rule
         self._waiting: dict[int, anyio.Event] = {}
-        """For each waiting episode, by lease id: set when it may continue."""
+        """Event of each waiting episode, by lease id. The event is set when the episode may continue."""
 
     @property
     def free(self) -> bool:
@@ -129,7 +129,7 @@ class LockStep:
         self._waiting: set[int] = set()
 
     def enter(self, lease: Lease) -> None:
-        """Add an episode. It holds the phase if responses are generated now; else it takes part from the next phase."""
+        """Add an episode. It holds the phase if responses are generated now, otherwise only the next phase."""
         self._alive.add(lease.lease_id)
         if not self._stepping:
             self._holding.add(lease.lease_id)

@@ -1,9 +1,10 @@
-"""The model's tokenizer: text to tokens and back, as episodes and `flash sft` need it.
+"""The model's tokenizer: turns text into tokens and back, for episodes and for `flash sft`.
 
 An episode calls `Tokenizer`: `render` for the first observation, `follow` for each later observation, and
 `read_response` for each response. A response is never tokenized again: later tokens are appended to the sampled tokens.
-Chat messages go through `ChatTemplate`, and all text through `ControlTokens`, so that only the chat template makes
-control tokens. If the run names vLLM's parsers for the model, these read the reasoning and the calls of a response.
+`ChatTemplate` renders chat messages, and `ControlTokens` encodes all text, so that only the chat template makes control
+tokens such as `<|im_end|>`. A *call* is a call of a function (a tool) that a response contains. If the run names vLLM's
+parsers for the model, these read the reasoning and the calls of a response.
 
 `HfTokenizer` is the tokenizer of a model's folder. A run loads it once per process; `with_arguments` makes a variant
 for other arguments of the chat template.
@@ -30,10 +31,10 @@ from flash.rollout.episode.controls import ControlTokens
 from flash.types import ASSISTANT, RESERVED_ARGUMENTS, Message, Observation, Piece, Tool, ToolCall
 
 KEPT_PROMPTS = 64
-"""Number of first observations whose tokens are kept. All members of a group show the same first observation, soon
-after each other."""
+"""Number of first observations whose tokens are kept. All samples of a group have the same first observation, and
+show it soon after each other."""
 KEPT_VARIANTS = 64
-"""Number of tokenizer variants with other arguments of the chat template that are kept. Data sets have only a few."""
+"""Number of variants of the tokenizer, with other arguments of the chat template, that are kept. Data sets use few."""
 INCOMPLETE = "\ufffd"
 """Character to which an incomplete sequence of UTF-8 bytes is decoded."""
 
@@ -41,12 +42,12 @@ INCOMPLETE = "\ufffd"
 class ResponseReader:
     """Turns the tokens of one response into text while the response is sampled.
 
-    A piece ends where a character ends: tokens of an incomplete character are held back until the rest of it comes.
-    Text that was returned never changes; the pieces together are the beginning of the text of the whole response.
+    A piece ends where a character ends: tokens of an incomplete character are held back until the character is
+    complete. Text that was returned never changes. All pieces together are the beginning of the text of the response.
 
     Args:
-        decode: returns the text of tokens; with special tokens if there is a parser.
-        parsing: the parser of this response, which separates reasoning from content and leaves out calls; None: all
+        decode: returns the text of tokens. If `parsing` is given, the text must contain the special tokens.
+        parsing: the parser of this response, which separates reasoning from content and leaves out calls. None: all
             text is content.
     """
 
@@ -54,13 +55,13 @@ class ResponseReader:
         self._decode = decode
         self._parsing = parsing
         self._previous: list[int] = []
-        """Tokens of the last piece. New tokens are decoded together with these, because the text of a token may depend
-        on the token before it: a space at the beginning, for example."""
+        """Tokens of the last piece. New tokens are decoded together with them, because the text of a token may depend
+        on the token before it, for example whether it begins with a space."""
         self._pending: list[int] = []
         """Tokens whose text has not been returned yet."""
 
     def add(self, token_ids: Sequence[int]) -> Piece:
-        """Return the text that new tokens complete, which may be empty."""
+        """Return the text that new tokens complete. The piece is empty if they complete no character."""
         self._pending += token_ids
         previous, text = self._decode(self._previous), self._decode(self._previous + self._pending)
         if len(text) <= len(previous) or text.endswith(INCOMPLETE):
@@ -93,7 +94,7 @@ class Tokenizer(Protocol):
     """True if large observations take so long that a thread should render them."""
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> Tokenizer:
-        """Return this tokenizer with more arguments for its chat template.
+        """Return this tokenizer with more arguments for its chat template. This base class ignores them.
 
         Raises:
             EnvError: the chat template cannot have such an argument.
@@ -102,7 +103,7 @@ class Tokenizer(Protocol):
 
     @property
     def min_message_tokens(self) -> int:
-        """Lower bound on the tokens that one more message takes, results of tools excepted."""
+        """Lower bound on the tokens that one more message takes. It does not hold for results of tools."""
         return 1
 
     def render(self, observation: Observation, tools: Sequence[Tool] = ()) -> list[int]:
@@ -114,9 +115,9 @@ class Tokenizer(Protocol):
         ...
 
     def follow(self, observation: Observation, end: int | None, tools: Sequence[Tool] = ()) -> list[int]:
-        """Return the tokens of a later observation, to be appended to a response.
+        """Return the tokens of a later observation, which are appended to a response.
 
-        `end`: the token with which the model ended the response; None if a limit cut it.
+        `end`: the token with which the model ended the response; None if a limit cut the response.
 
         Raises:
             EnvError: the observation cannot be shown.
@@ -136,7 +137,14 @@ class Tokenizer(Protocol):
         return [self.decode([token]) for token in token_ids]
 
     def check_calls(self) -> None:
-        """Raise EnvError if calls of functions cannot be read from responses."""
+        """Check that calls of functions can be read from responses.
+
+        The transcript calls this before it offers tools to the policy. No single call is checked. This base class
+        cannot read calls, so it always raises EnvError. A derived class that can read calls overrides this method.
+
+        Raises:
+            EnvError: calls cannot be read.
+        """
         raise EnvError(
             f"tools cannot be offered: {type(self).__name__} does not read calls of functions from responses; expected "
             "a tokenizer that does, such as HfTokenizer with model.tool_parser"
@@ -145,11 +153,11 @@ class Tokenizer(Protocol):
     def read_response(
         self, token_ids: Sequence[int], stopped: bool, prompt: Sequence[int], tools: Sequence[Tool], *, calling: bool
     ) -> Spoken:
-        """Return a response as a message.
+        """Return a response as a message. This base class returns all text as content.
 
         Args:
             token_ids: the tokens of the response.
-            stopped: True if the last of them is the token with which the model ended the response.
+            stopped: True if the last token of the response is the token with which the model ended it.
             prompt: all tokens before the response.
             tools: functions that the prompt offers.
             calling: True if calls of functions are read; False if they stay part of the text.
@@ -157,7 +165,13 @@ class Tokenizer(Protocol):
         return Spoken(Message(ASSISTANT, self.decode(token_ids)))
 
     def start_reading(self, prompt: Sequence[int], tools: Sequence[Tool], *, calling: bool) -> ResponseReader:
-        """Return a reader of one response while it is sampled. `read_response` describes the arguments."""
+        """Return a reader that turns one response into text while the response is sampled.
+
+        Args:
+            prompt: all tokens before the response.
+            tools: functions that the prompt offers.
+            calling: True if the reader leaves out calls of functions; False if they stay part of the text.
+        """
         return ResponseReader(self.decode)
 
 
@@ -182,13 +196,14 @@ class HfTokenizer(Tokenizer):
         self._config = config
         self._path = config.path
         self._prompts: dict[str | bytes, array[int]] = {}
-        """Tokens of first observations, oldest first, by text or by the JSON of messages and tools."""
+        """Tokens of the last `KEPT_PROMPTS` first observations, oldest first, by the text of the observation or by the
+        JSON of its messages and tools."""
         self._arguments = dict(config.chat_template_kwargs)
         """Arguments of the chat template."""
         self._variants: dict[bytes, HfTokenizer] = {}
-        """Tokenizers that `with_arguments` has made, oldest first, by the JSON of their arguments."""
+        """Variants of this tokenizer that `with_arguments` has made, oldest first, by the JSON of their arguments."""
         self._reported: set[str] = set()
-        """Warnings that were logged; shared by all variants."""
+        """Warnings that were logged, so that each is logged once. All variants share this set."""
         local = Path(config.path).is_dir()
         try:
             self.inner: Any = AutoTokenizer.from_pretrained(
@@ -200,9 +215,11 @@ class HfTokenizer(Tokenizer):
     def ready(self) -> HfTokenizer:
         """Load the parsers of responses, which takes seconds, and check the configuration of the tokenizer.
 
+        Returns this tokenizer.
+
         Raises:
-            ConfigError: a named parser does not exist, or cannot work with this tokenizer; or the tokenizer cannot tell
-                text from control tokens; or the chat template never reads one of its arguments.
+            ConfigError: a named parser does not exist, or cannot work with this tokenizer; or the tokenizer cannot
+                distinguish text from control tokens; or the chat template never reads one of its arguments.
         """
         _ = self._controls, self._parsers
         if unread := self._template.unread(self._arguments):
@@ -214,7 +231,9 @@ class HfTokenizer(Tokenizer):
         return self
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> HfTokenizer:
-        """Return this tokenizer with more arguments for its chat template, which override those of the run.
+        """Return a variant of this tokenizer with more arguments for its chat template.
+
+        The arguments override the arguments of the run. Without arguments the tokenizer itself is returned.
 
         Raises:
             EnvError: an argument is set by Flash itself, or cannot be written as JSON.
@@ -251,7 +270,7 @@ class HfTokenizer(Tokenizer):
     def render(self, observation: Observation, tools: Sequence[Tool] = ()) -> list[int]:
         """Return the tokens of the first observation.
 
-        If the last message is the assistant's, the policy continues that message. May run in a thread.
+        If the last message is from the assistant, the policy continues that message. This method may run in a thread.
 
         Raises:
             EnvError: the model's chat template is missing, refuses the messages, or leaves out a part of them.
@@ -270,10 +289,10 @@ class HfTokenizer(Tokenizer):
         return known.tolist()
 
     def follow(self, observation: Observation, end: int | None, tools: Sequence[Tool] = ()) -> list[int]:
-        """Return the tokens of a later observation, to be appended to a response as it was sampled.
+        """Return the tokens of a later observation, which are appended to a response as it was sampled.
 
-        `end`: the token with which the model ended the response; None if a limit cut it, and then the tokens that end
-        the turn are part of the result.
+        `end`: the token with which the model ended the response. None if a limit cut the response: then the result
+        begins with the tokens that end the turn.
 
         Raises:
             EnvError: the chat template is missing, refuses the messages, leaves out a part of them, or does not show
@@ -284,9 +303,9 @@ class HfTokenizer(Tokenizer):
         return self._template.follow(observation, end, tools)
 
     def prompt_and_answer(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[list[int], list[int]]:
-        """Return two lists of tokens for supervised training: the prompt, and the last message as the answer.
+        """Return two lists of tokens for supervised training: the prompt, and the answer.
 
-        The prompt has all messages but the last.
+        The answer is the last message, and the prompt has all messages before it.
 
         Raises:
             EnvError: the chat template cannot show the messages in a form that can be learned
@@ -296,14 +315,14 @@ class HfTokenizer(Tokenizer):
 
     @property
     def min_message_tokens(self) -> int:
-        """Lower bound on the tokens that one more message takes, results of tools excepted."""
+        """Lower bound on the tokens that one more message takes. It does not hold for results of tools."""
         return self._template.min_message_tokens
 
     @cached_property
     def _text_start(self) -> list[int]:
-        """Tokens that the tokenizer puts before any text.
+        """Tokens that the tokenizer puts before any text; empty if there are none.
 
-        Models such as Gemma and Llama were pretrained with them, and engines put them before a text, too.
+        Models such as Gemma and Llama were pretrained with these tokens, and engines also put them before a text.
         """
         if not self.inner.encode(""):
             return []
@@ -323,7 +342,11 @@ class HfTokenizer(Tokenizer):
     # -- tokens to text ----------------------------------------------------------------------------------------------
 
     def check_calls(self) -> None:
-        """Raise EnvError if calls of functions cannot be read, because no parser of calls is configured."""
+        """Check that calls of functions can be read from responses, before tools are offered to the policy.
+
+        Raises:
+            EnvError: the run configures no parser of calls (`model.tool_parser`).
+        """
         if self._config.tool_parser is None:
             known = ", ".join(names("tool_parsers"))
             raise EnvError(f"tools need model.tool_parser, the name of vLLM's parser for this model: one of {known}")
@@ -331,10 +354,11 @@ class HfTokenizer(Tokenizer):
     def read_response(
         self, token_ids: Sequence[int], stopped: bool, prompt: Sequence[int], tools: Sequence[Tool], *, calling: bool
     ) -> Spoken:
-        """Return a response as a message, as `Tokenizer.read_response` does.
+        """Return a response as a message. `Tokenizer.read_response` describes the arguments.
 
-        If the run names parsers of vLLM, they separate reasoning, content and calls. `Spoken.malformed` is True if the
-        response begins a call that they could not read. Without parsers all text is content, without special tokens.
+        If the run names parsers of vLLM, the parsers separate reasoning, content and calls. `Spoken.malformed` is True
+        if the response begins a call that the parsers could not read. Without parsers all text is content, without
+        special tokens.
         """
         if self._parsers is None:
             return Spoken(Message(ASSISTANT, self.decode(token_ids)))
@@ -352,9 +376,9 @@ class HfTokenizer(Tokenizer):
         return Spoken(Message(ASSISTANT, encodable(found.content), encodable(found.reasoning), calls), found.malformed)
 
     def start_reading(self, prompt: Sequence[int], tools: Sequence[Tool], *, calling: bool) -> ResponseReader:
-        """Return a reader of one response while it is sampled.
+        """Return a reader that turns one response into text while the response is sampled.
 
-        The reader uses vLLM's parsers if the run names any. `Tokenizer.read_response` describes the arguments.
+        The reader uses vLLM's parsers if the run names any. `Tokenizer.start_reading` describes the arguments.
         """
         if self._parsers is None:
             return ResponseReader(self.decode)
@@ -376,14 +400,14 @@ class HfTokenizer(Tokenizer):
 
     @property
     def end(self) -> list[int]:
-        """List with the token that ends a text; empty if there is none."""
+        """List that has only the token which ends a text; empty if the tokenizer has no such token."""
         return end_of_text(self.inner)
 
     @property
     def ends(self) -> list[int]:
         """Tokens that end a response, ascending: the end of text, and the tokens with which the template ends a turn.
 
-        Without a chat template, only the end of text.
+        Without a chat template, the list has only the end of text.
         """
         try:
             return sorted(self._template.turn_ends)
@@ -399,7 +423,10 @@ class HfTokenizer(Tokenizer):
         return token in self._template.turn_ends
 
     def add_ends(self, generation: Any) -> list[int]:
-        """Add the tokens of `ends` that a model's `generation_config` lacks to it, and return the added tokens."""
+        """Add the tokens of `ends` to a model's `generation_config`, as far as it lacks them. Return the added tokens.
+
+        Engines end a response at the tokens that this configuration names.
+        """
         named: Any = generation.eos_token_id
         named = [] if named is None else [named] if isinstance(named, int) else list(named)
         missing = [token for token in self.ends if token not in named]
@@ -408,7 +435,10 @@ class HfTokenizer(Tokenizer):
         return missing
 
     def missing_ends(self) -> str:
-        """Return a sentence that names the tokens of `ends` missing in the model's files; empty if none is missing."""
+        """Return a sentence for the user that names the tokens of `ends` which the model's files lack.
+
+        Empty if no token is missing, or if the model has still to be made.
+        """
         from transformers import AutoConfig, GenerationConfig
 
         local, trusted = Path(self._path).is_dir(), self._config.trust_remote_code

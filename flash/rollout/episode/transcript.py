@@ -3,13 +3,13 @@
 `Episode` appends an observation with `add_observation` and the response to it with `add_response`, turn by turn, and
 makes the trajectory of all of it with `trajectory`. Rules:
 
-1. Tokens are only appended. An observation is rendered once; a response stays exactly as it was sampled, with its
-   log-probs and policy versions. Nothing is ever tokenized again.
+1. Tokens are only appended. An observation is *rendered* (turned into tokens) once. A response stays exactly as it was
+   sampled, with its log-probs and policy versions. No text is tokenized twice.
 2. Most episodes have one sequence of tokens, branch 0. If the environment continues from an earlier place, for example
    because an agent's client has sent a history that differs from the transcript, a new branch begins. It starts with a
    copy of the tokens up to that place, and the old branch stays unchanged.
-3. Copied tokens are prompt in the new branch. So every sampled token is in exactly one span of one branch, and is
-   trained once.
+3. Copied tokens count as prompt in the new branch. So every sampled token is in exactly one *span* (the positions of
+   one response) of one branch, and is trained once.
 
 `flash.rollout.episode.view.TranscriptView` is the transcript as the environment sees it.
 """
@@ -45,29 +45,29 @@ from flash.types import (
 )
 
 LETTERS_PER_TOKEN = 32
-"""Upper bound on the letters of a token, on average over an observation; only long runs of white space exceed it. An
-observation that cannot fit by this bound is refused without being tokenized, because tokenizing megabytes takes
+"""Upper bound on the letters of a token, on average over an observation. Only long runs of white space exceed it. If an
+observation cannot fit even by this bound, it is refused without being tokenized, because tokenizing megabytes takes
 seconds."""
 LARGE_LETTERS = 16_384
-"""Number of letters from which an observation is rendered in a thread, if the tokenizer is slow. The work takes more
-than ten milliseconds, and would block the event loop."""
+"""Number of letters from which an observation is rendered in a thread, if the tokenizer is slow. Rendering takes more
+than ten milliseconds then, and would block the event loop."""
 MESSAGE_LETTERS = 64
-"""Number of letters that take as long to render as an empty message: 40 microseconds in a chat template."""
+"""Number of letters whose rendering takes as long as an empty message does: 40 microseconds in a chat template."""
 
 
 class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of an episode."""
 
     max_length: int
-    """Longest branch, in tokens of observations and responses together."""
+    """Largest number of tokens of a branch, observations and responses together."""
     max_turns: int
-    """Responses, over all branches, after which an episode is truncated."""
+    """Number of responses, over all branches, after which an episode is truncated."""
     max_branches: int
     """Largest number of branches of an episode."""
     max_tokens: int
     """Largest number of tokens of all branches together."""
     max_new_tokens: int
-    """Longest response, in tokens."""
+    """Largest number of tokens of a response."""
 
 
 class ResponseEnd(NamedTuple):
@@ -76,9 +76,9 @@ class ResponseEnd(NamedTuple):
     position: int
     """Number of tokens of the branch up to the end of the response."""
     cut: bool
-    """True if the token limit has cut the response."""
+    """True if the limit on its tokens has cut the response."""
     ended: bool
-    """True if the model has ended the response; its last token is then the end of the turn."""
+    """True if the model has ended the response. Then the last token of the response is the end of the turn."""
 
 
 class BranchFormat(NamedTuple):
@@ -92,26 +92,28 @@ class BranchFormat(NamedTuple):
     """Functions that the prompt of the branch offers."""
 
     def start_reading(self, prompt: Sequence[int], *, calling: bool) -> ResponseReader:
-        """Return a reader of a response while it is sampled.
+        """Return a reader that turns a response into text while the response is sampled.
 
-        `prompt`: all tokens before it; `calling`: True if calls of functions are left out of the text.
+        Args:
+            prompt: all tokens before the response.
+            calling: True if the reader leaves out calls of functions; False if they stay part of the text.
         """
         if self.chat:
             return self.tokenizer.start_reading(prompt, self.tools, calling=calling)
         return ResponseReader(self.tokenizer.decode)
 
     def read_response(self, token_ids: Sequence[int], ended: bool, prompt: Sequence[int], *, calling: bool) -> Spoken:
-        """Return a response as a message. The pieces of `start_reading` together are the same text.
+        """Return a response as a message. Its text equals the pieces of a reader of `start_reading` together.
 
         Args:
             token_ids: the tokens of the response.
-            ended: True if the last of them is the token with which the model ended the response.
+            ended: True if the last token of the response is the token with which the model ended it.
             prompt: all tokens before the response.
             calling: True if calls of functions are read; False if they stay part of the text.
         """
         if self.chat:
             return self.tokenizer.read_response(token_ids, ended, prompt, self.tools, calling=calling)
-        # Parsers expect the form of an answer that a chat template begins: one would take plain text for reasoning.
+        # Parsers expect an answer in the form that a chat template begins. They might take plain text for reasoning.
         return Spoken(Message(ASSISTANT, self.tokenizer.decode(token_ids)))
 
 
@@ -119,9 +121,9 @@ class Branch:
     """A sequence of tokens that only grows.
 
     Args:
-        tokens: tokens copied from another branch.
+        tokens: tokens copied from another branch; empty if the branch copies none.
         ends: ends of the responses among the copied tokens.
-        format: how observations are rendered.
+        format: the form in which observations are rendered.
     """
 
     def __init__(self, tokens: Sequence[int], ends: Sequence[ResponseEnd], format: BranchFormat) -> None:
@@ -130,20 +132,21 @@ class Branch:
         self.ends = list(ends)
         """Ends of all responses among `tokens`: the copied responses, then the responses sampled in this branch."""
         self.spans: list[Span] = []
-        """Positions of the responses that were sampled in this branch, without copied responses."""
+        """Start and stop of each response that was sampled in this branch, without copied responses."""
         self.logprobs: list[float] = []
         """Log-prob of each token in `spans`."""
         self.versions: list[VersionRun] = []
-        """Policy version of each token in `spans`, run-length."""
+        """Policy version of each token in `spans`, run-length encoded."""
         self.kept: list[Kept] = []
-        """Kept sets (`flash.sampling`) of the tokens in `spans`; empty if sampling leaves no token out."""
+        """Kept sets of the tokens in `spans`: the tokens that could have been drawn in place of each
+        (`flash.sampling`). Empty if sampling leaves no token out."""
         self.routes: Routes | None = None
         """Experts that the engine chose for the first tokens of the branch; None if the engine does not report them."""
 
     def length_after(self, responses: int) -> int:
-        """Return the number of tokens up to the end of the first `responses` responses.
+        """Return the number of tokens of the branch up to the end of its first `responses` responses.
 
-        If the branch has no more responses than that, this is the number of all its tokens.
+        If `responses` is the number of all its responses, the result also counts the observation after them, if any.
         """
         if responses == len(self.ends):
             return len(self.tokens)
@@ -162,19 +165,21 @@ class Transcript:
         self.tokenizer = tokenizer
         self.limits = limits
         self._new_format = BranchFormat(chat=False, tokenizer=tokenizer)
-        """Format of the next branch that begins with an observation and copies no tokens."""
+        """Format of the next branch that copies no tokens, and of branch 0 until its first observation is added."""
         self.branches = [Branch([], [], self._new_format)]
         self.branch = 0
-        """Index of the branch that the next observation follows. A response sets it to the response's branch."""
+        """Index of the branch that the next observation follows. `add_observation` and `add_response` leave it at the
+        branch to which they have appended tokens."""
         self._responses = 0
-        """Number of responses of `branch` that the next observation follows."""
+        """Number of responses of `branch` that the next observation follows. 0: the observation begins a sequence."""
         self.turns: list[Turn] = []
         self.sampled = 0
         """Number of sampled tokens, over all branches."""
         self.last_branch: Branch | None = None
         """Branch of the last response; None before the first one."""
         self._rendered: tuple[Observation, list[int]] | None = None
-        """Observation that was rendered last for this place, and its tokens; None if none was rendered."""
+        """Observation that was rendered last for the place that the next observation follows, and its tokens. None if
+        no observation was rendered for this place."""
 
     # -- limits ------------------------------------------------------------------------------------------------------
 
@@ -200,7 +205,9 @@ class Transcript:
         return min(self.limits.max_length - copied, self.limits.max_tokens - total)
 
     def room(self, observation: Observation) -> int:
-        """Return the number of tokens left for a response if this observation is shown next; may be below 0.
+        """Return the number of tokens left for a response if this observation is shown next. It may be negative.
+
+        An observation that is certainly too large is not rendered; then the number is only an upper bound below 0.
 
         Raises:
             EnvError: the observation cannot be shown.
@@ -209,7 +216,7 @@ class Transcript:
         return left - (least if least > left else len(self.render(observation)))
 
     def _min_tokens(self, observation: Observation) -> int:
-        """Return a lower bound on the tokens of the next observation."""
+        """Return a lower bound on the tokens of the next observation. It is computed without rendering it."""
         tools = () if self._responses else self._new_format.tools
         message = self.tokenizer.min_message_tokens if self.is_slow(observation, tools) else 1
         return min_tokens(observation, tools, message)
@@ -223,24 +230,32 @@ class Transcript:
     def go_on(self, branch: int, responses: int) -> None:
         """Let the next observation follow the first `responses` responses of a branch.
 
-        The branch continues if it has no more responses; otherwise a new branch begins when the observation is added.
+        If the branch has more responses than that, a new branch begins when the observation is added. Otherwise the
+        branch continues.
         """
         if (branch, responses) != (self.branch, self._responses):
             assert 0 <= responses <= len(self.branches[branch].ends), "the branch has fewer responses"
             self.branch, self._responses, self._rendered = branch, responses, None
 
     def offer(self, tools: Sequence[Tool]) -> None:
-        """Let the policy call these functions in later branches that begin with an observation and copy no tokens.
+        """Offer functions to the policy: the chat template shows them with the first observation of a branch.
+
+        The environment calls this through its view. It holds for each branch that begins after this call without copied
+        tokens, and for branch 0 if its first observation was not added yet. The functions replace those of an earlier
+        call. An empty list offers none.
 
         Raises:
-            EnvError: calls of functions cannot be read from responses.
+            EnvError: `tools` is not empty, and the tokenizer cannot read calls of functions from responses.
         """
         if tools:
             self.tokenizer.check_calls()
         self._new_format, self._rendered = self._new_format._replace(tools=list(tools)), None
 
     def template(self, arguments: Mapping[str, Any]) -> None:
-        """Give the chat template these arguments in later branches that begin with an observation and copy no tokens.
+        """Set arguments of the chat template, which override `model.chat_template_kwargs`.
+
+        They hold for each branch that begins after this call without copied tokens, and for branch 0 if its first
+        observation was not added yet. They replace the arguments of an earlier call.
 
         Raises:
             EnvError: the chat template cannot have such an argument.
@@ -250,7 +265,10 @@ class Transcript:
 
     @property
     def _begins_branch(self) -> bool:
-        """True if the next observation begins a new branch, because its branch has more responses than it follows."""
+        """True if the next observation begins a new branch.
+
+        This is so if the observation follows a response that is not the last one of its branch.
+        """
         return self._responses < len(self.branches[self.branch].ends)
 
     @property
@@ -259,13 +277,24 @@ class Transcript:
         return self.branches[self.branch].tokens
 
     def render(self, observation: Observation) -> list[int]:
-        """Return the tokens of the next observation. Raises EnvError if it cannot be shown."""
+        """Return the tokens of the next observation. An observation that was rendered last is not rendered again.
+
+        Raises:
+            EnvError: the observation cannot be shown.
+        """
         if self._rendered is None or self._rendered[0] != observation:
             self._rendered = observation, self._render(observation)
         return self._rendered[1]
 
     def _render(self, observation: Observation) -> list[int]:
-        """Return the tokens of the next observation, without using `_rendered`. May run in a thread."""
+        """Render the next observation, and return its tokens.
+
+        This method may run in a thread, because the episode waits for the thread and changes nothing meanwhile. If the
+        observation begins a sequence, this also sets whether the next format is chat messages or plain text.
+
+        Raises:
+            EnvError: the observation cannot be shown.
+        """
         if self._responses:
             return self.follow(self.branches[self.branch], self._responses, observation)
         self._new_format = self._new_format._replace(chat=not isinstance(observation, str))
@@ -290,7 +319,11 @@ class Transcript:
     # -- growing -----------------------------------------------------------------------------------------------------
 
     def add_observation(self, tokens: Sequence[int]) -> None:
-        """Append the tokens of an observation to the branch that the observation follows, or to a new branch."""
+        """Append the tokens of an observation to the branch that the observation follows, or to a new branch.
+
+        `go_on` chooses the place. A new branch begins if the observation follows a response that is not the last one of
+        its branch.
+        """
         if self._begins_branch:
             origin, kept = self.branches[self.branch], self._responses
             length = origin.length_after(kept)
@@ -320,8 +353,8 @@ class Transcript:
         if completion.kept is not None:
             branch.kept.append(completion.kept)
         if completion.routes is not None:
-            # The engine reports experts for the prompt too. Experts known from earlier responses are kept, because the
-            # earlier responses were sampled with them.
+            # The engine also reports experts for the prompt. The experts that earlier responses have reported are kept,
+            # because those responses were sampled with them.
             known = 0 if branch.routes is None else branch.routes.tokens
             later = completion.routes.part(known, completion.routes.tokens)
             branch.routes = join_routes([branch.routes, later], [known, later.tokens])
@@ -330,9 +363,10 @@ class Transcript:
         self.sampled += len(completion.token_ids)
 
     def trajectory(self, task: Task, outcome: Outcome, lost_tokens: int) -> Trajectory:
-        """Return all branches, one after another, as the trajectory of a task.
+        """Return the trajectory of a task, which holds all branches one after another.
 
-        `lost_tokens`: number of tokens that were sampled for the episode and are in no branch.
+        `outcome`: `Outcome.OK` or `Outcome.TRUNCATED`; `lost_tokens`: number of tokens that were sampled for the
+        episode and are in no branch.
         """
         branches = self.branches
         begins = list(accumulate((len(branch.tokens) for branch in branches), initial=0))[:-1]
@@ -366,7 +400,10 @@ class Transcript:
 
 
 def min_tokens(observation: Observation, tools: Sequence[Tool], message: int) -> int:
-    """Return a lower bound on the tokens of an observation. `message`: a lower bound for a message without content."""
+    """Return a lower bound on the tokens of an observation and the tools that are shown with it.
+
+    `message`: lower bound on the tokens of a message without content.
+    """
     letters = len(msgspec.json.encode(tools)) if tools else 0
     if isinstance(observation, str):
         return (letters + len(observation)) // LETTERS_PER_TOKEN
@@ -374,7 +411,7 @@ def min_tokens(observation: Observation, tools: Sequence[Tool], message: int) ->
 
 
 def is_large(observation: Observation, tools: Sequence[Tool]) -> bool:
-    """Return True if a slow tokenizer takes so long to render this that a thread should do it."""
+    """Return True if a slow tokenizer takes so long for an observation with tools that a thread should render them."""
     letters = len(msgspec.json.encode(tools)) if tools else 0
     if isinstance(observation, str):
         return letters + len(observation) >= LARGE_LETTERS
@@ -389,8 +426,10 @@ def _letters(observation: Sequence[Message]) -> int:
 
 
 def _weight_of_messages(observation: Sequence[Message], message: int) -> int:
-    """Return the weight of messages and calls apart from their letters: `message` for a message, 1 for a call.
+    """Return a lower bound on the tokens that messages and calls take beside their letters.
 
-    A result of a tool has weight 1, because some templates show the results of several calls as one message.
+    A message counts as `message` tokens and a call as 1. A result of a tool counts as 1, because some templates show
+    the results of several calls as one message. `is_large` uses this as the number of messages and calls, with
+    `message` = 1.
     """
     return sum(len(one.tool_calls) + (1 if one.role == TOOL else message) for one in observation)

@@ -1,13 +1,17 @@
-"""The policy as the trainer holds it: a Hugging Face causal language model, sharded by FSDP2, run on packed rows.
+"""Load the policy's model for the trainer, and shard it: a Hugging Face causal language model under FSDP2.
 
-A rank never holds a whole model. The model is created on the meta device, without memory for its weights
-(`empty_model`), then sharded (`shard_model`), and then each rank reads its own part of one tensor after another
-(`load_sharded`). `flash.trainer.step` loads the policy and its reference models, `flash.trainer.critic` the critics.
+The model is created on the meta device, without memory for its weights (`empty_model`), and then sharded
+(`shard_model`). Then each rank reads its own part of one tensor after another (`load_sharded`). So a rank never holds a
+whole model, unless the files cannot be read tensor by tensor (`_StoredWeights`). `flash.trainer.step` loads the policy
+and its reference models, and `flash.trainer.critic` loads the critics. Many sequences go through the model at once, in
+one packed row.
 
-Invariants: master weights are float32, while the forward pass runs in the configured dtype. Dropout is off. Every
-function that touches parameters is a collective: all ranks call it together.
+A *collective* is a function that all ranks must call together. Every function here that touches parameters of a sharded
+model is one. Invariants: master weights are float32, while the forward pass runs in the configured dtype. Dropout is
+off.
 
-Tensor and expert parallelism follow transformers' own plans, below FSDP, which shards over the remaining ranks.
+Layers are first divided over ranks by tensor and expert parallelism, with the plans of transformers. FSDP shards each
+part over the remaining ranks.
 """
 
 from __future__ import annotations
@@ -55,7 +59,7 @@ from flash.trainer.model.output_layer import replace_output_layer
 from flash.trainer.model.packed import PACKED_ATTENTION, packed_attention, takes_packed_rows
 
 TENSOR_PARALLEL_KINDS = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
-"""Kinds of models whose gradients under tensor parallelism equal those of one process, as
+"""Kinds of models whose gradients under tensor parallelism equal the gradients of one process, as
 `tests/trainer/test_parallel.py` shows. Other kinds are refused."""
 EXPERT_COUNTS = {
     "deepseek_v3": "n_routed_experts",
@@ -65,16 +69,16 @@ EXPERT_COUNTS = {
     "qwen2_moe": "num_experts",
     "qwen3_moe": "num_experts",
 }
-"""Kinds of models whose experts may be divided (shown by the same test), and the key of their config.json that holds
-the number of experts."""
+"""Kinds of models whose experts may be divided over ranks, each with the key of its config.json that holds the number
+of experts. `tests/trainer/test_parallel.py` shows that dividing them does not change gradients."""
 
 Recompute = bool | str
-"""Activation checkpointing of decoder layers: False for none, True to run each layer again in the backward pass, or
-the device on which the inputs of the layers wait until then."""
+"""Activation checkpointing of decoder layers. False: none. True: each layer runs again in the backward pass. A device:
+each layer runs again, and its inputs are kept on this device until then."""
 
 
 def recompute_mode(train: TrainConfig, host: str = "cpu") -> Recompute:
-    """Return the activation checkpointing that `[train]` asks for; `host` is the device for offloaded inputs."""
+    """Return the activation checkpointing that `[train]` configures. `host`: the device for offloaded inputs."""
     return train.activation_checkpointing and (host if "activations" in train.offload else True)
 
 
@@ -82,7 +86,7 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     """Return the whole model on the CPU, in float32, ready for `shard_model`.
 
     Raises:
-        ConfigError: the folder or hub id holds no causal language model that can be loaded, or a quantized one.
+        ConfigError: `model.path` has no causal language model that can be loaded, or its weights are quantized.
     """
     try:
         _check_unquantized(config)
@@ -100,10 +104,10 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
 def empty_model(config: ModelConfig, layers: int | None = None) -> PreTrainedModel:
     """Return the model with parameters on the meta device, which take no memory. Buffers have their values.
 
-    With `layers`, the model has only this many of its decoder layers, the first ones.
+    With `layers`, the model has only its first `layers` decoder layers. Otherwise it has all.
 
     Raises:
-        ConfigError: the folder or hub id holds no causal language model that can be loaded, or a quantized one.
+        ConfigError: `model.path` has no causal language model that can be loaded, or its weights are quantized.
     """
     try:
         _check_unquantized(config)
@@ -118,7 +122,16 @@ def empty_model(config: ModelConfig, layers: int | None = None) -> PreTrainedMod
 
 
 def _check_unquantized(config: ModelConfig) -> None:
-    """Raise ValueError if the weights are quantized: an engine would expect each version in the quantized form too."""
+    """Check that the model's weights are not quantized.
+
+    The engines would load a quantized model and expect quantized weights for each version, but the trainer publishes
+    weights that are not quantized.
+
+    Raises:
+        ValueError: the model's config.json has a quantization_config.
+        OSError, KeyError: the configuration cannot be read. `AutoConfig.from_pretrained` also raises ValueError for
+            this. The callers turn all of these errors into a ConfigError.
+    """
     described = AutoConfig.from_pretrained(
         config.path, local_files_only=Path(config.path).is_dir(), trust_remote_code=config.trust_remote_code
     )
@@ -129,7 +142,7 @@ def _check_unquantized(config: ModelConfig) -> None:
 
 
 def _cannot_load(config: ModelConfig, error: Exception) -> ConfigError:
-    """Return the error for a model that cannot be loaded."""
+    """Return the error to raise for a model that cannot be loaded. `error` is the reason."""
     return ConfigError(f"model.path: cannot load a causal language model from {config.path!r}: {error}")
 
 
@@ -138,7 +151,7 @@ def load_sharded(
 ) -> PreTrainedModel:
     """Return the model at `config.path`, sharded by `shard_model` and with its weights. A collective.
 
-    With `backbone`, return the model without its output layer.
+    With `backbone`, the model has no output layer. Critics need such a model.
 
     Raises:
         ConfigError: the model cannot be loaded, its output layer cannot be replaced, or its layers cannot be divided.
@@ -153,9 +166,10 @@ def load_sharded(
 
 
 def load_plain(config: ModelConfig, mesh: TrainerMesh) -> PreTrainedModel:
-    """Return the model as transformers makes it, in float32 with its own attention and output layer, only sharded.
+    """Return the model as transformers makes it, in float32, with its own attention and output layer. A collective.
 
-    A collective. The state dict fits an `empty_model` of this configuration after `shard_model`.
+    It is sharded and otherwise unchanged. Its state dict fits an `empty_model` of this configuration after
+    `shard_model`.
 
     Raises:
         ConfigError: the model cannot be loaded, or its layers cannot be divided.
@@ -169,9 +183,12 @@ def load_plain(config: ModelConfig, mesh: TrainerMesh) -> PreTrainedModel:
 
 
 class _StoredWeights:
-    """Reader of the weights at `model.path`, by the model's own names.
+    """Reader of the weights at `model.path`, by the names of the unsharded model.
 
     It reads one tensor at a time. If the files do not allow that, each rank loads all weights into memory.
+
+    Raises:
+        ConfigError: the weights cannot be loaded.
     """
 
     def __init__(self, config: ModelConfig, model: PreTrainedModel) -> None:
@@ -184,10 +201,10 @@ class _StoredWeights:
         self._read = load_model(config).state_dict().__getitem__ if read is None else read
 
     def read(self, name: str) -> Tensor:
-        """Return a whole tensor, in the dtype of its file.
+        """Return the whole stored tensor of this name. Read tensor by tensor, it has the dtype of its file.
 
         Raises:
-            ConfigError: a part of the tensor is missing, or it has another shape than the model's.
+            ConfigError: parts of the tensor do not fit together, or it has another shape than the model expects.
         """
         try:
             tensor, shape = self._read(name), self._shapes[name]
@@ -201,9 +218,16 @@ class _StoredWeights:
 
 
 def _fill(model: PreTrainedModel, stored: _StoredWeights, names: Sequence[str], device: str) -> PreTrainedModel:
-    """Give each weight of the model this rank's part of a stored tensor, on `device`.
+    """Set each weight of a sharded model from its stored tensor. Returns the same model, with dropout off.
 
-    `names` are the names of the stored tensors, in the order of the model's weights.
+    Args:
+        model: the model. Its weights are replaced.
+        stored: reads the stored tensors.
+        names: for each weight of the model, in the order of `_named_weights`, the name of its stored tensor. This name
+            may differ from the weight's own name, because the model may be only a backbone, and because `shard_model`
+            replaces layers.
+        device: the device for sharded weights, of which this rank gets its part in float32. A buffer keeps the dtype
+            and the device that it has.
     """
     state: dict[str, Tensor] = {}
     for (own, tensor), name in zip(_named_weights(model), names, strict=True):
@@ -214,26 +238,33 @@ def _fill(model: PreTrainedModel, stored: _StoredWeights, names: Sequence[str], 
             local = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
             state[own] = local.to(device, torch.float32, copy=True)
         elif isinstance(tensor, nn.Parameter):
+            # FSDP turns every parameter that it shards into a DTensor. Any other parameter is whole on each rank.
             state[own] = whole.to(torch.float32, copy=True)
         else:
             state[own] = whole.to(tensor, copy=True)
+    # `assign`: parameters on the meta device have no memory to copy to, so they are replaced. `strict` is off because
+    # buffers that are computed from the config are in no file.
     model.load_state_dict(state, strict=False, assign=True)
     return model.eval()
 
 
 def _named_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the tensors that a model's files hold: parameters, and buffers that cannot be computed from the config."""
+    """Return name and tensor of each weight that a model's files hold.
+
+    These are the parameters, and the buffers that cannot be computed from the config.
+    """
     return [*model.named_parameters(), *kept_buffers(model)]
 
 
 def shard_model(
     model: PreTrainedModel, mesh: TrainerMesh, config: ModelConfig, *, recompute: Recompute = False
 ) -> PreTrainedModel:
-    """Prepare a model for training, in place, and shard it: each decoder layer, then the rest.
+    """Prepare a model for training and shard it, in place. Returns the same model. A collective.
 
-    Selects packed attention if the model's attention can be replaced, puts an `OutputLayer` in the place of the output
-    layer, fuses layers on a GPU, and turns dropout off. With `recompute`, the activations of decoder layers are not
-    kept for the backward pass (Chen et al. 2016, arXiv 1604.06174).
+    Selects packed attention if the model's attention can be replaced, replaces the output layer by an `OutputLayer`,
+    fuses layers on a GPU, and turns dropout off. Each decoder layer is sharded on its own, and then the rest. With
+    `recompute`, the activations of decoder layers are not kept for the backward pass (Chen et al. 2016, arXiv
+    1604.06174).
 
     Raises:
         ConfigError: the model's output layer cannot be replaced, or its layers cannot be divided.
@@ -246,12 +277,19 @@ def shard_model(
     if mesh.device.type == "cuda" and mesh.tensor is None and can_fuse():
         fuse_layers(model, whole=takes_packed_rows(model) and not is_recurrent(model))
     _shard(model, mesh, MixedPrecisionPolicy() if config.dtype == "float32" else half, recompute=recompute)
-    # Dropout stays off in training too: log-probs must be those of the policy that samples.
+    # Dropout also stays off in training, because log-probs must be those of the policy that samples.
     return model.eval()
 
 
 def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPolicy, *, recompute: Recompute) -> None:
-    """Divide layers and experts over ranks, and shard the model over the others: each decoder layer, then the rest."""
+    """Divide layers and experts over ranks by tensor and expert parallelism, and shard the parts over other ranks.
+
+    Each decoder layer is sharded on its own, and then the rest of the model. With `recompute`, activations of decoder
+    layers are not kept for the backward pass.
+
+    Raises:
+        ConfigError: the layers or experts cannot be divided.
+    """
     check_divisible(model.config, mesh.parallel)
     experts = list[nn.Module]()
     if mesh.tensor is not None or mesh.experts is not None:
@@ -267,8 +305,9 @@ def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPoli
         _shard_experts(module, mesh, policy)
 
     def placement(parameter: nn.Parameter) -> Shard | None:
-        # Experts lie in tensors of three dimensions, which FSDP shards by expert unless told otherwise. With fewer
-        # experts than ranks, most ranks would have none, and all would gather padding up to one expert per rank.
+        # Experts are in tensors of three dimensions, which FSDP shards by expert unless another dimension is given.
+        # With fewer experts than ranks, some ranks would have no expert, and all would gather padding up to one expert
+        # per rank.
         return None if parameter.dim() < 3 else _even_shard(parameter, ranks)
 
     layers, inside = layer_types(model), set[nn.Module]()
@@ -296,7 +335,11 @@ def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPoli
 def _shard_experts(module: nn.Module, mesh: TrainerMesh, policy: MixedPrecisionPolicy) -> None:
     """Shard this rank's experts of a layer over the ranks that hold the same experts.
 
-    The experts receive the tokens of all ranks that hold other experts, so their gradient is a sum over these ranks.
+    The experts also receive the tokens of ranks that hold other experts. So their gradient is already a sum over these
+    ranks, and it is divided by the number of all ranks over which the rest of the model is sharded.
+
+    Raises:
+        ConfigError: the ranks that hold the same experts cannot divide the expert weights.
     """
     assert mesh.experts is not None
     holders = mesh.experts["fsdp"]
@@ -322,7 +365,10 @@ def _shard_experts(module: nn.Module, mesh: TrainerMesh, policy: MixedPrecisionP
 
 
 def _even_shard(parameter: nn.Parameter, ranks: int) -> Shard | None:
-    """Return a shard along the first dimension that `ranks` divides, since FSDP shards other dimensions only evenly."""
+    """Return a shard along the first dimension whose size is divisible by `ranks`; None if there is no such dimension.
+
+    FSDP can shard a dimension other than the first one only evenly.
+    """
     own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return next((Shard(dim) for dim, size in enumerate(own.shape) if size % ranks == 0), None)
 
@@ -331,7 +377,8 @@ def check_divisible(described: PreTrainedConfig, parallel: ParallelConfig) -> No
     """Check that ranks can divide the layers, rows and experts of a model of this configuration.
 
     Raises:
-        ConfigError: a count is not divisible, or no test has shown that dividing a model of this kind is exact.
+        ConfigError: the number of heads, of experts or of numbers in a layer is not divisible; dividing a model of this
+            kind is not exact, or not known to be exact; or the installed transformers divides models in another way.
     """
     described = described.get_text_config()
     if parallel.tensor > 1 or parallel.expert > 1:
@@ -375,7 +422,7 @@ def check_divisible(described: PreTrainedConfig, parallel: ParallelConfig) -> No
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered parameters after a forward pass without a backward pass.
+    """Free the gathered parameters of a model after a forward pass without a backward pass.
 
     Otherwise the parameters would stay gathered, and the next forward pass would not use updated sharded parameters.
     """
@@ -385,21 +432,28 @@ def reshard(model: nn.Module) -> None:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device on which a model computes. With offloading, its weights are on the host until gathered."""
+    """Return the device on which a model computes.
+
+    With offloading, sharded weights are on the host, but this is still the device to which they are gathered.
+    """
     parameter = next(model.parameters())
     return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
 
 
 def kept_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the buffers that a model's files hold, such as a bias of the choice of experts. No buffer is trained."""
+    """Return name and tensor of each buffer that a model's files hold, for example a bias for the choice of experts.
+
+    Buffers are not trained.
+    """
     kept = model.state_dict().keys()
     return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
 
 
 def named_full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and full float32 tensor of each parameter of a version, on every rank's device, one at a time.
+    """Yield name and whole float32 tensor of each parameter of a version, one at a time, on the device of each rank.
 
-    A collective. If the output layer is tied to the input embedding, the tensor is yielded once.
+    A version is the weights that the trainer publishes after a step. This is a collective. If the output layer is tied
+    to the input embedding, their tensor is yielded once.
     """
     for name, parameter in trained_parameters(model):
         value = parameter.detach()
@@ -407,9 +461,10 @@ def named_full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters that a version consists of: all, or those of the adapters.
+    """Return name and tensor of each parameter that a published version has.
 
-    Without adapters, parameters that the model itself freezes are part of a version too.
+    If the model has adapters (LoRA), these are the parameters of the adapters. Otherwise these are all parameters, also
+    parameters that the model itself freezes.
     """
     adapted = described_in(model) is not None
     return [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad or not adapted]

@@ -232,15 +232,18 @@ def _on_any_rank(model: PreTrainedModel, found: bool) -> bool:
 
 
 def _random_sequences(model: PreTrainedModel, config: Config) -> list[Tensor]:
-    """Return sequences of random tokens, the same on every rank.
+    """Return sequences of random tokens, equal on every rank. `check_packing` compares their log-probs and gradients.
 
-    The first are those of `LENGTHS`, cut if they do not fit into a row. If an attention window and `BEYOND` more tokens
-    fit into a row, one more sequence follows. It is `BEYOND` tokens longer than the longest such window.
+    The first sequences have the lengths in `LENGTHS`. No sequence has more tokens than a micro-batch,
+    `model.max_length` and `LONGEST` allow. If the model has attention windows, one more sequence follows. It is
+    `BEYOND` tokens longer than the longest window for which this length is allowed. If this length is allowed for no
+    window, there is no such sequence.
     """
     limit = min(config.model.max_length, config.train.max_tokens_per_microbatch, LONGEST)
     lengths = [min(length, limit) for length in LENGTHS]
     beyond = [window + BEYOND for window in windows(model) if window + BEYOND <= limit]
     lengths += [max(beyond)] if beyond else []
+    # The seed is fixed, so that every rank draws the same tokens.
     choose = random.Random("packing").choices
     vocabulary = range(int(model.config.get_text_config().vocab_size))
     return [torch.tensor(choose(vocabulary, k=length), device=device_of(model)) for length in lengths]

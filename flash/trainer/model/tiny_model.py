@@ -397,10 +397,11 @@ def _loss(model: Qwen3ForCausalLM, ids_BT: Tensor, targets_BT: Tensor) -> tuple[
 
 @contextlib.contextmanager
 def _one_thread() -> Generator[None]:
-    """Make torch compute in one thread inside of the block.
+    """Let torch use one thread inside the block, and restore the number of threads afterwards.
 
-    In such a small model, several threads mostly wait for each other. While another program uses the same two cores, a
-    step of examples/tiny.toml takes 0.2 s in one thread and 3 s in two.
+    In a model this small, several threads mostly wait for each other. For example, on a machine with two cores that
+    another program also uses, a step of examples/tiny.toml takes 0.2 s with one thread and 3 s with two threads. The
+    number of threads is a setting of the whole process.
     """
     import torch
 
