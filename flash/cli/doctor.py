@@ -16,7 +16,7 @@ from flash.errors import ConfigError
 from flash.text import harmless
 
 if TYPE_CHECKING:
-    from flash.run.checks.doctor import Found
+    from flash.run.checks.doctor import Finding
 
 IN_SANDBOXES = ("envs.code:", "envs.swe:", "envs.rewards.code:", "envs.tools.sandboxed:")
 """Beginnings of the import paths of objects that run programs in sandboxes."""
@@ -40,11 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
     from flash.run.checks.doctor import CHECKS, examine, missing, ok
 
     config: list[Config] = []
-    findings: list[Found] = []
+    findings: list[Finding] = []
     if arguments.config:
         paths, overrides = split_arguments(arguments.config)
 
-        def read(_: Config | None) -> Found:
+        def read(_: Config | None) -> Finding:
             from flash.run.checks.preflight import start_problems
 
             try:
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     return int(any(finding.state == "missing" for finding in findings))
 
 
-def lines(findings: list[Found]) -> Iterator[str]:
+def lines(findings: list[Finding]) -> Iterator[str]:
     """Yield the lines of a table of the findings."""
     width = max(len(finding.check) for finding in findings)
     for finding in findings:
@@ -74,7 +74,7 @@ def lines(findings: list[Found]) -> Iterator[str]:
             yield f"{indent}→ {finding.advice}"
 
 
-def containers(config: Config | None) -> Found:
+def containers(config: Config | None) -> Finding:
     """Check for a container engine, which environments need that run programs in sandboxes."""
     import anyio
 

@@ -43,7 +43,7 @@ BATCHES = "train.batch_size"
 """Key of the batch size. It has no effect, because the batches are those of the run."""
 
 
-class Course(msgspec.Struct, frozen=True):
+class ReplayPlan(msgspec.Struct, frozen=True):
     """Steps to train again."""
 
     first: int
@@ -71,7 +71,7 @@ class Comparison(msgspec.Struct, frozen=True):
     """Largest absolute difference of any weight to its value at the beginning of the replay."""
 
 
-def plan(run_dir: Path, first: int | None, last: int | None) -> Course:
+def plan(run_dir: Path, first: int | None, last: int | None) -> ReplayPlan:
     """Find batches and checkpoints for the versions from `first` to `last`.
 
     If `first` or `last` is None, it is the first or the last possible version.
@@ -107,7 +107,7 @@ def plan(run_dir: Path, first: int | None, last: int | None) -> Course:
             f"--to-step: expected {first + 1} to {newest} (there are batches of {_runs(steps)}); got {last}"
         )
     compared = {version: folder for version, folder in held.items() if first < version <= last}
-    return Course(first, last, held.get(first), compared, _runs(beyond) if beyond else "")
+    return ReplayPlan(first, last, held.get(first), compared, _runs(beyond) if beyond else "")
 
 
 def refuse_idle(file: Path, config: Config, named: Collection[str]) -> None:
@@ -136,7 +136,7 @@ def refuse_idle(file: Path, config: Config, named: Collection[str]) -> None:
 
 def replay(
     config: Config,
-    course: Course,
+    course: ReplayPlan,
     *,
     folder: Path,
     step: Callable[[dict[str, float]], None],

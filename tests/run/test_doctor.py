@@ -14,7 +14,7 @@ import pytest
 from flash.config.tree import Config
 from flash.observe.trackers.trackers import not_installed
 from flash.run.checks import doctor
-from flash.run.checks.doctor import CHECKS, Found, examine, file_system, missing, not_needed, ok
+from flash.run.checks.doctor import CHECKS, Finding, examine, file_system, missing, not_needed, ok
 
 
 def config(**changes: Any) -> Config:
@@ -42,11 +42,11 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_check_that_hangs_or_raises_has_found_something_missing_and_the_others_are_told() -> None:
     never = threading.Event()
 
-    def hangs(config: Config | None) -> Found:
+    def hangs(config: Config | None) -> Finding:
         never.wait()
         return ok("too late")
 
-    def raises(config: Config | None) -> Found:
+    def raises(config: Config | None) -> Finding:
         raise OSError("broken")
 
     found = examine({"hangs": hangs, "raises": raises, "well": lambda config: ok("well")}, None, 0.2)
@@ -179,7 +179,7 @@ def test_several_nodes_want_slurm_or_a_place_to_meet(monkeypatch: pytest.MonkeyP
 
 
 def test_a_found_thing_is_missing_with_what_to_do() -> None:
-    assert missing("gone", "get it") == Found("missing", "gone", "get it")
+    assert missing("gone", "get it") == Finding("missing", "gone", "get it")
 
 
 def test_trackers_that_are_named_are_installed() -> None:

@@ -53,7 +53,7 @@ PINS = Path(__file__).parents[3] / "requirements"
 """Folder with the lock files of the CPU environment, if Flash runs from its source."""
 
 
-class Found(msgspec.Struct, frozen=True):
+class Finding(msgspec.Struct, frozen=True):
     """Result of a check."""
 
     state: Literal["ok", "not needed", "missing"]
@@ -64,14 +64,14 @@ class Found(msgspec.Struct, frozen=True):
     """Name of the check."""
 
 
-Check = Callable[[Config | None], Found]
+Check = Callable[[Config | None], Finding]
 """Function that makes one check."""
-ok = partial(Found, "ok")
-not_needed = partial(Found, "not needed")
-missing = partial(Found, "missing")
+ok = partial(Finding, "ok")
+not_needed = partial(Finding, "not needed")
+missing = partial(Finding, "missing")
 
 
-def examine(checks: Mapping[str, Check], config: Config | None, seconds: float = DEADLINE_S) -> list[Found]:
+def examine(checks: Mapping[str, Check], config: Config | None, seconds: float = DEADLINE_S) -> list[Finding]:
     """Run all checks in parallel, and return their results.
 
     A check that raises an error or is too late counts as missing.
@@ -86,7 +86,7 @@ class _Asked:
 
     def __init__(self, check: Check, config: Config | None) -> None:
         self._check, self._config = check, config
-        self._found: Found | None = None
+        self._found: Finding | None = None
         # A daemon thread, because a check of a dead file system may never return.
         self._thread = threading.Thread(target=self._make, daemon=True)
         self._thread.start()
@@ -97,13 +97,13 @@ class _Asked:
         except Exception as error:  # an error of any kind on a broken machine is the result
             self._found = missing(f"{type(error).__name__}: {error}")
 
-    def found(self, end: float, seconds: float) -> Found:
+    def found(self, end: float, seconds: float) -> Finding:
         """Return the result of the check, once it has ended or the time `end` is over."""
         self._thread.join(max(0.0, end - time.monotonic()))
         return self._found or missing(f"no answer within {seconds:g} s", "see what the machine waits for: dmesg, mount")
 
 
-def machine(config: Config | None) -> Found:
+def machine(config: Config | None) -> Finding:
     """Check the operating system, and show the version of Python."""
     text = f"{platform.system()} {platform.release()} {platform.machine()}, Python {platform.python_version()}"
     if sys.platform != "linux":
@@ -111,7 +111,7 @@ def machine(config: Config | None) -> Found:
     return ok(text)
 
 
-def cores(config: Config | None, usable: Set[int] | None = None) -> Found:
+def cores(config: Config | None, usable: Set[int] | None = None) -> Finding:
     """Check the number of cores that this process may use. `usable` replaces the set of these cores in tests."""
     usable = os.sched_getaffinity(0) if usable is None else usable
     text = f"{len(usable)} of {os.cpu_count()} cores may be used"
@@ -123,7 +123,7 @@ def cores(config: Config | None, usable: Set[int] | None = None) -> Found:
     return ok(text)
 
 
-def memory(config: Config | None) -> Found:
+def memory(config: Config | None) -> Finding:
     """Check the free memory of the machine and of the control group."""
     rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(rows["MemAvailable"].split()[0]) << 10
@@ -139,7 +139,7 @@ def memory(config: Config | None) -> Found:
     return ok(text)
 
 
-def gpus(config: Config | None) -> Found:
+def gpus(config: Config | None) -> Finding:
     """Check that the machine has as many GPUs as the configuration wants."""
     count, wanted = count_gpus(), None if config is None else config.gpus_per_node
     text = f"{count} NVIDIA GPU{'s' if count != 1 else ''}"
@@ -152,7 +152,7 @@ def gpus(config: Config | None) -> Found:
     return ok(text)
 
 
-def compilers(config: Config | None) -> Found:
+def compilers(config: Config | None) -> Finding:
     """Check for the compiler that engines on the CPU use. Engines also run without it, but slower."""
     if config is not None and config.gpus_per_node > 0:
         return not_needed("engines run on GPUs")
@@ -171,7 +171,7 @@ def installed(name: str) -> str | None:
         return None
 
 
-def packages(config: Config | None, installed: Callable[[str], str | None] = installed) -> Found:
+def packages(config: Config | None, installed: Callable[[str], str | None] = installed) -> Finding:
     """Check that torch, transformers and vLLM are installed in versions that were tested."""
     from packaging.requirements import Requirement
 
@@ -205,7 +205,7 @@ def pinned(name: str) -> str | None:
     return None
 
 
-def port(config: Config | None) -> Found:
+def port(config: Config | None) -> Finding:
     """Check that the hub's port is free."""
     number = 0 if config is None else config.cluster.hub_port
     if number == 0:
@@ -219,7 +219,7 @@ def port(config: Config | None) -> Found:
         return missing(text, "set cluster.hub_port to a free one, or to 0 for any")
 
 
-def model(config: Config | None) -> Found:
+def model(config: Config | None) -> Finding:
     """Show the model that a run would have to fetch or convert first."""
     if config is None or config.model.fetch is None:
         return not_needed("nothing is fetched")
@@ -229,7 +229,7 @@ def model(config: Config | None) -> Found:
     return ok(f"{folder} will be made at the start from {described(source)}")
 
 
-def trackers(config: Config | None) -> Found:
+def trackers(config: Config | None) -> Finding:
     """Check that the packages of the trackers in track.to are installed."""
     names = config.track.to if config is not None else []
     if not names:
@@ -238,7 +238,7 @@ def trackers(config: Config | None) -> Found:
     return missing("; ".join(faults), "`flash train` starts no run without them") if faults else ok(", ".join(names))
 
 
-def output(config: Config | None, least_gib: float = DISK_GIB) -> Found:
+def output(config: Config | None, least_gib: float = DISK_GIB) -> Finding:
     """Check that the output folder, or its first existing parent, can be written and has free space."""
     folder = _output_folder(config)
     try:
@@ -252,7 +252,7 @@ def output(config: Config | None, least_gib: float = DISK_GIB) -> Found:
     return ok(text)
 
 
-def shared(config: Config | None, mounts: Path = MOUNTS) -> Found:
+def shared(config: Config | None, mounts: Path = MOUNTS) -> Finding:
     """Check that all nodes of a job can see the run directory."""
     if config is None or config.cluster.nodes == 1:
         return not_needed("the job has one node")
@@ -268,7 +268,7 @@ def shared(config: Config | None, mounts: Path = MOUNTS) -> Found:
     )
 
 
-def clock(config: Config | None, most_s: float = CLOCK_S) -> Found:
+def clock(config: Config | None, most_s: float = CLOCK_S) -> Finding:
     """Check that this machine's clock agrees with the clock of the server that holds the run directory."""
     if config is None or config.cluster.nodes == 1:
         return not_needed("the job has one node")
@@ -280,7 +280,7 @@ def clock(config: Config | None, most_s: float = CLOCK_S) -> Found:
     return ok(text) if abs(apart) < most_s else missing(text, "synchronise the clocks of all nodes: chrony, or ntpd")
 
 
-def slurm(config: Config | None) -> Found:
+def slurm(config: Config | None) -> Finding:
     """Check that something can start the processes on several nodes: SLURM, or the user with a rendezvous address."""
     nodes = 1 if config is None else config.cluster.nodes
     if job := os.environ.get("SLURM_JOB_ID"):
