@@ -391,6 +391,8 @@ class TrainerRanks:
         causes = self._processes_of(self._silent() or self.incarnations.present)
         if self.incarnations.ranks_lost(range(len(self.incarnations.ranks))):
             self._end_incarnation(PeerLostError(f"{' and '.join(hanging)}: {waited}"), causes, missing)
+        else:
+            self._progress.send("run")  # every rank counts as left: the run waits for none of them any more
 
     async def watch(self) -> None:
         """Watch the heartbeats, and end the incarnation if one of its ranks is silent. Runs until it is cancelled.

@@ -652,6 +652,29 @@ def test_the_ranks_of_a_lost_incarnation_are_not_heard_before_the_next_one_has_b
     assert incarnations.present == [0]
 
 
+async def test_a_rank_that_hangs_after_another_has_left_holds_the_end_of_the_run_until_it_counts_as_silent() -> None:
+    config = make_config()
+    two = msgspec.structs.replace(config.cluster, trainer_ranks=2)
+    short = msgspec.structs.replace(config.deadlines, request=12.0)
+    world = World(msgspec.structs.replace(config, cluster=two, deadlines=short))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.watch)
+        await anyio.sleep(1.0)
+        for rank in range(2):
+            world.hub.incarnations.rank_arrived(rank)
+            tasks.start_soon(world.hub.handle, p.IncarnationWatch(rank))
+        await anyio.sleep(waits.BEAT_S)
+        tasks.start_soon(world.hub.handle, p.Interrupt("signal"))
+        await world.hub.handle(p.Goodbye(0, []))
+        left = anyio.current_time()
+        await world.over.wait()
+        assert anyio.current_time() - left <= short.request + waits.SECOND_LOOK_S < short.shutdown
+        tasks.cancel_scope.cancel()
+    (end,) = world.ended
+    assert isinstance(end, RunEnd)
+    assert end.unfinished == ""
+
+
 def test_after_the_first_goodbye_nothing_is_lost_with_a_rank() -> None:
     incarnations = Incarnations(2, RunProgress(5), 5)
     incarnations.rank_arrived(0)
