@@ -18,7 +18,7 @@ from flash.errors import ConfigError, RecordingError, RunDirectoryError
 from flash.hub.recovery import HubState, TrainerStart
 from flash.observe.rundir.rundir import RunDirectory
 from flash.run.restart.hub_state import NOTHING, Restored, restored
-from flash.run.restart.journal import FileJournal, JournalPlace, journal_folder, replay_journal
+from flash.run.restart.journal import FileJournal, JournalPlace, journal_folder, replay_journal, set_journal_aside
 from flash.samples.buffer import SampleBuffer
 from flash.samples.replay import Replay
 from flash.samples.store import BufferState
@@ -262,6 +262,17 @@ async def test_a_journal_that_cannot_be_read_is_set_aside(run_dir: Path) -> None
     assert kept.state is None
     assert "000000-step-000000.log cannot be read: Is a directory. The run goes on from the beginning" in kept.notes[0]
     assert files(run_dir) == ["damaged-000000-step-000000.log"]
+
+
+def test_damaged_files_of_one_name_are_all_kept(run_dir: Path) -> None:
+    folder = journal_folder(run_dir)
+    folder.mkdir(parents=True)
+    name = "000001-step-000001.log"
+    kept = [f"damaged-{name}", f"damaged-{name}.2", f"damaged-{name}.3"]
+    for damaged in kept:
+        (folder / name).write_text(damaged)
+        assert set_journal_aside(run_dir, 1) == damaged
+    assert {file.name: file.read_text() for file in folder.iterdir()} == {damaged: damaged for damaged in kept}
 
 
 @pytest.mark.parametrize("replaced", [False, True])

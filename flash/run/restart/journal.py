@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from io import FileIO
+from itertools import count
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -267,13 +268,15 @@ def replay_journal(run_dir: Path, version: int, number: int, replay: Replay) -> 
 def set_journal_aside(run_dir: Path, number: int) -> str:
     """Rename the files of a damaged journal from file `number` on, so that people can examine them.
 
-    Returns their names.
+    Files that were renamed before are kept, too. Returns the new names.
     """
     names: list[str] = []
     for later, (file, _) in sorted(_files(journal_folder(run_dir)).items()):
         if later >= number:
-            kept = file.with_name(f"{_DAMAGED}{file.name}")
-            file.replace(kept)
+            # After a restart the numbers are used again, so an earlier damaged file can have the same name.
+            free = (f"{_DAMAGED}{file.name}{f'.{again}' if again > 1 else ''}" for again in count(1))
+            kept = next(path for path in map(file.with_name, free) if not path.exists())
+            file.rename(kept)
             names.append(kept.name)
     return ", ".join(names)
 
