@@ -12,6 +12,7 @@ with an error, because no part of a row may be ignored silently.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, cast
@@ -71,8 +72,10 @@ FORMS = (
 """Supported shapes, as part of error messages."""
 MARK = "####"
 """Mark before the final answer in the last line of GSM8K's solutions."""
-EXACT = 2**53
-"""Magnitude from which a double cannot hold every whole number. Larger numbers are written as Python shows them."""
+GROUPED = re.compile(r"-?[1-9][0-9]{0,2}(,[0-9]{3})+(\.[0-9]*)?")
+"""Number whose thousands are grouped by commas, such as `1,234.5`."""
+EXPONENT_FROM = 1e16
+"""Magnitude from which Python writes a float with an exponent. Answers keep this form."""
 
 
 class Conversation(msgspec.Struct, frozen=True):
@@ -175,7 +178,8 @@ def answer_of(row: Row, column: str) -> str:
     """Return the answer in a column as text: a number without `.0`, a boolean, list or object as JSON text.
 
     A list of one value counts as that value. If the last line of a text begins with `####`, as in GSM8K, the answer is
-    the rest of that line.
+    the rest of that line, without the commas that group the thousands of a number. A float from `EXPONENT_FROM` on
+    has an exponent.
 
     Raises:
         ConfigError: the column has no answer, or its number is infinite or NaN.
@@ -552,8 +556,7 @@ def _answer(value: Any, place: str) -> str:
         if not last.startswith(MARK):
             return value
         final = last.removeprefix(MARK).strip()
-        number = final.replace(",", "")
-        return number if number.lstrip("-").replace(".", "", 1).isdigit() else final
+        return final.replace(",", "") if GROUPED.fullmatch(final) else final
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int):
@@ -561,7 +564,7 @@ def _answer(value: Any, place: str) -> str:
     if isinstance(value, float):
         if not math.isfinite(value):
             raise ConfigError(f"{place} is {value}, which is no answer; leave the row out")
-        return str(int(value)) if value.is_integer() and abs(value) < EXACT else repr(value)
+        return str(int(value)) if value.is_integer() and abs(value) < EXPONENT_FROM else repr(value)
     if isinstance(value, Decimal):
         return f"{value.normalize():f}"
     if isinstance(value, list) and len(cast("list[Any]", value)) == 1:
