@@ -178,9 +178,19 @@ class Mixture:
 
         Raises:
             ConfigError: a kind has no solved examples.
+            EnvError: the environment of a kind returned fewer examples than requested.
         """
         names = [self.kind_of(seed * count + index, self._options) for index in range(count)]
-        examples = {name: iter(env.solved_examples(names.count(name), seed)) for name, env in self._solved.items()}
+        examples: dict[str, Iterator[SolvedExample]] = {}
+        for name, env in self._solved.items():
+            wanted = names.count(name)
+            shown = env.solved_examples(wanted, seed)
+            if len(shown) < wanted:
+                raise EnvError(
+                    f"`kinds.{name}`: solved_examples({wanted}, seed) must return {wanted} examples, but returned "
+                    f"{len(shown)}"
+                )
+            examples[name] = iter(shown)
         return [next(examples[name]) for name in names]
 
     def alphabet(self) -> str:

@@ -41,6 +41,13 @@ class Blocking:
 closings = []
 
 
+class Scarce(Arithmetic):
+    """An environment with fewer solved examples than asked for."""
+
+    def solved_examples(self, count, seed):
+        return super().solved_examples(count, seed)[:2]
+
+
 class NoEnvironment:
     def reset(self, seed):
         return "", {}
@@ -140,6 +147,14 @@ def test_solved_examples_need_every_kind_to_have_some():
     for ask in (lambda: env.solved_examples(4, 0), env.alphabet):
         with pytest.raises(ConfigError, match="silent cannot show solved examples"):
             ask()
+
+
+def test_a_kind_with_fewer_solved_examples_than_requested_is_named():
+    scarce = {"path": f"{__name__}:Scarce", "options": {"digits": 1}}
+    env = Mixture(MixtureOptions(kinds={"scarce": scarce}))
+    assert len(env.solved_examples(2, 0)) == 2
+    with pytest.raises(EnvError, match=r"`kinds\.scarce`: solved_examples\(5, seed\) must .* 5 .*, but returned 2"):
+        env.solved_examples(5, 0)
 
 
 def test_the_configurations_form_of_the_options_is_taken():
