@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -46,6 +45,9 @@ INDEX_TIMEOUT_S = 15
 
 CONFIGURED_TIMEOUT_S = 120
 """Seconds that the indexes of pip's configuration have to list their versions. pip's own timeouts apply too."""
+
+NVIDIA_SMI_TIMEOUT_S = 60
+"""Seconds that nvidia-smi has to list the GPUs. It can hang if the driver is broken."""
 
 NOT_FOR_CPU = {"triton"}
 """Requirements of torch that are left out. triton compiles for GPUs only, and takes 0.6 GB."""
@@ -88,14 +90,17 @@ class Torch(NamedTuple):
     """Environment variables with which pip finds this build."""
 
 
-def has_nvidia_gpu() -> bool:
-    """Return True if the NVIDIA driver is loaded, or nvidia-smi runs without an error."""
-    if Path("/proc/driver/nvidia/gpus").is_dir():
+def has_nvidia_gpu(driver: Path = Path("/proc/driver/nvidia/gpus")) -> bool:
+    """Return True if the NVIDIA driver is loaded, or nvidia-smi runs without an error and in time.
+
+    `driver` is the folder of a loaded driver.
+    """
+    if driver.is_dir():
         return True
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return False
-    return subprocess.run([tool, "-L"], capture_output=True, check=False, timeout=60).returncode == 0
+    return output(tool, "-L", timeout=NVIDIA_SMI_TIMEOUT_S) is not None
 
 
 def has_compiler() -> bool:

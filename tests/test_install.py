@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
@@ -252,6 +253,19 @@ def test_a_disk_that_is_too_small_is_refused_with_what_is_needed_and_where(scrip
         scripts.commands.InstallError, match=r"\.venv takes 2000000\.5 GB while .* and 7\.0 GB afterwards; .* free"
     ):
         scripts.packages.check_space(scripts.packages.Size(fetched=0.0, making=2_000_000.5, made=7.0))
+
+
+@pytest.mark.parametrize(
+    ("script", "has"), [("echo 'GPU 0: A (UUID: x)'", True), ("exit 9", False), ("exec sleep 60", False)]
+)
+def test_a_gpu_is_found_by_an_nvidia_smi_that_answers_in_time(scripts, tmp_path, monkeypatch, script, has):
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
+    monkeypatch.setattr(scripts.packages, "NVIDIA_SMI_TIMEOUT_S", 0.5 if "sleep" in script else 30)
+    assert scripts.packages.has_nvidia_gpu(tmp_path / "no-driver") is has
 
 
 def test_what_is_resolved_is_held_to_the_lock(scripts):
