@@ -99,7 +99,7 @@ def calibrate(run_dir: Path) -> Calibration:
     """Fit a `[simulate]` table to a finished run.
 
     Raises:
-        ConfigError: the folder is not that of a run with samples and at least LEAST_STEPS steps.
+        ConfigError: the folder is not that of a run with samples and at least LEAST_STEPS steps, or a value is missing.
     """
     directory = RunDirectory(run_dir)
     rows, samples = by_step(directory.read_metrics()), directory.read_samples()
@@ -111,6 +111,8 @@ def calibrate(run_dir: Path) -> Calibration:
     # Load it as the configuration of a simulation: model and devices of the run need not exist on this machine.
     config = load([directory.config], ["simulate={}"], simulated=True)
     spans = directory.read_spans()
+    # A sample without turns is refused here, before `gather`, which needs at least one turn.
+    workload = fit_workload(samples)
     hardware = placement(config)
     engines = hardware["rollout_gpus"] // hardware["gpus_per_engine"]
     seen = sum(turn.tokens for sample in samples for turn in sample.turns)
@@ -124,15 +126,23 @@ def calibrate(run_dir: Path) -> Calibration:
     engine = fit_engine(responses, swaps, engines, unseen, recompute=recompute)
     trainers = hardware["gpus"] - hardware["rollout_gpus"]
     training = fit_training(rows, samples, spans, trainers)
-    workload = fit_workload(samples)
     parts = [engine, pause, training]
     constants = {key: value for part in parts for key, value in part.constants.items()}
     return Calibration(hardware | constants | {"context_s": 0.0} | workload, parts, measured_step_s(rows))
 
 
 def measured_step_s(rows: Sequence[Row]) -> float:
-    """Return the mean seconds of a step, without the first step."""
+    """Return the mean seconds of a step, without the first step.
+
+    Raises:
+        ConfigError: no row after the first one has `interval_s`.
+    """
     seconds = [value for row in rows[1:] if (value := number(row, "interval_s")) is not None]
+    if not seconds:
+        raise ConfigError(
+            "no step after the first one has interval_s, the seconds of a step, in the run's metrics.jsonl: calibrate "
+            "from another run"
+        )
     return sum(seconds) / len(seconds)
 
 
@@ -387,7 +397,16 @@ def _total_s(spans: Sequence[Activity], name: str) -> float:
 
 
 def fit_workload(samples: Sequence[SampleTimes]) -> dict[str, str]:
-    """Return lengths, latencies, turns and success rates as distributions of the measured values."""
+    """Return lengths, latencies, turns and success rates as distributions of the measured values.
+
+    Raises:
+        ConfigError: a sample has no turns.
+    """
+    if empty := [sample for sample in samples if not sample.turns]:
+        raise ConfigError(
+            f"{len(empty)} of {len(samples)} samples in the run's samples.jsonl have no turns, the first one at step "
+            f"{empty[0].step}: remove these lines from a copy of the run directory, or calibrate from another run"
+        )
     turns = [turn for sample in samples for turn in sample.turns]
     later = [turn for sample in samples for turn in sample.turns[1:]]
     middle = [turn.env_s for sample in samples for turn in sample.turns[:-1]]

@@ -200,6 +200,28 @@ def test_what_is_no_run_is_refused(tmp_path: Path):
         calibrate(tmp_path)
 
 
+def test_a_run_without_the_seconds_of_its_steps_is_refused(run_dir: Path):
+    metrics = RunDirectory(run_dir).metrics
+    first, *rest = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text(first + "".join(rest).replace('"interval_s"', '"other_s"'))
+    with pytest.raises(ConfigError, match=r"no step after .* has interval_s, .* metrics\.jsonl: calibrate from"):
+        calibrate(run_dir)
+
+
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_samples_without_turns_are_refused_with_their_number(run_dir: Path, all_of_them: bool):
+    directory = RunDirectory(run_dir)
+    samples = directory.read_samples()
+    directory.samples.unlink()
+    directory.append_samples(
+        msgspec.structs.replace(sample, turns=[]) if all_of_them or sample.step == 1 else sample for sample in samples
+    )
+    empty, step = (len(samples), 0) if all_of_them else (sum(sample.step == 1 for sample in samples), 1)
+    said = rf"^{empty} of {len(samples)} samples .* have no turns, .* at step {step}: remove these lines"
+    with pytest.raises(ConfigError, match=said):
+        calibrate(run_dir)
+
+
 def test_equal_steps_count_as_tokens_only():
     rows = [{"step": step, "trainer_step_s": 2.0 + step % 2 / 10} for step in range(9)]
     samples = [SampleTimes(step, 0, 1.0, [TurnTimes(10, 90, 0.0, 1.0, 0.0, 0)]) for step in range(9)]
