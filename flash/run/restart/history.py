@@ -96,9 +96,9 @@ def reach(config: Config, held: int, reached: int) -> Reach:
         return Reach(held, why)
     if changed := _changed(directory, config):
         return Reach(held, f"the configuration has changed since: {changed}")
-    rows = {int(row["step"]) for row in directory.read_metrics()}
+    booked = _booked_steps(directory)
     for step in range(held, reached):
-        if step not in rows:
+        if step not in booked:
             return Reach(step, f"step {step} has no row in {directory.metrics.name}")
         try:
             read_batch(directory.batches, step)
@@ -109,9 +109,7 @@ def reach(config: Config, held: int, reached: int) -> Reach:
 
 def booked_version(config: Config) -> int:
     """Return the version after the last step that has a row of metrics; 0 if there is none."""
-    return max(
-        (int(row["step"]) + 1 for row in RunDirectory(config.run_dir).read_metrics() if "step" in row), default=0
-    )
+    return max(_booked_steps(RunDirectory(config.run_dir)), default=-1) + 1
 
 
 def is_done(config: Config) -> bool:
@@ -120,6 +118,11 @@ def is_done(config: Config) -> bool:
     cluster = read_cluster(directory)
     finished = cluster is not None and cluster.ended == "finished" and directory.has_ended()
     return finished and booked_version(config) >= config.run.steps
+
+
+def _booked_steps(directory: RunDirectory) -> set[int]:
+    """Return the steps that have a row of metrics. Rows without a step are skipped."""
+    return {int(row["step"]) for row in directory.read_metrics() if "step" in row}
 
 
 def _changed(directory: RunDirectory, config: Config) -> str:
