@@ -108,6 +108,7 @@ class RunStages:
         self._incarnations = incarnations
         self._steps = steps
         self._first_version = self._progress.version
+        self._run_steps = context.config.run.steps
 
     @property
     def now(self) -> Stage:
@@ -165,6 +166,10 @@ class RunStages:
             return f"finishing step {step} and writing a checkpoint"
         if stage in (Stage.FIRST_VERSION, Stage.RECOVERING, Stage.REPEATING, Stage.EVALUATING):
             return "ending its processes"
+        if self._progress.batch == "forming" and step < self._run_steps:
+            return f"finishing step {step} and writing a checkpoint"
+        if self._steps.checkpoint_written:
+            return "exporting the model" if self._steps.ranks_export else "ending its processes"
         return f"writing a checkpoint of version {step}"
 
     def startup_phase(self) -> StartupPhase | None:

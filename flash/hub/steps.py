@@ -79,6 +79,9 @@ class TrainingSteps:
         """True if the ranks must write a checkpoint after the running step, because the observer has asked for it."""
         self._end_reply: p.BatchReply | None = None
         """Reply that ends training; None while the run trains."""
+        self._snapshot = self._checkpoint = (0, -1)
+        """Incarnation of the ranks and version of the last snapshot, and of the last checkpoint that is known to be
+        written; (0, -1) if there is none."""
         self._repeated: _RepeatedStep | None = None
         """Step that the ranks train again, or trained again last; None once they have published the run's version."""
 
@@ -96,6 +99,17 @@ class TrainingSteps:
     def ranks_wait_for_engines(self) -> bool:
         """True if rank 0 waits until engines have loaded the version before the one that it publishes."""
         return self._publishing > 0
+
+    @property
+    def checkpoint_written(self) -> bool:
+        """True if the ranks have written a checkpoint of the run's version, so that they write no other one of it."""
+        return self._incarnations.saved or self._checkpoint == (self._incarnations.number, self._progress.version)
+
+    @property
+    def ranks_export(self) -> bool:
+        """True if the ranks export the model, or still have to."""
+        ended = self._end_reply is not None and self._end_reply.finished
+        return ended and self._config.checkpoint.export and not self._incarnations.saved
 
     # -- a batch is formed and dealt ---------------------------------------------------------------------------------
 
@@ -119,6 +133,9 @@ class TrainingSteps:
         incarnation = self._incarnations.number
         if self._progress.trainers_behind:
             return await self._repeat_step(request, incarnation)
+        if self._snapshot == (incarnation, request.step):
+            # A rank asks for a batch only after the whole checkpoint is written, which takes longer than the snapshot.
+            self._checkpoint = self._snapshot
         self._asking += 1
         self._progress.send("run")
         try:
@@ -331,6 +348,7 @@ class TrainingSteps:
             raise ContractError(f"a snapshot belongs between two steps, but step {self._progress.version} is trained")
         self._observer.ledger(self._samples.totals())
         version, buffer = self._progress.version, self._samples.snapshot()
+        self._snapshot = (self._incarnations.number, version)
         state = HubState(version, buffer, self._persistence.journal.begin(version))
         return await self._persistence.save_state(version, encoded_pieces(state))
 

@@ -14,6 +14,7 @@ from flash.config.tree import Config, DeadlinesConfig
 from flash.errors import DeadlineError
 from flash.hub import protocol as p
 from flash.hub.context import RunEnd
+from flash.samples.journal import NoJournal
 from flash.types import Canary, Lease, Published
 from tests.hub.test_hub import Driver, make_config
 
@@ -409,3 +410,62 @@ async def test_a_run_that_ends_in_time_after_an_interrupt_leaves_nothing_undone(
 
 async def test_an_interrupt_while_the_ranks_start_promises_no_checkpoint() -> None:
     assert Run(make_config()).hub.interrupt() == "ending its processes"
+
+
+async def test_an_interrupt_promises_no_checkpoint_that_is_written_already() -> None:
+    run = Run(make_config())
+    await run.begin(0)
+    await run.hub.handle(p.SnapshotRequest())
+    assert run.hub.stages.last_work == "writing a checkpoint of version 0", "the ranks have not written their part yet"
+    async with anyio.create_task_group() as group:
+        group.start_soon(run.ask)
+        await anyio.wait_all_tasks_blocked()
+        assert run.hub.interrupt() == "ending its processes"
+    assert run.hub.interrupt() == "ending its processes"
+
+
+class SlowJournal(NoJournal):
+    """A journal whose disk takes 10 s."""
+
+    async def written(self) -> None:
+        await anyio.sleep(10)
+
+
+async def test_an_interrupt_while_a_batch_is_formed_promises_the_step() -> None:
+    driver = Driver(make_config(), journal=SlowJournal())
+    await driver.begin(0)
+    await driver.hub.handle(p.SnapshotRequest())
+    await driver.bring(0, *await driver.lease(0, 4))
+    async with anyio.create_task_group() as group:
+        group.start_soon(driver.hub.handle, p.BatchRequest(0, 0, []))
+        await anyio.wait_all_tasks_blocked()
+        assert driver.hub.interrupt() == "finishing step 0 and writing a checkpoint"
+
+
+async def test_ranks_that_have_trained_since_their_checkpoint_write_another_one() -> None:
+    run = Run(make_config())
+    await run.begin(0)
+    await run.hub.handle(p.SnapshotRequest())
+    await run.bring(0, *await run.lease(0, 4))
+    await run.ask()
+    await run.hub.handle(p.Commit(0, {}))
+    assert run.hub.interrupt() == "writing a checkpoint of version 1"
+
+
+@pytest.mark.parametrize("saved", [False, True])
+async def test_an_interrupt_at_the_end_of_a_run_promises_what_the_ranks_still_do(saved: bool) -> None:
+    config = make_config()
+    run = Run(msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, steps=1)))
+    await run.begin(0)
+    await run.bring(0, *await run.lease(0, 4))
+    await run.ask()
+    await run.hub.handle(p.Commit(0, {}))
+    await run.hub.handle(version(1))
+    if not saved:
+        await run.hub.handle(p.SnapshotRequest())
+    await run.hub.handle(p.BatchRequest(0, 1, []))
+    async with anyio.create_task_group() as group:
+        if saved:
+            group.start_soon(run.hub.handle, p.Goodbye(0, []))
+            await anyio.wait_all_tasks_blocked()
+        assert run.hub.interrupt() == ("ending its processes" if saved else "exporting the model")
