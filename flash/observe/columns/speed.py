@@ -42,6 +42,7 @@ SPEED = ColumnGroup(
             label="from step to step",
             chart="seconds",
             worry="it is far above `trainer_step_s`: the trainer waits for samples",
+            helps="see `trainer_wait_share`",
             tracker_name="perf/step_time",
         ),
         Column(
@@ -66,8 +67,8 @@ SPEED = ColumnGroup(
             title="wait%",
             chart="waits",
             worry="it is large in all steps",
-            helps="give more of the devices to engines, or raise `train.async_ratio`; `flash simulate` computes how "
-            "many",
+            helps="if the engines are rarely idle (`engine_idle_share`), give them more devices: a larger "
+            "`train.async_ratio` does not help. If both wait, raise `train.async_ratio`",
             alarm=Alarm("trainer_waits", "of its time the trainer waited for batches", weight=_seconds),
             tracker_name="perf/wait_share",
         ),
@@ -145,7 +146,8 @@ SPEED = ColumnGroup(
             label="engines idle",
             chart="waits",
             worry="it is large in all steps",
-            helps="give more of the devices to the trainer, or raise `train.async_ratio` or `rollout.max_concurrent`",
+            helps="if the trainer rarely waits (`trainer_wait_share`), give it more devices, or lower "
+            "`train.async_ratio`. If both wait, raise `train.async_ratio`",
             alarm=Alarm("engines_idle", "of their time the engines had no request", weight=_seconds),
             tracker_name="perf/engine_idle_share",
         ),
@@ -164,6 +166,7 @@ SPEED = ColumnGroup(
             chart="throughput",
             worry="it falls while nothing else changes: answers became longer, an engine is missing, or environments "
             "became slow",
+            helps="look at `engines` and at the timeline of `flash view`",
             tracker_name="perf/tokens_per_second",
         ),
         Column(
@@ -220,6 +223,10 @@ SPEED = ColumnGroup(
             "equal_rewards_share",
             "share of the groups that ended since the last step whose rewards were all equal",
             "share",
+            worry="it is above 50 %: most groups teach nothing. The alarm `equal_rewards` looks at whole batches only, "
+            "and is silent with `rollout.drop_equal_rewards`",
+            helps="use problems that are neither too easy nor too hard, give partial rewards, or raise "
+            "`rollout.group_size`",
         ),
         Column(
             "given_up",

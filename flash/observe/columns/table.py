@@ -34,6 +34,8 @@ EVALUATION = ColumnGroup(
             chart="held_out",
             worry="it stays inside the interval of the first evaluation: the policy has learned nothing that carries "
             "over to other problems, or there are too few problems",
+            helps="more steps; more problems, in training and in `eval.problems`; read the samples with the highest "
+            "reward",
             tracker_name="eval/reward",
         ),
         Column(

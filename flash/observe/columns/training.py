@@ -59,6 +59,8 @@ BATCH = ColumnGroup(
             chart="reward",
             worry="it falls over many steps, or it rises while the held-out reward falls: the policy exploits faults "
             "of the reward",
+            helps="read the samples with the highest reward in `flash view`, and make the reward stricter; if the "
+            "reward falls, lower `train.learning_rate`",
             tracker_name="train/reward",
         ),
         Column("reward_std", "standard deviation of the samples' rewards, before rewards are shaped"),
@@ -82,9 +84,10 @@ BATCH = ColumnGroup(
             label="mean age",
             title="age",
             chart="ages",
-            worry="it stays at ⌈`train.async_ratio`⌉, or near `train.max_token_age`: samples take longer than the "
-            "window of allowed ages",
-            helps="lower `train.async_ratio`, or add engines",
+            worry="it stays at its limit (`train.max_token_age`, or else ⌈`train.async_ratio`⌉) and `stale_share` is "
+            "above 0 as well: samples take longer than the allowed age, and tokens are thrown away. With "
+            "`train.async_ratio = 1`, a mean age near 1 alone is normal",
+            helps="see `stale_share`",
             alarm=Alarm("age", "versions is the mean age of the trained tokens"),
         ),
         Column(
@@ -105,9 +108,9 @@ BATCH = ColumnGroup(
             label="thrown away as too old",
             title="old%",
             chart="left_out",
-            worry="it is more than a few per cent: answers take longer than the window of allowed ages",
-            helps="set `train.max_token_age`, shorten the answers (`rollout.max_new_tokens`), add engines, or set "
-            "`rollout.on_expire`",
+            worry="it is above 5 %: answers take longer than the allowed age",
+            helps="set `train.max_token_age` to 4·⌈`train.async_ratio`⌉, shorten the answers "
+            "(`rollout.max_new_tokens`), or add engines. `rollout.on_expire` has other ways to treat such samples",
             alarm=Alarm("stale", "of the tokens were too old and not trained"),
         ),
         Column(
@@ -181,8 +184,8 @@ LOSS = ColumnGroup(
             chart="entropy",
             worry="it drops towards 0 within a few steps: the policy stops exploring. It also should not rise without "
             "end: the answers then become random",
-            helps="if the reward is not high yet, lower `train.learning_rate`, raise `clip_high`, or set "
-            "`algorithm.entropy_bonus`",
+            helps="if the reward is not high yet, lower `train.learning_rate`, raise "
+            "`algorithm.options.clip_high` (for example to 0.28), or set `algorithm.entropy_bonus` (at most 0.01)",
             alarm=Alarm("entropy", "nats is the entropy of the policy, which hardly explores any more", below=True),
         ),
         Column(
@@ -194,7 +197,12 @@ LOSS = ColumnGroup(
             worry="it jumps, above all if the reward falls at the same time",
             helps="look in `plots/offpolicy.png` for the curve that moved first",
         ),
-        Column("learning_rate", "learning rate of this step, after the schedule", form=".1e", title="lr"),
+        Column(
+            "learning_rate",
+            "learning rate of this step, after the schedule and before `lag_scale`",
+            form=".1e",
+            title="lr",
+        ),
         Column(SKIPPED, "number of updates in the whole run that were skipped because of a non-finite gradient"),
         Column(
             "loss_scale",
@@ -235,6 +243,7 @@ LOSS = ColumnGroup(
             label="from the reference",
             chart="kl",
             worry="it grows without end: the policy loses abilities that it had",
+            helps="raise `algorithm.kl.coefficient`, or lower `train.learning_rate`",
             tracker_name="train/kl",
         ),
         Column(
@@ -283,7 +292,9 @@ OFF_POLICY = ColumnGroup(
             label="engine from trainer",
             title="kl",
             chart="kl",
-            worry="it grows: engine and trainer compute different log-probs with equal weights",
+            worry="it grows although few weights change: engine and trainer may compute different log-probs with "
+            "equal weights. With few tokens of age 0 it also contains the change of the policy",
+            helps="look at `mismatch_k3_age_0` and `canary_error`, or at a short run with `train.async_ratio = 0`",
         ),
         Column("mismatch_k3", "mean of w − 1 − log w over the tokens that `mismatch_kl` is about", form=".1e"),
         Column("mismatch_max", r"largest \|log w\| of the tokens that `mismatch_kl` is about", form=".1e"),
@@ -295,7 +306,8 @@ OFF_POLICY = ColumnGroup(
             label="engine from trainer, age 0",
             chart="mismatch",
             worry=f"it grows, or is above {LIMITS.mismatch:g}",
-            helps='set `model.dtype = "float32"`, use the objective `tis`, or one of `algorithm.corrections`',
+            helps='set `model.dtype = "float32"`, use the objective `tis`, or a filter of `algorithm.corrections` '
+            "(`geometric`, `sequence_mask`), which goes with every objective",
             alarm=Alarm(
                 "mismatch",
                 "is the mismatch of engine and trainer at equal weights{} (mean of w − 1 − log w)",
@@ -334,7 +346,7 @@ OFF_POLICY = ColumnGroup(
             label="cap",
             chart="left_out",
             worry="it rises: much of the batch is thrown away",
-            helps=f"{LOWER_ALPHA}, or raise the objective's cap",
+            helps=f"{LOWER_ALPHA}, or raise the objective's cap (a key of `algorithm.options`)",
         ),
         Column(
             "canary_error",
