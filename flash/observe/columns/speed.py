@@ -147,7 +147,7 @@ SPEED = ColumnGroup(
             chart="waits",
             worry="it is large in all steps",
             helps="if the trainer rarely waits (`trainer_wait_share`), give it more devices, or lower "
-            "`train.async_ratio`. If both wait, raise `train.async_ratio`",
+            "`train.async_ratio`. If both wait, raise `train.async_ratio` or `rollout.max_concurrent`",
             alarm=Alarm("engines_idle", "of their time the engines had no request", weight=_seconds),
             tracker_name="perf/engine_idle_share",
         ),

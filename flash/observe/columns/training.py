@@ -87,7 +87,7 @@ BATCH = ColumnGroup(
             worry="it stays at its limit (`train.max_token_age`, or else ⌈`train.async_ratio`⌉) and `stale_share` is "
             "above 0 as well: samples take longer than the allowed age, and tokens are thrown away. With "
             "`train.async_ratio = 1`, a mean age near 1 alone is normal",
-            helps="see `stale_share`",
+            helps="shorten the answers, add engines, or lower `train.async_ratio`",
             alarm=Alarm("age", "versions is the mean age of the trained tokens"),
         ),
         Column(
@@ -292,8 +292,8 @@ OFF_POLICY = ColumnGroup(
             label="engine from trainer",
             title="kl",
             chart="kl",
-            worry="it grows although few weights change: engine and trainer may compute different log-probs with "
-            "equal weights. With few tokens of age 0 it also contains the change of the policy",
+            worry="it grows: engine and trainer may compute different log-probs with equal weights. Without tokens of "
+            "age 0 it also contains the change of the policy",
             helps="look at `mismatch_k3_age_0` and `canary_error`, or at a short run with `train.async_ratio = 0`",
         ),
         Column("mismatch_k3", "mean of w − 1 − log w over the tokens that `mismatch_kl` is about", form=".1e"),
