@@ -90,8 +90,8 @@ class Torch(NamedTuple):
     """Environment variables with which pip finds this build."""
 
 
-def has_nvidia_gpu(driver: Path = Path("/proc/driver/nvidia/gpus")) -> bool:
-    """Return True if the NVIDIA driver is loaded, or nvidia-smi runs without an error and in time.
+def has_nvidia_gpu(driver: Path = Path("/proc/driver/nvidia/gpus"), timeout: float = NVIDIA_SMI_TIMEOUT_S) -> bool:
+    """Return True if the NVIDIA driver is loaded, or nvidia-smi ends without an error within `timeout` seconds.
 
     `driver` is the folder of a loaded driver.
     """
@@ -100,7 +100,7 @@ def has_nvidia_gpu(driver: Path = Path("/proc/driver/nvidia/gpus")) -> bool:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return False
-    return output(tool, "-L", timeout=NVIDIA_SMI_TIMEOUT_S) is not None
+    return output(tool, "-L", timeout=timeout) is not None
 
 
 def has_compiler() -> bool:

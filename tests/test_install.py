@@ -264,8 +264,8 @@ def test_a_gpu_is_found_by_an_nvidia_smi_that_answers_in_time(scripts, tmp_path,
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
-    monkeypatch.setattr(scripts.packages, "NVIDIA_SMI_TIMEOUT_S", 0.5 if "sleep" in script else 30)
-    assert scripts.packages.has_nvidia_gpu(tmp_path / "no-driver") is has
+    timeout = 0.5 if "sleep" in script else 30.0
+    assert scripts.packages.has_nvidia_gpu(tmp_path / "no-driver", timeout) is has
 
 
 def test_what_is_resolved_is_held_to_the_lock(scripts):
