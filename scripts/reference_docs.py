@@ -159,8 +159,9 @@ COMMANDS = """\
 
 <!-- Made by scripts/reference_docs.py from the parsers in flash/cli: change them there and run `make docs`. -->
 
-`flash` is `.venv/bin/flash` of this repository. Exit codes: 0 success, 2 an error that is named, 130 an interrupt, 141
-an output that nobody reads. `KEY=VALUE`: [configuration](configuration.md). `flash COMMAND --help` says the same.
+`flash` is `.venv/bin/flash` of this repository. Exit codes: 0 success, 1 a finding that the command reports, 2 an
+error that is named, 130 an interrupt, 141 an output that nobody reads. `KEY=VALUE`:
+[configuration](configuration.md). `flash COMMAND --help` says the same.
 """
 
 

@@ -388,11 +388,7 @@ class Domain(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: TokenIds | None = None
     logit_bias: Biases | None = None
     repetition_penalty: Penalty | None = None
-    """Like all fields from `top_k` on: the key of this name in `[rollout]`."""
-
-
-NO_DOMAINS: Mapping[str, Domain] = MappingProxyType({})
-"""The domains of a run whose problems are all of one kind."""
+    """Each field from `top_k` to this one replaces the key of its name in `[rollout]`, for samples of the domain."""
 
 
 @runtime_checkable

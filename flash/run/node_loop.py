@@ -66,9 +66,6 @@ if TYPE_CHECKING:
 FAREWELL_S = 0.2
 """Seconds in which the other nodes learn that an interrupted run is over."""
 
-NAMED = 64
-"""Number of problems of which at least one must have a name if problems are chosen by their metadata."""
-
 SWITCH_S = 0.0005
 """Seconds after which Python takes the interpreter lock from another thread, such as the writer of samples, for the
 loop. With Python's default of 5 ms, these threads caused the longest pauses of the loop."""
