@@ -89,7 +89,7 @@ def discounted_sums(term_K: FloatArray, sequence_K: IntArray, factor: float) -> 
     return sum_K
 
 
-def deal(group_ids_B: Sequence[int], critics: int, seed: int) -> IntArray:
+def assign_critics(group_ids_B: Sequence[int], critics: int, seed: int) -> IntArray:
     """Return int64 [B]: the index of the one critic that learns from each response of a batch (AsyPPO, 2510.01656).
 
     The responses of a group are put into an order that depends on the seed and the group's id, and are assigned to the

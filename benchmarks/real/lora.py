@@ -66,7 +66,7 @@ def sizes() -> list[Row]:
     from transformers import Qwen3Config
 
     from flash.trainer.model.adapters import add_adapters
-    from flash.trainer.model.model import empty_model, trained_parameters
+    from flash.trainer.model.model import empty_model, published_parameters
 
     rows: list[Row] = []
     for name, shape in SHAPES.items():
@@ -77,7 +77,7 @@ def sizes() -> list[Row]:
             whole = 2 * sum(tensor.numel() for tensor in empty_model(named).parameters())
             for rank in RANKS:
                 model = add_adapters(empty_model(named), named, LoraConfig(rank=rank))
-                adapters = 2 * sum(tensor.numel() for _, tensor in trained_parameters(model))
+                adapters = 2 * sum(tensor.numel() for _, tensor in published_parameters(model))
                 goal = SHARE * whole if rank == LoraConfig().rank else None
                 rows.append(Row(f"{name}, rank {rank}", "swap_bytes", "bytes", adapters, whole, goal))
     return rows

@@ -151,5 +151,5 @@ class _Characters(Tokenizer):
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(token) for token in token_ids if token != END)
 
-    def check_calls(self) -> None:
+    def check_reads_calls(self) -> None:
         """Do nothing: given answers call no functions."""

@@ -71,7 +71,7 @@ from flash.trainer.checkpoint_files import (
 from flash.trainer.critic import Critic
 from flash.trainer.mesh import TrainerMesh
 from flash.trainer.model.adapters import write_adapters
-from flash.trainer.model.model import kept_buffers, named_full_tensors, trained_parameters
+from flash.trainer.model.model import kept_buffers, named_full_tensors, published_parameters
 from flash.trainer.optimizer import LossScale
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path, most_bytes: 
         _export_adapters(model, adapters, tokenizer, folder)
         return
     first, aside = dist.get_rank() == 0, temporary_of(folder)
-    named: chain[tuple[str, Tensor]] = chain(trained_parameters(model), kept_buffers(model))
+    named: chain[tuple[str, Tensor]] = chain(published_parameters(model), kept_buffers(model))
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in named}
     files = _weight_files(sizes, most_bytes)
     tensors = chain(named_full_tensors(model), kept_buffers(model))

@@ -61,7 +61,7 @@ class Credit:
     which are whitened later; with `turn` and `gae` they are 0."""
     staleness_B: FloatArray
     """Weights by age, with mean 1 over the samples that have a trained token; 0 for the other samples."""
-    counted_B: BoolArray
+    in_loss_B: BoolArray
     """True for samples that the loss counts; False for truncated samples if `algorithm.mask_truncated` is set."""
     turns_B: list[FloatArray]
     """Rewards of each sample's turns. The amount that shaping adds to a sample is in the reward of its last turn."""
@@ -163,7 +163,7 @@ def assign_credit(shard: Shard, algorithm: AlgorithmConfig, estimator: Advantage
         reward_B=raw_B[:count],
         advantage_B=advantage_B[:count],
         staleness_B=staleness_B,
-        counted_B=~truncated_B[:count] if algorithm.mask_truncated else np.ones(count, dtype=np.bool_),
+        in_loss_B=~truncated_B[:count] if algorithm.mask_truncated else np.ones(count, dtype=np.bool_),
         turns_B=turns_B[:count],
         turn_advantages_B=turn_advantages_B[:count],
     )
@@ -281,7 +281,8 @@ def _micro_advantages(
             return found
         return found._replace(return_T=monte_carlo(reward_T, micro.mask_T, micro.sequence_T, gamma=gamma))
     teacher = config.algorithm.teacher
-    # With a teacher that replaces the rewards, only its log-probs make advantages (`objective.pack_tokens`).
+    # A teacher that replaces the rewards gives advantages by its log-probs alone, which `objective_input` of
+    # `flash.trainer.objective` adds.
     rewarded = teacher is None or teacher.reward
     advantage_T = credit.advantages(micro).copy() if rewarded else np.zeros(len(micro.target_T))
     trained = micro.mask_T

@@ -3,7 +3,7 @@
 A critic's backbone starts as the policy's model, or as the model at `critic.path`. On top is one linear output that
 starts at zero. A critic is sharded like the policy, keeps float32 master weights, and has its own optimizer. Several
 critics start with equal weights. They become different because each learns from its own part of the responses
-(`algorithms.critics.deal`).
+(`algorithms.critics.assign_critics`).
 
 `flash.trainer.references` calls `Critic.values` before the policy changes, and `flash.trainer.step` calls
 `Critic.update` for each minibatch.
@@ -116,7 +116,7 @@ class Critic:
         """Return float32 [T], on the model's device: the value of the state before each action token.
 
         Tokens that are not trained get a value, too. The state before an action token includes all tokens up to the one
-        at its `keep_T`.
+        at its `before_T`.
         """
         value_T = self._forward(micro)
         reshard(self.model)
@@ -174,7 +174,7 @@ class Critic:
                 f"{vocabulary}; choose a critic with the policy's tokenizer"
             )
         row = packed_row(micro, self.mesh.device).sliced(self.mesh.context)
-        part, row_T = row.layout.row_slice, row.row_P[micro.keep_T]
+        part, row_T = row.layout.row_slice, row.row_P[micro.before_T]
         value_M1 = self.model(row, to_device(row_T[part.holds(row_T)] - part.first, self.mesh.device))
         return part.gather_answers(value_M1, row_T)[:, 0]
 

@@ -141,15 +141,15 @@ def _step_bytes(config: Config, mesh: TrainerMesh, layers: int) -> int:
     lengths = [min(longest, tokens - start) for start in range(0, tokens, longest)]
     # All tokens differ, so that no sequences share a beginning, which would be computed only once.
     packed = in_one_row(np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1]))
-    keep_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
-    target_T = np.arange(len(keep_T))
+    before_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
+    target_T = np.arange(len(before_T))
     model = _policy(config, mesh, recompute=recompute_mode(config.train, ABSENT), layers=layers)
     with counted() as count:
         model.to_empty(device="cpu")
         # A first update, so that moments and gradients exist, as they do from a step's second micro-batch on.
         optimizer = make_optimizer(model, config.train, ABSENT)
         _update_once(model, optimizer)
-        result = token_logprobs(model, packed, keep_T, target_T, kept=_kept_sets(config, len(keep_T)))
+        result = token_logprobs(model, packed, before_T, target_T, kept=_kept_sets(config, len(before_T)))
         result.logp_T.sum().backward()
         optimizer.step()
         kept = _parameter_bytes(model) + _parameter_bytes(model, trained=True) + _moments(optimizer)[0]

@@ -2,7 +2,7 @@
 
     loss = objective(tokens) · Π corrections · weight + β · KL − entropy_bonus · entropy · the objective's bonus factor
 
-`flash.trainer.step` calls `pack_tokens` and `token_loss` for each micro-batch, and aggregates the token losses. The
+`flash.trainer.step` calls `objective_input` and `token_loss` for each micro-batch, and aggregates the token losses. The
 corrections and the weight multiply the policy's loss only. A token that a correction rejects leaves the mask: it then
 has no loss of any kind. A teacher's log-probs enter the advantage that the objective sees (`algorithms.references`).
 
@@ -89,7 +89,7 @@ class LossInputs:
     """Reward of the token's whole trajectory, as the environment returned it."""
     weight_T: Tensor
     """Factor of the objective's loss, which depends on the age of the sample."""
-    counted_T: Tensor
+    in_loss_T: Tensor
     """bool: False if the loss leaves the token out because its sample is truncated. Such a token is treated as one that
     a correction has rejected."""
     start_T: Tensor | None
@@ -133,7 +133,7 @@ class TokenLoss(NamedTuple):
     """Statistics of the objective."""
 
 
-def pack_tokens(
+def objective_input(
     micro: MicroBatch,
     now: TokenLogprobs,
     inputs: LossInputs,
@@ -179,10 +179,10 @@ def pack_tokens(
 def apply_corrections(algorithm: AlgorithmConfig, tokens: PackedTokens, inputs: LossInputs) -> tuple[Tensor, Tensor]:
     """Return [T] each: the product of the corrections' factors, and True for tokens that no correction rejects.
 
-    Tokens outside of `counted_T` count as rejected.
+    Tokens outside of `in_loss_T` count as rejected.
     """
     correction_T, keep_T = correct(algorithm.corrections, tokens)
-    return correction_T.where(inputs.counted_T, 0.0), keep_T & inputs.counted_T
+    return correction_T.where(inputs.in_loss_T, 0.0), keep_T & inputs.in_loss_T
 
 
 def token_loss(
@@ -193,7 +193,7 @@ def token_loss(
     Args:
         objective: the configured objective.
         algorithm: the configuration of the method.
-        tokens: result of `pack_tokens`; tokens that a correction rejects are masked here.
+        tokens: result of `objective_input`; tokens that a correction rejects are masked here.
         inputs: inputs of the loss that were computed before the policy changed.
         entropy_T: entropies of the policy.
 

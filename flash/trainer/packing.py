@@ -116,7 +116,7 @@ class MicroBatch:
     """Position of each token in its own sequence, from 0 at the start of each sequence."""
     offset_S: Int64Array
     """[S + 1] cumulative sequence lengths, from 0 to P."""
-    keep_T: Int64Array
+    before_T: Int64Array
     """Index in P of the token before each action token, which is where the action token is predicted."""
     target_T: Int64Array
     """Token ids of the action tokens."""
@@ -173,7 +173,7 @@ DUMMY = MicroBatch(
     input_P=np.zeros(2, dtype=np.int64),
     position_P=np.arange(2, dtype=np.int64),
     offset_S=np.array([0, 2], dtype=np.int64),
-    keep_T=np.zeros(1, dtype=np.int64),
+    before_T=np.zeros(1, dtype=np.int64),
     target_T=np.zeros(1, dtype=np.int64),
     behaviour_T=np.zeros(1, dtype=np.float32),
     teacher_T=np.zeros(1, dtype=np.float32),
@@ -319,7 +319,7 @@ def select_sequences(micro: MicroBatch, keep_S: BoolArray) -> MicroBatch:
         input_P=micro.input_P[keep_P],
         position_P=micro.position_P[keep_P],
         offset_S=_offsets(length_S[keep_S]),
-        keep_T=(np.cumsum(keep_P) - 1)[micro.keep_T[keep_T]],
+        before_T=(np.cumsum(keep_P) - 1)[micro.before_T[keep_T]],
         target_T=micro.target_T[keep_T],
         behaviour_T=micro.behaviour_T[keep_T],
         teacher_T=micro.teacher_T[keep_T],
@@ -365,7 +365,7 @@ def _concatenate(sequences: Sequence[_Sequence], min_version: int) -> MicroBatch
         input_P=input_P,
         position_P=np.arange(len(input_P)) - np.repeat(offset_S[:-1], lengths),
         offset_S=offset_S,
-        keep_T=action_T - 1,
+        before_T=action_T - 1,
         target_T=input_P[action_T],
         behaviour_T=np.concatenate([trajectory.behaviour() for trajectory in trajectories]).astype(np.float32),
         teacher_T=np.concatenate([_teacher_logprobs(trajectory) for trajectory in trajectories]).astype(np.float32),

@@ -134,9 +134,9 @@ class ModelArithmetic:
             # Without the tokens of shared prefixes that another sequence of the micro-batch computes.
             place_U = micro.computed.place_U
             total += 2 * (self.trained + self.frozen) * len(place_U) * (2 if backward else 1)
-            total += 2 * self.output * len(micro.keep_T) * (2 if backward else 1)
+            total += 2 * self.output * len(micro.before_T) * (2 if backward else 1)
             if backward:
-                total += 2 * self.trained * len(place_U) + 2 * self.output * self.output_trained * len(micro.keep_T)
+                total += 2 * self.trained * len(place_U) + 2 * self.output * self.output_trained * len(micro.before_T)
             seen_U = micro.position_P[place_U] + 1
             for layer, alike in Counter(self.attention).items():  # `alike`: number of layers of this size
                 seen = float(np.minimum(seen_U, layer.window).sum())

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from algorithms.critics import deal
+from algorithms.critics import assign_critics
 from flash.ages import age_of
 from flash.config.tree import Config
 from flash.errors import ContractError
@@ -92,7 +92,7 @@ def plan_step(
     parts: list[list[MicroBatch]] = [[] for _ in range(train.minibatches)]
     histogram = np.zeros(ages, dtype=np.int64)
     credit: Credit | None = None
-    critic_B = deal([entry.group_id for entry in shard.batch], method.critics, config.run.seed)
+    critic_B = assign_critics([entry.group_id for entry in shard.batch], method.critics, config.run.seed)
     try:
         parts = [
             pack(part, min_version=shard.min_version, max_tokens=train.max_tokens_per_microbatch, share_rows=share_rows)

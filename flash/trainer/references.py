@@ -34,7 +34,7 @@ from flash.foreign.peft import without_adapters
 from flash.trainer.critic import Critic
 from flash.trainer.mesh import TrainerMesh, to_device
 from flash.trainer.model.logprobs import policy_logprobs, watch_attention
-from flash.trainer.model.model import device_of, load_sharded, reshard, trained_parameters
+from flash.trainer.model.model import device_of, load_sharded, published_parameters, reshard
 from flash.trainer.model.packing_check import check_packing
 from flash.trainer.packing import MicroBatch
 from flash.trainer.rhythm import MicroSignals, RhythmPass
@@ -225,14 +225,14 @@ def copy_weights(weights: Mapping[str, Tensor], model: nn.Module) -> None:
 
 def start_average(model: nn.Module) -> dict[str, Tensor]:
     """Return the average at version 0: a copy of the trained parameters by name, sharded like the model."""
-    return {name: parameter.detach().clone() for name, parameter in trained_parameters(model)}
+    return {name: parameter.detach().clone() for name, parameter in published_parameters(model)}
 
 
 @torch.no_grad()
 def update_average(average: Mapping[str, Tensor], model: nn.Module, decay: float, version: int) -> None:
     """Add the weights of `version` to the average, which holds the versions before it."""
     share = (1 - decay) / (1 - decay ** (version + 1))
-    for name, parameter in trained_parameters(model):
+    for name, parameter in published_parameters(model):
         _local(average[name]).lerp_(_local(parameter), share)
 
 
@@ -257,7 +257,7 @@ def _exchange(average: Mapping[str, Tensor], model: nn.Module) -> None:
     if device_of(model).type == "cuda":
         # The GPU may still be copying weights from the host, and a write on the host does not wait for that.
         torch.cuda.synchronize()
-    for name, parameter in trained_parameters(model):
+    for name, parameter in published_parameters(model):
         mine, other = _local(parameter), _local(average[name])
         held = mine.clone()
         mine.copy_(other)

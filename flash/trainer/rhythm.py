@@ -215,7 +215,7 @@ def trained_responses(micro: MicroBatch) -> Iterator[tuple[slice, int, int, IntA
     for sequence, (begin, end) in enumerate(pairwise(starts)):
         tokens = slice(int(begin), int(end))
         if micro.mask_T[tokens].any():
-            position_R = micro.position_P[micro.keep_T[tokens] + 1]
+            position_R = micro.position_P[micro.before_T[tokens] + 1]
             yield tokens, int(micro.offset_S[sequence]), int(micro.offset_S[sequence + 1]), position_R
 
 

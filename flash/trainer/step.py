@@ -48,7 +48,7 @@ from flash.trainer.objective import (
     LossInputs,
     apply_corrections,
     make_objective,
-    pack_tokens,
+    objective_input,
     resolve_method,
     token_loss,
 )
@@ -278,7 +278,7 @@ class Trainer:
                     advantage_T=to_device(advantage_T.astype(np.float32), device),
                     reward_T=to_device(credit.reward_B[micro.index_T].astype(np.float32), device),
                     weight_T=to_device(credit.weights(micro).astype(np.float32), device),
-                    counted_T=to_device(credit.counted_B[micro.index_T], device),
+                    in_loss_T=to_device(credit.in_loss_B[micro.index_T], device),
                     start_T=output.start_T,
                     average_T=output.average_T,
                     reference_T=output.reference_T,
@@ -361,7 +361,7 @@ class Trainer:
                 now = policy_logprobs(self.model, micro)
             else:
                 now = TokenLogprobs(micro_inputs.start_T, torch.zeros_like(micro_inputs.start_T))
-            tokens = self._pack_tokens(micro, now, micro_inputs, step)
+            tokens = self._objective_input(micro, now, micro_inputs, step)
             # A rejected token must count as if it had never been sampled: without an advantage, no rule counts it.
             _, keep_T = apply_corrections(self._config.algorithm, tokens, micro_inputs)
             pair = torch.stack([tokens.logp_T - tokens.behaviour_T, tokens.advantage_T.where(keep_T, 0.0)])
@@ -369,10 +369,10 @@ class Trainer:
         log_ratio_N, advantage_N = self.mesh.gather_ragged(torch.cat(pairs, dim=1), minibatch.shard_tokens)
         return self._objective.limit(log_ratio_N, advantage_N)
 
-    def _pack_tokens(self, micro: MicroBatch, now: TokenLogprobs, inputs: LossInputs, step: int) -> PackedTokens:
+    def _objective_input(self, micro: MicroBatch, now: TokenLogprobs, inputs: LossInputs, step: int) -> PackedTokens:
         """Return the objective's input for one micro-batch, without limit and bounds."""
         teacher = self._config.algorithm.teacher
-        return pack_tokens(micro, now, inputs, self._method.proximal, step=step, teacher=teacher)
+        return objective_input(micro, now, inputs, self._method.proximal, step=step, teacher=teacher)
 
     def _bounds(self, plan: StepPlan, inputs: Sequence[LossInputs]) -> tuple[float, float]:
         """Return `Objective.bounds`, computed from the critics' disagreement on all trained tokens of the batch.
@@ -425,7 +425,7 @@ class Trainer:
                 advantage_T = inputs.advantage_T.double().cpu().numpy()
                 multiplied_T = along.multiply(advantage_T, along.collect(watch), micro).astype(np.float32)
                 inputs = replace(inputs, advantage_T=torch.from_numpy(multiplied_T).to(inputs.advantage_T.device))
-            tokens = self._pack_tokens(micro, now, inputs, step)._replace(limit=limit, bounds=bounds)
+            tokens = self._objective_input(micro, now, inputs, step)._replace(limit=limit, bounds=bounds)
             if self.lag is not None:
                 self.lag.add(tokens, age_of(micro.version_T, step), micro.mask_T)
             loss = token_loss(self._objective, algorithm, tokens, inputs, now.entropy_T)

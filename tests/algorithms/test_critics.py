@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from algorithms.critics import BoolArray, FloatArray, IntArray, deal, discounted_sums, gae, monte_carlo
+from algorithms.critics import BoolArray, FloatArray, IntArray, assign_critics, discounted_sums, gae, monte_carlo
 
 
 def naive(
@@ -167,7 +167,7 @@ def test_every_response_has_one_critic_and_a_prompts_are_split_evenly(
     groups: list[tuple[int, int]], critics: int, seed: int
 ) -> None:
     ids = [group for group, size in groups for _ in range(size)]
-    critic_B = deal(ids, critics, seed).tolist()
+    critic_B = assign_critics(ids, critics, seed).tolist()
     assert len(critic_B) == len(ids)
     for group, _ in groups:
         counts = Counter(critic for critic, mine in zip(critic_B, ids, strict=True) if mine == group)
@@ -181,23 +181,23 @@ def test_a_group_is_dealt_alike_whatever_else_is_in_the_batch(groups: list[tuple
     ids = [group for group, size in groups for _ in range(size)]
     mixed = list(ids)
     shuffled.shuffle(mixed)  # pyright: ignore[reportAttributeAccessIssue]
-    whole, other = deal(ids, 2, 7), deal(mixed, 2, 7)
+    whole, other = assign_critics(ids, 2, 7), assign_critics(mixed, 2, 7)
     for group, size in groups:
-        alone = deal([group] * size, 2, 7).tolist()
+        alone = assign_critics([group] * size, 2, 7).tolist()
         assert whole[np.array(ids) == group].tolist() == other[np.array(mixed) == group].tolist() == alone
 
 
 def test_what_a_group_has_over_goes_round_the_critics() -> None:
-    assert deal(list(range(6)), 3, 0).tolist() == [0, 1, 2, 0, 1, 2]
+    assert assign_critics(list(range(6)), 3, 0).tolist() == [0, 1, 2, 0, 1, 2]
     triples = [group for group in range(4) for _ in range(3)]
-    assert Counter(deal(triples, 2, 0).tolist()) == {0: 6, 1: 6}
+    assert Counter(assign_critics(triples, 2, 0).tolist()) == {0: 6, 1: 6}
 
 
 def test_another_seed_or_group_deals_otherwise_and_the_same_one_alike() -> None:
     eight = [3] * 8
-    dealt = {tuple(deal(eight, 2, seed).tolist()) for seed in range(20)}
+    dealt = {tuple(assign_critics(eight, 2, seed).tolist()) for seed in range(20)}
     assert len(dealt) > 10
-    assert len({tuple(deal([group] * 8, 2, 0).tolist()) for group in range(0, 40, 2)}) > 10
-    assert deal(eight, 2, 5).tolist() == deal(eight, 2, 5).tolist()
-    assert not deal(eight, 1, 5).any()
-    assert not deal(eight, 0, 5).any()
+    assert len({tuple(assign_critics([group] * 8, 2, 0).tolist()) for group in range(0, 40, 2)}) > 10
+    assert assign_critics(eight, 2, 5).tolist() == assign_critics(eight, 2, 5).tolist()
+    assert not assign_critics(eight, 1, 5).any()
+    assert not assign_critics(eight, 0, 5).any()

@@ -241,7 +241,7 @@ FORMS = {
 class HarmonyTokenizer(HfTokenizer):
     """Reads the channels of GPT-OSS itself: vLLM's parser of them loads its vocabulary from the network."""
 
-    def check_calls(self) -> None:
+    def check_reads_calls(self) -> None:
         """They are read here."""
 
     def read_response(

@@ -48,7 +48,7 @@ class Weighing(ByteTokenizer):
         self.longest = max(self.longest, len(repr(observation)) + len(repr(tools)))
         return super().render(observation)
 
-    def check_calls(self) -> None:
+    def check_reads_calls(self) -> None:
         """None is made."""
 
 

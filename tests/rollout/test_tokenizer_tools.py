@@ -71,7 +71,7 @@ def test_where_nothing_ends_a_call_results_follow_the_end_that_the_model_has_fou
 
 def test_calls_without_a_parser_are_refused_with_the_parsers_that_there_are(tmp_path: Path) -> None:
     with pytest.raises(EnvError, match=r"model\.tool_parser.*hermes.*llama3_json"):
-        tokenizer_of("qwen", tmp_path).check_calls()
+        tokenizer_of("qwen", tmp_path).check_reads_calls()
 
 
 @pytest.mark.integration  # imports most of vLLM

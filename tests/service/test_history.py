@@ -76,7 +76,7 @@ REQUESTS = st.builds(
 class Offering(ByteTokenizer):
     """Shows tools before all else."""
 
-    def check_calls(self) -> None:
+    def check_reads_calls(self) -> None:
         """It reads none, and shows them all the same."""
 
     def render(self, observation: Observation, tools: Sequence[Tool] = ()) -> list[int]:

@@ -145,9 +145,9 @@ def step(folder: Path, case: Case, rank: int) -> Seen:
         optimizer = make_optimizer(model, config.train)
         groups = groups_of(mesh)
         packed = in_one_row(np.split(np.arange(60) % 40, [9, 30]))
-        keep_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
+        before_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
         with Listening(groups.get("expert", ())) as listening:
-            token_logprobs(model, packed, keep_T, packed.input_P[keep_T + 1]).logp_T.sum().backward()
+            token_logprobs(model, packed, before_T, packed.input_P[before_T + 1]).logp_T.sum().backward()
             trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
             ungiven = [
                 name

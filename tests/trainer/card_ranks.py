@@ -88,7 +88,7 @@ def step(config: Config, ranks: int, rank: int) -> dict[str, Any]:
     """Run two micro-batches and an update on one rank of `ranks`, of which the others do not exist."""
     lengths = [config.model.max_length] * 2
     packed = in_one_row(np.split(np.arange(sum(lengths)) % 40, np.cumsum(lengths)[:-1]))
-    keep_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
+    before_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
     with absent_ranks(ranks, rank):
         mesh = trainer_mesh(CARD, config.parallel, offloads="weights" in config.train.offload)
         empty = empty_policy(config)
@@ -100,7 +100,7 @@ def step(config: Config, ranks: int, rank: int) -> dict[str, Any]:
             fill(model, mesh.weight_device)
             optimizer, waiting = make_optimizer(model, config.train), count.now
             for _ in range(2):
-                logp_T = token_logprobs(model, packed, keep_T, np.zeros_like(keep_T)).logp_T
+                logp_T = token_logprobs(model, packed, before_T, np.zeros_like(before_T)).logp_T
                 logp_T.sum().backward()
             trained = [one for one in model.parameters() if one.requires_grad]
             grads = [one.grad for one in trained if one.grad is not None]

@@ -63,7 +63,7 @@ def micro_of(sequences: Sequence[Sequenced]) -> MicroBatch:
         input_P=ids,
         position_P=np.concatenate([np.arange(length) for length in lengths]),
         offset_S=offset,
-        keep_T=action - 1,
+        before_T=action - 1,
         target_T=ids[action],
         mask_T=np.concatenate([one.mask for one in sequences]),
         sequence_T=np.repeat(np.arange(len(sequences)), counts),

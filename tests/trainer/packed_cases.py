@@ -148,10 +148,10 @@ def random_sequences(vocabulary: int = VOCABULARY, lengths: Sequence[int] = LENG
 def packed_batch(sequences: Sequence[Tensor], *temperatures: float) -> dict[str, Any]:
     """Pack sequences. Every token but a sequence's first is predicted, at the temperatures in turn; by default at 1."""
     packed = in_one_row([ids.numpy() for ids in sequences])
-    keep_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
+    before_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
     target_T = np.concatenate([ids[1:].numpy() for ids in sequences])
     temperature_T = np.repeat(in_turn(temperatures, len(sequences)), [len(ids) - 1 for ids in sequences])
-    return {"sequences": packed, "keep_T": keep_T, "target_T": target_T, "temperature_T": temperature_T}
+    return {"sequences": packed, "before_T": before_T, "target_T": target_T, "temperature_T": temperature_T}
 
 
 def in_turn(temperatures: Sequence[float], sequences: int) -> list[float]:

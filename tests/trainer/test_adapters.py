@@ -20,7 +20,7 @@ from flash.run.models.models import export_model
 from flash.trainer import checkpoint, checkpoint_files
 from flash.trainer.model.adapters import add_adapters, engine_tensors, merge_adapters
 from flash.trainer.model.canary import canary_logprobs
-from flash.trainer.model.model import empty_model, load_model, named_full_tensors, trained_parameters
+from flash.trainer.model.model import empty_model, load_model, named_full_tensors, published_parameters
 from tests.trainer.packed_cases import tiny
 from tests.trainer.test_checkpoint import HUB, TOKENIZER, same_weights, train
 from tests.trainer.trainer_cases import (
@@ -50,7 +50,7 @@ def stirred(model: Path, **tables: Any) -> Trainer:
     trainer = adapted(model, **tables)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for name, parameter in trained_parameters(trainer.model):
+        for name, parameter in published_parameters(trainer.model):
             if ".lora_B." in name:
                 local(parameter).copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     return trainer
@@ -216,7 +216,7 @@ def test_of_a_model_of_the_size_that_people_train_a_swap_is_a_few_percent(tmp_pa
     described.save_pretrained(folder)
     named = ModelConfig(path=str(folder))
     model = add_adapters(empty_model(named), named, LoraConfig())
-    share = sum(tensor.numel() for _, tensor in trained_parameters(model)) / sum(
+    share = sum(tensor.numel() for _, tensor in published_parameters(model)) / sum(
         tensor.numel() for tensor in model.parameters()
     )
     assert 0.03 < share < 0.05
@@ -235,4 +235,4 @@ def test_a_target_that_the_model_lacks_is_refused_with_those_it_has(tied_model: 
     ):
         adapted(tied_model, lora={"targets": ["q_proj", "qkv_proj"]})
     few = adapted(tied_model, lora={"targets": ["q_proj"]})
-    assert {name.split(".")[4] for name, _ in trained_parameters(few.model)} == {"q_proj"}
+    assert {name.split(".")[4] for name, _ in published_parameters(few.model)} == {"q_proj"}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.critics import deal
+from algorithms.critics import assign_critics
 from algorithms.objectives.trust_region import EQUAL_DEVIATION
 from flash.types import Shard
 from tests.trainer.critic_cases import Reference, Sequenced, critic_gradient, critic_weights, set_head
@@ -126,7 +126,7 @@ class Paper:
     def lessons(self, critic: int) -> list[Sequenced]:
         """Return D_m: the samples from which a critic learns."""
         groups = [entry.group_id for entry in self.shard.batch]
-        dealt = deal(groups, len(self.critics), 0).tolist()
+        dealt = assign_critics(groups, len(self.critics), 0).tolist()
         return [self.returns(index) for index, one in enumerate(dealt) if one == critic]
 
 

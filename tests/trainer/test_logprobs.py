@@ -87,7 +87,7 @@ def test_several_chunks_give_what_one_gives(any_model: Path) -> None:
 
 def test_a_micro_batch_that_predicts_nothing_adds_nothing(model: Path) -> None:
     ours = sharded(model)
-    nothing = {name: np.zeros(0, dtype=np.int64) for name in ("keep_T", "target_T")}
+    nothing = {name: np.zeros(0, dtype=np.int64) for name in ("before_T", "target_T")}
     result = token_logprobs(ours, **packed_batch(random_sequences()) | nothing)
     assert result.logp_T.shape == result.entropy_T.shape == (0,)
     result.logp_T.sum().backward()
@@ -121,7 +121,7 @@ def test_neither_whole_logits_nor_their_gradient_are_ever_held(tmp_path: Path, e
         (logp_T.sum() + entropy_T.sum()).backward()
     with Largest() as whole:
         torch.stack(one_by_one(reference_model(folder), [torch.cat(sequences)], 1.0)).sum().backward()
-    logits = len(batch["keep_T"]) * vocabulary
+    logits = len(batch["before_T"]) * vocabulary
     assert whole.elements >= logits
     # The largest tensor is the embedding itself, or FSDP's buffer for all parameters of the root.
     assert ours.elements <= 1.1 * sum(value.numel() for value in model.parameters()) < logits / 4

@@ -63,7 +63,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_log_probs_and_gradients_of_a_tree_are_those_of_its_sequences(folder: Path, seed: int) -> None:
     sequences = drawn_tree(np.random.default_rng(seed))
     batch = packed_batch(sequences, *MIXED)
-    weight_T = torch.from_numpy(np.random.default_rng(seed + 1).normal(size=len(batch["keep_T"]))).float()
+    weight_T = torch.from_numpy(np.random.default_rng(seed + 1).normal(size=len(batch["before_T"]))).float()
     grads: list[dict[str, Tensor]] = []
     for packed in (batch["sequences"], unshared(batch["sequences"])):
         model = sharded(folder)
@@ -148,7 +148,7 @@ def test_every_model_of_a_step_computes_a_prompt_once(folder: Path, make: Any) -
         assert len(row.input_U) < len(micro.input_P) or len(prompts) == micro.sequences
         seen = policy_logprobs(model, micro).logp_T
         whole = SequenceRow(micro.input_P, micro.position_P, micro.offset_S, micro.computed)
-        alone = token_logprobs(model, unshared(whole), micro.keep_T, micro.target_T).logp_T
+        alone = token_logprobs(model, unshared(whole), micro.before_T, micro.target_T).logp_T
         torch.testing.assert_close(seen, alone, rtol=0, atol=2e-5)
 
 

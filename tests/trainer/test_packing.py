@@ -88,7 +88,7 @@ def test_branches_are_packed_as_sequences_with_the_place_of_their_sample() -> No
     for micro in packed:
         branches.update(micro.index_S.tolist())
         starts = np.searchsorted(micro.sequence_T, np.arange(micro.sequences))
-        assert (micro.keep_T[starts] >= micro.offset_S[:-1]).all(), "each has a prompt of its own"
+        assert (micro.before_T[starts] >= micro.offset_S[:-1]).all(), "each has a prompt of its own"
     assert branches.total() == shard.total_sequences
     assert max(branches.values()) == 3
 
@@ -98,9 +98,9 @@ def test_positions_restart_and_each_kept_position_precedes_its_target() -> None:
     for micro in pack(shard.samples, min_version=0, max_tokens=64):
         for start, stop in zip(micro.offset_S[:-1], micro.offset_S[1:], strict=True):
             assert micro.position_P[start:stop].tolist() == list(range(stop - start))
-        assert (micro.input_P[micro.keep_T + 1] == micro.target_T).all()
+        assert (micro.input_P[micro.before_T + 1] == micro.target_T).all()
         starts, stops = micro.offset_S[micro.sequence_T], micro.offset_S[micro.sequence_T + 1]
-        assert ((starts <= micro.keep_T) & (micro.keep_T + 1 < stops)).all()
+        assert ((starts <= micro.before_T) & (micro.before_T + 1 < stops)).all()
 
 
 def test_tokens_older_than_min_version_are_masked_and_a_sample_of_only_those_is_left_out() -> None:
@@ -250,7 +250,7 @@ def by_sequence(micro: MicroBatch) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
     for place, (start, stop) in enumerate(pairwise(micro.offset_S)):
         mine_T = micro.sequence_T == place
-        whole = (micro.input_P[start:stop], micro.position_P[start:stop], micro.keep_T[mine_T] - start)
+        whole = (micro.input_P[start:stop], micro.position_P[start:stop], micro.before_T[mine_T] - start)
         names = ("target", "behaviour", "mask", "version", "turn", "temperature")
         tokens = [getattr(micro, f"{name}_T")[mine_T] for name in names]
         mine = micro.kept.select(mine_T)

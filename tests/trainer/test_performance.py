@@ -61,7 +61,7 @@ def row(length: int, actions: int) -> MicroBatch:
         input_P=np.arange(length),
         position_P=np.arange(length),
         offset_S=np.array([0, length]),
-        keep_T=np.arange(length - actions, length) - 1,
+        before_T=np.arange(length - actions, length) - 1,
     )
 
 
@@ -128,7 +128,7 @@ def test_tokens_that_two_sequences_begin_with_are_counted_once() -> None:
         input_P=np.tile(one.input_P, 2),
         position_P=np.tile(one.position_P, 2),
         offset_S=np.array([0, 10, 20]),
-        keep_T=np.concatenate([one.keep_T, one.keep_T + 10]),
+        before_T=np.concatenate([one.before_T, one.before_T + 10]),
     )
     found = ModelArithmetic.of(dense())
     assert len(two.computed.place_U) == 10, "both are the same"

@@ -17,7 +17,7 @@ from flash.config.tree import Config
 from flash.foreign.forking import ForkedProcess, ForkServer
 from flash.sampling import Kept, Sampling
 from flash.trainer import checkpoint, checkpoint_files, step
-from flash.trainer.model.model import trained_parameters
+from flash.trainer.model.model import published_parameters
 from flash.trainer.model.packed import takes_packed_rows
 from flash.trainer.model.packing_check import use_own_attention
 from flash.types import Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
@@ -292,7 +292,7 @@ def gradient_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     share = 1 - trainer.optimizer.param_groups[0]["betas"][0]
     return {
         name: trainer.optimizer.state[parameter]["exp_avg"].full_tensor() / share
-        for name, parameter in trained_parameters(trainer.model)
+        for name, parameter in published_parameters(trainer.model)
     }
 
 
@@ -300,7 +300,7 @@ def moments_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Return the moments of AdamW, by their kinds and parameters."""
     return {
         f"{moment} of {name}": whole(trainer.optimizer.state[parameter][moment]).clone()
-        for name, parameter in trained_parameters(trainer.model)
+        for name, parameter in published_parameters(trainer.model)
         for moment in ("exp_avg", "exp_avg_sq")
     }
 

@@ -137,7 +137,7 @@ class ResponsesAhead:
         transcript, observation, tools = self._transcript, expected.observation, expected.tools
         if not expected.responses:
             if tools:
-                transcript.tokenizer.check_calls()
+                transcript.tokenizer.check_reads_calls()
             tokenizer = transcript.tokenizer.with_arguments(expected.template)
             format = BranchFormat(not isinstance(observation, str), tokenizer, list(tools))
             return tokenizer.render(observation, tools), format

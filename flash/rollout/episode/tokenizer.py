@@ -136,7 +136,7 @@ class Tokenizer(Protocol):
         """Return the text of each token alone."""
         return [self.decode([token]) for token in token_ids]
 
-    def check_calls(self) -> None:
+    def check_reads_calls(self) -> None:
         """Check that calls of functions can be read from responses.
 
         The transcript calls this before it offers tools to the policy. No single call is checked. This base class
@@ -341,7 +341,7 @@ class HfTokenizer(Tokenizer):
 
     # -- tokens to text ----------------------------------------------------------------------------------------------
 
-    def check_calls(self) -> None:
+    def check_reads_calls(self) -> None:
         """Check that calls of functions can be read from responses, before tools are offered to the policy.
 
         Raises:

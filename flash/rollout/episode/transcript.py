@@ -248,7 +248,7 @@ class Transcript:
             EnvError: `tools` is not empty, and the tokenizer cannot read calls of functions from responses.
         """
         if tools:
-            self.tokenizer.check_calls()
+            self.tokenizer.check_reads_calls()
         self._new_format, self._rendered = self._new_format._replace(tools=list(tools)), None
 
     def template(self, arguments: Mapping[str, Any]) -> None:

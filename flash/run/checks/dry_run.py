@@ -179,7 +179,7 @@ def model_described(config: Config) -> str:
             lacks the layers that adapters are made for, or the tokenizer of another model differs.
     """
     from flash.trainer.model.adapters import empty_policy
-    from flash.trainer.model.model import check_divisible, trained_parameters
+    from flash.trainer.model.model import check_divisible, published_parameters
     from flash.trainer.references import check_tokenizer
 
     made = empty_policy(config)
@@ -188,7 +188,7 @@ def model_described(config: Config) -> str:
         if Path(path).is_dir() or is_hub_id(path):  # otherwise the run makes the model first
             check_tokenizer(config, key, path)
     size = sum(weight.numel() for weight in made.parameters())
-    own = sum(weight.numel() for _, weight in trained_parameters(made))
+    own = sum(weight.numel() for _, weight in published_parameters(made))
     part = "" if config.lora is None else f", {own / 1e6:.3g}M of them in adapters"
     return f"a {type(made).__name__} of {size / 1e6:.3g}M parameters{part}"
 

@@ -242,7 +242,7 @@ def _write_out(checkpoint: Path, config: Config, folder: Path, *, merged: bool) 
     from flash.foreign.transformers import open_weights, without_bars
     from flash.rollout.episode.tokenizer import HfTokenizer
     from flash.trainer.model.adapters import add_adapters, merge_adapters, write_adapters
-    from flash.trainer.model.model import empty_model, load_model, trained_parameters
+    from flash.trainer.model.model import empty_model, load_model, published_parameters
 
     make_fetched(config)
     tokenizer = HfTokenizer(config.model)
@@ -264,7 +264,7 @@ def _write_out(checkpoint: Path, config: Config, folder: Path, *, merged: bool) 
             adapted = add_adapters(empty_model(config.model), config.model, config.lora)
             tensors = {
                 name: parameter.new_zeros(parameter.shape, device="cpu")
-                for name, parameter in trained_parameters(adapted)
+                for name, parameter in published_parameters(adapted)
             }
             _read(checkpoint, tensors, config)
             if merged:

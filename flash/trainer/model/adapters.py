@@ -5,7 +5,7 @@ gradients and their moments are float32. B begins as 0, so that version 0 equals
 disabled the policy is its base, which makes a reference policy that costs no memory.
 
 For other modules, an adapted model is a model of which only a part is trained
-(`flash.trainer.model.model.trained_parameters`). Adapters are sharded by FSDP and divided in no other way. Names and
+(`flash.trainer.model.model.published_parameters`). Adapters are sharded by FSDP and divided in no other way. Names and
 files are peft's.
 """
 

@@ -47,7 +47,7 @@ class TokenLogprobs(NamedTuple):
 def token_logprobs(
     model: PreTrainedModel,
     sequences: PackedSequences,
-    keep_T: Int64Array,
+    before_T: Int64Array,
     target_T: Int64Array,
     *,
     temperature_T: Float64Array | None = None,
@@ -62,8 +62,8 @@ def token_logprobs(
     Args:
         model: prepared by `shard_model`.
         sequences: for example a `flash.trainer.packing.MicroBatch`.
-        keep_T: places in P of the tokens before the predicted ones. The output layer computes only these. A place that
-            several sequences share is computed once for each different token that follows it.
+        before_T: places in P of the tokens before the predicted ones. The output layer computes only these. A place
+            that several sequences share is computed once for each different token that follows it.
         target_T: ids of the predicted tokens.
         temperature_T: divisor of the logits; None: 1.
         kept: kept sets over which the softmax runs; None: the whole vocabulary.
@@ -81,9 +81,9 @@ def token_logprobs(
     scale_T = np.ones(len(target_T)) if temperature_T is None else temperature_T
     # With kept sets no questions are merged, since equal tokens at a shared place may come from different kept sets.
     merge = row.layout.shared and kept is None
-    distinct = _distinct_questions(sequences.computed.row_P[keep_T], target_T, scale_T) if merge else None
+    distinct = _distinct_questions(sequences.computed.row_P[before_T], target_T, scale_T) if merge else None
     first_N = np.arange(len(target_T)) if distinct is None else distinct.first_N
-    row_N = row.row_P[keep_T[first_N]]
+    row_N = row.row_P[before_T[first_N]]
     held_M = part.holds(row_N)
     place_M = first_N[held_M]
     rows, target, scale = (
@@ -125,7 +125,7 @@ def policy_logprobs(
     return token_logprobs(
         model,
         micro,
-        micro.keep_T,
+        micro.before_T,
         micro.target_T,
         temperature_T=micro.temperature_T,
         kept=KeptSets.from_tokens(micro.kept),
@@ -139,7 +139,7 @@ def watch_attention(model: PreTrainedModel, micro: MicroBatch, watch: AttentionW
 
     The output layer computes the logits of one token only, because its answer is not used.
     """
-    token_logprobs(model, micro, micro.keep_T[:1], micro.target_T[:1], watch=watch)
+    token_logprobs(model, micro, micro.before_T[:1], micro.target_T[:1], watch=watch)
 
 
 def changes_logits(model: PreTrainedModel) -> ConfigError:

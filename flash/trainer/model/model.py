@@ -455,12 +455,12 @@ def named_full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     A version is the weights that the trainer publishes after a step. This is a collective. If the output layer is tied
     to the input embedding, their tensor is yielded once.
     """
-    for name, parameter in trained_parameters(model):
+    for name, parameter in published_parameters(model):
         value = parameter.detach()
         yield name, gather_full(value) if isinstance(value, DTensor) else value
 
 
-def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def published_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return name and tensor of each parameter that a published version has.
 
     If the model has adapters (LoRA), these are the parameters of the adapters. Otherwise these are all parameters, also

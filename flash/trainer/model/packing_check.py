@@ -263,8 +263,8 @@ def _logprobs(model: PreTrainedModel, sequences: Sequence[Tensor]) -> Tensor:
     """Return [T]: the log-prob of every token but the first of each sequence, all sequences in one row."""
     ids = [one.cpu().numpy() for one in sequences]
     packed = in_one_row(ids)
-    keep_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
-    return token_logprobs(model, packed, keep_T, np.concatenate([one[1:] for one in ids])).logp_T
+    before_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
+    return token_logprobs(model, packed, before_T, np.concatenate([one[1:] for one in ids])).logp_T
 
 
 def _packed_logprobs(model: PreTrainedModel, sequences: Sequence[Tensor]) -> list[Tensor]:
