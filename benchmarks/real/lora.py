@@ -144,15 +144,15 @@ class Versions:
         """As the trainer does."""
         from flash.types import Canary, Published
 
-        info: list[bytes] = []
         tensors = {
             f"base_model.model.{name}.lora_{side}.weight": tensor
             for name, pair in self.pairs(version).items()
             for side, tensor in zip("AB", pair, strict=True)
         }
-        self.publisher.publish(version, tensors.items(), info.append)
+        offer = self.publisher.publish(version, tensors.items())
+        assert offer is not None, "this is rank 0"
         (said,) = self.say(version, [self._canary])
-        return Published(version, "tcp", info[0], Canary(self._canary, said, 1e-4))
+        return Published(version, "tcp", offer.update_info, Canary(self._canary, said, 1e-4))
 
 
 async def storm(

@@ -133,12 +133,13 @@ async def load_own_weights(engine: Any, config: Config) -> None:
     from flash.types import Canary, Published
     from flash.weights.publisher import HostPublisher
 
-    model, told = load_model(config.model), list[bytes]()
+    model = load_model(config.model)
     publisher = HostPublisher(0, "127.0.0.1", getattr(torch, config.model.dtype), 60, 600)
     try:
-        publisher.publish(0, model.named_parameters(), told.append)
+        offer = publisher.publish(0, model.named_parameters())
+        assert offer is not None, "this is rank 0"
         canary = Canary([0, 1], [-1.0], tolerance=1e9)
-        await engine.load(Published(0, "tcp", told[0], canary), keep_cache=False)
+        await engine.load(Published(0, "tcp", offer.update_info, canary), keep_cache=False)
     finally:
         publisher.close()
 

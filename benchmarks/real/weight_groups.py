@@ -117,10 +117,8 @@ def publish(publisher: Any, version: int, layers: int) -> dict[str, Any]:
 
     from flash.weights.versions import decode_update
 
-    announced: list[bytes] = []
     tensors = ((f"layer {at}", torch.full((WIDTH, WIDTH), version + at / 64)) for at in range(layers))
-    publisher.publish(version, tensors, announced.append)
-    return decode_update(announced[0]).update
+    return decode_update(publisher.publish(version, tensors).update_info).update
 
 
 def changing(changes: int, layers: int) -> list[Row]:

@@ -111,13 +111,11 @@ class TrainerLoop:
         config, trainer, version = self._config, self._trainer, self._trainer.version
         with self._timed("publish"):
             canary = trainer.canaries.canary(trainer.model)
-
-            def announce(update_info: bytes) -> None:
-                published = Published(version, config.weights_backend, update_info, canary)
+            offer = self._publisher.publish(version, engine_tensors(trainer.model, config.lora))
+            if offer is not None:  # on rank 0
+                self._published_bytes = offer.sent_bytes
+                published = Published(version, config.weights_backend, offer.update_info, canary)
                 self._hub.call(p.PublishRequest(published), waits.taken_s(config))
-
-            tensors = engine_tensors(trainer.model, config.lora)
-            self._published_bytes = self._publisher.publish(version, tensors, announce)
 
     def _save_checkpoint(self) -> None:
         """Write a checkpoint of this version, with the hub's state. A collective.

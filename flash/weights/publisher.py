@@ -1,17 +1,17 @@
-"""The trainer's side: every rank publishes each version, and rank 0 announces it to the engines.
+"""The trainer's side: every rank publishes each version, so that engines can load it.
 
-`flash.trainer.loop` calls `publish` after each step. `HostPublisher` (tcp, nccl, gloo) copies tensors to rank 0's host
-memory and serves them there: engine workers pull or join a broadcast. `IpcPublisher` (ipc) leaves copies on the GPUs
-that trainer and engine share, and announces CUDA handles, which vLLM's own receiver opens.
+`flash.trainer.loop` calls `publish` after each step, and rank 0 then announces the version to the hub. `HostPublisher`
+(tcp, nccl, gloo) copies tensors to rank 0's host memory and serves them there: engine workers pull or join a broadcast.
+`IpcPublisher` (ipc) leaves copies on the GPUs that trainer and engine share, and offers CUDA handles, which vLLM's own
+receiver opens.
 
 Law (a version is immutable): once announced, a version's tensors never change, although the trainer goes on updating
-its own tensors. Both publishers copy before they announce.
+its own tensors. Both publishers have copied them when `publish` returns.
 
-`publish` does not wait until engines have loaded the version that it publishes. But `announce` returns only when all
-engines have acknowledged the version before, because the hub announces none earlier while the run goes on
-(`flash.hub.steps.TrainingSteps.publish`). Two versions are kept, because an engine may still read the older one. With
-ipc, an engine that dies during a load does not disturb other engines, and an engine that joins late opens the handles
-of the newest version.
+`publish` waits for no engine. The announcement does: the hub answers it only when all engines have acknowledged the
+version before, while the run goes on (`flash.hub.steps.TrainingSteps.publish`). Two versions are kept, because an
+engine may still read the older one. With ipc, an engine that dies during a load does not disturb other engines, and an
+engine that joins late opens the handles of the newest version.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -32,9 +32,15 @@ from flash.weights.image import VERSIONS_KEPT, Fingerprint, NamedTensors, dtype_
 from flash.weights.tcp import WeightServer
 from flash.weights.versions import UpdateInfo, encode_update
 
-Announce = Callable[[bytes], None]
-"""Notifies the engines, through the hub, that they may start to load a version. The argument becomes
-`Published.update_info`, an encoded `flash.weights.versions.UpdateInfo`."""
+
+class Offer(NamedTuple):
+    """A version that is ready for the engines, once rank 0 has announced it to them through the hub."""
+
+    update_info: bytes
+    """How engines get the version: an encoded `flash.weights.versions.UpdateInfo`, which becomes
+    `Published.update_info`."""
+    sent_bytes: int
+    """Number of bytes that are sent to each engine worker; 0 for ipc."""
 
 
 class WeightPublisher(Protocol):
@@ -43,14 +49,11 @@ class WeightPublisher(Protocol):
     Every trainer rank has one, because gathering full tensors is a collective.
     """
 
-    def publish(self, version: int, tensors: NamedTensors, announce: Announce) -> int:
-        """Offer `version` to the engines, and return as soon as the engines may load it.
+    def publish(self, version: int, tensors: NamedTensors) -> Offer | None:
+        """Make `version` ready for the engines, and return what rank 0 must announce; None on the other ranks.
 
         `tensors` are full, not sharded. Each rank must iterate over all of them, with the same names in the same order,
-        because gathering them is a collective. Rank 0 calls `announce(update_info)` once.
-
-        Returns:
-            On rank 0, the number of bytes that are then sent to one engine worker. 0 on other ranks, and for ipc.
+        because gathering them is a collective.
         """
         ...
 
@@ -106,17 +109,16 @@ class HostPublisher:
         self._dtype = dtype
         self._server = (serve or WeightServer)(host, prove_s, timeout_s) if rank == 0 else None
 
-    def publish(self, version: int, tensors: NamedTensors, announce: Announce) -> int:
-        """Serve copies of `tensors` as `version`, and announce it. `WeightPublisher.publish` explains the arguments."""
+    def publish(self, version: int, tensors: NamedTensors) -> Offer | None:
+        """Serve copies of `tensors` as `version`. `WeightPublisher.publish` explains arguments and result."""
         if self._server is None:
             for _ in tensors:  # iterating is a collective: rank 0 would hang without this rank
                 pass
-            return 0
+            return None
         fingerprint = Fingerprint()
         image = make_image(staged_copies(tensors, self._dtype, fingerprint), crc32=self._server.compares_crc32)
         source = self._server.hold(version, image, fingerprint.sums)
-        announce(encode_update(UpdateInfo(vars(source), fingerprint.sums)))
-        return self._server.newest_bytes
+        return Offer(encode_update(UpdateInfo(vars(source), fingerprint.sums)), self._server.newest_bytes)
 
     def close(self) -> None:
         """Stop serving new workers. Pulls that have begun continue as long as this process lives."""
@@ -147,8 +149,8 @@ class IpcExporter(Protocol):
 class IpcPublisher:
     """Publishes versions as copies on the GPUs, which trainer and engines share (ipc).
 
-    Every rank exports handles of the copies on its GPU, and rank 0 announces the handles of all ranks. No engine
-    reports to a publisher that it has read the memory, so the copies of the newest `VERSIONS_KEPT` versions are kept.
+    Every rank exports handles of the copies on its GPU, and rank 0 offers the handles of all ranks. No engine reports
+    to a publisher that it has read the memory, so the copies of the newest `VERSIONS_KEPT` versions are kept.
     """
 
     def __init__(self, rank: int, dtype: torch.dtype, exporter: IpcExporter) -> None:
@@ -157,11 +159,11 @@ class IpcPublisher:
         self._exporter = exporter
         self._kept: deque[StagedTensors] = deque(maxlen=VERSIONS_KEPT)
 
-    def publish(self, version: int, tensors: NamedTensors, announce: Announce) -> int:
+    def publish(self, version: int, tensors: NamedTensors) -> Offer | None:
         """Copy the tensors on this rank's GPU and export handles of the copies.
 
-        Rank 0 merges the handles of all ranks, so that each engine worker finds the handle of its GPU, and announces
-        them. `version` is not used: the caller of `announce` adds the number.
+        Rank 0 merges the handles of all ranks, so that each engine worker finds the handle of its GPU. `version` is not
+        used: the caller adds the number to the announcement.
         """
         fingerprint = Fingerprint()
         # device=None: each copy stays on the GPU of its tensor.
@@ -169,7 +171,7 @@ class IpcPublisher:
         self._kept.append(staged)
         gathered = self._exporter.gather(self._exporter.export(staged))
         if self._rank != 0:
-            return 0
+            return None
         merged: IpcHandles = [{} for _ in staged]
         for handles in gathered:
             for target, handle in zip(merged, handles, strict=True):
@@ -183,8 +185,7 @@ class IpcPublisher:
             "ipc_handles_pickled": base64.b64encode(pickle.dumps(merged)).decode(),
         }
         # Not packed: there is one handle per tensor. vLLM's packed form has one buffer with all tensors.
-        announce(encode_update(UpdateInfo(update, fingerprint.sums, {"packed": False})))
-        return 0
+        return Offer(encode_update(UpdateInfo(update, fingerprint.sums, {"packed": False})), sent_bytes=0)
 
     def close(self) -> None:
         """Free the copies of all versions that are kept."""

@@ -51,7 +51,7 @@ class Served:
         """The next version, of adapters that are drawn anew."""
         import torch
 
-        version, info = next(self.versions), list[bytes]()
+        version = next(self.versions)
         generator = torch.Generator().manual_seed(version)
         model, tensors = copy.deepcopy(self.base), dict[str, Any]()
         for name, layer in model.named_modules():
@@ -63,8 +63,9 @@ class Served:
                 with torch.no_grad():
                     layer.weight += up @ down
         self.models[version] = model
-        self.publisher.publish(version, tensors.items(), info.append)
-        return Published(version, "tcp", info[0], Canary(self.canary, next_logprobs(model, self.canary), 1e-4))
+        offer = self.publisher.publish(version, tensors.items())
+        canary = Canary(self.canary, next_logprobs(model, self.canary), 1e-4)
+        return Published(version, "tcp", offer.update_info, canary)
 
     def load(self, published: Published, *, keep_cache: bool = False) -> float:
         return self.call(functools.partial(self.engine.load, published, keep_cache=keep_cache))

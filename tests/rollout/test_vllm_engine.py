@@ -138,10 +138,10 @@ class Served:
     def publish(self, *, canary_shift: float = 0.0) -> Published:
         """The model as it is now, as the next version."""
         version = next(self.versions)
-        info: list[bytes] = []
-        self.sent = self.publisher.publish(version, self.model.named_parameters(), info.append)
+        offer = self.publisher.publish(version, self.model.named_parameters())
+        self.sent = offer.sent_bytes
         logprobs = [value + canary_shift for value in next_logprobs(self.model, self.canary)]
-        return Published(version, "tcp", info[0], Canary(self.canary, logprobs, 1e-4))
+        return Published(version, "tcp", offer.update_info, Canary(self.canary, logprobs, 1e-4))
 
     def load(self, published: Published, *, keep_cache: bool = False) -> float:
         return self.call(functools.partial(self.engine.load, published, keep_cache=keep_cache))

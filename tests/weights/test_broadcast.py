@@ -44,9 +44,9 @@ class Trainer:
         random = torch.Generator().manual_seed(version)
         shapes = [(700 + 13 * layer, 5) for layer in range(8)]
         self.model = {f"layer {at}": torch.randn(shape, generator=random) for at, shape in enumerate(shapes)}
-        announced = list[bytes]()
-        self._publisher.publish(version, iter(self.model.items()), announced.append)
-        return WeightSource(**decode_update(announced[0]).update)
+        offer = self._publisher.publish(version, iter(self.model.items()))
+        assert offer is not None
+        return WeightSource(**decode_update(offer.update_info).update)
 
     def close(self) -> None:
         self._publisher.close()

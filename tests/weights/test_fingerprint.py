@@ -11,7 +11,7 @@ from torch import Tensor
 from flash.errors import WeightsError
 from flash.weights.broadcast import BroadcastServer
 from flash.weights.image import FINGERPRINT_ELEMENTS, Fingerprint, staged_copies
-from flash.weights.publisher import HostPublisher, IpcPublisher
+from flash.weights.publisher import HostPublisher, IpcPublisher, Offer
 from flash.weights.tcp import WeightServer
 from flash.weights.versions import LoadedWeights, decode_update
 from tests.weights.test_ipc import FakeExporter
@@ -71,13 +71,13 @@ def test_every_backend_announces_the_fingerprint_of_what_it_publishes() -> None:
     staged = Fingerprint()
     list(staged_copies(tensors, torch.bfloat16, staged))
     assert staged.sums == expected
-    announced: list[bytes] = []
+    offers: list[Offer | None] = []
     for serve in (WeightServer, partial(BroadcastServer, "gloo")):
         served = HostPublisher(0, "127.0.0.1", torch.bfloat16, 5.0, 5.0, serve)
-        served.publish(1, iter(tensors), announced.append)
+        offers.append(served.publish(1, iter(tensors)))
         served.close()
-    IpcPublisher(0, torch.bfloat16, FakeExporter("gpu0", [])).publish(1, iter(tensors), announced.append)
-    assert [decode_update(info).fingerprint for info in announced] == [expected] * 3
+    offers.append(IpcPublisher(0, torch.bfloat16, FakeExporter("gpu0", [])).publish(1, iter(tensors)))
+    assert [decode_update(one.update_info).fingerprint for one in offers if one is not None] == [expected] * 3
 
 
 def check(held: LoadedWeights, published: int, *workers: int, version: int = 1) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flash.weights.publisher import IpcHandles, IpcPublisher, StagedTensors
-from flash.weights.versions import UpdateInfo, decode_update
+from flash.weights.versions import decode_update
 
 TENSORS = [("a", torch.ones(2, 3)), ("b", torch.arange(4))]
 
@@ -35,12 +35,13 @@ def test_vllm_unpacks_the_merged_ipc_handles(monkeypatch: pytest.MonkeyPatch) ->
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferInitInfo, IPCWeightTransferUpdateInfo
 
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    announced: list[UpdateInfo] = []
     exporter = FakeExporter("gpu0", [[{"gpu1": ("a1",)}, {"gpu1": ("b1",)}]])
-    IpcPublisher(0, torch.bfloat16, exporter).publish(1, TENSORS, lambda info: announced.append(decode_update(info)))
-    assert announced[0].init is not None
-    assert not IPCWeightTransferInitInfo(**announced[0].init).packed
-    assert IPCWeightTransferUpdateInfo(**announced[0].update).ipc_handles == [
+    offer = IpcPublisher(0, torch.bfloat16, exporter).publish(1, TENSORS)
+    assert offer is not None
+    announced = decode_update(offer.update_info)
+    assert announced.init is not None
+    assert not IPCWeightTransferInitInfo(**announced.init).packed
+    assert IPCWeightTransferUpdateInfo(**announced.update).ipc_handles == [
         {"gpu0": ("a",), "gpu1": ("a1",)},
         {"gpu0": ("b",), "gpu1": ("b1",)},
     ]
@@ -50,13 +51,11 @@ def test_exported_memory_lives_for_two_versions() -> None:
     exporter = FakeExporter("gpu0", [])
     publisher = IpcPublisher(0, torch.bfloat16, exporter)
     for version in range(3):
-        publisher.publish(version, TENSORS, lambda _: None)
+        publisher.publish(version, TENSORS)
     assert [ref() is not None for ref in exporter.exported] == [False, True, True]
     publisher.close()
     assert [ref() is not None for ref in exporter.exported] == [False, False, False]
 
 
-def test_only_rank_0_announces_handles() -> None:
-    announced: list[bytes] = []
-    IpcPublisher(1, torch.bfloat16, FakeExporter("gpu1", [])).publish(1, TENSORS, announced.append)
-    assert announced == []
+def test_only_rank_0_offers_handles() -> None:
+    assert IpcPublisher(1, torch.bfloat16, FakeExporter("gpu1", [])).publish(1, TENSORS) is None

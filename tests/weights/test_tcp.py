@@ -17,7 +17,7 @@ from flash.errors import DeadlineError, TransportError, VersionGoneError, Weight
 from flash.transport.auth import MAGIC, NONCE_BYTES, PROOF_BYTES
 from flash.weights.broadcast import BroadcastRequest, VersionReceived
 from flash.weights.image import make_image
-from flash.weights.publisher import HostPublisher
+from flash.weights.publisher import HostPublisher, Offer
 from flash.weights.tcp import CHUNK_BYTES, TcpReceiver, WeightServer, WeightSource, pull, receive_message
 from flash.weights.versions import decode_update
 
@@ -39,10 +39,13 @@ def server() -> Iterator[WeightServer]:
 
 
 def publish(publisher: HostPublisher, version: int, tensors: Tensors) -> WeightSource:
-    announced: list[bytes] = []
-    publisher.publish(version, iter(tensors), announced.append)
-    (info,) = announced
-    return WeightSource(**decode_update(info).update)
+    return WeightSource(**decode_update(offered(publisher, version, tensors).update_info).update)
+
+
+def offered(publisher: HostPublisher, version: int, tensors: Tensors) -> Offer:
+    offer = publisher.publish(version, iter(tensors))
+    assert offer is not None
+    return offer
 
 
 def some_tensors() -> Tensors:
@@ -130,14 +133,12 @@ def test_a_closed_publisher_cannot_be_reached(publisher: HostPublisher) -> None:
         list(pull(source))
 
 
-def test_the_other_ranks_take_part_in_the_gather_and_announce_nothing() -> None:
+def test_the_other_ranks_take_part_in_the_gather_and_offer_nothing() -> None:
     gathered = iter(some_tensors())
-    announced: list[bytes] = []
     other = HostPublisher(1, "127.0.0.1", torch.bfloat16, 5.0, 5.0)
-    other.publish(1, gathered, announced.append)
+    assert other.publish(1, gathered) is None
     other.close()
     assert next(gathered, None) is None
-    assert announced == []
 
 
 @pytest.fixture
@@ -163,8 +164,7 @@ def exact(pulled: dict[str, torch.Tensor], tensors: Tensors) -> bool:
 
 def test_a_worker_that_holds_the_version_before_is_sent_what_has_changed(deltas: HostPublisher) -> None:
     tensors, held = some_tensors(), TcpReceiver()
-    published = partial(deltas.publish, announce=lambda _: None)
-    whole = published(0, iter(tensors))
+    whole = offered(deltas, 0, tensors).sent_bytes
     assert exact(dict(pull(publish(deltas, 1, tensors), held.receive)), tensors)
     for version in range(2, 6):
         tensors = stepped(tensors, 0.01)
@@ -173,8 +173,8 @@ def test_a_worker_that_holds_the_version_before_is_sent_what_has_changed(deltas:
         for one in given.values():  # what the model does with it is its own affair
             one.view(-1)[:1] = 7
     tensors = stepped(tensors, 0.01)
-    assert published(6, iter(tensors)) < 0.05 * whole
-    assert published(7, iter(stepped(tensors, 1.0))) == whole
+    assert offered(deltas, 6, tensors).sent_bytes < 0.05 * whole
+    assert offered(deltas, 7, stepped(tensors, 1.0)).sent_bytes == whole
 
 
 def test_who_missed_a_version_or_never_had_one_is_sent_all_of_it(deltas: HostPublisher) -> None:
