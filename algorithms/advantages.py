@@ -1,6 +1,6 @@
 """Advantages from rewards: estimators that compare the samples of a group or of a whole batch.
 
-`flash.trainer.credit` calls them once per batch, with the rewards of all its samples. Each sample comes with the id of
+`flash.trainer.plan` calls them once per batch, with the rewards of all its samples. Each sample comes with the id of
 its group, so groups may have different sizes, and their samples any order. A group with one member, or with equal
 rewards, contains no comparison: its advantages are exactly 0. The estimators raise ValueError if a reward is not finite
 or lengths differ.

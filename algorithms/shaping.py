@@ -1,6 +1,6 @@
 """Reward shapings: changes of rewards that depend on the length of responses, made before advantages are computed.
 
-`flash.trainer.credit` calls the configured shapings once per batch, in the order in which they are listed. Each shaping
+`flash.trainer.plan` calls the configured shapings once per batch, in the order in which they are listed. Each shaping
 gets the rewards that the shaping before it returned.
 
 Shape legend: B = samples of the whole batch. Lengths are action tokens.

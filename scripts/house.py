@@ -69,7 +69,6 @@ ROAD = (
     "trainer/step.py",
     "trainer/plan.py",
     "trainer/packing.py",
-    "trainer/credit.py",
     "trainer/references.py",
     "trainer/model/logprobs.py",
     "trainer/model/prefixes.py",

@@ -1,29 +1,58 @@
-"""Plan a step before its first forward pass: pack the batch, check its tokens, and count them over all ranks.
+"""Plan a step: pack and check the batch, count it over all ranks, and turn its rewards into advantages.
 
-`flash.trainer.step` calls `plan_step`. One collective makes the counts of all ranks known to every rank. The
-denominators of the loss and the number of micro-batches are computed from these counts, so all ranks run equally many
-passes. The *age* of a token is the version that the trainer holds, less the version that sampled the token.
+`flash.trainer.step` calls `plan_step` before the first forward pass of a step, and `token_advantages` after the forward
+passes of `flash.trainer.references`. Nothing here has a gradient.
 
-Shape legend: B = samples of the whole batch, T = action tokens of a micro-batch, M = critics, W = data shards.
+The hub has *dealt* the batch: each *data shard* is a part of it, for one rank or for several ranks that compute the
+same sequences together. `plan_step` makes the counts of all data shards known to every rank, in one collective. From
+these counts come the denominators of the loss, and a number of micro-batches that is equal on all ranks.
+
+`assign_credit`, a part of `plan_step`, shapes and compares the rewards of whole samples and weights the samples by age.
+It uses only facts about the whole batch, which every rank gets, so every rank computes the same numbers. All sequences
+of a sample (its branches) have the advantage of the sample. `token_advantages` adds the parts that need log-probs or
+values: a KL in the reward, generalised advantage estimation, and whitening over the batch.
+
+The *age* of a token is the version that the step trains, less the version that sampled the token; the age of a sample
+is that of its oldest trained token. A *turn* is one response of the policy with the environment's step after it.
+
+Shape legend: B = samples of the whole batch, S = sequences and T = action tokens of a micro-batch, M = critics, W =
+data shards, N = trained tokens of this rank's data shard. Arrays of credit are float64.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from algorithms.critics import assign_critics
-from flash.ages import age_of
+from algorithms.advantages import (
+    FloatArray,
+    group_advantages,
+    group_mean_advantages,
+    leave_one_out_advantages,
+    moments,
+    turn_advantages,
+    whiten,
+)
+from algorithms.base import Advantage
+from algorithms.critics import assign_critics, discounted_sums, gae, monte_carlo
+from algorithms.references import kl
+from flash.ages import age_of, recent
+from flash.config.learning import AlgorithmConfig
 from flash.config.tree import Config
 from flash.errors import ContractError
-from flash.trainer.credit import Credit, assign_credit
 from flash.trainer.mesh import TrainerMesh, raise_on_all_ranks
 from flash.trainer.objective import Method
-from flash.trainer.packing import DUMMY, MicroBatch, pack, split_minibatches
-from flash.types import Shard
+from flash.trainer.packing import DUMMY, BoolArray, MicroBatch, pack, split_minibatches
+from flash.trainer.references import ModelOutputs
+from flash.types import BatchSample, Shard
+
+BY_TURN: tuple[Advantage, ...] = ("turn", "gae")
+"""Estimators that use the rewards of single turns."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +74,61 @@ class MinibatchPlan:
 
 
 @dataclass(frozen=True)
+class Credit:
+    """Rewards, advantages and weights of a batch that are known before a forward pass. They are equal on every rank."""
+
+    reward_B: FloatArray
+    """Rewards as the environments returned them."""
+    advantage_B: FloatArray
+    """Advantages of whole samples, from the shaped rewards. With the estimator `batch` these are the shaped rewards,
+    which are whitened later; with `turn` and `gae` they are 0."""
+    staleness_B: FloatArray
+    """Weights by age, with mean 1 over the samples that have a trained token; 0 for the other samples."""
+    in_loss_B: BoolArray
+    """True for samples that the loss includes; False for truncated samples if `algorithm.mask_truncated` is set."""
+    turns_B: list[FloatArray]
+    """Rewards of each sample's turns. The amount that shaping adds to a sample is in the reward of its last turn."""
+    turn_advantages_B: list[FloatArray]
+    """Advantages of each sample's turns with the estimator `turn`; else empty."""
+
+    def advantages(self, micro: MicroBatch) -> FloatArray:
+        """Return [T]: each token's advantage, without the parts that need a forward pass.
+
+        This is the advantage of the token's turn with the estimator `turn`, and of its whole sample otherwise.
+        """
+        if not self.turn_advantages_B:
+            return self.advantage_B[micro.index_T]
+        # The turns of all sequences' samples stand one after another; `offset_S` is where those of a sequence begin.
+        offset_S = np.cumsum([0, *(len(self.turn_advantages_B[index]) for index in micro.index_S[:-1])])
+        advantages = np.concatenate([self.turn_advantages_B[index] for index in micro.index_S])
+        return advantages[offset_S[micro.sequence_T] + micro.turn_T]
+
+    def weights(self, micro: MicroBatch) -> FloatArray:
+        """Return [T]: the factor of each token's loss, by the age of its sample."""
+        return self.staleness_B[micro.index_T]
+
+    def earned(self, micro: MicroBatch) -> FloatArray:
+        """Return [T]: the reward that arrives at each token, from which `gae` computes advantages.
+
+        In each sequence, the reward of a turn is at the last trained token of that turn or, if the turn has none there,
+        at the last trained token before it. So a branch also gets the rewards of later turns that are in other
+        branches. Rewards of turns before the first trained token are left out, since they are not an effect of the
+        branch's tokens.
+        """
+        earned_T = np.zeros(len(micro.target_T))
+        starts = np.searchsorted(micro.sequence_T, np.arange(micro.sequences + 1))
+        for index, start, stop in zip(micro.index_S, starts, starts[1:], strict=False):
+            rewards = self.turns_B[index]
+            # A sequence can end with tokens that are too old to train, if its request moved to an engine with an older
+            # version. The search for the last trained token keeps their reward, which would otherwise be lost.
+            trained = start + np.flatnonzero(micro.mask_T[start:stop])
+            last = np.searchsorted(micro.turn_T[trained], np.arange(len(rewards)), side="right") - 1
+            begun = last >= 0
+            np.add.at(earned_T, trained[last[begun]], rewards[begun])
+        return earned_T
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """Input of one step, on which all ranks agree before they start."""
 
@@ -57,7 +141,7 @@ class StepPlan:
     age_histogram: list[int]
     """Number of trained tokens of age 0, 1, … (in versions), over all ranks."""
     critic_B: np.ndarray
-    """int64: number of the critic that learns from each sample."""
+    """int64: number of the critic that learns from each sample; 0 without critics."""
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -76,7 +160,7 @@ def plan_step(
     """Pack this rank's shard, check its tokens, and exchange counts with the other ranks, in one collective.
 
     Args:
-        shard: the samples of this rank, and a description of the whole batch.
+        shard: the samples of this rank, and facts about the whole batch.
         config: the run's configuration.
         method: the estimator, the critics and the other parts of the method.
         version: the version that the trainer holds.
@@ -85,59 +169,65 @@ def plan_step(
 
     Raises:
         ContractError: on every rank, if the shard of any rank has tokens that are too old, is damaged or lacks the
-            teacher's log-probs, or if all shards together have other totals than the hub dealt.
+            teacher's log-probs, if a reward or an advantage is not finite, or if all shards together have other totals
+            than the hub dealt.
     """
+    # What this rank can do alone: pack its samples, check them, and compare the rewards.
     train, fault = config.train, ""
+    # Number of possible ages, from 0 to the age of the oldest trained version. It is equal on all ranks.
     ages = max(age_of(max(shard.min_version, 0), shard.step) + 1, 1)
-    parts: list[list[MicroBatch]] = [[] for _ in range(train.minibatches)]
+    packed: list[list[MicroBatch]] = [[] for _ in range(train.minibatches)]
     histogram = np.zeros(ages, dtype=np.int64)
     credit: Credit | None = None
     critic_B = assign_critics([entry.group_id for entry in shard.batch], method.critics, config.run.seed)
     try:
-        parts = [
+        packed = [
             pack(part, min_version=shard.min_version, max_tokens=train.max_tokens_per_microbatch, share_rows=share_rows)
             for part in split_minibatches(shard, train.minibatches)
         ]
-        age_T = _checked_ages(shard, version, [micro for part in parts for micro in part], config)
+        age_T = _checked_ages(shard, version, [micro for micros in packed for micro in micros], config)
         histogram = np.bincount(age_T, minlength=ages)
-        ratio = max(train.async_ratio, train.max_token_age or 0)
-        credit = assign_credit(shard, config.algorithm, method.estimator, ratio)
+        oldest = max(train.async_ratio, train.max_token_age or 0)
+        credit = assign_credit(shard, config.algorithm, method.estimator, oldest)
     except ContractError as error:
         # The error is raised later, on all ranks: this rank must still take part in the next collective, for which the
         # others wait.
         fault = str(error)
 
-    tokens = sum(sample.trajectory.length for sample in shard.samples)
-    counts = [count for part in parts for count in _count(part, critic_B, method.critics)]
-    micros = [micro for part in parts for micro in part]
-    sizes = [sum(len(one.input_P) for one in micros), sum(len(one.computed.place_U) for one in micros)]
     # One row per data shard: fault, tokens, packed tokens, computed tokens, tokens by age, and `_count` by minibatch.
-    row = torch.tensor([bool(fault), tokens, *sizes, *histogram.tolist(), *counts])
+    tokens = sum(sample.trajectory.length for sample in shard.samples)
+    all_micros = [micro for micros in packed for micro in micros]
+    packed_tokens = sum(len(micro.input_P) for micro in all_micros)
+    computed_tokens = sum(len(micro.computed.place_U) for micro in all_micros)
+    counts = [count for micros in packed for count in _count(micros, critic_B, method.critics)]
+    row = torch.tensor([bool(fault), tokens, packed_tokens, computed_tokens, *histogram.tolist(), *counts])
     rows = mesh.gather_rows(row).cpu()
     raise_on_all_ranks(fault, rows[:, 0], f"their part of the batch of step {shard.step}")
     assert credit is not None, "without a fault there is credit"
 
+    # From the rows of all data shards: the plan of each minibatch, and a check against the totals of the hub.
     grid = rows[:, 4 + ages :].reshape(len(rows), train.minibatches, 3 + method.critics).numpy()
     minibatches = [
         MinibatchPlan(
             # Padded to the rank with the most micro-batches, so that all ranks make equally many passes, which are
             # collectives; and to at least one, so that every rank has the same names of statistics.
-            micro_batches=part + [DUMMY] * (max(int(grid[:, index, 0].max()), 1) - len(part)),
+            micro_batches=micros + [DUMMY] * (max(int(grid[:, index, 0].max()), 1) - len(micros)),
             shard_tokens=grid[:, index, 1].tolist(),
             total_sequences=int(grid[:, index, 2].sum()),
             critic_tokens=grid[:, index, 3:].sum(0).tolist(),
         )
-        for index, part in enumerate(parts)
+        for index, micros in enumerate(packed)
     ]
-    total_tokens = sum(part.total_tokens for part in minibatches)
-    total_sequences = sum(part.total_sequences for part in minibatches)
+    total_tokens = sum(minibatch.total_tokens for minibatch in minibatches)
+    total_sequences = sum(minibatch.total_sequences for minibatch in minibatches)
     if (total_tokens, total_sequences) != (shard.total_tokens, shard.total_sequences):
         raise ContractError(
             f"step {shard.step}: the ranks hold {total_tokens} trained tokens in {total_sequences} sequences, the hub "
             f"dealt {shard.total_tokens} in {shard.total_sequences}"
         )
-    _, tokens, packed, computed, *aged = rows[:, : 4 + ages].sum(0).tolist()
-    return StepPlan(minibatches, credit, tokens, 1 - computed / max(packed, 1), aged, critic_B)
+    _, tokens, packed_tokens, computed_tokens, *age_counts = rows[:, : 4 + ages].sum(0).tolist()
+    shared = 1 - computed_tokens / max(packed_tokens, 1)
+    return StepPlan(minibatches, credit, tokens, shared, age_counts, critic_B)
 
 
 def _checked_ages(shard: Shard, version: int, micro_batches: Sequence[MicroBatch], config: Config) -> np.ndarray:
@@ -169,15 +259,225 @@ def _checked_ages(shard: Shard, version: int, micro_batches: Sequence[MicroBatch
     return age_T
 
 
-def _count(part: Sequence[MicroBatch], critic_B: np.ndarray, critics: int) -> list[int]:
-    """Count a part of the shard: [3 + M] numbers.
+def _count(micro_batches: Sequence[MicroBatch], critic_B: np.ndarray, critics: int) -> list[int]:
+    """Return [3 + M] counts of this rank's micro-batches of one minibatch.
 
-    They are the numbers of micro-batches, of trained tokens, of sequences with a trained token, and of the trained
-    tokens that each of the M critics learns from.
+    The numbers are, in this order: micro-batches; trained tokens; sequences with a trained token; and for each of the
+    M = `critics` critics, the trained tokens that it learns from.
     """
-    tokens = sum(int(micro.mask_T.sum()) for micro in part)
-    sequences = sum(len(np.unique(micro.sequence_T[micro.mask_T])) for micro in part)
+    tokens = sum(int(micro.mask_T.sum()) for micro in micro_batches)
+    sequences = sum(len(np.unique(micro.sequence_T[micro.mask_T])) for micro in micro_batches)
     of_critic_M = np.zeros(critics, dtype=np.int64)
-    for micro in part:
+    for micro in micro_batches:
+        # Without critics all samples have critic 0, for which the row must have no entry; so the counts are cut off.
         of_critic_M += np.bincount(critic_B[micro.index_T[micro.mask_T]], minlength=critics)[:critics]
-    return [len(part), tokens, sequences, *of_critic_M.tolist()]
+    return [len(micro_batches), tokens, sequences, *of_critic_M.tolist()]
+
+
+# -- credit ----------------------------------------------------------------------------------------------------------
+
+
+def assign_credit(shard: Shard, algorithm: AlgorithmConfig, estimator: Advantage, async_ratio: float) -> Credit:
+    """Return the credit of all samples of a batch.
+
+    Members of a group that an earlier step has trained count in the comparison with their group.
+
+    Args:
+        shard: this rank's shard, which also has the facts about the whole batch.
+        algorithm: the configuration of the method.
+        estimator: the advantage estimator.
+        async_ratio: α, or the larger bound on the age of tokens, for the weights by age.
+
+    Raises:
+        ContractError: a reward or an advantage is not finite, or a sample has another number of rewards than turns.
+    """
+    known = [*shard.batch, *shard.earlier]
+    _check_rewards(shard, known, turns=estimator in BY_TURN)
+    count, gamma = len(shard.batch), algorithm.gamma
+    raw_B = np.array([entry.reward for entry in known])
+    tokens_B = np.array([entry.tokens for entry in known], dtype=np.int64)
+    truncated_B = np.array([entry.truncated for entry in known], dtype=np.bool_)
+    group_ids_B = [entry.group_id for entry in known]
+    turns_B = [np.array(entry.turns, dtype=np.float64) for entry in known]
+    oldest_B = np.array([entry.oldest_version for entry in shard.batch], dtype=np.float64)
+    trained_B = recent(oldest_B, shard.min_version)
+    staleness_B = np.zeros_like(oldest_B)
+    turn_advantages_B: list[FloatArray] = []
+    try:
+        shaped_B = raw_B
+        for shaping in algorithm.shaping:
+            shaped_B = shaping.shaped(shaped_B, tokens_B, truncated_B, group_ids_B)
+        for rewards, added in zip(turns_B, shaped_B - raw_B, strict=True):
+            if len(rewards):
+                rewards[-1] += added
+        match estimator:
+            case "group":
+                advantage_B = group_advantages(shaped_B, group_ids_B)
+            case "group_mean":
+                advantage_B = group_mean_advantages(shaped_B, group_ids_B)
+            case "leave_one_out":
+                advantage_B = leave_one_out_advantages(shaped_B, group_ids_B)
+            case "batch":
+                advantage_B = shaped_B
+            case "turn":
+                advantage_B = np.zeros_like(shaped_B)
+                turn_advantages_B = turn_advantages([rewards.tolist() for rewards in turns_B], group_ids_B, gamma)
+            case "gae":
+                advantage_B = np.zeros_like(shaped_B)
+        # Samples without a trained token keep the weight 0.
+        ages = age_of(oldest_B[trained_B], shard.step)
+        staleness_B[trained_B] = algorithm.staleness.weights(ages, async_ratio)
+    except ValueError as error:
+        raise ContractError(f"step {shard.step}: {error}") from error
+    for index, entry in enumerate(shard.batch):
+        values = [advantage_B[index], *(turn_advantages_B[index] if turn_advantages_B else [])]
+        if not np.isfinite(values).all():
+            raise ContractError(
+                f"step {shard.step}: {_name(shard, index, entry)} has an advantage that is not finite: {values}"
+            )
+    return Credit(
+        reward_B=raw_B[:count],
+        advantage_B=advantage_B[:count],
+        staleness_B=staleness_B,
+        in_loss_B=~truncated_B[:count] if algorithm.mask_truncated else np.ones(count, dtype=np.bool_),
+        turns_B=turns_B[:count],
+        turn_advantages_B=turn_advantages_B[:count],
+    )
+
+
+def _check_rewards(shard: Shard, known: Sequence[BatchSample], *, turns: bool) -> None:
+    """Check the rewards of all samples. `turns` is True if the estimator uses the rewards of single turns.
+
+    Raises:
+        ContractError: a reward is not finite or, with `turns`, a sample has another number of rewards than turns.
+    """
+    for index, entry in enumerate(known):
+        if not all(map(math.isfinite, (entry.reward, *entry.turns))):
+            raise ContractError(
+                f"step {shard.step}: {_name(shard, index, entry)} has the reward {entry.reward} "
+                f"(turns: {entry.turns}); expected finite numbers"
+            )
+    if not turns:
+        return
+    spans = {sample.index: len(sample.trajectory.action_spans) for sample in shard.samples}
+    for index, entry in enumerate(known):
+        # Only the samples of this rank have their trajectories here. Any other sample must have at least one reward.
+        expected = spans.get(index, max(len(entry.turns), 1))
+        if len(entry.turns) != expected:
+            raise ContractError(
+                f"step {shard.step}: {_name(shard, index, entry)} has {len(entry.turns)} rewards for {expected} turns"
+            )
+
+
+def _name(shard: Shard, index: int, entry: BatchSample) -> str:
+    """Return a phrase that names a sample in an error message. `index` is its place in the batch and `earlier`."""
+    which = f"sample {index}" if index < len(shard.batch) else "a sample trained earlier"
+    return f"{which} (group {entry.group_id})"
+
+
+class TokenAdvantages(NamedTuple):
+    """Advantages of a micro-batch's tokens, and the regression targets of the critics; [T] each."""
+
+    advantage_T: FloatArray
+    return_T: FloatArray
+    """Target of the critics; 0 without critics."""
+
+
+def token_advantages(
+    micro_batches: Sequence[MicroBatch],
+    outputs: Sequence[ModelOutputs],
+    credit: Credit,
+    config: Config,
+    method: Method,
+    mesh: TrainerMesh,
+) -> list[TokenAdvantages]:
+    """Return the advantages of the tokens of each micro-batch, and the targets of the critics.
+
+    A collective if the advantages depend on a forward pass or on the whole batch: with a KL in the reward, and with the
+    estimators `batch` and `gae`. This depends on the configuration alone, so all ranks take the same path.
+
+    Raises:
+        ContractError: on every rank, if any rank has a trained token whose advantage is not finite.
+    """
+    fault = ""
+    found: list[TokenAdvantages] = []
+    trained_N = np.zeros(0)
+    try:
+        found = [
+            _micro_advantages(micro, output, credit, config, method)
+            for micro, output in zip(micro_batches, outputs, strict=True)
+        ]
+        trained = [one.advantage_T[micro.mask_T] for micro, one in zip(micro_batches, found, strict=True)]
+        trained_N = np.concatenate([trained_N, *trained])
+    except ContractError as error:
+        # The error is raised later, on all ranks: this rank must still take part in the next collective.
+        fault = str(error)
+    penalised = config.algorithm.kl is not None and config.algorithm.kl.place == "reward"
+    if not (penalised or method.estimator in ("batch", "gae")):
+        # There is no fault: `assign_credit` has checked these advantages, and it computes the same on every rank.
+        return found
+
+    row = torch.tensor([float(bool(fault)), *moments(trained_N)], dtype=torch.float64)
+    rows = mesh.gather_rows(row).cpu()
+    raise_on_all_ranks(fault, rows[:, 0], "their part of the batch")
+    if method.estimator != "batch":
+        return found
+    mean, scale = whiten(rows[:, 1:].numpy())
+    return [TokenAdvantages((one.advantage_T - mean) * scale, one.return_T) for one in found]
+
+
+def _micro_advantages(
+    micro: MicroBatch, outputs: ModelOutputs, credit: Credit, config: Config, method: Method
+) -> TokenAdvantages:
+    """Return the advantages of one micro-batch before whitening, and the targets of the critics.
+
+    The value before a token is the mean over the critics. A KL in the reward subtracts β times its estimate from the
+    reward of each token, and so from the advantages of all tokens up to that one.
+
+    Raises:
+        ContractError: the value, the reward or the advantage of a trained token is not finite.
+    """
+    penalty_T = np.zeros(len(micro.target_T))
+    divergence = config.algorithm.kl
+    if divergence is not None and divergence.place == "reward":
+        assert outputs.start_T is not None, "the passes before the update computed it"
+        assert outputs.reference_T is not None, "a KL comes with a reference"
+        estimate_T = kl(divergence.estimator, outputs.start_T.double(), outputs.reference_T.double())
+        penalty_T = np.where(micro.mask_T, divergence.coefficient * estimate_T.cpu().numpy(), 0.0)
+    if method.estimator == "gae":
+        assert config.critic is not None, "refused by the configuration's check"
+        assert outputs.value_MT is not None, "gae comes with a critic"
+        value_T = outputs.value_MT.double().mean(dim=0).cpu().numpy()
+        _check_finite(micro, value_T, "the critic's value")
+        reward_T = credit.earned(micro) - penalty_T
+        _check_finite(micro, reward_T, "the reward")
+        gamma, lam = config.algorithm.gamma, config.critic.lam
+        found = TokenAdvantages(*gae(reward_T, value_T, micro.mask_T, micro.sequence_T, gamma=gamma, lam=lam))
+        if method.critic_target == "lambda":
+            return found
+        return found._replace(return_T=monte_carlo(reward_T, micro.mask_T, micro.sequence_T, gamma=gamma))
+    teacher = config.algorithm.teacher
+    # A teacher that replaces the rewards gives advantages by its log-probs alone, which `objective_input` of
+    # `flash.trainer.objective` adds.
+    rewarded = teacher is None or teacher.reward
+    advantage_T = credit.advantages(micro).copy() if rewarded else np.zeros(len(micro.target_T))
+    trained = micro.mask_T
+    advantage_T[trained] -= discounted_sums(penalty_T[trained], micro.sequence_T[trained], 1.0)
+    _check_finite(micro, advantage_T, "the advantage")
+    return TokenAdvantages(advantage_T, np.zeros_like(advantage_T))
+
+
+def _check_finite(micro: MicroBatch, values_T: FloatArray, what: str) -> None:
+    """Check numbers of which each token has one. `what` names them in the error message.
+
+    Raises:
+        ContractError: the number of a trained token is not finite.
+    """
+    wrong_T = micro.mask_T & ~np.isfinite(values_T)
+    if wrong_T.any():
+        first = int(np.flatnonzero(wrong_T)[0])
+        token = first - int(np.searchsorted(micro.sequence_T, micro.sequence_T[first]))
+        raise ContractError(
+            f"sample {micro.index_T[first]}: {what} of its action token {token} is {values_T[first]}; expected a "
+            "finite number: look at the last metrics for one that diverges"
+        )

@@ -35,7 +35,6 @@ from algorithms.sequences import token_weights
 from flash.ages import age_of
 from flash.config.tree import Config
 from flash.errors import ConfigError
-from flash.trainer.credit import token_advantages
 from flash.trainer.critic import Critic, critic_batch, critic_metrics
 from flash.trainer.mesh import TrainerMesh, to_device, trainer_mesh
 from flash.trainer.model.adapters import empty_policy, fill_policy, fingerprint_of
@@ -55,7 +54,7 @@ from flash.trainer.objective import (
 from flash.trainer.optimizer import LagLimiter, LossScale, apply_gradient, learning_rate, make_optimizer
 from flash.trainer.packing import MicroBatch
 from flash.trainer.performance import ModelArithmetic
-from flash.trainer.plan import MinibatchPlan, StepPlan, plan_step
+from flash.trainer.plan import MinibatchPlan, StepPlan, plan_step, token_advantages
 from flash.trainer.references import (
     StepModels,
     check_tokenizer,

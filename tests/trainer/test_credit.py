@@ -11,8 +11,8 @@ from algorithms.shaping import Overlong
 from algorithms.staleness import ExponentialStaleness
 from flash.config.learning import AlgorithmConfig
 from flash.errors import ContractError
-from flash.trainer.credit import Credit, assign_credit
 from flash.trainer.packing import pack
+from flash.trainer.plan import Credit, assign_credit
 from flash.types import BatchSample, Outcome, Shard, Span, Trajectory, Turn, VersionRun
 from tests.branching import joined
 from tests.trainer.trainer_cases import make_shard, make_trajectory
