@@ -57,7 +57,6 @@ ROAD = (
     "rollout/routing.py",
     "rollout/engine.py",
     "rollout/vllm/engine.py",
-    "rollout/vllm/requests.py",
     "foreign/vllm.py",
     "samples/ledger.py",
     "samples/groups.py",

@@ -97,7 +97,10 @@ class ForkServer(forkserver.ForkServer):
                 listener.listen()
                 read, own._forkserver_alive_fd = os.pipe()
                 fds = [listener.fileno(), read]
-                command = f"from multiprocessing.forkserver import main; main(*{fds}, ['flash.foreign.fork_server'])"
+                command = (
+                    "from flash.foreign.forking import serve; serve(); "
+                    f"from multiprocessing.forkserver import main; main(*{fds}, [])"
+                )
                 try:
                     started = subprocess.Popen(
                         [sys.executable, "-c", command], pass_fds=fds, env=os.environ | self.variables

@@ -27,8 +27,15 @@ def ignore_tokens(tokens: Sequence[int]) -> None:
     """Do nothing. Default of `on_tokens`, for a caller that needs no tokens before the response is complete."""
 
 
-def ignore_count(tokens: int) -> None:
-    """Do nothing. Default of functions that count tokens, such as `on_lost`, for a caller that does not count them."""
+class TokenTally:
+    """Counter that a caller gives to engines with its requests, and reads when it likes.
+
+    Engines only add to it, so no engine has to call back into the episode that it works for.
+    """
+
+    def __init__(self) -> None:
+        self.lost = 0
+        """Number of tokens that engines have sampled and that no caller received, because the request was aborted."""
 
 
 class ResponseRequest(msgspec.Struct, frozen=True):
@@ -65,9 +72,9 @@ class ResponseRequest(msgspec.Struct, frozen=True):
     on_tokens: Callable[[Sequence[int]], None] = ignore_tokens
     """Function that the proxy calls with the new tokens of each `Progress`. The last tokens of the response are in the
     `Completion` only."""
-    on_lost: Callable[[int], None] = ignore_count
-    """Function that the engine calls when the request is aborted. The argument is the number of sampled tokens that
-    were in no `Progress` yet. The episode sets this function to count them as lost."""
+    tally: TokenTally = msgspec.field(default_factory=TokenTally)
+    """Counter of the caller. If the request is aborted, the engine adds the sampled tokens that were in no `Progress`
+    yet to `tally.lost`. All requests of an episode share one."""
     generated: int = 0
     """Number of tokens at the end of `prompt` that belong to this response: earlier engines have sampled them."""
 

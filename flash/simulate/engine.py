@@ -162,7 +162,7 @@ class SimEngine:
         finally:
             if not sequence.ended:
                 if (piece := self._piece(sequence)) is not None:
-                    request.on_lost(len(piece.token_ids))
+                    request.tally.lost += len(piece.token_ids)
                 self._abort(sequence)
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:

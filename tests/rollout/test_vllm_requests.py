@@ -21,7 +21,8 @@ from vllm.v1.outputs import LogprobsLists
 from flash.errors import EngineError
 from flash.foreign import vllm
 from flash.rollout.engine import ResponseRequest
-from flash.rollout.vllm.requests import TIES, read_logprobs, read_routes, stop_text_tokens
+from flash.rollout.vllm.engine import read_logprobs, read_routes, stop_text_tokens
+from flash.rollout.vllm.start import TIES
 from flash.sampling import Kept, Sampling
 
 VOCABULARY = 100

@@ -36,7 +36,7 @@ from flash.environment.results import (
     template_arguments,
 )
 from flash.errors import DeadlineError, EngineError, EnvError, PoisonError, PromptTooLongError, RewardError
-from flash.rollout.engine import ResponseRequest, ignore_count
+from flash.rollout.engine import ResponseRequest, TokenTally
 from flash.rollout.engine_state import OutageClock
 from flash.rollout.episode.ahead import ResponsesAhead
 from flash.rollout.episode.phases import Phases
@@ -111,15 +111,17 @@ class EpisodeSettings(EpisodeLimits, frozen=True, kw_only=True):
         return self.domains.get(kind, self)
 
 
-class EpisodeProgress:
-    """Token counts of an episode. The caller of `Episode.run` owns this object and can read it after a cancellation."""
+class EpisodeProgress(TokenTally):
+    """Token counts of an episode. The caller of `Episode.run` owns this object and can read it after a cancellation.
+
+    The inherited count `lost` has all tokens that were sampled for the episode and will not be in its trajectory:
+    their request was aborted (the engine adds these), or they were sampled ahead and not needed.
+    """
 
     def __init__(self) -> None:
+        super().__init__()
         self.tokens = 0
         """Action tokens sampled so far, over all turns and branches."""
-        self.lost = 0
-        """Number of tokens that were sampled for the episode and will not be in its trajectory: their request was
-        aborted, or they were sampled ahead and not needed."""
 
     def on_request(self) -> None:
         """Do nothing. `Episode` calls this when it requests a response. An owner may override it."""
@@ -357,7 +359,7 @@ class Episode:
         # The episode waits for the engines here, so an outage does not count in its deadline. An outage does count
         # while a response is only sampled ahead, because the episode does not wait for it.
         with self._outages.left_out(state.scope):
-            return await self._sample(state, request, ignore_count), start
+            return await self._sample(state, request, lambda tokens: None), start
 
     async def _sample(self, state: _EpisodeState, request: ResponseRequest, count: Callable[[int], None]) -> Completion:
         """Let the engines sample one response. Calls `count` with the number of new tokens as they arrive.
@@ -463,12 +465,8 @@ class _EpisodeState:
             min_version=self.lease.min_version,
             timeout_s=settings.generate_s,
             on_tokens=on_tokens,
-            on_lost=self._lose,
+            tally=self.progress,
         )
-
-    def _lose(self, tokens: int) -> None:
-        """Count the sampled tokens of an aborted request that the engine had not passed on yet."""
-        self.progress.lost += tokens
 
     def waits_for(self, late_outcome: Outcome, what: str, look_at: str) -> None:
         """Record the event that the episode waits for, and the failure if the episode's deadline passes meanwhile.

@@ -16,10 +16,12 @@ import gc
 import itertools
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import anyio.to_thread
+import msgspec
+import numpy as np
 
 from flash.config import waits
 from flash.config.tree import Config
@@ -33,22 +35,12 @@ from flash.errors import (
     WeightsError,
 )
 from flash.foreign import vllm, vllm_processes
-from flash.rollout.engine import Pressure, Progress, ResponseRequest
+from flash.rollout.engine import Pressure, Progress, ResponseRequest, TokenTally
 from flash.rollout.vllm.processes import CORES, EngineProcesses
-from flash.rollout.vllm.requests import (
-    GOOD_ENDS,
-    SamplingParameters,
-    check_prompt,
-    read_finish,
-    read_logprobs,
-    read_routes,
-    stop_text_tokens,
-    version_runs,
-)
-from flash.rollout.vllm.start import configure, engine_environment
+from flash.rollout.vllm.start import TIES, configure, engine_environment
 from flash.rollout.vllm.state import Adapter, Adapters, PressureGauge, StepWatch
-from flash.sampling import Kept, join_kept
-from flash.types import Completion, Published
+from flash.sampling import Kept, Routes, Sampling, join_kept
+from flash.types import Completion, Published, VersionRun
 from flash.waiting import deadline, unwrapped_group
 from flash.weights.versions import LoadedWeights, LoadFailure, UpdateInfo, check_canary, decode_update
 
@@ -56,7 +48,12 @@ FIRST_VERSION = -1
 """Version of an engine that has not loaded a version yet: it has the weights of the model folder."""
 CANARY_PRIORITY = -1
 """Priority of the canary in vLLM: before every sample (0), so that it never waits for a running sequence to end."""
-
+GOOD_ENDS = ("stop", "length")
+"""vLLM's finish reasons that a response should have."""
+SEEDS = 1 << 63
+"""Number of seeds that torch's generators accept."""
+TOKENS_PER_LETTER = 8
+"""Most tokens that one letter of a text may take: four of its bytes, and as many special tokens that have no text."""
 SECOND_LOOK_S = 1.0
 """Seconds after which an engine that seems to hang is looked at once more. If the event loop was blocked, it first has
 to read the reports of steps that the engine has sent meanwhile."""
@@ -208,7 +205,7 @@ class VLLMEngine:
         finally:
             self._steps.end_request()
             if not finished:
-                await self._abort(request_id, queue, request.on_lost)
+                await self._abort(request_id, queue, request.tally)
             self._adapters.end_request(adapter)
         # All requests of an engine that is closed or dead are ended by vLLM as well.
         if piece.finish_reason not in GOOD_ENDS:
@@ -251,12 +248,6 @@ class VLLMEngine:
         self._version = version
         self._salt, self._adapters.newest = version, adapter
         return gap
-
-    async def _adopt(self, version: int) -> None:
-        """Give the weights that the engine has now the number `version`, without loading any."""
-        self._check_alive()
-        await self._llm.update_weight_version(str(version))
-        self._version = self._salt = version
 
     @contextmanager
     def _waiting(self, seconds: float, what: str, look_at: str) -> Generator[None]:
@@ -394,7 +385,7 @@ class VLLMEngine:
         observed = [positions[at][token].logprob for at, token in enumerate(canary) if at > 0]
         return observed, await vllm.held_fingerprints(llm, adapter.number), adapter
 
-    async def _abort(self, request_id: str, queue: Any, on_lost: Callable[[int], None]) -> None:
+    async def _abort(self, request_id: str, queue: Any, tally: TokenTally) -> None:
         """Abort a request, also while the caller is cancelled, and report its tokens that were in no piece yet."""
         if self._llm is None or self._death is not None:
             return
@@ -402,7 +393,7 @@ class VLLMEngine:
         with anyio.CancelScope(shield=True), suppress(Exception):
             await self._llm.abort(request_id)
             if queue is not None:
-                on_lost(vllm.undelivered(queue))
+                tally.lost += vllm.undelivered(queue)
 
     def _check_death(self) -> None:
         if self._death is not None:
@@ -452,5 +443,142 @@ class FixedEngine(VLLMEngine):
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
         """See `Engine`. Takes over the number of the version, and loads no weights."""
-        await self._adopt(published.version)
+        self._check_alive()
+        await self._llm.update_weight_version(str(published.version))
+        self._version = self._salt = published.version
         return 0.0
+
+
+# -- requests and responses in the form of vLLM ----------------------------------------------------------------------
+
+
+class SamplingParameters:
+    """Makes vLLM's parameters of requests; requests that sample alike share one object.
+
+    Args:
+        end_tokens: tokens that end a response, beside those that the model's files name.
+    """
+
+    def __init__(self, end_tokens: Sequence[int] = ()) -> None:
+        self._end_tokens = tuple(end_tokens)
+        self._cache: dict[tuple[Sampling, int], Any] = {}
+
+    def of(self, request: ResponseRequest, vocabulary: int) -> Any:
+        """Return vLLM's parameters of a request, for a model with `vocabulary` tokens."""
+        sampling = request.sampling
+        # vLLM counts new tokens only: the first tokens of a response that moved here are prompt to it.
+        min_tokens = min(max(sampling.min_tokens - request.generated, 0), request.max_new_tokens)
+        if request.stop or min_tokens != sampling.min_tokens:
+            stop = (*sampling.stop, *request.stop)
+            sampling = msgspec.structs.replace(sampling, stop=stop, min_tokens=min_tokens)
+        key = sampling, request.max_new_tokens
+        parameters = self._cache.get(key)
+        if parameters is None:
+            fields = msgspec.structs.asdict(sampling)
+            fields |= {name: list(fields[name]) for name in ("stop", "stop_token_ids")} | {
+                "logit_bias": dict(fields["logit_bias"])
+            }
+            fields["stop_token_ids"] += self._end_tokens
+            likeliest = min(sampling.top_k + TIES, vocabulary) if sampling.keeps else 0
+            parameters = vllm.sampling_parameters(fields, request.max_new_tokens, likeliest=likeliest)
+            # Agents may invent any number of stop texts, which would fill the cache.
+            if not request.stop:
+                self._cache[key] = parameters
+        if request.seed is None or sampling.temperature == 0:
+            return parameters
+        # A response that moved here must not draw the numbers again that its first tokens were drawn with.
+        return vllm.seeded(parameters, (request.seed + request.generated) % SEEDS)
+
+
+def stop_text_tokens(request: ResponseRequest) -> int:
+    """Return how many of the last `request.generated` tokens of the prompt may begin a text that ends the response."""
+    longest = max(map(len, (*request.sampling.stop, *request.stop)), default=1)
+    return min(request.generated, TOKENS_PER_LETTER * (longest - 1))
+
+
+def read_logprobs(
+    flat: Any, token_ids: Sequence[int], sampling: Sampling, vocabulary: int
+) -> tuple[list[float], Kept | None]:
+    """Return the log-probs of sampled tokens and, if sampling leaves tokens out, the others that it could have drawn.
+
+    A token could have been drawn if its probability is above 0.
+
+    Args:
+        flat: vLLM's `FlatLogprobs`: for each position the sampled token, then the most likely ones.
+        token_ids: the sampled tokens.
+        sampling: the distribution that they were drawn from.
+        vocabulary: number of tokens of the model.
+
+    Raises:
+        EngineError: more than `TIES` tokens are exactly as likely as the last one that `top_k` keeps.
+    """
+    if not sampling.keeps or not token_ids:
+        return flat.logprobs, Kept() if sampling.keeps else None
+    # vLLM lists the sampled token again among the most likely ones, except in pieces that it has joined.
+    ids, logprobs, starts, ends = map(np.array, (flat.token_ids, flat.logprobs, flat.start_indices, flat.end_indices))
+    kept = np.isfinite(logprobs)
+    # If the last returned token could have been drawn, tokens that were not returned could perhaps be drawn too.
+    if kept[ends - 1].any() and sampling.top_k + TIES < vocabulary:
+        raise EngineError(
+            f"more than {TIES} tokens are exactly as likely as the last one that top_k = {sampling.top_k} keeps, so it "
+            "is not known which tokens could have been drawn; use a model.head_dtype or dtype in which logits differ, "
+            "or another top_k"
+        )
+    # The sampled token is not one of the others.
+    kept &= ids != np.repeat(ids[starts], ends - starts)
+    return logprobs[starts].tolist(), Kept.of(ids[kept], np.add.reduceat(kept, starts, dtype=np.int64))
+
+
+def read_routes(piece: Any, computed: int) -> Routes:
+    """Return the experts of the `computed` tokens of a request, from its last piece (vLLM's `CompletionOutput`).
+
+    Raises:
+        EngineError: vLLM returned the experts of another number of tokens.
+    """
+    experts = piece.routed_experts
+    if experts is None or len(experts) != computed:
+        count = "none" if experts is None else len(experts)
+        raise EngineError(f"vLLM should return the experts of {computed} tokens, but returned those of {count}")
+    return Routes.of(experts)
+
+
+def check_prompt(prompt: Sequence[int], max_length: int) -> None:
+    """Raise EngineRefusal if a prompt does not fit a context of `max_length` tokens."""
+    if not 0 < len(prompt) < max_length:
+        raise EngineRefusal(
+            f"a prompt of {len(prompt)} tokens does not fit: it needs at least 1 token and has to leave room for "
+            f"1 more in the context of {max_length} (model.max_length)"
+        )
+
+
+def version_runs(starts: Sequence[tuple[str, int]], first: int, stop: int) -> list[VersionRun]:
+    """Return the versions of the tokens [first, stop), given vLLM's version labels, each with its first token."""
+    ends = [start for _, start in starts[1:]] + [stop]
+    return [
+        VersionRun(version=int(label), count=min(end, stop) - max(start, first))
+        for (label, start), end in zip(starts, ends, strict=True)
+        if min(end, stop) > max(start, first)
+    ]
+
+
+def read_finish(piece: Any, request: ResponseRequest, tokens: int, name: str) -> Literal["stop", "length", "text"]:
+    """Return why a response ended.
+
+    Args:
+        piece: its last piece, vLLM's `CompletionOutput`.
+        request: the request.
+        tokens: number of its tokens.
+        name: names the engine and the request in the error.
+
+    Raises:
+        EngineError: vLLM has ended the response for a reason of its own.
+    """
+    if piece.finish_reason in GOOD_ENDS:
+        by_text = isinstance(piece.stop_reason, str) or piece.stop_reason in request.sampling.stop_token_ids
+        return "text" if by_text else piece.finish_reason
+    reason = repr(piece.finish_reason) + (f" ({piece.stop_reason})" if piece.stop_reason is not None else "")
+    raise EngineError(
+        f"{name} was ended by vLLM, though it was not complete: vLLM says {reason} after {tokens} of at most "
+        f"{request.max_new_tokens} tokens, on a prompt of {len(request.prompt)}; vLLM's log above may say why, "
+        "VLLM_LOGGING_LEVEL=INFO shows more of it"
+    )

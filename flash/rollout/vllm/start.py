@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from flash.config.machine import engine_cpus, runs_eagerly
+from flash.config.section import HIGHEST_TOP_K
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.foreign import vllm, vllm_processes
 from flash.rollout.episode.tokenizer import HfTokenizer
-from flash.rollout.vllm.requests import MAX_LOGPROBS
 from flash.weights.plugin import NODE_PID, RECEIVER
 
 LAUNCHER_NAMES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"})
@@ -42,6 +42,11 @@ UNLOADABLE = re.compile(r"[\s:]")
 CPU_BLOCK = 32
 """Tokens in a block of the KV cache on the CPU: the smallest size with which its fast attention works. Prompts are
 shared by whole blocks, and vLLM's 128 are more than most prompts have."""
+
+TIES = 8
+"""Tokens beyond `top_k` whose log-probs are requested: vLLM also keeps those that are exactly as likely as the last."""
+MAX_LOGPROBS = HIGHEST_TOP_K + TIES
+"""Most log-probs that an engine returns for one position."""
 
 _configuring = threading.Lock()
 """Held while vLLM is imported and configured, which both use state of the whole process."""
