@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from flash.errors import ConfigError
-from flash.foreign.torch import alone
+from flash.foreign.torch import single_process_group
 from flash.foreign.transformers import default_attention, takes_attention
 from flash.trainer.mesh import trainer_mesh
 from flash.trainer.model.fused import fuse_layers
@@ -124,7 +124,7 @@ def main() -> int:
     signal.signal(signal.SIGALRM, _late)
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     rows: list[dict[str, Any]] = []
-    with alone("gloo"):
+    with single_process_group("gloo"):
         for kind in kinds or known:
             signal.alarm(SECONDS)
             rows.append(compare(kind, compiled=compiled))

@@ -99,13 +99,13 @@ def measured(case: Case) -> tuple[int, list[float]]:
     """Most bytes of the card in two steps, without one 0; and loss, entropy and norm of the gradient of each step."""
     import torch
 
-    from flash.foreign.torch import alone
+    from flash.foreign.torch import single_process_group
     from flash.trainer.mesh import process_group_backend
     from flash.trainer.step import Trainer
 
     gpu, config, longest = case.sizes.gpu, configured(case), case.sizes.length[1]
     seen: list[float] = []
-    with alone(process_group_backend(cuda=gpu, offloads="weights" in config.train.offload)):
+    with single_process_group(process_group_backend(cuda=gpu, offloads="weights" in config.train.offload)):
         trainer = Trainer(config)
         for step in range(2):
             metrics = trainer.train_step(random_shard(step, 4, (longest - 8, longest), case.vocabulary))

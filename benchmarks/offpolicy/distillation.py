@@ -94,12 +94,12 @@ def measure(args: Args) -> list[Row]:
 
     from benchmarks.offpolicy.harness import Rollouts, run
     from benchmarks.offpolicy.sampler import Sampler
-    from flash.foreign.torch import alone
+    from flash.foreign.torch import single_process_group
 
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     setting, seeds = (QUICK, QUICK_SEEDS) if args.quick else (SETTING, SEEDS)
-    with tempfile.TemporaryDirectory(prefix="flash-teacher-") as name, alone("gloo"):
+    with tempfile.TemporaryDirectory(prefix="flash-teacher-") as name, single_process_group("gloo"):
         teacher = make_teacher(make_student(setting), Path(name))
 
         def trained(way: str, rate: float, seed: int) -> Result:

@@ -115,7 +115,7 @@ def measure(args: Args) -> list[Row]:
     """All ways."""
     from dataclasses import replace
 
-    from flash.foreign.torch import alone
+    from flash.foreign.torch import single_process_group
     from flash.run.models.models import make_missing_model
     from flash.trainer.mesh import trainer_mesh
     from flash.trainer.model.model import load_model, shard_model
@@ -125,7 +125,7 @@ def measure(args: Args) -> list[Row]:
     make_missing_model(config)
     found = anyio.run(sample, config, QUICK_ANSWERS if args.quick else ANSWERS)
     rows: list[Row] = []
-    with alone("gloo"):
+    with single_process_group("gloo"):
         whole = load_model(config.model)
         rounded(whole)
         model = shard_model(whole, trainer_mesh("cpu"), config.model)

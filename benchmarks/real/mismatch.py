@@ -183,7 +183,7 @@ def rounded(model: nn.Module) -> None:
 
 def engines_against_trainers(args: Args) -> list[Row]:
     """The table of precisions."""
-    from flash.foreign.torch import alone
+    from flash.foreign.torch import single_process_group
 
     rows: list[Row] = []
     ways = WAYS[:3] if args.quick else WAYS
@@ -195,7 +195,7 @@ def engines_against_trainers(args: Args) -> list[Row]:
             slow = "float16" in (dtype, trained[0])
             if slow and trained not in ((dtype, head), ("float32", "model")):
                 continue
-            with alone("gloo"):
+            with single_process_group("gloo"):
                 gaps = trained_differences(config_for(*trained), answers[:: 4 if slow else 1])
             case = f"engine {engine}, trainer {name(*trained)}"
             rows += [
@@ -323,7 +323,7 @@ def canary_in(dtype: str, count: int) -> list[Row]:
     """The rows of one precision."""
     import torch
 
-    from flash.foreign.torch import alone
+    from flash.foreign.torch import single_process_group
     from flash.trainer.mesh import trainer_mesh
     from flash.trainer.model.canary import CanaryMaker, draw_canary
     from flash.trainer.model.model import load_model, shard_model
@@ -331,7 +331,7 @@ def canary_in(dtype: str, count: int) -> list[Row]:
 
     config = config_for(dtype, "float32")
     engine = load_model(config.model).to(getattr(torch, dtype)).eval()
-    with alone("gloo"):
+    with single_process_group("gloo"):
         whole = load_model(config.model)
         text = draw_canary(whole, config)
         model = shard_model(whole, trainer_mesh("cpu"), config.model)

@@ -71,7 +71,7 @@ def measure(args: Args) -> list[Row]:
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
     from flash.config.tree import ModelConfig
-    from flash.foreign.torch import alone
+    from flash.foreign.torch import single_process_group
     from flash.sampling import Routes
     from flash.trainer.mesh import trainer_mesh
     from flash.trainer.model.logprobs import token_logprobs
@@ -89,7 +89,7 @@ def measure(args: Args) -> list[Row]:
     action_T = np.concatenate([np.arange(PROMPT, PROMPT + NEW) + start for start in packed.offset_S[:-1]])
     behaviour_T = torch.from_numpy(behaviour[:, PROMPT - 1 :].reshape(-1)).double()
     rows: list[Row] = []
-    with alone("gloo"):
+    with single_process_group("gloo"):
         for dtype in ("float32", "bfloat16"):
             config = ModelConfig(path="", dtype=dtype)
             model = shard_model(made(torch.bfloat16).float(), trainer_mesh("cpu"), config)

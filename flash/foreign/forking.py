@@ -32,9 +32,9 @@ from typing import Any, cast
 
 MODULES = "FLASH_FORK_MODULES"
 """Environment variable with the names of the modules that a server imports, separated by commas."""
-HELD = (signal.SIGTERM, signal.SIGINT)
+BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """Signals that a server blocks."""
-ALONE = 255
+SERVER_GONE = 255
 """Exit code of a process whose server is gone. The process may still be running."""
 
 TOUCHED = (
@@ -73,12 +73,12 @@ class ForkServer(forkserver.ForkServer):
     def __init__(self, *modules: str, variables: Mapping[str, str] | None = None) -> None:
         super().__init__()
         self.variables = {**(variables or {}), MODULES: ",".join(modules)}
-        self._of_parent: int | None = None
+        self._parent_server: int | None = None
         """Process id of the server from which this process was forked, if later processes are forked from it too."""
 
     def ensure_running(self) -> None:
         """Start the server if it is not running, with its own variables and a socket in this process's TMPDIR."""
-        if self._of_parent == os.getppid():
+        if self._parent_server == os.getppid():
             return
         own: Any = self
         with own._lock:
@@ -114,7 +114,7 @@ class ForkServer(forkserver.ForkServer):
         """Fork later processes from the server that this process was forked from. Called in a forked process."""
         own: Any = forkserver._forkserver
         self._forkserver_address, self._forkserver_alive_fd = own._forkserver_address, own._forkserver_alive_fd
-        self._of_parent = os.getppid()
+        self._parent_server = os.getppid()
 
     def end(self) -> None:
         """Kill the server, but not the processes that were forked from it."""
@@ -148,7 +148,7 @@ def serve() -> None:
     Imports.begun = time.time()
     # Slurm sends these signals to all processes of a job, but only the forked ones may react. They unblock the signals
     # once they have handlers (`ForkedProcess.enter`).
-    signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
+    signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
     os.setsid()  # out of reach of signals that the terminal sends to the launcher
     # Imported objects are never freed. Collecting garbage meanwhile would take a fifth of the time; and a collection in
     # a forked process must not visit them, since that would copy their memory pages.
@@ -219,7 +219,7 @@ class _Popen(popen_forkserver.Popen):
 class ForkedProcess(ForkServerProcess):
     """A process forked from `server`, with the environment and the CPU cores of the thread that creates it.
 
-    The exit code is `ALONE` if the server was killed.
+    The exit code is `SERVER_GONE` if the server was killed.
     """
 
     server: ForkServer
@@ -245,7 +245,7 @@ class ForkedProcess(ForkServerProcess):
             numpy.seed()
         if (torch := sys.modules.get("torch.random")) is not None:
             torch.default_generator.seed()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
 
     def run(self) -> None:
         """Run the target in the new process."""

@@ -23,8 +23,8 @@ PREFIX = "base_model.model."
 """Prefix of the names of tensors in peft's files."""
 
 
-def settings(*, base: str, rank: int, alpha: float, targets: Sequence[str]) -> Any:
-    """Return peft's configuration of adapters for the model at `base`, which `save` writes next to their tensors."""
+def adapter_config(*, base: str, rank: int, alpha: float, targets: Sequence[str]) -> Any:
+    """Return peft's configuration of adapters for the model at `base`, for `save_config`."""
     from peft import LoraConfig
 
     # peft declares alpha as an integer but only computes with it, so other numbers work too.
@@ -34,21 +34,21 @@ def settings(*, base: str, rank: int, alpha: float, targets: Sequence[str]) -> A
     )
 
 
-def insert(model: nn.Module, described: Any) -> None:
+def insert_adapters(model: nn.Module, config: Any) -> None:
     """Put adapters in float32 into a model, in place, and freeze everything else. Empty models get empty adapters."""
     from peft import inject_adapter_in_model
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     # peft moves the tensors that it makes, which fails for fake tensors.
     with unset_fake_temporarily():
-        inject_adapter_in_model(described, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+        inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
 
 
-def described_in(model: nn.Module) -> Any:
-    """Return the configuration with which `insert` was called for this model; None: it has no adapters."""
+def config_in(model: nn.Module) -> Any:
+    """Return the configuration with which `insert_adapters` was called for this model; None: it has no adapters."""
     return getattr(model, "peft_config", {}).get(ADAPTER)
 
 
@@ -57,9 +57,9 @@ def file_name(name: str) -> str:
     return PREFIX + name.replace(f".{ADAPTER}.", ".")
 
 
-def save(folder: Path, described: Any) -> None:
+def save_config(folder: Path, config: Any) -> None:
     """Write the configuration of adapters into a folder."""
-    described.save_pretrained(str(folder))
+    config.save_pretrained(str(folder))
 
 
 @contextmanager

@@ -169,7 +169,7 @@ def all_gather(found: Tensor, own: Tensor, group: ProcessGroup) -> None:
 
 
 @contextmanager
-def alone(backend: str) -> Generator[None]:
+def single_process_group(backend: str) -> Generator[None]:
     """Provide a default process group of this process alone."""
     import torch.distributed as dist
 

@@ -352,14 +352,14 @@ def _weight_files(path: str) -> list[str] | None:
             return None
 
 
-def open_weights(folder: Path) -> None:
+def make_weights_readable(folder: Path) -> None:
     """Give weight files the mode of the model's configuration. safetensors lets only their owner read them."""
     for file in folder.glob("*.safetensors"):
         copymode(next(folder.glob("*config.json")), file)
 
 
 @contextmanager
-def without_bars() -> Generator[None]:
+def hidden_progress_bars() -> Generator[None]:
     """Hide transformers' own progress bars inside this block: they would break up the caller's lines."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

@@ -182,7 +182,7 @@ def _check_head_size(model: Any) -> None:
         )
 
 
-def take_typed_answers() -> None:
+def accept_typed_replies() -> None:
     """Let this process decode the answers of a core that may send pickles: such a core names the types of its answers.
 
     vLLM reads the environment variable of this name at each answer, when Flash has long restored the environment.
@@ -193,7 +193,7 @@ def take_typed_answers() -> None:
     envs.VLLM_ALLOW_INSECURE_SERIALIZATION = True
 
 
-def count_nothing_here(llm: Any) -> None:
+def disable_statistics(llm: Any) -> None:
     """Turn off statistics in this process, which would add up the latency of every token. The engine's process counts.
 
     Must be called before vLLM's reading task starts, which is at the first call from an event loop.
@@ -260,7 +260,7 @@ def sampling_parameters(how: Mapping[str, Any], max_tokens: int, *, likeliest: i
     )
 
 
-def seeded(parameters: Any, seed: int) -> Any:
+def with_seed(parameters: Any, seed: int) -> Any:
     """Return the parameters with a random generator of the request's own, which no other request influences."""
     own = copy(parameters)
     own.seed = seed
@@ -310,7 +310,7 @@ def trim_logprobs(llm: Any, queue: Any) -> Callable[[], None]:
     return forget
 
 
-def continue_text(llm: Any, queue: Any, prompt: Sequence[int], own: int) -> None:
+def search_stop_text_in_prompt(llm: Any, queue: Any, prompt: Sequence[int], own: int) -> None:
     """Let a request that was just added look for stop texts from the last `own` tokens of its prompt on.
 
     These tokens belong to the response, which has moved here from another engine. vLLM would search only in the tokens
@@ -330,7 +330,7 @@ def continue_text(llm: Any, queue: Any, prompt: Sequence[int], own: int) -> None
     texts.output_text = "".join(map(texts.decode_next, prompt[-own:]))
 
 
-def undelivered(queue: Any) -> int:
+def take_undelivered(queue: Any) -> int:
     """Return the number of tokens of an aborted request that are in its queue, with those gathered for its next
     piece."""
     tokens = 0
@@ -432,8 +432,8 @@ def step_numbers(stats: Any) -> dict[str, Any]:
         "waiting": stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
         "kv_used": stats.kv_cache_usage,
         "resumed": stats.prefix_cache_stats.preempted_requests,
-        "asked": stats.prefix_cache_stats.queries,
-        "cached": stats.prefix_cache_stats.hits,
+        "prompt_tokens": stats.prefix_cache_stats.queries,
+        "cached_tokens": stats.prefix_cache_stats.hits,
         "drafted": 0 if drafts is None else drafts.num_draft_tokens,
         "accepted": 0 if drafts is None else drafts.num_accepted_tokens,
     }

@@ -63,20 +63,20 @@ def preload_libraries() -> str:
     return ":".join(named)
 
 
-def stay_offline() -> None:
+def apply_offline_mode() -> None:
     """Apply HF_HUB_OFFLINE of this process: the Hub's library has read the variable in the server already."""
     if os.environ.get("HF_HUB_OFFLINE") == "1":
         constants: Any = import_module("huggingface_hub.constants")
         constants.HF_HUB_OFFLINE = True
 
 
-def begin_cores_with(context: Any) -> None:
+def start_cores_with(context: Any) -> None:
     """Let vLLM start cores through a context of multiprocessing. Called in a node loop."""
     utils: Any = import_module("vllm.v1.engine.utils")
     utils.get_mp_context = lambda: context
 
 
-def begin_workers_with(context: Any) -> None:
+def start_workers_with(context: Any) -> None:
     """Let vLLM start workers through a context of multiprocessing. Called in a core."""
     executors: Any = import_module("vllm.v1.executor.multiproc_executor")
     executors.get_mp_context = lambda: context

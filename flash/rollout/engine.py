@@ -188,7 +188,7 @@ class Engine(Protocol):
     async def wait_dead(self) -> EngineDeadError:
         """Wait until the engine dies by itself or hangs, and return the error that says how it died.
 
-        `LLMProxy.dead` waits for this, so that the supervisor starts the engine again.
+        `LLMProxy.wait_dead` waits for this, so that the supervisor starts the engine again.
         """
         ...
 

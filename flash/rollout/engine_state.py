@@ -109,14 +109,14 @@ class EngineRecord(EngineView):
         self.usage = EngineUsage(f"engine {number}")
         self.tokens = 0
         """Tokens that have come from this place, over all its engines."""
-        self.begin(engine, limit)
+        self.install(engine, limit)
 
     def renumber(self, number: int) -> None:
         """Give the engine the number that it has at the next hub."""
         self.number = number
         self.usage.lane = f"engine {number}"
 
-    def begin(self, engine: Engine, limit: int) -> None:
+    def install(self, engine: Engine, limit: int) -> None:
         """Use this engine from now on, and reset the numbers that belong to one engine."""
         self.backend = engine
         self.concurrency = ConcurrencyLimit(limit, self._lengths)
@@ -134,7 +134,7 @@ class OutageClock:
     """Extends deadlines by the time in which no engine serves.
 
     The proxy reports the beginning and the end of an outage. Code that waits for an engine under a deadline of its own
-    enters `left_out` for as long as it waits. At the beginning of an outage such a deadline is put off by the longest
+    enters `extending` for as long as it waits. At the beginning of an outage such a deadline is put off by the longest
     time that the outage may last; at the end the part that was not needed is taken back.
 
     Args:
@@ -149,7 +149,7 @@ class OutageClock:
         self._extended: set[anyio.CancelScope] = set()
 
     @property
-    def left(self) -> float:
+    def remaining_s(self) -> float:
         """Seconds that the outage may still last; 0 if there is none."""
         return 0.0 if self._since is None else max(0.0, self._since + self._longest_s - self._now())
 
@@ -157,21 +157,21 @@ class OutageClock:
         """Note that no engine is left. Does nothing during an outage."""
         if self._since is None:
             self._since = self._now()
-            self._put_off(self.left)
+            self._extend(self.remaining_s)
 
     def end(self) -> None:
         """Note that an engine serves. Does nothing if there is no outage."""
         if self._since is not None:
-            self._put_off(-self.left)
+            self._extend(-self.remaining_s)
             self._since = None
 
     @contextmanager
-    def left_out(self, scope: anyio.CancelScope) -> Generator[None]:
+    def extending(self, scope: anyio.CancelScope) -> Generator[None]:
         """Let outages not count in the deadline of `scope` within the block."""
         # The deadline is changed only during an outage, which is rare: each change sets a new timer, and this method
         # runs for every response.
         if self._since is not None:
-            scope.deadline += self.left
+            scope.deadline += self.remaining_s
         self._extended.add(scope)
         try:
             yield
@@ -179,8 +179,8 @@ class OutageClock:
             self._extended.discard(scope)
             # A caller that waits again during the same outage would put its deadline off twice.
             if self._since is not None:
-                scope.deadline -= self.left
+                scope.deadline -= self.remaining_s
 
-    def _put_off(self, seconds: float) -> None:
+    def _extend(self, seconds: float) -> None:
         for scope in self._extended:
             scope.deadline += seconds

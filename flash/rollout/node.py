@@ -194,7 +194,7 @@ class RolloutNode:
 
         Episodes may go on for deadlines.shutdown while a place has an engine. Then their leases are handed back.
         """
-        self._supervisor.leave()
+        self._supervisor.stop_reporting_deaths()
         self._starting.cancel()
         seconds = self._config.deadlines.shutdown
         # If this message does not reach the hub, it notices that the node leaves when the connection ends.

@@ -200,17 +200,17 @@ class LLMProxy:
         response = PartialResponse(request)
         record = RequestRecord(request)
         with (
-            deadline(request.timeout_s, "a response", lambda: self._describe(request.min_version)) as scope,
-            self._outages.left_out(scope),
+            deadline(request.timeout_s, "a response", lambda: self._timeout_advice(request.min_version)) as scope,
+            self._outages.extending(scope),
         ):
             completion = response.exhausted()
             while completion is None:
-                engine = await self._admit(record)
+                engine = await self._acquire_engine(record)
                 # An engine may die just after it has given the last token. Then the response is complete all the same.
                 completion = await self._stream(engine, record, response) or response.exhausted()
             return completion
 
-    async def _admit(self, record: RequestRecord) -> EngineRecord:
+    async def _acquire_engine(self, record: RequestRecord) -> EngineRecord:
         """Wait until an engine holds the request, and return the engine.
 
         Raises:
@@ -218,12 +218,12 @@ class LLMProxy:
         """
         while True:
             if record.deaths >= MAX_DEATHS:
-                self._convict_group(record.order[0])
+                self._fail_suspects(record.order[0])
                 raise PoisonError(f"{MAX_DEATHS} engines died before they had given a token of it: {record.death}")
             index = self._router.ask(record)
             if index is not None:
                 return self.records[index]
-            engine = await self._queue(record)
+            engine = await self._wait_in_queue(record)
             if engine is None:
                 continue
             if engine.alive and not engine.closed:
@@ -231,7 +231,7 @@ class LLMProxy:
             # The engine has died or begun a swap since it took the request, before this task went on.
             self._release(engine, record)
 
-    async def _queue(self, record: RequestRecord) -> EngineRecord | None:
+    async def _wait_in_queue(self, record: RequestRecord) -> EngineRecord | None:
         """Wait in the queue. Returns the engine that has taken the request; None if it has to ask the router again.
 
         If the caller is cancelled, the request leaves the queue, or gives up the room that it has just got.
@@ -261,12 +261,12 @@ class LLMProxy:
             EngineError: the engine has failed the request, and no other engine may try.
         """
         scope, concurrency, rest, completion = anyio.CancelScope(), engine.concurrency, response.rest(), None
-        self._begin(engine, scope, record)
+        self._add_running(engine, scope, record)
         own = rest.generated
         concurrency.begin(scope, len(rest.prompt) - own, own, own + rest.max_new_tokens)
-        self._update_limit(engine)
+        self._adapt_limit_and_fill(engine)
         # This request was moved to balance the load. Other engines may have got room meanwhile.
-        if not record.settled:
+        if not record.sticky:
             for other in self.records:
                 self._balance(other)
         try:
@@ -282,8 +282,8 @@ class LLMProxy:
                         engine.tokens += len(piece.token_ids)
                         concurrency.grow(scope, len(piece.token_ids))
                         if not record.proven:
-                            self._prove(engine, record)
-                            self._update_limit(engine)
+                            self._on_first_token(engine, record)
+                            self._adapt_limit_and_fill(engine)
                         response.add(piece)
                         record.request.on_tokens(piece.token_ids)
                 raise EngineError(f"engine {engine.number} ended a response without completing it")
@@ -292,30 +292,30 @@ class LLMProxy:
         except EngineError as error:
             self._on_failure(engine, error)
             record.barred |= {engine.index}
-            if engine.alive and (len(record.barred) >= MAX_FAILURES or self._router.hopeless(record)):
+            if engine.alive and (len(record.barred) >= MAX_FAILURES or self._router.failed_by_all(record)):
                 raise
         finally:
             concurrency.end(scope, complete=completion is not None)
-            self._end(engine, scope)
+            self._remove_running(engine, scope)
             self._release(engine, record)
         return None
 
     def _release(self, engine: EngineRecord, record: RequestRecord) -> None:
         """Remove a request from an engine. Waiting requests, the oldest first, get the room."""
-        self._observe(engine)
+        self._adapt_limit(engine)
         engine.release(record)
         if engine.held == 0:
             engine.emptied.set()
         self._fill(engine)
 
-    def _update_limit(self, engine: EngineRecord) -> None:
+    def _adapt_limit_and_fill(self, engine: EngineRecord) -> None:
         """Update an engine's limit after a request has begun or has got its first tokens, and fill any new room."""
         before = engine.limit
-        self._observe(engine)
+        self._adapt_limit(engine)
         if engine.limit > before:
             self._fill(engine)
 
-    def _observe(self, engine: EngineRecord) -> None:
+    def _adapt_limit(self, engine: EngineRecord) -> None:
         """Adapt the number of requests that an engine may hold to the load that it reports, such as its KV cache."""
         engine.concurrency.observe(engine.backend.pressure)
         engine.limit = engine.concurrency.limit
@@ -341,9 +341,9 @@ class LLMProxy:
         engine.failed_in_a_row += 1
         if engine.failed_in_a_row >= MAX_FAILED_IN_A_ROW:
             times = f"{engine.failed_in_a_row} requests in a row"
-            self.fail(engine.index, EngineDeadError(f"engine {engine.number} failed {times}; the last: {error}"))
+            self.retire(engine.index, EngineDeadError(f"engine {engine.number} failed {times}; the last: {error}"))
 
-    def _describe(self, min_version: int) -> str:
+    def _timeout_advice(self, min_version: int) -> str:
         """Return the advice in the DeadlineError of a response that was too late.
 
         The advice names the settings that the user may change, the state of each living engine, and the number of
@@ -357,7 +357,7 @@ class LLMProxy:
             for engine in self.records
             if engine.alive
         ]
-        waiting = f"{self._router.waiting} requests wait; this one needs version {min_version}"
+        waiting = f"{self._router.waiting} requests wait; this one needs version {min_version} or a newer one"
         return f"deadlines.generate and rollout.max_new_tokens ({'; '.join([*states, waiting])})"
 
     @property
@@ -385,9 +385,9 @@ class LLMProxy:
         engine.begin_swap(closed=mode in ("abort", "drain"))
         if mode == "abort":
             self._move_all(engine)
-            await self._emptied(engine, "to stop before its swap", self._settings.swap_s)
+            await self._wait_until_empty(engine, "to stop before its swap", self._settings.swap_s)
         elif mode == "drain":
-            await self._emptied(engine, "to end before its swap", self._settings.drain_s)
+            await self._wait_until_empty(engine, "to end before its swap", self._settings.drain_s)
         start = self._now()
         keep_cache = mode == "keep" and engine.backend.version >= 0
         engine.canary_error = await engine.backend.load(published, keep_cache=keep_cache)
@@ -395,7 +395,7 @@ class LLMProxy:
         engine.usage.loaded(*engine.loaded, busy=bool(engine.running))
         engine.end_swap(engine.backend.version)
         self._outages.end()
-        self._observe(engine)
+        self._adapt_limit(engine)
         self._fill(engine)
 
     def _balance(self, engine: EngineRecord) -> None:
@@ -411,10 +411,10 @@ class LLMProxy:
             fuller = self.records[giver]
             scopes = {fuller.running[scope]: scope for scope in fuller.concurrency.worth_moving([*fuller.running])}
             for record in self._router.movable(engine.index, scopes, count):
-                record.settled = False
+                record.sticky = False
                 scopes[record].cancel()
 
-    async def _emptied(self, engine: EngineRecord, purpose: str, seconds: float) -> None:
+    async def _wait_until_empty(self, engine: EngineRecord, purpose: str, seconds: float) -> None:
         """Wait until an engine, which gets no new requests, holds none.
 
         Raises:
@@ -434,15 +434,15 @@ class LLMProxy:
         for scope in engine.running:
             scope.cancel()
 
-    def _prove(self, engine: EngineRecord, record: RequestRecord) -> None:
+    def _on_first_token(self, engine: EngineRecord, record: RequestRecord) -> None:
         """Note that an engine has given the first token of a request, which shows that the request does not kill it."""
         record.proven = True
         if record.deaths:
             record.deaths = 0
-            engine.acquit(record)
+            engine.clear_suspect(record)
             self._fill(engine)
 
-    def _convict_group(self, group: int) -> None:
+    def _fail_suspects(self, group: int) -> None:
         """Fail the waiting suspects of a group after one of its requests has killed `MAX_DEATHS` engines.
 
         They have the same prompt as that request, so they would probably kill more engines.
@@ -459,9 +459,9 @@ class LLMProxy:
         if engine.alive:
             for record in engine.running.values():
                 record.died_under(str(error))
-        self.fail(engine.index, error)
+        self.retire(engine.index, error)
 
-    def fail(self, index: int, error: EngineDeadError) -> None:
+    def retire(self, index: int, error: EngineDeadError) -> None:
         """Take an engine out of service. `error` says how it died.
 
         Its requests, and requests that wait for it alone, go to other engines or wait for the next one. Does nothing if
@@ -473,7 +473,7 @@ class LLMProxy:
         engine.death = error
         engine.died.set()
         self._move_all(engine)
-        self._ask_again(self._router.fail(index))
+        self._ask_again(self._router.retire(index))
         if not self._router.alive:
             # Requests now wait for the next engine. This time does not count for their deadlines.
             self._outages.begin()
@@ -489,8 +489,8 @@ class LLMProxy:
         engine = self.records[index]
         # The requests of the dead engine were cancelled when it died. A request that leaves only later would be counted
         # for the new engine.
-        await self._emptied(engine, "to leave", self._settings.swap_s)
-        engine.begin(new, self._settings.max_sequences)
+        await self._wait_until_empty(engine, "to leave", self._settings.swap_s)
+        engine.install(new, self._settings.max_sequences)
         engine.usage.restart()
         self._ask_again(self._router.replace(index, self._settings.max_sequences, new.version))
 
@@ -499,10 +499,10 @@ class LLMProxy:
         for record in records:
             self._waits[record].over.set()
 
-    async def dead(self, index: int) -> EngineDeadError:
+    async def wait_dead(self, index: int) -> EngineDeadError:
         """Wait until the engine in place `index` is dead, and return the error that says how it died.
 
-        It is dead if the engine itself reports so, or if `fail` was called for it.
+        It is dead if the engine itself reports so, or if `retire` was called for it.
         """
         engine = self.records[index]
 
@@ -527,14 +527,14 @@ class LLMProxy:
 
     # -- usage -------------------------------------------------------------------------------------------------------
 
-    def _begin(self, engine: EngineRecord, scope: anyio.CancelScope, record: RequestRecord) -> None:
+    def _add_running(self, engine: EngineRecord, scope: anyio.CancelScope, record: RequestRecord) -> None:
         """Note that a request begins to run on an engine. Cancelling `scope` makes it leave the engine."""
         engine.running[scope] = record
         record.proven = False
         if len(engine.running) == 1:
             engine.usage.busy(self._now())
 
-    def _end(self, engine: EngineRecord, scope: anyio.CancelScope) -> None:
+    def _remove_running(self, engine: EngineRecord, scope: anyio.CancelScope) -> None:
         """Note that the request with `scope` no longer runs on an engine."""
         del engine.running[scope]
         if not engine.running:

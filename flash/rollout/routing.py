@@ -58,7 +58,7 @@ class RequestRecord:
         """Number in the order of arrival in the queue; None unless the request waits."""
         self.need: Need | None = None
         """Requirements on the engine; None unless the request waits."""
-        self.settled = True
+        self.sticky = True
         """True if the engine that served the task or group before is preferred. False after the request was moved to
         balance the load, because the preference would move it back."""
         self.proven = False
@@ -89,7 +89,7 @@ class EngineView:
         self.version = version
         self.held = 0
         """Number of requests placed on the engine."""
-        self.bound = 0
+        self.bound_waiting = 0
         """Number of requests that wait for this engine alone, because their group is bound to it."""
         self.alive = True
         self.closed = False
@@ -111,7 +111,7 @@ class EngineView:
     @property
     def load(self) -> float:
         """Requests that the engine holds or that wait for it alone, as a share of the limit."""
-        return (self.held + self.bound) / self.limit
+        return (self.held + self.bound_waiting) / self.limit
 
     def begin_swap(self, *, closed: bool) -> None:
         """Note that the engine begins to load a version. With `closed` it takes no request meanwhile."""
@@ -124,9 +124,9 @@ class EngineView:
     def release(self, record: RequestRecord) -> None:
         """Note that a request has left the engine."""
         self.held -= 1
-        self.acquit(record)
+        self.clear_suspect(record)
 
-    def acquit(self, record: RequestRecord) -> None:
+    def clear_suspect(self, record: RequestRecord) -> None:
         """Note that a request is no danger to this engine: the engine gave a token of it, or no longer holds it.
 
         The engine may then get another suspect.
@@ -165,7 +165,7 @@ class Router:
         self._bind = bind_groups
         self._queues: dict[Need, list[_Entry]] = {}
         """Heaps of waiting requests, one for each need. A request that no longer waits may still have an entry."""
-        self._counts: Counter[Need] = Counter()
+        self._waiting_by_need: Counter[Need] = Counter()
         """Number of requests in each queue that still wait; never 0."""
         self._arrivals = 0
         self._task_engine: dict[int, int] = {}
@@ -176,14 +176,14 @@ class Router:
     @property
     def waiting(self) -> int:
         """Number of requests that wait."""
-        return self._counts.total()
+        return self._waiting_by_need.total()
 
     @property
     def alive(self) -> bool:
         """True if an engine lives."""
         return any(view.alive for view in self.views)
 
-    def hopeless(self, record: RequestRecord) -> bool:
+    def failed_by_all(self, record: RequestRecord) -> bool:
         """Return True if every living engine has failed this request."""
         return all(view.index in record.barred for view in self.views if view.alive)
 
@@ -193,14 +193,14 @@ class Router:
         free = sum(view.limit - view.held for view in ready)
         # Requests that only wait for a version take room, too: tasks that the hub leases next will need this version as
         # well.
-        first = sum(count for need, count in self._counts.items() if any(_suits(view, need) for view in ready))
+        first = sum(count for need, count in self._waiting_by_need.items() if any(_suits(view, need) for view in ready))
         return max(0, free - first)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def ask(self, record: RequestRecord) -> int | None:
         """Place a request on an engine and return the engine's index, or put it into the queue and return None."""
-        if self.hopeless(record):
+        if self.failed_by_all(record):
             # All living engines have failed the request, so each of them may try again.
             record.barred = frozenset()
         # With bound groups the request waits for its engine, even if another one has room.
@@ -211,18 +211,18 @@ class Router:
             served = bound.takes(record.suspected) and bound.version >= record.min_version
             view = bound if served else None
         if view is None:
-            self._wait(record, bound)
+            self._enqueue(record, bound)
             return None
-        self._hold(view, record)
+        self._assign(view, record)
         return view.index
 
     def fill(self, engine: int) -> list[RequestRecord]:
         """Place waiting requests on an engine as long as it has room, the oldest first, and return them."""
         view = self.views[engine]
         placed: list[RequestRecord] = []
-        while view.open and self._counts and (record := self._oldest(view)) is not None:
+        while view.open and self._waiting_by_need and (record := self._oldest(view)) is not None:
             self.withdraw(record)
-            self._hold(view, record)
+            self._assign(view, record)
             placed.append(record)
         return placed
 
@@ -235,7 +235,7 @@ class Router:
         view = self.views[engine]
         if self._bind or not view.open or view.swapping:
             return []
-        if self._counts and self._oldest(view) is not None:
+        if self._waiting_by_need and self._oldest(view) is not None:
             return []
         held = {other.index: other.held for other in self.views if other.alive and not other.closed}
         fuller = [index for index in held if self.views[index].version <= view.version]
@@ -272,14 +272,14 @@ class Router:
 
     # -- engines -----------------------------------------------------------------------------------------------------
 
-    def fail(self, engine: int) -> list[RequestRecord]:
+    def retire(self, engine: int) -> list[RequestRecord]:
         """Note that an engine is gone, and return the waiting requests that only this engine could have served.
 
         The caller lets each of them `ask` again.
         """
         self.views[engine].alive = False
         alive = {view.index for view in self.views if view.alive}
-        return self._expel(lambda need: engine == need.engine or alive <= need.barred)
+        return self._remove_waiting(lambda need: engine == need.engine or alive <= need.barred)
 
     def replace(self, engine: int, limit: int, version: int) -> list[RequestRecord]:
         """Note that another engine has taken the place of one that is gone.
@@ -293,9 +293,9 @@ class Router:
         assert not view.held, "a place is taken when it is empty"
         view.limit, view.version = limit, version
         view.alive, view.closed, view.swapping = True, False, False
-        return self._expel(lambda need: first)
+        return self._remove_waiting(lambda need: first)
 
-    def _expel(self, which: Callable[[Need], bool]) -> list[RequestRecord]:
+    def _remove_waiting(self, which: Callable[[Need], bool]) -> list[RequestRecord]:
         """Take all requests whose need `which` accepts out of the queue, and return them.
 
         Requests with the same need are in the order of their age, the oldest first.
@@ -315,8 +315,8 @@ class Router:
         best_key = (True, 0.0, True)
         suspect = record.suspected
         group, task = record.order
-        task_engine = self._task_engine.get(task) if record.settled else None
-        group_engine = self._group_engine.get(group) if record.settled else None
+        task_engine = self._task_engine.get(task) if record.sticky else None
+        group_engine = self._group_engine.get(group) if record.sticky else None
         for view in self.views:
             if not view.takes(suspect) or view.version < record.min_version or view.index in record.barred:
                 continue
@@ -341,7 +341,7 @@ class Router:
         _remember(self._group_engine, group, view.index)
         return view
 
-    def _hold(self, view: EngineView, record: RequestRecord) -> None:
+    def _assign(self, view: EngineView, record: RequestRecord) -> None:
         """Place a request on an engine."""
         view.held += 1
         if record.suspected:
@@ -353,27 +353,27 @@ class Router:
 
     # -- queue -------------------------------------------------------------------------------------------------------
 
-    def _wait(self, record: RequestRecord, bound: EngineView | None) -> None:
+    def _enqueue(self, record: RequestRecord, bound: EngineView | None) -> None:
         """Put a request into the queue; `bound` is the only engine that may serve it, if there is one."""
         record.arrival = self._arrivals
         self._arrivals += 1
         only = None if bound is None else bound.index
         record.need = need = Need(only, record.min_version, record.barred, record.suspected)
         heapq.heappush(self._queues.setdefault(need, []), (record.order, record.arrival, record))
-        self._counts[need] += 1
+        self._waiting_by_need[need] += 1
         if bound is not None:
-            bound.bound += 1
+            bound.bound_waiting += 1
 
     def withdraw(self, record: RequestRecord) -> None:
         """Take a request out of the queue. Its entry in the heap is removed later, when it comes to the top."""
         need = record.need
         assert need is not None, "only a waiting request can leave the queue"
         record.arrival = record.need = None
-        self._counts[need] -= 1
-        if not self._counts[need]:
-            del self._counts[need]
+        self._waiting_by_need[need] -= 1
+        if not self._waiting_by_need[need]:
+            del self._waiting_by_need[need]
         if need.engine is not None:
-            self.views[need.engine].bound -= 1
+            self.views[need.engine].bound_waiting -= 1
 
     def _oldest(self, view: EngineView) -> RequestRecord | None:
         """Return the oldest waiting request that an engine may serve."""

@@ -4,7 +4,7 @@ Lifecycle of a place: an engine starts. It loads each version that the hub publi
 When it dies, it is closed, and after a pause another engine starts in its place, until the restarts are used up. An
 engine that is killed while it starts counts as dead too. The node ends when no place can be filled any more.
 
-The node calls `start` and then `run` of the supervisor, which drives the proxy (`load`, `fail`, `replace`) and reports
+The node calls `start` and then `run`. The supervisor calls `load`, `retire` and `replace` of the proxy, and reports
 deaths and swaps to the hub.
 """
 
@@ -193,9 +193,9 @@ class EngineSupervisor:
         """
         async with anyio.create_task_group() as group:
             for place in self._places:
-                group.start_soon(self._keep, place)
+                group.start_soon(self._fill_place, place)
 
-    def leave(self) -> None:
+    def stop_reporting_deaths(self) -> None:
         """Report no more deaths of engines. Called when the node leaves: if its machine ends, engines die too."""
         self._leaving = True
 
@@ -210,7 +210,7 @@ class EngineSupervisor:
         for place in self._places:
             await place.engine.close()
 
-    async def _keep(self, place: EnginePlace) -> None:
+    async def _fill_place(self, place: EnginePlace) -> None:
         """Fill a place with one engine after the other.
 
         Waits for deaths, pauses and starts. Ends when the place has no restarts left.
@@ -221,7 +221,7 @@ class EngineSupervisor:
         """
         budget = RestartBudget(self._max_restarts)
         budget.started(anyio.current_time(), place.took_s)
-        death = place.killed_at_start or await self._serve(place)
+        death = place.killed_at_start or await self._serve_until_dead(place)
         while True:
             restart = budget.died(anyio.current_time())
             await self._on_death(place, death, restart)
@@ -239,23 +239,23 @@ class EngineSupervisor:
             # The hub keeps published versions for the engines that it knows, so it has to know this engine before the
             # engine asks for a version.
             await self._reports.send()
-            death = await self._serve(place)
+            death = await self._serve_until_dead(place)
         if not any(each.open for each in self._places):
             raise death
 
-    async def _serve(self, place: EnginePlace) -> EngineDeadError:
+    async def _serve_until_dead(self, place: EnginePlace) -> EngineDeadError:
         """Keep an engine on the newest version until it is dead, and return how it died."""
 
         async def follow() -> None:
             try:
                 await self._follow(place)
             except EngineDeadError as error:
-                self._proxy.fail(place.index, error)
+                self._proxy.retire(place.index, error)
 
         deaths: list[EngineDeadError] = []
         async with anyio.create_task_group() as group:
             group.start_soon(follow)
-            deaths.append(await self._proxy.dead(place.index))
+            deaths.append(await self._proxy.wait_dead(place.index))
             group.cancel_scope.cancel()
         return deaths[0]
 
@@ -307,7 +307,7 @@ class EngineSupervisor:
         if place.died_at is None:
             place.died_at = self._now()
         # The proxy does not know yet of an engine that was killed while it started.
-        self._proxy.fail(place.index, death)
+        self._proxy.retire(place.index, death)
         self._death.set()
         if self._leaving:
             return

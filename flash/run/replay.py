@@ -22,7 +22,7 @@ from flash.config.load import dump, flat
 from flash.config.machine import trainer_threads
 from flash.config.tree import Config, ParallelConfig
 from flash.errors import ConfigError
-from flash.foreign.torch import alone
+from flash.foreign.torch import single_process_group
 from flash.observe.rundir.recording import read_batch, recorded_steps
 from flash.observe.rundir.rundir import RunDirectory
 from flash.samples.batches import deal
@@ -190,7 +190,8 @@ def _one_rank(config: Config) -> Generator[None]:
     if config.gpus_per_node == 0:
         cpus = config.cluster.trainer_cpus or sorted(os.sched_getaffinity(0))
         torch.set_num_threads(trainer_threads(config, 0, cpus))
-    with alone(process_group_backend(cuda=config.gpus_per_node > 0, offloads="weights" in config.train.offload)):
+    backend = process_group_backend(cuda=config.gpus_per_node > 0, offloads="weights" in config.train.offload)
+    with single_process_group(backend):
         yield
 
 

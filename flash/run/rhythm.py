@@ -19,7 +19,7 @@ from flash.config.decode import examine, refuse
 from flash.config.load import parse_value
 from flash.config.tree import ModelConfig
 from flash.errors import ConfigError
-from flash.foreign.torch import alone
+from flash.foreign.torch import single_process_group
 from flash.observe.plots.rhythm_plot import DrawnRhythm
 from flash.observe.rhythm import HeadSeen, ResponseSeen, RhythmSeen
 from flash.observe.rundir.recording import read_batch, recorded_steps
@@ -156,15 +156,15 @@ def look_at(
     Raises:
         ConfigError: the model cannot be loaded or examined, or has fewer positions than a response has tokens.
     """
-    from flash.foreign.transformers import positions, without_bars
+    from flash.foreign.transformers import hidden_progress_bars, positions
     from flash.trainer.mesh import trainer_mesh
     from flash.trainer.model.model import load_model, shard_model
     from flash.trainer.packing import pack
     from flash.trainer.rhythm import attention_maps, observe_responses
 
-    with alone("gloo"):
+    with single_process_group("gloo"):
         mesh = trainer_mesh("cpu")
-        with without_bars():
+        with hidden_progress_bars():
             policy = shard_model(load_model(model), mesh, model)
         longest, limit = max(one.length for one in given.trajectories), positions(policy)
         if limit is not None and longest > limit:

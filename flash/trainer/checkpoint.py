@@ -46,8 +46,8 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from flash.errors import CheckpointError, TransportError
-from flash.foreign.peft import described_in
-from flash.foreign.transformers import open_weights
+from flash.foreign.peft import config_in
+from flash.foreign.transformers import make_weights_readable
 from flash.trainer.checkpoint_files import (
     EXTRAS,
     HUB_STATE,
@@ -206,7 +206,7 @@ def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path, most_bytes: 
     Raises:
         CheckpointError: on every rank, if rank 0 could not write. An earlier export is untouched.
     """
-    if (adapters := described_in(model)) is not None:
+    if (adapters := config_in(model)) is not None:
         _export_adapters(model, adapters, tokenizer, folder)
         return
     first, aside = dist.get_rank() == 0, temporary_of(folder)
@@ -225,7 +225,7 @@ def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path, most_bytes: 
             weights = {name: file for file, names in files.items() for name in names}
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weights}
             (aside / "model.safetensors.index.json").write_bytes(msgspec.json.format(msgspec.json.encode(index)))
-        open_weights(aside)
+        make_weights_readable(aside)
         for file in _files(aside):
             sync_to_disk(file)
         move_into_place(aside, folder)
@@ -352,7 +352,7 @@ def _get_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 def _without_frozen(model: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
     """Return the weights without the frozen base of a model with adapters, which stays as it is at `model.path`."""
-    if described_in(model) is None:
+    if config_in(model) is None:
         return weights
     every = model.named_parameters(remove_duplicate=False)
     frozen = {name for name, parameter in every if not parameter.requires_grad}

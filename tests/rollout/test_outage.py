@@ -14,7 +14,7 @@ LONGEST_S = 100.0
 def test_a_deadline_leaves_out_the_outages_that_it_waits_through() -> None:
     async def scenario() -> None:
         clock = OutageClock(LONGEST_S)
-        with anyio.move_on_after(50) as heeds, anyio.move_on_after(50) as does_not, clock.left_out(heeds):
+        with anyio.move_on_after(50) as heeds, anyio.move_on_after(50) as does_not, clock.extending(heeds):
             await anyio.sleep(10)
             for _ in range(2):
                 clock.begin()
@@ -33,8 +33,8 @@ def test_a_deadline_that_comes_later_leaves_out_what_is_left_of_the_outage() -> 
         clock.begin()
         await anyio.sleep(30)
         clock.begin()
-        assert clock.left == LONGEST_S - 30, "an outage begins once"
-        with anyio.move_on_after(20) as scope, clock.left_out(scope):
+        assert clock.remaining_s == LONGEST_S - 30, "an outage begins once"
+        with anyio.move_on_after(20) as scope, clock.extending(scope):
             await anyio.sleep_forever()
         assert scope.cancelled_caught
         assert anyio.current_time() == pytest.approx(30 + 20 + LONGEST_S - 30)
@@ -50,7 +50,7 @@ def test_who_leaves_in_an_outage_and_comes_again_leaves_out_only_what_it_waited(
         with anyio.move_on_after(50) as scope:
             clock.begin()
             for _ in range(3):
-                with clock.left_out(scope):
+                with clock.extending(scope):
                     await anyio.sleep(4)
                 await anyio.sleep(1)
             assert scope.deadline == pytest.approx(50 + 3 * 4)
@@ -63,12 +63,12 @@ def test_who_leaves_in_an_outage_and_comes_again_leaves_out_only_what_it_waited(
 def test_an_outage_counts_beyond_the_time_that_it_may_last() -> None:
     async def scenario() -> None:
         clock = OutageClock(LONGEST_S)
-        with anyio.move_on_after(1000) as scope, clock.left_out(scope):
+        with anyio.move_on_after(1000) as scope, clock.extending(scope):
             clock.end()
             assert scope.deadline == 1000, "without an outage nothing ends"
             clock.begin()
             await anyio.sleep(3 * LONGEST_S)
-            assert clock.left == 0
+            assert clock.remaining_s == 0
             clock.end()
         assert scope.deadline == pytest.approx(1000 + LONGEST_S)
 

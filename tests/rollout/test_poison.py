@@ -43,7 +43,7 @@ class Ward(House):
         async def place(index: int) -> None:
             version = 0
             while True:
-                await self.proxy.dead(index)
+                await self.proxy.wait_dead(index)
                 self.deaths += 1
                 version += 1
                 await self.proxy.replace(index, new := Mortal(*deadly))
@@ -161,7 +161,7 @@ def test_failures_to_load_and_engines_that_only_fail_blame_no_request() -> None:
             for place in (0, 1, 2):
                 await anyio.sleep(0.5)
                 if house.engines[place].running and place < 2:
-                    house.proxy.fail(place, EngineDeadError("it could not load version 1"))
+                    house.proxy.retire(place, EngineDeadError("it could not load version 1"))
         assert house.failed == {}
         house.check(0, 20)
 

@@ -102,7 +102,7 @@ class House:
             on_tokens=progress,
         )
         try:
-            with self.outages.left_out(episode or anyio.CancelScope()):
+            with self.outages.extending(episode or anyio.CancelScope()):
                 self.done[task] = await self.proxy.generate(request)
         except (EngineError, DeadlineError) as error:
             self.failed[task] = error
@@ -241,7 +241,7 @@ def test_a_dead_engines_requests_go_on_elsewhere_with_their_tokens_so_far() -> N
             await house.proxy.load(1, published(1))
             await anyio.sleep(5.0)
             house.engines[0].kill()
-            house.proxy.fail(0, EngineDeadError("killed"))
+            house.proxy.retire(0, EngineDeadError("killed"))
         house.check(1, 20)
         assert house.done[1].versions == [VersionRun(0, 5), VersionRun(1, 15)]
         assert house.progress == {1: 19}, "the last token comes with the completion"
@@ -332,7 +332,7 @@ def test_after_the_last_engines_death_requests_neither_fail_nor_start() -> None:
                 group.start_soon(house.ask, task, 10)
             await anyio.sleep(3.5)
             house.engines[0].kill()
-            house.proxy.fail(0, EngineDeadError("killed"))
+            house.proxy.retire(0, EngineDeadError("killed"))
             group.start_soon(house.ask, 99, 1)
             await anyio.sleep(500)
             assert (house.done, house.failed) == ({}, {}), "they end with their node, and count as never tried"
@@ -353,7 +353,7 @@ def test_requests_without_an_engine_go_on_at_the_next_one_with_their_tokens_the_
                 group.start_soon(house.ask, task, 10)
             await anyio.sleep(3.5)
             house.engines[0].kill()
-            await house.proxy.dead(0)
+            await house.proxy.wait_dead(0)
             await anyio.sleep(20)
             group.start_soon(house.ask, 99, 10)
             await anyio.sleep(20)
@@ -389,7 +389,7 @@ def test_time_without_an_engine_is_not_the_responses_own() -> None:
             group.start_soon(house.ask, 0, 90)
             await anyio.sleep(10.5)
             house.engines[0].kill()
-            await house.proxy.dead(0)
+            await house.proxy.wait_dead(0)
             await anyio.sleep(3 * TIMEOUT_S)
             group.start_soon(house.ask, 1, 90)
             await anyio.sleep(TIMEOUT_S + 1)
@@ -411,7 +411,7 @@ def test_time_without_an_engine_is_not_the_episodes_own() -> None:
                 group.start_soon(functools.partial(house.ask, 0, 15, episode=before))
                 await anyio.sleep(10.5)
                 house.engines[0].kill()
-                await house.proxy.dead(0)
+                await house.proxy.wait_dead(0)
                 await anyio.sleep(2000)
                 group.start_soon(functools.partial(house.ask, 1, 15, episode=during))
                 await anyio.sleep(2000)
@@ -432,7 +432,7 @@ def test_an_engine_that_does_not_come_back_fails_its_responses_after_the_time_th
             group.start_soon(house.ask, 0, 90)
             await anyio.sleep(10.5)
             house.engines[0].kill()
-            await house.proxy.dead(0)
+            await house.proxy.wait_dead(0)
             await anyio.sleep(50)
             group.start_soon(house.ask, 1, 90)
         # From the first load on, and from 50 s after the death.
@@ -452,7 +452,7 @@ def test_the_next_engine_in_a_place_takes_its_share_and_is_not_blamed_for_the_on
                 group.start_soon(house.ask, task, 30)
             await anyio.sleep(2.5)
             house.engines[0].kill()
-            await house.proxy.dead(0)
+            await house.proxy.wait_dead(0)
             new = engine()
             await house.proxy.replace(0, new)
             await house.proxy.load(0, published(1))
@@ -461,7 +461,7 @@ def test_the_next_engine_in_a_place_takes_its_share_and_is_not_blamed_for_the_on
             dead = anyio.Event()
 
             async def watch() -> None:
-                await house.proxy.dead(0)
+                await house.proxy.wait_dead(0)
                 dead.set()
 
             group.start_soon(watch)
@@ -483,7 +483,7 @@ def test_an_engine_that_only_fails_is_dead_and_its_requests_go_elsewhere() -> No
         async with anyio.create_task_group() as group:
             for task in range(40):
                 group.start_soon(house.ask, task, 5)
-            death = await house.proxy.dead(0)
+            death = await house.proxy.wait_dead(0)
             assert (
                 f"engine 0 failed {MAX_FAILED_IN_A_ROW} requests in a row; the last: the fake engine was told"
                 in str(death)
@@ -910,7 +910,7 @@ def test_every_request_ends_exactly_once_with_all_its_tokens(
                     try:
                         await house.proxy.load(index, published(house.engines[index].version + 1))
                     except EngineDeadError as error:
-                        house.proxy.fail(index, error)
+                        house.proxy.retire(index, error)
 
         async with anyio.create_task_group() as group:
             for kind, number, pause in events:
@@ -925,7 +925,7 @@ def test_every_request_ends_exactly_once_with_all_its_tokens(
                     group.start_soon(load, number % 3)
                 elif kind == "kill":
                     fake.kill()
-                    house.proxy.fail(number % 3, EngineDeadError("killed"))
+                    house.proxy.retire(number % 3, EngineDeadError("killed"))
                 elif kind == "fail":
                     fake.fail_next()
                 elif kind == "press":

@@ -116,7 +116,7 @@ def test_a_dead_engines_groups_are_bound_anew() -> None:
     place(router, 0, 0)
     waiting = record(0, 1)
     assert router.ask(waiting) is None
-    assert router.fail(0) == [waiting]
+    assert router.retire(0) == [waiting]
     assert router.ask(waiting) == 1
 
 
@@ -127,7 +127,7 @@ def test_what_no_living_engine_but_the_failed_ones_can_serve_gets_another_chance
     request = record(2, 2)
     request.barred = frozenset({0})
     assert router.ask(request) is None
-    assert router.fail(1) == [request]
+    assert router.retire(1) == [request]
     router.views[0].held -= 1
     assert router.ask(request) == 0
 
@@ -251,7 +251,7 @@ class Traffic(RuleBasedStateMachine):
         if self.held:
             request = data.draw(st.sampled_from(list(self.held)))
             request.barred |= {self.take(request)}
-            if not self.router.hopeless(request):
+            if not self.router.failed_by_all(request):
                 self.ask(request)
 
     @rule(data=st.data())
@@ -279,7 +279,7 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(engine=st.integers(0, ENGINES - 1))
     def die(self, engine: int) -> None:
-        left = self.router.fail(engine)
+        left = self.router.retire(engine)
         moved = [request for request, place in self.held.items() if place == engine]
         for request in moved:
             self.take(request)
@@ -312,7 +312,7 @@ class Traffic(RuleBasedStateMachine):
     @invariant()
     def a_waiting_request_has_an_engine_that_may_come_to_serve_it(self) -> None:
         for request in self.waiting:
-            assert not self.router.alive or not self.router.hopeless(request)
+            assert not self.router.alive or not self.router.failed_by_all(request)
             assert (bound := only(request)) is None or self.router.views[bound].alive
 
 

@@ -41,11 +41,11 @@ def test_an_excuse_ends_when_nobody_waits_to_go_on() -> None:
 def test_prefix_hits_are_those_of_late_and_unknown_before_the_first_prompt() -> None:
     gauge = PressureGauge()
     assert read(gauge, 0).prefix_hit_share is None
-    gauge.read(running=1, waiting=0, kv_used=0.1, resumed=0, asked=100, cached=25)
-    gauge.read(running=1, waiting=0, kv_used=0.1, resumed=0, asked=300, cached=275)
+    gauge.read(running=1, waiting=0, kv_used=0.1, resumed=0, prompt_tokens=100, cached_tokens=25)
+    gauge.read(running=1, waiting=0, kv_used=0.1, resumed=0, prompt_tokens=300, cached_tokens=275)
     assert read(gauge, 0).prefix_hit_share == 0.75, "a step that begins nothing changes nothing"
     for _ in range(SHARE_STEPS):
-        gauge.read(running=1, waiting=0, kv_used=0.1, resumed=0, asked=10, cached=0)
+        gauge.read(running=1, waiting=0, kv_used=0.1, resumed=0, prompt_tokens=10, cached_tokens=0)
     assert gauge.pressure.prefix_hit_share == 0.0
 
 

@@ -91,7 +91,9 @@ def test_a_text_that_ends_a_response_is_found_from_where_the_response_began(done
     parameters = vllm.sampling_parameters(asked(Sampling(stop=moved.stop)) | {"stop": ["ñb"]}, 9)
     request = EngineCoreRequest("r", moved.prompt, None, parameters, None, 0, None, None, None, external_req_id="r")
     processor.add_request(request, None, queue=queue)
-    vllm.continue_text(SimpleNamespace(output_processor=processor), queue, moved.prompt, stop_text_tokens(moved))
+    vllm.search_stop_text_in_prompt(
+        SimpleNamespace(output_processor=processor), queue, moved.prompt, stop_text_tokens(moved)
+    )
     found = list[int]()
     for token in said[done:]:
         lists = LogprobsLists(np.array([[token]]), np.zeros((1, 1)), np.array([1]))

@@ -218,7 +218,7 @@ def test_what_a_core_that_may_send_pickles_answers_can_be_read_once_its_variable
         answer = EngineCoreOutputs(utility_output=UtilityOutput(call_id=1, result=UtilityResult(("generate",))))
         sent = MsgpackEncoder().encode(answer)
     try:
-        vllm.take_typed_answers()
+        vllm.accept_typed_replies()
         read = MsgpackDecoder(EngineCoreOutputs).decode(sent)
     finally:
         vars(envs).pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)

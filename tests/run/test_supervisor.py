@@ -17,7 +17,7 @@ import pytest
 
 from flash.config.tree import Config, DeadlinesConfig
 from flash.errors import PeerLostError, RanksGoneError
-from flash.foreign.forking import ALONE, ForkedProcess, ForkServer
+from flash.foreign.forking import SERVER_GONE, ForkedProcess, ForkServer
 from flash.hub import protocol as p
 from flash.run.processes.error_marker import ErrorMarker
 from flash.run.processes.forked import ProcessOrder
@@ -230,7 +230,7 @@ async def test_where_the_server_is_killed_its_process_is_killed_and_the_next_one
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(kill_server)
             (one,) = await programs.run("hub", Path("x"), [ProcessOrder(0)])
-        assert one.code == ALONE
+        assert one.code == SERVER_GONE
         while runs(one.pid):  # noqa: ASYNC110 - as above
             await anyio.sleep(0.01)
         (one,) = await Programs("sys.exit(7)").run("hub", Path("x"), [ProcessOrder(0)])

@@ -358,7 +358,7 @@ class Episode:
         start = self._now()
         # The episode waits for the engines here, so an outage does not count in its deadline. An outage does count
         # while a response is only sampled ahead, because the episode does not wait for it.
-        with self._outages.left_out(state.scope):
+        with self._outages.extending(state.scope):
             return await self._sample(state, request, lambda tokens: None), start
 
     async def _sample(self, state: _EpisodeState, request: ResponseRequest, count: Callable[[int], None]) -> Completion:

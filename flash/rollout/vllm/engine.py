@@ -144,7 +144,7 @@ class VLLMEngine:
         except Exception as error:
             # vLLM's start fails with errors of any type, from ValueError to those of pydantic.
             killed = self._processes.killed_in_start(error)
-            await self._give_up()
+            await self._abandon_start()
             if killed is not None:
                 raise EngineDeadError(f"engine {self._index} is dead: while it started, {killed}") from error
             self._check_death()
@@ -153,7 +153,7 @@ class VLLMEngine:
             raise EngineError(f"engine {self._index} did not start: {error}; see vLLM's log above") from error
         except BaseException:
             # If this is cancelled, nobody else ends the processes that have started.
-            await self._give_up()
+            await self._abandon_start()
             raise
         finally:
             self._answer_scope = None
@@ -180,7 +180,7 @@ class VLLMEngine:
             parameters = self._sampling.of(request, vocabulary)
             # From here on the request is in the engine's process; its tokens come back through `queue`.
             queue = await llm.add_request(request_id, prompt, parameters, lora_request=adapter.lora_request)
-            vllm.continue_text(llm, queue, request.prompt, stop_text_tokens(request))
+            vllm.search_stop_text_in_prompt(llm, queue, request.prompt, stop_text_tokens(request))
             starts = vllm.version_starts(llm, queue)
             forget = vllm.trim_logprobs(llm, queue) if request.sampling.keeps else None
             while True:
@@ -201,7 +201,7 @@ class VLLMEngine:
             finished = True
         except Exception as error:
             # vLLM's errors have no common base.
-            raise self._typed(error) from error
+            raise self._flash_error(error) from error
         finally:
             self._steps.end_request()
             if not finished:
@@ -230,7 +230,7 @@ class VLLMEngine:
         try:
             info = decode_update(published.update_info)
             emptying = waits.emptying_s(self._config) if self._adapters.several else 0.0
-            with self._waiting(emptying + self._config.deadlines.swap, waited_for, look_at):
+            with self._answer_deadline(emptying + self._config.deadlines.swap, waited_for, look_at):
                 tokens = published.canary.token_ids
                 observed, held, adapter = await self._swap(info, version, tokens, keep_cache=keep_cache)
         except FlashError:
@@ -250,7 +250,7 @@ class VLLMEngine:
         return gap
 
     @contextmanager
-    def _waiting(self, seconds: float, what: str, look_at: str) -> Generator[None]:
+    def _answer_deadline(self, seconds: float, what: str, look_at: str) -> Generator[None]:
         """End the block, which waits for vLLM's answers, at a deadline or when the engine dies.
 
         Raises:
@@ -311,15 +311,15 @@ class VLLMEngine:
     def _construct(self) -> None:
         """Build the AsyncLLM; blocks until the model is loaded. Runs in a thread."""
         with engine_environment(self._config, self._cpus), self._processes.starting():
-            make_llm = configure(self._config, self._index, self._gpus, self._stepped)
-            vllm_processes.begin_cores_with(CORES)
+            make_llm = configure(self._config, self._index, self._gpus, self._on_step)
+            vllm_processes.start_cores_with(CORES)
             if not self._closing:
                 self._llm = make_llm()
         if self._closing and self._llm is not None:
             # The start was given up meanwhile, so nobody else ends these processes.
             self._llm.shutdown(timeout=0)
 
-    def _stepped(self, stats: Any) -> None:
+    def _on_step(self, stats: Any) -> None:
         """Keep the numbers that vLLM reports after each step, for the load of the engine and the watch for hangs."""
         self._gauge.read(**vllm.step_numbers(stats))
         self._steps.step(anyio.current_time())
@@ -337,7 +337,7 @@ class VLLMEngine:
                 self._answer_scope.cancel()
         return self._death
 
-    async def _give_up(self) -> None:
+    async def _abandon_start(self) -> None:
         """End all processes of a start that has failed."""
         self._closing = True
         with anyio.CancelScope(shield=True):
@@ -393,7 +393,7 @@ class VLLMEngine:
         with anyio.CancelScope(shield=True), suppress(Exception):
             await self._llm.abort(request_id)
             if queue is not None:
-                tally.lost += vllm.undelivered(queue)
+                tally.lost += vllm.take_undelivered(queue)
 
     def _check_death(self) -> None:
         if self._death is not None:
@@ -404,7 +404,7 @@ class VLLMEngine:
         if self._llm is None:
             raise EngineDeadError(f"engine {self._index} is closed, or was not started")
 
-    def _typed(self, error: Exception) -> FlashError:
+    def _flash_error(self, error: Exception) -> FlashError:
         """Return the `FlashError` for an error of vLLM; if the engine's core has died, mark the engine as dead."""
         if isinstance(error, FlashError):
             return error
@@ -419,7 +419,7 @@ class VLLMEngine:
 
     def _swap_error(self, error: Exception, version: int) -> FlashError:
         """Return the error to raise for an error in a swap to `version`."""
-        typed = self._typed(error)
+        typed = self._flash_error(error)
         if isinstance(typed, EngineDeadError):
             return typed
         return self._load_error(LoadFailure("failed", vllm.worker_error(error)), version)
@@ -487,7 +487,7 @@ class SamplingParameters:
         if request.seed is None or sampling.temperature == 0:
             return parameters
         # A response that moved here must not draw the numbers again that its first tokens were drawn with.
-        return vllm.seeded(parameters, (request.seed + request.generated) % SEEDS)
+        return vllm.with_seed(parameters, (request.seed + request.generated) % SEEDS)
 
 
 def stop_text_tokens(request: ResponseRequest) -> int:

@@ -28,7 +28,7 @@ import anyio.to_thread
 
 from flash.errors import describe_exit_code
 from flash.foreign import vllm_processes
-from flash.foreign.forking import ALONE, ForkedProcess, ForkServer
+from flash.foreign.forking import SERVER_GONE, ForkedProcess, ForkServer
 from flash.weights.plugin import NODE_PID, follow
 
 WORKER_KILLED = 128
@@ -78,10 +78,10 @@ class Core(ForkedProcess):
         super().enter()
         os.setpgid(0, 0)
         follow(int(os.environ[NODE_PID]))
-        vllm_processes.stay_offline()
+        vllm_processes.apply_offline_mode()
         if os.environ.get("PYTHONWARNINGS") == "ignore":
             warnings.simplefilter("ignore")
-        vllm_processes.begin_workers_with(_Workers())
+        vllm_processes.start_workers_with(_Workers())
         vllm_processes.on_killed_worker(_end_as_worker)
 
 
@@ -144,7 +144,7 @@ class EngineProcesses:
         self._core_end: int | None = None
         """Descriptor that becomes readable when the core ends. The core may outlive the process that gets its exit
         code."""
-        self._watches = False
+        self._watching = False
         self._started = False
 
     @property
@@ -193,7 +193,7 @@ class EngineProcesses:
         if self._core is None or not vllm_processes.is_end_of_starting_core(error):
             return None
         text, code = self.how_core_ended(), self._core.exitcode
-        return text if code is not None and (code < 0 or code == ALONE or _killed_worker(code)) else None
+        return text if code is not None and (code < 0 or code == SERVER_GONE or _killed_worker(code)) else None
 
     def watch(self) -> None:
         """Report from now on when the core or one of its workers ends. The core must have started.
@@ -209,7 +209,7 @@ class EngineProcesses:
             # The core or a worker has ended since the engine was ready.
             self._report(self.how_core_ended())
             return
-        self._watches = True
+        self._watching = True
         loop = asyncio.get_running_loop()
         loop.add_reader(self._started_core.sentinel, self._on_core_end)
         for pid, descriptor in self._workers.items():
@@ -217,9 +217,9 @@ class EngineProcesses:
 
     def unwatch(self) -> None:
         """Report no more ends of processes."""
-        if not self._watches:
+        if not self._watching:
             return
-        self._watches = False
+        self._watching = False
         for descriptor in (self._started_core.sentinel, *self._workers.values()):
             asyncio.get_running_loop().remove_reader(descriptor)
 
@@ -263,7 +263,7 @@ class EngineProcesses:
         self._on_end(f"its worker process {self._lost_worker} has ended")
 
     def _on_end(self, cause: str) -> None:
-        if self._watches:
+        if self._watching:
             self.unwatch()
             self._report(cause)
 
@@ -271,7 +271,7 @@ class EngineProcesses:
         """Return a text that says how the dead core has ended."""
         connection.wait([self._started_core.sentinel], CORE_ENDS_S)
         code = self._started_core.exitcode
-        if code == ALONE:
+        if code == SERVER_GONE:
             return f"the process from which its core, process {self.core}, was forked has ended"
         if code is None:
             return f"its core, process {self.core}, failed"

@@ -50,9 +50,9 @@ MAX_LOGPROBS = HIGHEST_TOP_K + TIES
 
 _configuring = threading.Lock()
 """Held while vLLM is imported and configured, which both use state of the whole process."""
-_lock = threading.Lock()
+_environment_lock = threading.Lock()
 """Held while `os.environ` or the two variables below change."""
-_users = 0
+_starting = 0
 """Number of engines that are being started now."""
 _saved: dict[str, str] = {}
 """Environment to restore when no engine is being started any more."""
@@ -88,7 +88,7 @@ def configure(
         try:
             build = partial(_build, maker(arguments), stepped)
             if config.weights_backend == "ipc":
-                vllm.take_typed_answers()
+                vllm.accept_typed_replies()
         except vllm.NoAttentionError as error:
             raise ConfigError(f"model.path: {error}") from error
         except (TypeError, ValueError, NotImplementedError, AssertionError) as error:
@@ -97,25 +97,25 @@ def configure(
             passed = ", ".join(config.engine.vllm)
             raise ConfigError(f"engine.vllm: vLLM refuses its arguments, {passed} among them: {error}") from error
         finally:
-            _mend_preload(prefix)
+            _fix_preload(prefix)
         return build
 
 
-def _mend_preload(prefix: str) -> None:
+def _fix_preload(prefix: str) -> None:
     """Let ld.so find the libraries that vLLM preloads into its processes on the CPU.
 
     For ld.so a space or a colon ends a path. A path with such characters is replaced by one through a link. If there is
     no folder for a link, no library is preloaded.
     """
     libraries = os.environ.get("LD_PRELOAD", "")
-    if mended := _loadable(libraries, prefix):
-        os.environ["LD_PRELOAD"] = mended
+    if fixed := _loadable_paths(libraries, prefix):
+        os.environ["LD_PRELOAD"] = fixed
     else:
         inherited = {"LD_PRELOAD": _saved["LD_PRELOAD"]} if "LD_PRELOAD" in _saved else {}
-        _replace({name: value for name, value in os.environ.items() if name != "LD_PRELOAD"} | inherited)
+        _set_environment({name: value for name, value in os.environ.items() if name != "LD_PRELOAD"} | inherited)
 
 
-def _loadable(libraries: str, prefix: str) -> str:
+def _loadable_paths(libraries: str, prefix: str) -> str:
     """Return the libraries with paths that ld.so can read; empty if there are none."""
     if not UNLOADABLE.search(prefix) or prefix not in libraries:
         return libraries
@@ -130,7 +130,7 @@ def _loadable(libraries: str, prefix: str) -> str:
 
 def _build(make_llm: Callable[..., Any], stepped: Callable[[Any], None]) -> Any:
     llm = make_llm(stat_loggers=[vllm.stat_logger(stepped)])
-    vllm.count_nothing_here(llm)
+    vllm.disable_statistics(llm)
     return llm
 
 
@@ -253,7 +253,7 @@ def server_variables(config: Config, node: int) -> dict[str, str]:
     """
     cpus = engine_cpus(config, node, config.cluster.node_cpus or sorted(os.sched_getaffinity(0)))
     variables = engine_variables(config, os.environ, cpus, os.getpid())
-    if config.gpus_per_node == 0 and (libraries := _loadable(vllm_processes.preload_libraries(), sys.prefix)):
+    if config.gpus_per_node == 0 and (libraries := _loadable_paths(vllm_processes.preload_libraries(), sys.prefix)):
         variables["LD_PRELOAD"] = ":".join(filter(None, [libraries, os.environ.get("LD_PRELOAD")]))
     engine_only = ("HF_HUB_OFFLINE", "PYTHONWARNINGS", NODE_PID)
     return {
@@ -288,20 +288,20 @@ def engine_environment(config: Config, cpus: Sequence[int] | None = None) -> Gen
         config: the run.
         cpus: CPU cores of the engines, if they compute on cores; None: those of this process.
     """
-    global _users
-    with _lock:
-        if _users == 0:
+    global _starting
+    with _environment_lock:
+        if _starting == 0:
             _saved.clear()
             _saved.update(os.environ)
-            _replace(engine_variables(config, _saved, cpus or sorted(os.sched_getaffinity(0)), os.getpid()))
-        _users += 1
+            _set_environment(engine_variables(config, _saved, cpus or sorted(os.sched_getaffinity(0)), os.getpid()))
+        _starting += 1
     try:
         yield
     finally:
-        with _lock:
-            _users -= 1
-            if _users == 0:
-                _replace(_saved)
+        with _environment_lock:
+            _starting -= 1
+            if _starting == 0:
+                _set_environment(_saved)
 
 
 def ready_tokenizer(config: Config) -> HfTokenizer:
@@ -314,7 +314,7 @@ def ready_tokenizer(config: Config) -> HfTokenizer:
         return HfTokenizer(config.model).ready()
 
 
-def _replace(variables: Mapping[str, str]) -> None:
+def _set_environment(variables: Mapping[str, str]) -> None:
     """Make os.environ equal `variables`. It is never empty meanwhile, since other threads read it."""
     os.environ.update(variables)
     for name in set(os.environ) - set(variables):

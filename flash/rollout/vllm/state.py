@@ -147,8 +147,8 @@ class PressureGauge:
         running: int,
         waiting: int,
         resumed: int,
-        asked: int = 0,
-        cached: int = 0,
+        prompt_tokens: int = 0,
+        cached_tokens: int = 0,
         drafted: int = 0,
         accepted: int = 0,
         **others: float,
@@ -159,8 +159,8 @@ class PressureGauge:
             running: sequences that the engine decodes.
             waiting: requests that it has not begun, or has preempted.
             resumed: sequences that went on in this step after a preemption.
-            asked: prompt tokens of the requests that began in it.
-            cached: those of the prompt tokens that the prefix cache held.
+            prompt_tokens: prompt tokens of the requests that began in it.
+            cached_tokens: those of the prompt tokens that the prefix cache held.
             drafted: draft tokens.
             accepted: draft tokens that were accepted.
             others: fields of `Pressure`, unchanged.
@@ -175,7 +175,7 @@ class PressureGauge:
             preemptions=self._pressure.preemptions + resumed - excused,
             drafted=self._pressure.drafted + drafted,
             accepted=self._pressure.accepted + accepted,
-            prefix_hit_share=self._hits.add(cached, asked),
+            prefix_hit_share=self._hits.add(cached_tokens, prompt_tokens),
             accepted_share=self._accepted.add(accepted, drafted),
             **others,
         )

@@ -238,15 +238,15 @@ def _no_model(path: Path) -> str:
 
 def _write_out(checkpoint: Path, config: Config, folder: Path, *, merged: bool) -> None:
     """Write the policy of a checkpoint, and its tokenizer, to a model folder or to a folder of adapters."""
-    from flash.foreign.peft import described_in
-    from flash.foreign.transformers import open_weights, without_bars
+    from flash.foreign.peft import config_in
+    from flash.foreign.transformers import hidden_progress_bars, make_weights_readable
     from flash.rollout.episode.tokenizer import HfTokenizer
     from flash.trainer.model.adapters import add_adapters, merge_adapters, write_adapters
     from flash.trainer.model.model import empty_model, load_model, published_parameters
 
     make_fetched(config)
     tokenizer = HfTokenizer(config.model)
-    with without_bars(), warnings.catch_warnings():
+    with hidden_progress_bars(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # Flash does not need torch.distributed here
         held = read_manifest(checkpoint)
         if ("lora" in held.extras) != (config.lora is not None):
@@ -274,8 +274,8 @@ def _write_out(checkpoint: Path, config: Config, folder: Path, *, merged: bool) 
                 tokenizer.add_ends(model.generation_config)
                 model.save_pretrained(folder)
             else:
-                write_adapters(folder, described_in(adapted), tensors)
-        open_weights(folder)
+                write_adapters(folder, config_in(adapted), tensors)
+        make_weights_readable(folder)
     tokenizer.inner.save_pretrained(str(folder))
 
 

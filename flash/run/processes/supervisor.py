@@ -26,7 +26,7 @@ import anyio.to_thread
 from flash.config.tree import Config
 from flash.config.waits import grace_s
 from flash.errors import describe_exit_code
-from flash.foreign.forking import ALONE, ForkedProcess, ForkServer
+from flash.foreign.forking import SERVER_GONE, ForkedProcess, ForkServer
 from flash.run.processes.forked import JobProcess, ProcessOrder
 from flash.text import harmless
 from flash.waiting import first_error
@@ -156,12 +156,12 @@ class Processes:
         try:
             await anyio.wait_readable(process.sentinel)
         finally:
-            if process.exitcode in (None, ALONE):
+            if process.exitcode in (None, SERVER_GONE):
                 _kill(process)
             process.join(KILLED_S)
             del self._living[number]
         code = process.exitcode
-        ended.append(EndedProcess(number, process.pid or 0, ALONE if code is None else code))
+        ended.append(EndedProcess(number, process.pid or 0, SERVER_GONE if code is None else code))
         if code != End.OVER:
             failing.set()
 

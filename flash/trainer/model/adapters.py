@@ -25,7 +25,7 @@ from flash.config.learning import LoraConfig
 from flash.config.tree import Config, ModelConfig
 from flash.errors import ConfigError
 from flash.foreign import peft
-from flash.foreign.transformers import linear_layers, open_weights
+from flash.foreign.transformers import linear_layers, make_weights_readable
 from flash.trainer.model.model import empty_model, kept_buffers, named_full_tensors
 from flash.weights.image import Fingerprint
 
@@ -59,7 +59,9 @@ def add_adapters(model: PreTrainedModel, described: ModelConfig, lora: LoraConfi
         parameter.data = parameter.data.to(getattr(torch, described.dtype))
     targets = lora.targets or names
     try:
-        peft.insert(model, peft.settings(base=described.path, rank=lora.rank, alpha=lora.alpha, targets=targets))
+        peft.insert_adapters(
+            model, peft.adapter_config(base=described.path, rank=lora.rank, alpha=lora.alpha, targets=targets)
+        )
     except ValueError as error:
         known = f"expected some of {', '.join(names)}, got {', '.join(targets)}"
         raise ConfigError(f"lora.targets: peft refuses them of {type(model).__name__}: {error} {known}") from error
@@ -72,7 +74,7 @@ def fill_policy(model: PreTrainedModel, plain: PreTrainedModel, seed: int) -> No
     In adapters, A is drawn with the seed, from the distribution that peft uses, and B is 0.
     """
     state: dict[str, Any] = plain.state_dict()
-    if peft.described_in(model) is None:
+    if peft.config_in(model) is None:
         model.load_state_dict(state, assign=True)
         return
     found: dict[str, Any] = {name: state.pop(_base_name(name)) for name, _ in kept_buffers(model)}
@@ -122,10 +124,10 @@ def write_adapters(folder: Path, described: Any, tensors: Mapping[str, Tensor]) 
     from safetensors.torch import save_file
 
     described.inference_mode = True
-    peft.save(folder, described)
+    peft.save_config(folder, described)
     named = {peft.file_name(name): tensor.contiguous() for name, tensor in tensors.items()}
     save_file(named, folder / WEIGHTS, metadata={"format": "pt"})
-    open_weights(folder)
+    make_weights_readable(folder)
 
 
 @torch.no_grad()

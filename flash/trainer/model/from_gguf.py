@@ -114,9 +114,9 @@ def convert(file: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    from flash.foreign.transformers import open_weights, without_bars
+    from flash.foreign.transformers import hidden_progress_bars, make_weights_readable
 
-    with _linked_alone(file) as linked, _conversion_errors(file), without_bars(), warnings.catch_warnings():
+    with _linked_alone(file) as linked, _conversion_errors(file), hidden_progress_bars(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # libraries warn about how they read and dequantise
         save_tokenizer(file, folder)
         with redirect_stderr(StringIO()):  # the only way to hide transformers' progress bar for dequantising
@@ -128,7 +128,7 @@ def convert(file: Path, folder: Path) -> None:
                 output_loading_info=True,
             )
         _save(_check_complete(file, *loaded), folder)
-        open_weights(folder)
+        make_weights_readable(folder)
         reloaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.bfloat16, local_files_only=True, output_loading_info=True
         )

@@ -41,7 +41,7 @@ from transformers import (
 from flash.config.learning import TrainConfig
 from flash.config.tree import ModelConfig, ParallelConfig
 from flash.errors import ConfigError
-from flash.foreign.peft import described_in
+from flash.foreign.peft import config_in
 from flash.foreign.torch import offload_inputs
 from flash.foreign.transformers import (
     default_attention,
@@ -466,5 +466,5 @@ def published_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     If the model has adapters (LoRA), these are the parameters of the adapters. Otherwise these are all parameters, also
     parameters that the model itself freezes.
     """
-    adapted = described_in(model) is not None
+    adapted = config_in(model) is not None
     return [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad or not adapted]

@@ -143,7 +143,7 @@ def make_tiny_model(
     refuse_foreign(path)
     if config.width % HEAD_DIM:
         raise ConfigError(f"tiny_model.width must be a multiple of {HEAD_DIM}, but is {config.width}")
-    from flash.foreign.transformers import open_weights, without_bars
+    from flash.foreign.transformers import hidden_progress_bars, make_weights_readable
 
     env = _example_source(env_path, env_options)
     tokenizer = _make_tokenizer(env.alphabet())
@@ -152,9 +152,9 @@ def make_tiny_model(
 
     def save() -> None:
         with atomic_folder(path) as folder:
-            with without_bars():
+            with hidden_progress_bars():
                 model.save_pretrained(folder)
-            open_weights(folder)
+            make_weights_readable(folder)
             tokenizer.save_pretrained(str(folder))
             (folder / FINGERPRINT).write_text(json.dumps(made_from, indent=2))
 
