@@ -31,7 +31,6 @@ POINTER = re.compile(rf"(?:{'|'.join(POINTERS)})\b")
 
 ROAD = (
     "samples/tasks.py",
-    "samples/admission.py",
     "samples/leases.py",
     "samples/buffer.py",
     "samples/journal.py",
@@ -58,7 +57,6 @@ ROAD = (
     "rollout/engine.py",
     "rollout/vllm/engine.py",
     "foreign/vllm.py",
-    "samples/ledger.py",
     "samples/groups.py",
     "hub/steps.py",
     "samples/batches.py",

@@ -23,10 +23,10 @@ from flash.hub.fleet import Fleet
 from flash.hub.metrics import StepMetrics
 from flash.hub.recovery import Persistence
 from flash.observe.observer import Observer
-from flash.samples.admission import AgeContract
 from flash.samples.batches import PART_BYTES
 from flash.samples.buffer import MEMBERS_AT_ONCE, SampleBuffer
 from flash.samples.evaluation import Evaluations
+from flash.samples.rules import AgeContract
 from flash.types import Published
 
 Signal = Literal["run", "batches", "engines", "versions", "backlog", "ranks"] | tuple[Literal["leases", "cancels"], int]

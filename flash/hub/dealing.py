@@ -23,11 +23,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import islice, takewhile
 
 import msgspec
 
-from flash.samples.leases import Holders
 from flash.types import Lease
 
 KEPT_S = 5.0
@@ -40,6 +40,73 @@ ten microseconds. The node asks for the rest of its share at once."""
 SLICE = 128
 """Number of leases after which a slice ends. A slice may have more leases, because the reply that is being filled when
 this number is reached still gets its whole share, up to `LEASES_AT_ONCE`."""
+
+
+class Holders:
+    """Records which node holds which lease, and which leases each node has to cancel."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[int, Lease, float]] = {}
+        """Node, lease and time at which it was granted, by the number of the lease, in the order of the times."""
+        self._of_node: dict[int, dict[int, Lease]] = {}
+        """Leases of each node, by the number of the lease."""
+        self._cancels: dict[int, list[int]] = {}
+        """Numbers of the leases to cancel, by node."""
+
+    def lend(self, node: int, leases: Iterable[Lease], now: float) -> None:
+        """Record that a node was given leases."""
+        for lease in leases:
+            self._held[lease.lease_id] = node, lease, now
+            self._of_node.setdefault(node, {})[lease.lease_id] = lease
+
+    def held(self, node: int) -> int:
+        """Return the number of leases that a node holds."""
+        return len(self._of_node.get(node, ()))
+
+    def lent_before(self, then: float) -> list[tuple[int, Lease]]:
+        """Return the leases that were lent before a time, each with its node."""
+        held = self._held.values()
+        return [(node, lease) for node, lease, _ in takewhile(lambda each: each[2] < then, held)]
+
+    def oldest(self, most: int) -> list[tuple[int, Lease, float]]:
+        """Return up to `most` leases that were lent first, each with its node and the time of lending."""
+        return list(islice(self._held.values(), most))
+
+    def oldest_of(self, node: int) -> float | None:
+        """Return the time at which the oldest lease of a node was lent; None if the node holds no lease."""
+        first = next(iter(self._of_node.get(node, ())), None)
+        return None if first is None else self._held[first][2]
+
+    def ended(self, lease_id: int) -> None:
+        """Record that a node has delivered the result of a lease. An unknown lease changes nothing."""
+        if (held := self._held.pop(lease_id, None)) is not None:
+            del self._of_node[held[0]][lease_id]
+
+    def lost(self, node: int) -> list[Lease]:
+        """Forget a node that is gone, and the leases that it should have cancelled. Returns the leases that it held."""
+        self._cancels.pop(node, None)
+        leases = list(self._of_node.pop(node, {}).values())
+        for lease in leases:
+            del self._held[lease.lease_id]
+        return leases
+
+    def withdraw(self, lease_ids: Iterable[int]) -> set[int]:
+        """Record that nodes have to cancel these leases, whose results are not needed. Returns these nodes."""
+        nodes: set[int] = set()
+        for lease_id in lease_ids:
+            if lease_id in self._held:
+                node = self._held[lease_id][0]
+                self._cancels.setdefault(node, []).append(lease_id)
+                nodes.add(node)
+        return nodes
+
+    def has_cancels(self, node: int) -> bool:
+        """Return True if a node has leases to cancel."""
+        return node in self._cancels
+
+    def take_cancels(self, node: int) -> list[int]:
+        """Return the leases that a node has to cancel, and forget them: a node is notified once."""
+        return self._cancels.pop(node, [])
 
 
 class _NodeRoom(msgspec.Struct):

@@ -40,10 +40,9 @@ from flash.hub.trainers import TrainerRanks
 from flash.hub.work import NodeWork
 from flash.observe.cluster import MOST_LEASES, HubNow, LeaseNow
 from flash.observe.observer import Observer
-from flash.samples.admission import AgeContract
 from flash.samples.buffer import SampleBuffer
 from flash.samples.evaluation import Evaluations
-from flash.samples.rules import ONE_KIND, BufferRules, Problems
+from flash.samples.rules import ONE_KIND, AgeContract, BufferRules, Problems
 from flash.samples.tasks import TaskSource
 from flash.transport.frames import ReplyT, Request, check_reply
 from flash.waiting import deadline, unwrapped_group

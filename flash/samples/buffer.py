@@ -4,7 +4,7 @@ The hub calls `lease` when a node has room, `deliver` with each result, `next_ba
 step, and `commit` when the step is trained. Each call decides, records an event in the journal, and then applies it to
 the `SampleStore`. `flash.samples.store` describes the states of tasks.
 
-- *Admission* follows the age contract (`flash.samples.admission`).
+- *Admission* follows the age contract (`flash.samples.leases.Admission`).
 - *Redundancy*: the first members of a group to finish win, and the others are withdrawn at once. In each step up to
   `rollout.extra_groups` groups are withdrawn that have a running member whose first tokens may be too old for the step:
   redundant groups take their places.
@@ -24,12 +24,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from flash.ages import SLACK
 from flash.errors import ContractError
-from flash.samples.admission import AgeContract
 from flash.samples.groups import EligibleGroups, Group, Member
 from flash.samples.journal import (
     NO_JOURNAL,
     Began,
-    BufferSettings,
     Closed,
     Committed,
     Delivered,
@@ -42,7 +40,7 @@ from flash.samples.journal import (
     Taken,
     Tidied,
 )
-from flash.samples.rules import BufferRules
+from flash.samples.rules import AgeContract, BufferRules, BufferSettings
 from flash.samples.store import BufferState, SampleStore
 from flash.samples.tasks import TaskSource
 from flash.types import Failure, Lease, Trajectory

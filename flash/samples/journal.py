@@ -18,20 +18,9 @@ from typing import Protocol
 
 import msgspec
 
-from flash.samples.admission import AgeContract
-from flash.samples.rules import BufferRules
+from flash.samples.rules import BufferSettings
 from flash.samples.tasks import Problem
 from flash.types import Failure, Trajectory
-
-
-class BufferSettings(msgspec.Struct, frozen=True):
-    """All settings on which the decisions of a buffer depend."""
-
-    contract: AgeContract
-    rules: BufferRules
-    # The encoded name is part of the format of checkpoints and journals.
-    slice_size: int = msgspec.field(name="at_once")
-    """Number of groups in one slice of the backlog."""
 
 
 class Began(msgspec.Struct, frozen=True, array_like=True, tag=0):

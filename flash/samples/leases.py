@@ -1,25 +1,29 @@
-"""Leases: the queue of tasks that wait for a node, and the nodes that hold the leased tasks. Pure state.
+"""Leases: the tasks that wait for a node, the tasks that nodes hold, and the rule which of them may start. Pure state.
 
-A lease is the right and the duty of a node to run one task. `flash.samples.store.SampleStore` owns the `LeaseTable` of
-the training tasks, and `flash.samples.evaluation` owns the table of the evaluation tasks. The buffer's
-`SampleBuffer.lease` takes tasks from the queue. Invariant: each unfinished task is either in the table's queue or *out*
-on exactly one lease. A withdrawn lease is not out any more. The reason of the withdrawal is kept until its node reports
-the number of tokens that it had generated. `Holders`, which `flash.hub.dealing.LeaseDealer` owns, records which node
-has which lease, for both tables.
+A *lease* is the right and the duty of a node to run one task. `LeaseTable` has the queue of waiting tasks and the
+leases that are *out*, that is, held by nodes. Invariant: each unfinished task is either in the queue or out on exactly
+one lease. `flash.samples.store.SampleStore` owns the table of the training tasks, and `flash.samples.evaluation` owns
+the table of the evaluation tasks. `flash.hub.dealing.Holders` records which node holds which lease, for both tables.
 
-The queue has one line for each set of nodes on which tasks have failed. To find a task that a node may run, only the
-first task of each line is checked. There are few lines, but there may be a hundred thousand tasks.
+`Admission` decides for training tasks. `SampleBuffer.lease` asks it before each lease, and `SampleStore.issue` calls
+`Admission.issue` to make the tasks of another group. The rule follows from the age contract, which bounds how many
+versions old a trained token may be: a task is leased only to a node with an engine whose version is new enough.
+
+The rule counts groups by their *places*: the order of issue, without groups that left untrained. A later place needs an
+equal or newer version. So if the first task of the queue has to wait for a version, no later task could run now either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from bisect import bisect_left, insort
+from collections.abc import Callable, Collection, Iterator, Sequence
 from heapq import heappop, heappush
-from itertools import islice, takewhile
 
 import msgspec
 
 from flash.samples.groups import Member
+from flash.samples.rules import AgeContract, BufferRules
+from flash.samples.tasks import Problem, TaskSource
 from flash.types import RETRIED, Lease, Outcome, Task
 
 QueuePlace = tuple[int, ...]
@@ -113,73 +117,6 @@ class LeaseTable:
         return self.reasons.pop(lease_id, Outcome.CANCELLED)
 
 
-class Holders:
-    """Records which node holds which lease, and which leases each node has to cancel."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, tuple[int, Lease, float]] = {}
-        """Node, lease and time at which it was granted, by the number of the lease, in the order of the times."""
-        self._of_node: dict[int, dict[int, Lease]] = {}
-        """Leases of each node, by the number of the lease."""
-        self._cancels: dict[int, list[int]] = {}
-        """Numbers of the leases to cancel, by node."""
-
-    def lend(self, node: int, leases: Iterable[Lease], now: float) -> None:
-        """Record that a node was given leases."""
-        for lease in leases:
-            self._held[lease.lease_id] = node, lease, now
-            self._of_node.setdefault(node, {})[lease.lease_id] = lease
-
-    def held(self, node: int) -> int:
-        """Return the number of leases that a node holds."""
-        return len(self._of_node.get(node, ()))
-
-    def lent_before(self, then: float) -> list[tuple[int, Lease]]:
-        """Return the leases that were lent before a time, each with its node."""
-        held = self._held.values()
-        return [(node, lease) for node, lease, _ in takewhile(lambda each: each[2] < then, held)]
-
-    def oldest(self, most: int) -> list[tuple[int, Lease, float]]:
-        """Return up to `most` leases that were lent first, each with its node and the time of lending."""
-        return list(islice(self._held.values(), most))
-
-    def oldest_of(self, node: int) -> float | None:
-        """Return the time at which the oldest lease of a node was lent; None if the node holds no lease."""
-        first = next(iter(self._of_node.get(node, ())), None)
-        return None if first is None else self._held[first][2]
-
-    def ended(self, lease_id: int) -> None:
-        """Record that a node has delivered the result of a lease. An unknown lease changes nothing."""
-        if (held := self._held.pop(lease_id, None)) is not None:
-            del self._of_node[held[0]][lease_id]
-
-    def lost(self, node: int) -> list[Lease]:
-        """Forget a node that is gone, and the leases that it should have cancelled. Returns the leases that it held."""
-        self._cancels.pop(node, None)
-        leases = list(self._of_node.pop(node, {}).values())
-        for lease in leases:
-            del self._held[lease.lease_id]
-        return leases
-
-    def withdraw(self, lease_ids: Iterable[int]) -> set[int]:
-        """Record that nodes have to cancel these leases, whose results are not needed. Returns these nodes."""
-        nodes: set[int] = set()
-        for lease_id in lease_ids:
-            if lease_id in self._held:
-                node = self._held[lease_id][0]
-                self._cancels.setdefault(node, []).append(lease_id)
-                nodes.add(node)
-        return nodes
-
-    def has_cancels(self, node: int) -> bool:
-        """Return True if a node has leases to cancel."""
-        return node in self._cancels
-
-    def take_cancels(self, node: int) -> list[int]:
-        """Return the leases that a node has to cancel, and forget them: a node is notified once."""
-        return self._cancels.pop(node, [])
-
-
 class TaskQueue:
     """Queue of the tasks that wait for a node. `Member.avoid` of a task must not change while the task waits.
 
@@ -238,3 +175,141 @@ class _Line:
         while self.places[0] not in self.waiting:
             heappop(self.places)
         return self.places[0], self.waiting[self.places[0]]
+
+
+class Admission:
+    """Decides which task may be leased to which node.
+
+    Args:
+        contract: the run's age contract.
+        rules: settings of the buffer.
+        source: gives the tasks of the next group.
+        places: the places of the groups.
+        leases: the tasks that wait or are leased.
+        next_step: the step whose batch is formed next.
+    """
+
+    def __init__(
+        self,
+        contract: AgeContract,
+        rules: BufferRules,
+        source: TaskSource,
+        places: Places,
+        leases: LeaseTable,
+        next_step: int,
+    ) -> None:
+        self._contract = contract
+        self._rules = rules
+        self._source = source
+        self.places = places
+        self._leases = leases
+        self._wave_left = 0
+        """Groups that may still be issued in this wave, if groups start in waves."""
+        self.next_step = next_step
+        """Step whose batch is formed next. No task is leased whose first token would be too old for this step."""
+        self.openings = 0
+        """Counter of events that may have made a lease possible: a task was queued again, a place was given back, or a
+        wave ended. The owner compares it with an earlier value to decide whether to offer tasks to waiting nodes."""
+        self._sizes = rules.sizes(contract.group_size)
+        """Members of a group by domain, redundant ones included."""
+        self._largest = max(self._sizes.values())
+        # With on_expire = "wait" a step waits for the groups that have begun. If such a group could not go out as a
+        # whole, the step would wait for members that wait for the next version, and so for the step.
+        whole = rules.whole_groups or rules.on_expire == "wait"
+        self._first_counted = contract.group_size - 1 if whole else 0
+        """Index from which each member needs a version of its own. If groups are leased as a whole, this is the last
+        index: all members need the version that the last member needs."""
+
+    def available(self, newest: int) -> int:
+        """Return the number of tasks that could be leased to nodes whose newest engine runs version `newest`.
+
+        The number may be too high, because it counts all members of the last group. It is 0 only if no node can get a
+        task.
+        """
+        queue = self._leases.queue
+        if queue and not self.admits(queue.first, newest):
+            return 0
+        if not self.room_for_group(newest):
+            return len(queue)
+        place = self.places.of(self._source.cursor.next_group)
+        places = min(self._contract.places_admitted(newest, self._first_counted), self._contract.last_place)
+        groups = min(places - place, self._wave_left) if self._rules.waves else places - place
+        return len(queue) + max(1, groups) * self._largest
+
+    def admits(self, member: Member, newest: int) -> bool:
+        """Return True if a queued task may be leased to a node whose newest engine runs version `newest`."""
+        return self._needed(member) <= newest
+
+    def floor(self, member: Member, versions: Sequence[int]) -> int:
+        """Return the oldest version of the given engines that may run a task. No token of the sample will be older.
+
+        At least one of the engines must be allowed to run the task (`admits`).
+        """
+        needed = self._needed(member)
+        return min(version for version in versions if version >= needed)
+
+    def room_for_group(self, newest: int) -> bool:
+        """Return True if another group may be issued for a node whose newest engine runs version `newest`."""
+        place = self.places.of(self._source.cursor.next_group)
+        if place >= self._contract.last_place or self._version(place, 0) > newest:
+            return False
+        if not self._rules.waves:
+            return True
+        if not self._leases.out and not self._leases.queue:
+            self._wave_left = self._contract.groups_per_batch + self._contract.extra_groups
+        return self._wave_left > 0
+
+    def issue(self, problem: Problem) -> list[Task]:
+        """Issue another group, for which there must be room. Returns its tasks."""
+        self._wave_left -= 1
+        return self._source.issue(problem)
+
+    def give_back(self, group_id: int) -> None:
+        """Free the place of a group that left untrained: groups that were issued after it move up by one."""
+        self.places.give_back(group_id)
+        self.openings += 1
+
+    def _needed(self, member: Member) -> int:
+        """Return the oldest engine version that may run a queued task."""
+        task, nominal = member.task, self._contract.group_size
+        size = self._sizes.get(task.kind, self._sizes[""]) - self._rules.extra_per_group
+        # A group of another size counts as a group of the run's size: its members share the same range of samples.
+        index = task.sample_index * nominal // size
+        return self._version(self.places.of(task.group_id), index)
+
+    def _version(self, place: int, index: int) -> int:
+        """Return the version that a member needs: admitted by the contract, and of use for the next step."""
+        fresh = self._contract.window_start(self.next_step)
+        return max(self._contract.min_engine_version(place, max(index, self._first_counted)), fresh)
+
+
+class Places(msgspec.Struct):
+    """Computes the places of groups: their numbers, less the number of earlier groups that left untrained.
+
+    Only the groups that left are stored, so that no group is renumbered when one leaves.
+    """
+
+    before: int = 0
+    """Groups that left untrained and were issued before all groups in `returned`."""
+    returned: list[int] = []
+    """Groups that left untrained since the oldest group in flight was issued, in ascending order."""
+
+    def of(self, group_id: int) -> int:
+        """Return the place of a group, from 0. The group may be the next one to be issued."""
+        return group_id - self.before - bisect_left(self.returned, group_id)
+
+    def first_at(self, place: int) -> int:
+        """Return the first group, issued or not, that has this place or a later one."""
+        numbers = range(len(self.returned))
+        earlier = bisect_left(numbers, place + self.before, key=lambda at: self.returned[at] - at)
+        return place + self.before + earlier
+
+    def give_back(self, group_id: int) -> None:
+        """Record that a group has left untrained."""
+        insort(self.returned, group_id)
+
+    def forget(self, oldest: int) -> None:
+        """Shorten the list of returned groups. No place of a group before `oldest` may be requested after this."""
+        gone = bisect_left(self.returned, oldest)
+        self.before += gone
+        del self.returned[:gone]

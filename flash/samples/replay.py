@@ -15,7 +15,8 @@ from contextlib import suppress
 
 from flash.errors import BreakerError, ContractError
 from flash.samples.groups import FormedBatches, FormedGroup
-from flash.samples.journal import Began, BufferSettings, Committed, Delivered, Event
+from flash.samples.journal import Began, Committed, Delivered, Event
+from flash.samples.rules import BufferSettings
 from flash.samples.store import BufferState, SampleStore
 from flash.samples.tasks import TaskSource
 from flash.types import Trajectory

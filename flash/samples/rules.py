@@ -1,9 +1,9 @@
 """Rules: the settings of a run's samples, the shares of its domains, and the breaker that stops a run which only fails.
 
-`BufferRules` is the part of the configuration that concerns samples; `flash.samples.store` and its helpers use it for
-all decisions. `DomainShares` chooses the domain of the next group, and limits the groups of each domain in a step.
-`Breaker` counts failures in a row. `DomainShares` and `Breaker` are pure state machines, and their counts are part of
-the checkpoint.
+`AgeContract` bounds how far sampling may be ahead of training. `BufferRules` has the other settings; `SampleStore` and
+its parts use both for all decisions. `DomainShares` chooses the domain of the next group, and limits the groups of each
+domain in a step. `Breaker` counts failures in a row. `DomainShares` and `Breaker` are pure state machines, and their
+counts are part of the checkpoint.
 
 A *kind* is a name that the environment gives to some of its problems. A *domain* is a kind that has a share of the
 groups and settings of its own.
@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from flash.ages import SLACK
+from flash.ages import SLACK, last_step, max_age, version_of, window
 from flash.config.decode import examine
 from flash.config.section import faults_with_teacher, sampling_faults
 from flash.config.tree import Config, RolloutConfig
@@ -36,6 +36,94 @@ hold the other domains back."""
 FILTERED_GROUPS = 16
 """Smallest limit of a domain's groups that are filtered out in a row, in groups. For a small share of a small batch,
 `FILTERED_BATCHES` alone would give a limit of one or two groups."""
+
+
+class AgeContract(msgspec.Struct, frozen=True):
+    """The age contract of a run: how far sampling may be ahead of training.
+
+    With α = async ratio and B = samples of a step, (1 + α)·B samples may be in flight. Every token trained by the step
+    that makes version n+1 was sampled by a version ≥ n − ⌈α⌉, or ≥ n − `max_token_age` if that is given. With
+    `max_token_age`, the early tokens of long answers can still be trained, while admission still follows α. Redundant
+    samples and groups are not included in these numbers.
+    """
+
+    async_ratio: float
+    """α."""
+    batch_size: int
+    """B: samples of a step."""
+    group_size: int
+    """Samples of a group, without redundant ones."""
+    steps: int
+    """Steps of the whole run."""
+    extra_groups: int = 0
+    """Number of redundant groups in flight."""
+    max_token_age: int | None = None
+    """Largest age of a trained token, in versions. None: ⌈α⌉."""
+
+    @classmethod
+    def of(cls, config: Config) -> AgeContract:
+        """Return the contract of a run."""
+        rollout, train = config.rollout, config.train
+        return cls(
+            train.async_ratio,
+            train.batch_size,
+            rollout.group_size,
+            config.run.steps,
+            rollout.extra_groups,
+            train.max_token_age,
+        )
+
+    def min_engine_version(self, place: int, sample_index: int) -> int:
+        """Return the oldest engine version that may start a sample: member `sample_index` of the group at `place`.
+
+        The published version v admits the k-th sample of the run if k ≤ (v + 1 + α)·B. Samples of groups that left
+        untrained do not count.
+        """
+        member = min(sample_index, self.group_size - 1)
+        k = (place - self.extra_groups) * self.group_size + member + 1
+        return max(0, math.ceil(k / self.batch_size - 1 - self.async_ratio - SLACK))
+
+    def places_admitted(self, version: int, sample_index: int) -> int:
+        """Return the number of places, from the first, at which a published version admits member `sample_index`."""
+        member = min(sample_index, self.group_size - 1)
+        samples = (version + 1 + self.async_ratio + SLACK) * self.batch_size
+        return math.floor((samples - member - 1) / self.group_size) + 1 + self.extra_groups
+
+    @property
+    def max_age(self) -> int:
+        """Largest age of a trained token, in versions."""
+        return max_age(self.async_ratio, self.max_token_age)
+
+    def min_token_version(self, step: int) -> int:
+        """Return the oldest version whose tokens the step that trains version `step` may use."""
+        return version_of(self.max_age, step)
+
+    def window_start(self, step: int) -> int:
+        """Return the oldest version that may begin a sample for a step.
+
+        The window depends on α only, and not on `max_token_age`. At the end of this window, finished members of a group
+        stop waiting for unfinished ones.
+        """
+        return version_of(window(self.async_ratio), step)
+
+    def last_step(self, token_version: int) -> int:
+        """Return the last step that may train a token of this version."""
+        return last_step(token_version, self.max_age)
+
+    @property
+    def splits(self) -> bool:
+        """True if a group may be trained in parts: at any α > 0, since its finished members have a last chance."""
+        return window(self.async_ratio) >= 1
+
+    @property
+    def groups_per_batch(self) -> int:
+        """Groups that one step trains."""
+        return self.batch_size // self.group_size
+
+    @property
+    def last_place(self) -> int:
+        """Number of places of the whole run: no group is issued at this place or a later one."""
+        return self.steps * self.groups_per_batch + self.extra_groups
 
 
 class DomainSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,6 +269,16 @@ class BufferRules(msgspec.Struct, frozen=True, kw_only=True):
     def samplings(self) -> dict[str, Sampling]:
         """Return the sampling settings by domain, and those of all other kinds under the empty name."""
         return {"": self.sampling, **{name: domain.sampling for name, domain in self.domains.items()}}
+
+
+class BufferSettings(msgspec.Struct, frozen=True):
+    """All settings on which the decisions of a buffer depend."""
+
+    contract: AgeContract
+    rules: BufferRules
+    # The encoded name is part of the format of checkpoints and journals.
+    slice_size: int = msgspec.field(name="at_once")
+    """Number of groups in one slice of the backlog."""
 
 
 # -- domains ---------------------------------------------------------------------------------------------------------

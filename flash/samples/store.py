@@ -9,9 +9,9 @@ counts them as trained (`_commit`). After a step was formed, `_age_group` looks 
 for the next step leave, start again, or are trained before the rest. The *floor* of a member is the oldest version that
 a token of it may have. A task is *given up* if it ends without being trained or filtered.
 
-A group occupies a *place*, which it frees if it leaves untrained (`flash.samples.admission`). *Lost* members were given
-up, *beaten* members are redundant and too late, and *alive* members are queued, leased or done. A *closed* group is of
-a problem that the present run does not have, so none of its members is started.
+A group occupies a *place*, which it frees if it leaves untrained (`flash.samples.leases.Places`). *Lost* members were
+given up, *beaten* members are redundant and too late, and *alive* members are queued, leased or done. A *closed* group
+is of a problem that the present run does not have, so none of its members is started.
 
 Conservation: every issued task is queued, leased, done, in a batch, or counted in the ledger as trained, filtered or
 given up. Its tokens are counted as trained or discarded. `in_flight` counts tasks independently of the ledger.
@@ -33,10 +33,8 @@ import msgspec
 
 from algorithms.advantages import are_equal
 from flash.errors import ContractError
-from flash.samples.admission import Admission, Places
-from flash.samples.groups import FormedBatches, FormedGroup, Group, GroupPool, Member
+from flash.samples.groups import FormedBatches, FormedGroup, Group, GroupPool, Ledger, Member
 from flash.samples.journal import (
-    BufferSettings,
     Closed,
     Committed,
     Delivered,
@@ -48,9 +46,8 @@ from flash.samples.journal import (
     Taken,
     Tidied,
 )
-from flash.samples.leases import LeaseTable, as_issued
-from flash.samples.ledger import Ledger
-from flash.samples.rules import Breaker, DomainShares, DomainTotals, Streaks
+from flash.samples.leases import Admission, LeaseTable, Places, as_issued
+from flash.samples.rules import Breaker, BufferSettings, DomainShares, DomainTotals, Streaks
 from flash.samples.tasks import Cursor, TaskSource
 from flash.types import Failure, Lease, Outcome
 

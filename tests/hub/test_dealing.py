@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash.hub.dealing import KEPT_S, LEASES_AT_ONCE, SLICE, LeaseDealer, NodeLoad, NodeShares, equal_loads
+from flash.hub.dealing import KEPT_S, LEASES_AT_ONCE, SLICE, Holders, LeaseDealer, NodeLoad, NodeShares, equal_loads
 from flash.types import Lease, Task
 
 
@@ -166,3 +166,18 @@ def test_nodes_that_do_not_wait_take_nothing_from_the_others() -> None:
     nodes.shares.stops_waiting(1)
     nodes.shares.lost(2)
     assert nodes.deal(8) == {0: 8}
+
+
+def test_a_node_is_told_once_of_the_leases_it_still_holds_and_a_lost_one_of_none() -> None:
+    one, two, three = (Lease(index, Task(index, index, 0, index), 0) for index in range(3))
+    holders = Holders()
+    holders.lend(7, [one, two], now=1.0)
+    holders.lend(8, [three], now=2.0)
+    assert holders.lent_before(1.5) == [(7, one), (7, two)]
+    holders.ended(one.lease_id)
+    holders.withdraw([one.lease_id, two.lease_id, three.lease_id])
+    assert holders.has_cancels(7)
+    assert (holders.take_cancels(7), holders.take_cancels(7)) == ([two.lease_id], [])
+    assert holders.lost(8) == [three]
+    assert not holders.has_cancels(8)
+    assert holders.lost(8) == []

@@ -10,12 +10,11 @@ import numpy as np
 from anyio.lowlevel import checkpoint
 
 from flash.hub.protocol import SnapshotReply
-from flash.samples.admission import AgeContract
 from flash.samples.buffer import MEMBERS_AT_ONCE, SampleBuffer
 from flash.samples.groups import Member
 from flash.samples.journal import NO_JOURNAL, Journal
 from flash.samples.leases import TaskQueue
-from flash.samples.rules import BufferRules
+from flash.samples.rules import AgeContract, BufferRules
 from flash.samples.store import BufferState
 from flash.samples.tasks import TaskSource
 from flash.sampling import PLAIN

@@ -18,12 +18,11 @@ from msgspec.structs import replace
 from flash.config.tree import Config, EnvConfig, ModelConfig, RolloutConfig, RunConfig
 from flash.environment.interface import Domain
 from flash.errors import BreakerError, ConfigError, ContractError
-from flash.samples.admission import AgeContract
 from flash.samples.buffer import SampleBuffer
 from flash.samples.groups import GroupFilter
 from flash.samples.journal import MemoryJournal
 from flash.samples.replay import Replay
-from flash.samples.rules import BufferRules, DomainSettings, DomainShares, Problems
+from flash.samples.rules import AgeContract, BufferRules, DomainSettings, DomainShares, Problems
 from flash.samples.store import BufferState
 from flash.samples.tasks import TaskSource
 from flash.sampling import PLAIN, Sampling

@@ -7,8 +7,8 @@ from itertools import count
 import pytest
 
 from flash.samples.groups import Member
-from flash.samples.leases import Holders, LeaseTable, as_issued, failed_last
-from flash.types import RETRIED, Lease, Outcome, Task
+from flash.samples.leases import LeaseTable, as_issued, failed_last
+from flash.types import RETRIED, Outcome, Task
 from tests.samples.cases import in_order
 
 
@@ -61,18 +61,3 @@ def test_a_withdrawn_lease_is_not_revoked_and_its_reason_is_told_once() -> None:
     assert not table.revoke(withdrawn.lease_id)
     assert table.revoke(other.lease_id)
     assert (waiting(table), table.out) == ([1], {})
-
-
-def test_a_node_is_told_once_of_the_leases_it_still_holds_and_a_lost_one_of_none() -> None:
-    one, two, three = (Lease(index, member.task, 0) for index, member in enumerate(members(3)))
-    holders = Holders()
-    holders.lend(7, [one, two], now=1.0)
-    holders.lend(8, [three], now=2.0)
-    assert holders.lent_before(1.5) == [(7, one), (7, two)]
-    holders.ended(one.lease_id)
-    holders.withdraw([one.lease_id, two.lease_id, three.lease_id])
-    assert holders.has_cancels(7)
-    assert (holders.take_cancels(7), holders.take_cancels(7)) == ([two.lease_id], [])
-    assert holders.lost(8) == [three]
-    assert not holders.has_cancels(8)
-    assert holders.lost(8) == []

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash.samples.admission import AgeContract, Places
 from flash.samples.buffer import choose
 from flash.samples.groups import Census, EligibleGroups, Group, Member
-from flash.samples.leases import TaskQueue, as_issued
+from flash.samples.leases import Places, TaskQueue, as_issued
+from flash.samples.rules import AgeContract
 from flash.samples.store import Backlog
 from flash.types import Failure, Outcome, Task
 from tests.samples.cases import finish_all, in_order, lease_all, make_buffer, trajectory
