@@ -31,7 +31,7 @@ from benchmarks.real.recording_probe import FILE
 from benchmarks.training import train
 from flash.config.load import load
 from flash.observe.rundir.recording import read_batch, recorded_steps
-from flash.samples.batches import deal
+from flash.samples.batches import split_into_shards
 from flash.trainer.statistics import ShownTokens
 from flash.waiting import run_to_end
 
@@ -88,7 +88,7 @@ def looked_ms(run: Path) -> float:
         trainer = Trainer(load([run / "config.toml"], []))
         steps = recorded_steps(run / "batches")
         for step in steps:
-            (shard,) = run_to_end(deal(read_batch(run / "batches", step), 1))
+            (shard,) = run_to_end(split_into_shards(read_batch(run / "batches", step), 1))
             trainer.version = step
             trainer.train_step(shard)
     finally:

@@ -35,7 +35,7 @@ from flash.hub import protocol as p
 from flash.hub.hub import Hub
 from flash.hub.recovery import Persistence
 from flash.observe.observer import MemoryObserver
-from flash.samples.batches import deal
+from flash.samples.batches import split_into_shards
 from flash.samples.journal import NO_JOURNAL, Journal
 from flash.samples.rules import ONE_KIND
 from flash.transport.frames import Request
@@ -286,7 +286,7 @@ def branches(count: int, length: int = 10_000, own: int = 1000) -> list[Row]:
         branches=tuple(range(0, count * length, length)),
     )
     slices, begun = list[float](), time.thread_time()
-    for _ in chain(deal(Batch(0, 0, [episode, episode], []), 2), [None]):
+    for _ in chain(split_into_shards(Batch(0, 0, [episode, episode], []), 2), [None]):
         slices.append(1e3 * (time.thread_time() - begun))
         begun = time.thread_time()
     case = f"two episodes of {count:,} branches of {length:,} tokens"

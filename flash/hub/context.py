@@ -24,7 +24,7 @@ from flash.hub.metrics import StepMetrics
 from flash.hub.recovery import Persistence
 from flash.observe.observer import Observer
 from flash.samples.batches import PART_BYTES
-from flash.samples.buffer import MEMBERS_AT_ONCE, SampleBuffer
+from flash.samples.buffer import MEMBERS_PER_SLICE, SampleBuffer
 from flash.samples.evaluation import Evaluations
 from flash.samples.rules import AgeContract
 from flash.types import Published
@@ -154,7 +154,7 @@ class RunProgress:
 class SliceLimits(NamedTuple):
     """Limits on the work that the hub does at once, before other tasks are served."""
 
-    members: int = MEMBERS_AT_ONCE
+    members: int = MEMBERS_PER_SLICE
     """Number of samples whose groups are processed in one slice."""
     part_bytes: int = PART_BYTES
     """Bytes of a trainer rank's shard that one message may hold."""

@@ -53,7 +53,7 @@ class Holders:
         self._cancels: dict[int, list[int]] = {}
         """Numbers of the leases to cancel, by node."""
 
-    def lend(self, node: int, leases: Iterable[Lease], now: float) -> None:
+    def granted(self, node: int, leases: Iterable[Lease], now: float) -> None:
         """Record that a node was given leases."""
         for lease in leases:
             self._held[lease.lease_id] = node, lease, now
@@ -63,7 +63,7 @@ class Holders:
         """Return the number of leases that a node holds."""
         return len(self._of_node.get(node, ()))
 
-    def lent_before(self, then: float) -> list[tuple[int, Lease]]:
+    def granted_before(self, then: float) -> list[tuple[int, Lease]]:
         """Return the leases that were lent before a time, each with its node."""
         held = self._held.values()
         return [(node, lease) for node, lease, _ in takewhile(lambda each: each[2] < then, held)]
@@ -352,7 +352,7 @@ class LeaseDealer:
                 leases: list[Lease] = []
                 while len(leases) < wanted and (more := self._lease(node)):
                     leases += more
-                self.holders.lend(node, leases, now)
+                self.holders.granted(node, leases, now)
                 reply += leases
                 dealt += len(leases)
                 if len(leases) < wanted:

@@ -106,7 +106,7 @@ class Hub:
             step=version,
             state=state.buffer if state is not None else None,
             lease_ids=lease_ids,
-            members_at_once=limits.members,
+            members_per_slice=limits.members,
             journal=persistence.journal,
         )
         self.samples = self.buffer.samples

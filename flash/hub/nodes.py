@@ -176,7 +176,7 @@ class Nodes:
                 await anyio.sleep(waits.SECOND_LOOK_S)
             for node in self._heartbeats.silent(anyio.current_time()):
                 self._handle_silence(node)
-            for node, lease in self._work.holders.lent_before(self._now() - limit):
+            for node, lease in self._work.holders.granted_before(self._now() - limit):
                 message = f"node {node} did not end lease {lease.lease_id} within {limit:g} s"
                 self._observer.note(f"{message}: its task is tried again")
                 self._work.take_back(node, lease, message)

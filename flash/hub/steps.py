@@ -26,7 +26,7 @@ from flash.hub.nodes import WeightVersions
 from flash.hub.recovery import HubState
 from flash.hub.trainers import TrainerRanks
 from flash.hub.work import NodeWork
-from flash.samples.batches import cut, deal, gather, mean_metrics, sample_metrics
+from flash.samples.batches import gather, mean_metrics, sample_metrics, split_into_messages, split_into_shards
 from flash.transport.frames import encoded_pieces
 from flash.types import Batch, Published, Shard
 from flash.waiting import free_in_slices, run_in_slices
@@ -183,7 +183,7 @@ class TrainingSteps:
             self._work.deal()
             min_version = self._contract.min_token_version(self._progress.version)
             batch = gather(groups, self._progress.version, min_version)
-            shards = await self._deal(batch)
+            shards = await self._split_batch(batch)
             # Before any rank trains the batch: ranks that start again must get the same one, even from the next hub.
             await self._persistence.journal.written()
             self._shards = shards
@@ -196,13 +196,13 @@ class TrainingSteps:
                 self._progress.batch = "none"
             self._progress.send("run", "batches")
 
-    async def _deal(self, batch: Batch) -> list[list[Shard]]:
+    async def _split_batch(self, batch: Batch) -> list[list[Shard]]:
         """Divide a batch into one shard per data rank, balanced by tokens, and cut each shard into parts.
 
         A part is the share of a shard that travels in one message.
         """
-        shards = await run_in_slices(deal(batch, self._config.data_shards, self._config.train.minibatches))
-        return [await run_in_slices(cut(shard, self._part_bytes)) for shard in shards]
+        shards = await run_in_slices(split_into_shards(batch, self._config.data_shards, self._config.train.minibatches))
+        return [await run_in_slices(split_into_messages(shard, self._part_bytes)) for shard in shards]
 
     def _part(
         self, shards: list[list[Shard]], request: p.BatchRequest, incarnation: int, *, keeps: bool, saves: bool
@@ -236,7 +236,7 @@ class TrainingSteps:
             keeps = request.step + 1 == progress.version and progress.batch == "none"
             repeated = self._repeated = _RepeatedStep(incarnation, request.step, keeps)
             try:
-                repeated.shards = await self._deal(await history.batch(request.step))
+                repeated.shards = await self._split_batch(await history.batch(request.step))
             except FlashError as error:
                 raise self._trainers.end_without_recovery(error) from error
             progress.send("batches")

@@ -63,7 +63,7 @@ class LeaseClaims:
         for lease in presented:
             member = self._leases.out.get(lease.lease_id) if lease.lease_id in self._open else None
             # A node may present anything, so a lease counts only if its task and version are those that were granted.
-            if member is not None and (member.task, member.floor) == (lease.task, lease.min_version):
+            if member is not None and (member.task, member.oldest_version) == (lease.task, lease.min_version):
                 self._open.discard(lease.lease_id)
                 kept.append(lease)
         return kept
@@ -244,7 +244,7 @@ class NodeWork:
         """Do all work in the buffer's backlog, in slices. Other tasks are served after each slice."""
         while self._samples.backlog:
             try:
-                self._buffer.tidy()
+                self._buffer.do_slice()
             except FlashError as error:
                 self._progress.fail(error)
             self.pass_on_withdrawals()
@@ -272,9 +272,9 @@ class NodeWork:
 
     def pass_on_withdrawals(self) -> None:
         """Pass withdrawn leases of the buffer to the cancel requests of their nodes, and its notes to the observer."""
-        for node in self.holders.withdraw(self._samples.leases.withdrawn):
+        for node in self.holders.withdraw(self._samples.leases.to_cancel):
             self._progress.send(("cancels", node))
-        self._samples.leases.withdrawn.clear()
+        self._samples.leases.to_cancel.clear()
         for note in self._samples.notes:
             self._observer.note(note)
         self._samples.notes.clear()
@@ -295,7 +295,7 @@ class NodeWork:
         kept = self.claims.claim(request.leases)
         if kept:
             self._metrics.sampling_began(self._now())
-        self.holders.lend(request.node, kept, self._now())
+        self.holders.granted(request.node, kept, self._now())
         return p.ClaimReply([lease.lease_id for lease in kept])
 
     async def expire_claims(self) -> None:

@@ -25,7 +25,7 @@ from flash.errors import ConfigError
 from flash.foreign.torch import single_process_group
 from flash.observe.rundir.recording import read_batch, recorded_steps
 from flash.observe.rundir.rundir import RunDirectory
-from flash.samples.batches import deal
+from flash.samples.batches import split_into_shards
 from flash.trainer.checkpoint_files import complete_checkpoints, damaged_checkpoints, read_manifest
 from flash.waiting import run_to_end
 
@@ -169,7 +169,7 @@ def replay(
             checkpoint.load(course.checkpoint, trainer)
         begun = {name: weight.clone() for name, weight in _weights(trainer).items()}
         for number in range(course.first, course.last):
-            (shard,) = run_to_end(deal(read_batch(folder, number), shards=1))
+            (shard,) = run_to_end(split_into_shards(read_batch(folder, number), shards=1))
             step({"step": number, **trainer.train_step(shard)})
             if trainer.version in course.compared:
                 comparison(_compare(trainer, course.compared[trainer.version], begun))

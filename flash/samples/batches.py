@@ -21,10 +21,10 @@ from flash.branches import IntArray, count_trained_branches, sort_by_prefix
 from flash.samples.groups import Group
 from flash.types import Batch, BatchSample, Shard, ShardSample, Trajectory
 
-SAMPLES_AT_ONCE = 512
+SAMPLES_PER_SLICE = 512
 """Number of samples that are dealt or measured in one slice. Each sample takes up to ten microseconds."""
 HALVINGS_PER_SHARD = 4
-"""Largest number of times that `_balanced` halves a group or a part of a group, per shard."""
+"""Largest number of times that `_balance` halves a group or a part of a group, per shard."""
 PART_BYTES = 1 << 26
 """Approximate bytes of samples in one part of a shard. This is far below the limit of a message. It also bounds the
 memory that the encoded parts, one for each rank, take on the hub beside the batch itself."""
@@ -44,8 +44,8 @@ def minibatch_of(groups: Sequence[int], minibatches: int) -> dict[int, int]:
     return {group: index * minibatches // len(ordered) for index, group in enumerate(ordered)}
 
 
-def deal(
-    batch: Batch, shards: int, minibatches: int = 1, slice_size: int = SAMPLES_AT_ONCE
+def split_into_shards(
+    batch: Batch, shards: int, minibatches: int = 1, slice_size: int = SAMPLES_PER_SLICE
 ) -> Generator[None, None, list[Shard]]:
     """Divide a batch into shards that have about the same number of tokens to compute in each minibatch.
 
@@ -74,7 +74,7 @@ def deal(
             parts[minibatch[entry.group_id]].append(index)
         dealt = [[] for _ in range(shards)]
         for part in parts:
-            for indices, more in zip(dealt, (yield from _balanced(batch.trajectories, part, shards)), strict=True):
+            for indices, more in zip(dealt, (yield from _balance(batch.trajectories, part, shards)), strict=True):
                 indices += more
     return [
         Shard(
@@ -90,7 +90,7 @@ def deal(
     ]
 
 
-class _Group(NamedTuple):
+class _SortedGroup(NamedTuple):
     """The samples of a group, ordered so that samples with a long common beginning are neighbours.
 
     A sample has one token sequence, or one for each branch.
@@ -102,47 +102,47 @@ class _Group(NamedTuple):
     """Sample of each sequence of the group, as a position in `indices`. The sequences are sorted by their tokens."""
     lengths: list[int]
     """Number of tokens of each sequence."""
-    known: list[int]
+    shared: list[int]
     """Number of leading tokens that each sequence shares with the sequence before it (`sort_by_prefix`)."""
 
-    def run(self, samples: range) -> _Run:
+    def block(self, samples: range) -> _Block:
         """Return the samples at the positions `samples` of the group, with the number of tokens to compute for them."""
         tokens = common = 0
-        for sample, length, known in zip(self.sample_of, self.lengths, self.known, strict=True):
-            # `common`: tokens that this sequence shares with the last one of the run. In sorted order, two sequences
+        for sample, length, shared in zip(self.sample_of, self.lengths, self.shared, strict=True):
+            # `common`: tokens that this sequence shares with the last one of the block. In sorted order, two sequences
             # share the smallest number of tokens that two neighbours between them share.
-            common = min(common, known)
+            common = min(common, shared)
             if sample in samples:
                 tokens, common = tokens + length - common, length
-        return _Run(tokens, self, samples)
+        return _Block(tokens, self, samples)
 
 
-class _Run(NamedTuple):
+class _Block(NamedTuple):
     """Neighbouring samples of a group, which go to one shard together."""
 
     tokens: int
     """Number of tokens to compute for these samples; shared beginnings count once."""
-    group: _Group
+    group: _SortedGroup
     samples: range
     """Positions of the samples in `group.indices`."""
 
 
-def _whole_group(trajectories: Sequence[Trajectory], indices: list[int]) -> Generator[None, None, _Run]:
-    """Return all samples of a group as one run, ordered by their tokens. `indices` are the samples' places in the
+def _whole_group(trajectories: Sequence[Trajectory], indices: list[int]) -> Generator[None, None, _Block]:
+    """Return all samples of a group as one block, ordered by their tokens. `indices` are the samples' places in the
     batch."""
     parts: list[tuple[int, IntArray]] = []
     for index in indices:
         trajectory = trajectories[index]
         tokens, ends = trajectory.tokens(), (*trajectory.branches, trajectory.length)
         parts += [(index, tokens[begin:end]) for begin, end in pairwise(ends)]
-    order, known = yield from sort_by_prefix([tokens for _, tokens in parts])
+    order, shared = yield from sort_by_prefix([tokens for _, tokens in parts])
     ordered = list(dict.fromkeys(parts[each][0] for each in order))
     position = {index: count for count, index in enumerate(ordered)}
     sample_of, lengths = ([position[parts[each][0]] for each in order], [len(parts[each][1]) for each in order])
-    return _Group(ordered, sample_of, lengths, known).run(range(len(ordered)))
+    return _SortedGroup(ordered, sample_of, lengths, shared).block(range(len(ordered)))
 
 
-def _balanced(
+def _balance(
     trajectories: Sequence[Trajectory], among: Sequence[int], shards: int
 ) -> Generator[None, None, list[list[int]]]:
     """Divide the samples with the indices `among` among the shards. Returns the indices of each shard's samples.
@@ -155,34 +155,34 @@ def _balanced(
     members: dict[int, list[int]] = {}
     for index in among:
         members.setdefault(trajectories[index].task.group_id, []).append(index)
-    runs: list[_Run] = []
+    blocks: list[_Block] = []
     for indices in members.values():
-        runs.append((yield from _whole_group(trajectories, indices)))
+        blocks.append((yield from _whole_group(trajectories, indices)))
         yield
-    best, fullest = list[list[_Run]](), math.inf
+    best, fullest = list[list[_Block]](), math.inf
     for _ in range(HALVINGS_PER_SHARD * shards):
-        dealt: list[list[_Run]] = [[] for _ in range(shards)]
+        dealt: list[list[_Block]] = [[] for _ in range(shards)]
         loads = [(0, shard) for shard in range(shards)]
-        for run in sorted(runs, key=lambda run: -run.tokens):
+        for block in sorted(blocks, key=lambda block: -block.tokens):
             load, shard = loads[0]
-            dealt[shard].append(run)
-            heapq.heapreplace(loads, (load + run.tokens, shard))
+            dealt[shard].append(block)
+            heapq.heapreplace(loads, (load + block.tokens, shard))
         load, shard = max(loads)
         if load < fullest:
             best, fullest = dealt, load
         yield
-        divisible = [run for run in dealt[shard] if len(run.samples) > 1]
+        divisible = [block for block in dealt[shard] if len(block.samples) > 1]
         if not divisible:
             break
-        largest = max(divisible, key=lambda run: run.tokens)
+        largest = max(divisible, key=lambda block: block.tokens)
         middle = len(largest.samples) // 2
-        halves = [largest.group.run(half) for half in (largest.samples[:middle], largest.samples[middle:])]
-        runs = [*(run for run in runs if run is not largest), *halves]
-    return [[run.group.indices[sample] for run in each for sample in run.samples] for each in best]
+        halves = [largest.group.block(half) for half in (largest.samples[:middle], largest.samples[middle:])]
+        blocks = [*(block for block in blocks if block is not largest), *halves]
+    return [[block.group.indices[sample] for block in each for sample in block.samples] for each in best]
 
 
-def cut(
-    shard: Shard, part_bytes: int = PART_BYTES, slice_size: int = SAMPLES_AT_ONCE
+def split_into_messages(
+    shard: Shard, part_bytes: int = PART_BYTES, slice_size: int = SAMPLES_PER_SLICE
 ) -> Generator[None, None, list[Shard]]:
     """Cut a shard into parts of about `part_bytes`, each with at least one sample if the shard has any.
 
@@ -224,7 +224,7 @@ def mean_metrics(rows: Iterable[Mapping[str, float]]) -> Generator[None, None, d
     for number, metrics in enumerate(rows, start=1):
         for name, value in metrics.items():
             values.setdefault(name, []).append(value)
-        if number % SAMPLES_AT_ONCE == 0:
+        if number % SAMPLES_PER_SLICE == 0:
             yield
     # Each value is divided before the sum, so that the sum of large values cannot overflow.
     return {name: math.fsum(value / len(each) for value in each) for name, each in sorted(values.items())}

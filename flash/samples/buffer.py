@@ -14,7 +14,7 @@ the `SampleStore`. `flash.samples.store` describes the states of tasks.
   trained in a later step, in addition to the groups of that step.
 
 The time of a call does not grow with the number of samples in flight. Work on many groups goes into a backlog. The
-owner calls `tidy` until the backlog is empty; no batch is formed before that.
+owner calls `do_slice` until the backlog is empty; no batch is formed before that.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from flash.samples.journal import (
     Event,
     Issued,
     Journal,
-    Lent,
+    Leased,
     Revoked,
+    SliceDone,
     Taken,
-    Tidied,
 )
 from flash.samples.rules import AgeContract, BufferRules, BufferSettings
 from flash.samples.store import BufferState, SampleStore
 from flash.samples.tasks import TaskSource
 from flash.types import Failure, Lease, Trajectory
 
-MEMBERS_AT_ONCE = 512
+MEMBERS_PER_SLICE = 512
 """Number of members whose groups are processed in one slice. Each member takes at most ten microseconds."""
 
 
@@ -59,7 +59,7 @@ class SampleBuffer:
         step: the version that the trainer ranks hold.
         state: the state that a previous hub has left; None in a new run.
         lease_ids: numbers of new leases, which training and evaluation share. None: the numbers from 0.
-        members_at_once: number of samples whose groups are processed in one slice. A slice has at least one group.
+        members_per_slice: number of samples whose groups are processed in one slice. A slice has at least one group.
         journal: records every event before it is applied.
     """
 
@@ -72,10 +72,10 @@ class SampleBuffer:
         step: int = 0,
         state: BufferState | None = None,
         lease_ids: Iterator[int] | None = None,
-        members_at_once: int = MEMBERS_AT_ONCE,
+        members_per_slice: int = MEMBERS_PER_SLICE,
         journal: Journal = NO_JOURNAL,
     ) -> None:
-        settings = BufferSettings(contract, rules, max(1, members_at_once // contract.group_size))
+        settings = BufferSettings(contract, rules, max(1, members_per_slice // contract.group_size))
         self.journal = journal
         journal.record(Began(step, settings))
         self.samples = SampleStore(settings, source, step=step, state=state, lease_ids=lease_ids)
@@ -84,7 +84,7 @@ class SampleBuffer:
         self.journal.record(event)
         self.samples.apply(event)
 
-    def tidy(self) -> bool:
+    def do_slice(self) -> bool:
         """Do one slice of the backlog. Returns True if work is left.
 
         Raises:
@@ -92,7 +92,7 @@ class SampleBuffer:
             ContractError: the ledger does not account for each task and token.
         """
         if self.samples.backlog:
-            self._record_and_apply(Tidied())
+            self._record_and_apply(SliceDone())
         return bool(self.samples.backlog)
 
     # -- leases ------------------------------------------------------------------------------------------------------
@@ -118,31 +118,33 @@ class SampleBuffer:
         """
         newest, admission = max(versions, default=-1), self.samples.admission
         if (member := self.samples.leases.queue.first_for(node, nodes)) is not None:
-            return self._lend([member], versions, node)[0] if admission.admits(member, newest) else None
+            return self._lease_members([member], versions, node)[0] if admission.admits(member, newest) else None
         if not admission.room_for_group(newest):
             return None
         domain = self.samples.domains.next(self.samples.quarantined)
         # `lease` needs the tasks and leases that the events make, so it does not apply the events with `apply`.
         issued = Issued(self.samples.source.next_problem(domain))
         self.journal.record(issued)
-        return self._lend(self.samples.issue(issued).members[:1], versions, node)[0]
+        return self._lease_members(self.samples.issue(issued).members[:1], versions, node)[0]
 
     def lease_rest(self, lease: Lease, versions: Sequence[int], node: int = 0) -> list[Lease]:
         """Lease the queued members of the group of `lease` to the node that got `lease`."""
         queued = [member for member in self.samples.pool[lease.task.group_id].members if member.state == "queued"]
-        return self._lend(queued, versions, node) if queued else []
+        return self._lease_members(queued, versions, node) if queued else []
 
-    def _lend(self, members: Sequence[Member], versions: Sequence[int], node: int) -> list[Lease]:
+    def _lease_members(self, members: Sequence[Member], versions: Sequence[int], node: int) -> list[Lease]:
         """Lease queued tasks of one group to a node whose engines run `versions`.
 
         Each lease carries its floor: the oldest version that a token of the task can have, which is the version of the
         slowest engine of the node that may run the task.
         """
-        floor, ids = self.samples.admission.floor, self.samples.leases.ids
-        numbered = [(next(ids), member.task.sample_index, floor(member, versions)) for member in members]
-        lent = Lent(members[0].task.group_id, node, numbered)
-        self.journal.record(lent)
-        return self.samples.lend(lent)
+        admission, ids = self.samples.admission, self.samples.leases.ids
+        numbered = [
+            (next(ids), member.task.sample_index, admission.oldest_version(member, versions)) for member in members
+        ]
+        leased = Leased(members[0].task.group_id, node, numbered)
+        self.journal.record(leased)
+        return self.samples.lease(leased)
 
     # -- results -----------------------------------------------------------------------------------------------------
 
@@ -174,7 +176,7 @@ class SampleBuffer:
         """Return the groups of the step that trains version `version`.
 
         None while too few groups are complete, or while the chosen groups are still being collected. In the second case
-        the caller calls `tidy` and then this function again.
+        the caller calls `do_slice` and then this function again.
         """
         samples = self.samples
         if not samples.backlog and samples.batches.step != version and (chosen := self._choose(version)) is not None:
@@ -199,7 +201,7 @@ class SampleBuffer:
         if window is not None:
             end = math.floor((version + window) * samples.contract.groups_per_batch + SLACK)
             before = samples.admission.places.first_at(end)
-        groups = (samples.contract, version, samples.pool.eligible, samples.pool.census.begun)
+        groups = (samples.contract, version, samples.pool.eligible, samples.pool.counts.begun)
         limits = samples.domains.limits(samples.quarantined)
         chosen = choose(*groups, before=before, wait=samples.rules.on_expire == "wait", limits=limits)
         if chosen is None and not samples.leases.out and not self.available(version):
@@ -216,7 +218,7 @@ class SampleBuffer:
         """
         if not self.samples.batches.training or self.samples.batches.step != version:
             raise ContractError(f"step {version} was committed, but no batch was formed for it")
-        self._record_and_apply(Committed(version, self.samples.books))
+        self._record_and_apply(Committed(version, self.samples.counts))
 
     def close(self) -> None:
         """Withdraw all groups that are left after the last step, and count their tokens as discarded."""

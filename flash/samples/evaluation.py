@@ -18,7 +18,7 @@ from flash.config.tree import EvalConfig
 from flash.observe.stats import mean_interval
 from flash.samples.batches import mean_metrics, sample_metrics
 from flash.samples.groups import Member
-from flash.samples.leases import LeaseTable, failed_last
+from flash.samples.leases import LeaseTable, by_attempt
 from flash.samples.tasks import held_out_tasks
 from flash.sampling import Sampling
 from flash.types import Failure, Lease, Trajectory
@@ -123,21 +123,21 @@ class Evaluations:
         }
         self._due: list[int] = []
         self._round: EvalRound | None = None
-        self._leases = LeaseTable(lease_ids, retries, failed_last)
+        self._leases = LeaseTable(lease_ids, retries, by_attempt)
 
     def published(self, version: int) -> None:
         """Evaluate a published version if an evaluation is due: now, or after the running round."""
-        due = self._is_wanted(version)
+        due = self._is_scheduled(version)
         if version == self._first_version:
             # At the start of a hub, a round is due unless the newest version that was due so far, or a later version,
             # has a result.
-            newest = max(filter(self._is_wanted, range(version + 1)))
+            newest = max(filter(self._is_scheduled, range(version + 1)))
             due = not any(newest <= done <= version for done in self._evaluated)
         if due:
             self._due.append(version)
         self._begin()
 
-    def _is_wanted(self, version: int) -> bool:
+    def _is_scheduled(self, version: int) -> bool:
         """Return True if the configuration asks for an evaluation of this version."""
         every = self._config.every
         return version in (0, self._steps) or (every > 0 and version % every == 0)

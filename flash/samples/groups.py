@@ -9,9 +9,9 @@ is queued or leased any more. Lost members leave the group smaller. A group may 
 if its finished members would become too old before the others are done. Later parts know the rewards of earlier ones.
 
 A step may take a group from the pool while it is *ready* (complete and not filtered out) or *expiring* (nearly
-complete, with members that no later step could train). After each change of a group, `Census` counts this group again
-and updates its sums, so that a number over all groups never needs a loop over them. `Ledger` counts
-what has become of every task and token. Both count independently, so that they can be compared.
+complete, with members that no later step could train). After each change of a group, `PoolCounts` counts this group
+again and updates its sums, so that a number over all groups never needs a loop over them. `Ledger` counts what has
+become of every task and token. Both count independently, so that they can be compared.
 
 Law of conservation: `issued = trained + filtered + given_up + in_flight` and
 `generated = trained_tokens + discarded_tokens + buffered_tokens` hold after every event. `Ledger.check` checks it.
@@ -31,7 +31,7 @@ from algorithms.advantages import are_equal
 from flash.errors import ContractError
 from flash.types import BatchSample, Outcome, Task, Trajectory
 
-MOST_MISSING = 0.25
+LARGEST_MISSING_SHARE = 0.25
 """Largest share of a group that may be unfinished when the other members are trained without it. With fewer finished
 members, the mean of their rewards would be a poor baseline for their advantages."""
 
@@ -48,7 +48,7 @@ class Member(msgspec.Struct, gc=False):
     """Number of the lease, while leased."""
     node: int = 0
     """Node that holds the lease, while leased."""
-    floor: int = 0
+    oldest_version: int = msgspec.field(default=0, name="floor")
     """Oldest policy version that a token of the task can have, while leased or done: the version of the slowest engine
     that may run it."""
     avoid: tuple[int, ...] = ()
@@ -62,7 +62,8 @@ class Group(msgspec.Struct, gc=False):
 
     group_id: int
     """Number of the group, from 0 in the order of issue."""
-    wanted: int
+    # The encoded names of `results_needed`, `oldest_version` and `counted` are part of the format of checkpoints.
+    results_needed: int = msgspec.field(name="wanted")
     """Number of finished members that make the group complete. More members may be issued; they are redundant, so that
     the group need not wait for the slowest ones."""
     members: list[Member]
@@ -81,11 +82,16 @@ class Group(msgspec.Struct, gc=False):
         return self.members[0].task.kind
 
     @property
+    def partly_trained(self) -> bool:
+        """True if an earlier step has trained some members, as a part of the group."""
+        return bool(self.earlier)
+
+    @property
     def complete(self) -> bool:
         """True if enough members are done, or some are done and none is queued or leased. Members that an earlier step
         has trained count as done."""
         done = self.count("done")
-        return done + len(self.earlier) >= self.wanted or (done > 0 and self.pending == 0)
+        return done + len(self.earlier) >= self.results_needed or (done > 0 and self.pending == 0)
 
     def expiring(self, min_version: int) -> bool:
         """Return True if nearly all members are done, and one of them has no token of `min_version` or newer.
@@ -93,7 +99,7 @@ class Group(msgspec.Struct, gc=False):
         `min_version` is the oldest version whose tokens the next step can train, so that member would be lost to it.
         """
         done = self.trajectories()
-        few_missing = 0 < self.pending <= self.wanted * MOST_MISSING
+        few_missing = 0 < self.pending <= self.results_needed * LARGEST_MISSING_SHARE
         return few_missing and len(done) > 1 and any(t.trained_tokens(min_version) == 0 for t in done)
 
     def split_done(self) -> Group:
@@ -103,7 +109,7 @@ class Group(msgspec.Struct, gc=False):
         """
         part = [msgspec.structs.replace(member) for member in self.members if member.state == "done"]
         entries = [trajectory.entry() for trajectory in self.trajectories()]
-        now = Group(self.group_id, self.wanted, part, self.earlier, counted=self.counted)
+        now = Group(self.group_id, self.results_needed, part, self.earlier, counted=self.counted)
         for member in self.members:
             if member.state == "done":
                 member.state, member.trajectory = "trained", None
@@ -186,7 +192,7 @@ class GroupPool:
         """Groups of which a step has trained a part."""
         self._copies: dict[int, Group] = {}
         """Copies made ahead of a snapshot, of groups that have not changed since."""
-        self.census = Census()
+        self.counts = PoolCounts()
         self.eligible = EligibleGroups()
         """Groups that a step may take: those that are ready or expiring and have a started member."""
 
@@ -219,12 +225,12 @@ class GroupPool:
         """Count a group again after one of its members has changed."""
         group_id = group.group_id
         self._copies.pop(group_id, None)
-        oldest = self.census.count(group).oldest
+        oldest = self.counts.count(group).oldest
         if oldest is not None and (group_id in self._ready or group_id in self._expiring):
             self.eligible.put(group_id, oldest, group.kind)
         else:
             self.eligible.remove(group_id)
-        if group.earlier:
+        if group.partly_trained:
             self._in_parts.add(group_id)
 
     def put_waiting(self, group: Group, *, expiring: bool = False) -> None:
@@ -239,13 +245,13 @@ class GroupPool:
             self._expiring.add(group.group_id)
         self.recount(group)
 
-    def put_ready(self, group: Group) -> None:
+    def mark_ready(self, group: Group) -> None:
         """Mark a group of the pool as ready: complete and not filtered out."""
         self._expiring.discard(group.group_id)
         self._ready.add(group.group_id)
         self.recount(group)
 
-    def put_chosen(self, group_ids: Iterable[int]) -> None:
+    def mark_chosen(self, group_ids: Iterable[int]) -> None:
         """Mark groups that a step will take as they are, complete or not.
 
         Members that finish before `take` are trained with them.
@@ -259,7 +265,7 @@ class GroupPool:
         rest of the group stays in the pool if any member is queued or leased.
         """
         group = self._groups[group_id]
-        whole = group.complete and not group.earlier
+        whole = group.complete and not group.partly_trained
         part = group if whole else group.split_done()
         if whole or group.pending == 0:
             self.remove(group_id)
@@ -273,7 +279,7 @@ class GroupPool:
         for marked in (self._ready, self._expiring, self._in_parts):
             marked.discard(group_id)
         self.eligible.remove(group_id)
-        self.census.forget(group_id)
+        self.counts.forget(group_id)
 
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
@@ -295,7 +301,7 @@ class GroupPool:
 
 
 class GroupCount(NamedTuple):
-    """Counts of one group, which `Census` sums up."""
+    """Counts of one group, which `PoolCounts` sums up."""
 
     alive: int
     """Number of members that may still be trained: queued, leased or done."""
@@ -322,13 +328,13 @@ class GroupCount(NamedTuple):
                 tokens += member.trajectory.action_count
             else:
                 continue
-            if oldest is None or member.floor < oldest:
-                oldest = member.floor
-        complete = done + len(group.earlier) >= group.wanted or (done > 0 and pending == 0)
+            if oldest is None or member.oldest_version < oldest:
+                oldest = member.oldest_version
+        complete = done + len(group.earlier) >= group.results_needed or (done > 0 and pending == 0)
         return cls(done + pending, tokens, oldest, complete)
 
 
-class Census:
+class PoolCounts:
     """Counts over all groups of a pool, kept up to date group by group."""
 
     def __init__(self) -> None:
@@ -462,20 +468,20 @@ class EligibleGroups:
     def __init__(self) -> None:
         self._groups: dict[int, dict[str, list[int]]] = {}
         """Group numbers in ascending order, by oldest version of the group's tokens, then by kind."""
-        self._places: dict[int, tuple[int, str]] = {}
+        self._keys: dict[int, tuple[int, str]] = {}
         """Oldest version and kind of each group."""
 
     def put(self, group_id: int, oldest: int, kind: str = "") -> None:
         """Add a group whose oldest token is of version `oldest`. A group that is here already is moved."""
-        if self._places.get(group_id) == (oldest, kind):
+        if self._keys.get(group_id) == (oldest, kind):
             return
         self.remove(group_id)
-        self._places[group_id] = oldest, kind
+        self._keys[group_id] = oldest, kind
         insort(self._groups.setdefault(oldest, {}).setdefault(kind, []), group_id)
 
     def remove(self, group_id: int) -> None:
         """Remove a group, if it is here."""
-        if (place := self._places.pop(group_id, None)) is None:
+        if (place := self._keys.pop(group_id, None)) is None:
             return
         oldest, kind = place
         groups = self._groups[oldest][kind]
@@ -508,7 +514,7 @@ class EligibleGroups:
                 found[oldest] = chosen
                 size -= len(chosen)
                 for group_id in chosen if left else ():
-                    if (kind := self._places[group_id][1]) in left:
+                    if (kind := self._keys[group_id][1]) in left:
                         left[kind] -= 1
             if size == 0:
                 return found
@@ -549,18 +555,18 @@ class FormedBatches:
         """First step after all steps with a formed batch; 0 if there are none."""
         return max(self.formed, default=-1) + 1
 
-    def train(self, group: Group) -> None:
+    def add_to_step(self, group: Group) -> None:
         """Add a group, or a part of a group, to the running step."""
         self.training[group.group_id] = group
         self._count(group, 1)
 
-    def trained(self, group_id: int) -> Group:
+    def remove_from_step(self, group_id: int) -> Group:
         """Remove a group from the running step, which is committed. Returns it."""
         group = self.training.pop(group_id)
         self._count(group, -1)
         return group
 
-    def take(self, step: int, group_id: int) -> Group:
+    def take_formed(self, step: int, group_id: int) -> Group:
         """Remove a group from a formed batch. Returns it."""
         group = self.formed[step].pop(group_id)
         if not self.formed[step]:
@@ -568,7 +574,7 @@ class FormedBatches:
         self._count(group, -1)
         return group
 
-    def left(self) -> list[FormedGroup]:
+    def all_groups(self) -> list[FormedGroup]:
         """Return the groups of all these batches; the groups of the running step come first."""
         steps = [(self.step or 0, self.training), *self.formed.items()]
         return [FormedGroup(step, group) for step, groups in steps for group in groups.values()]

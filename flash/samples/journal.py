@@ -38,7 +38,7 @@ class Issued(msgspec.Struct, frozen=True, array_like=True, tag=1):
     problem: Problem
 
 
-class Lent(msgspec.Struct, frozen=True, array_like=True, tag=2):
+class Leased(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Queued members of a group were leased."""
 
     group_id: int
@@ -70,7 +70,7 @@ class Revoked(msgspec.Struct, frozen=True, array_like=True, tag=5):
     lease_ids: list[int]
 
 
-class Tidied(msgspec.Struct, frozen=True, array_like=True, tag=6):
+class SliceDone(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """A slice of the backlog was done."""
 
 
@@ -87,7 +87,7 @@ class Committed(msgspec.Struct, frozen=True, array_like=True, tag=8):
     """A step was trained."""
 
     step: int
-    books: tuple[int, int, int]
+    counts: tuple[int, int, int]
     """Number of tasks issued, tasks in flight and tokens generated before this event. A replay checks that it comes to
     the same numbers."""
 
@@ -96,7 +96,7 @@ class Closed(msgspec.Struct, frozen=True, array_like=True, tag=9):
     """The last step was committed."""
 
 
-Event = Began | Issued | Lent | Delivered | DeliveredLate | Revoked | Tidied | Taken | Committed | Closed
+Event = Began | Issued | Leased | Delivered | DeliveredLate | Revoked | SliceDone | Taken | Committed | Closed
 
 
 class Journal(Protocol):

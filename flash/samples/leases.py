@@ -26,16 +26,16 @@ from flash.samples.rules import AgeContract, BufferRules
 from flash.samples.tasks import Problem, TaskSource
 from flash.types import RETRIED, Lease, Outcome, Task
 
-QueuePlace = tuple[int, ...]
+QueueKey = tuple[int, ...]
 """Place of a task in the queue. Tasks with lower places are leased first."""
 
 
-def as_issued(task: Task) -> QueuePlace:
+def by_issue(task: Task) -> QueueKey:
     """Return the place of a training task: the order of issue, so that a task that is queued again keeps its place."""
     return task.group_id, task.sample_index
 
 
-def failed_last(task: Task) -> QueuePlace:
+def by_attempt(task: Task) -> QueueKey:
     """Return the place of an evaluation task: the order of issue, but tasks that have failed come last."""
     return task.attempt, task.group_id, task.sample_index
 
@@ -49,16 +49,16 @@ class LeaseTable:
         place: returns the place of a task in the queue.
     """
 
-    def __init__(self, ids: Iterator[int], retries: int, place: Callable[[Task], QueuePlace]) -> None:
+    def __init__(self, ids: Iterator[int], retries: int, key_of: Callable[[Task], QueueKey]) -> None:
         self.ids = ids
         self._retries = retries
-        self.queue = TaskQueue(place)
+        self.queue = TaskQueue(key_of)
         """Tasks that wait for a node."""
         self.out: dict[int, Member] = {}
         """Tasks that nodes are working on, by the number of the lease."""
-        self.reasons: dict[int, Outcome] = {}
+        self.withdrawal_reasons: dict[int, Outcome] = {}
         """Reason of each withdrawn lease that its node has not reported yet, by the number of the lease."""
-        self.withdrawn: list[int] = []
+        self.to_cancel: list[int] = []
         """Numbers of the leases to cancel on their nodes. The owner passes them on and empties the list."""
 
     def put(self, member: Member) -> None:
@@ -66,15 +66,15 @@ class LeaseTable:
         member.state = "queued"
         self.queue.put(member)
 
-    def grant(self, member: Member, floor: int, number: int) -> Lease:
+    def grant(self, member: Member, oldest_version: int, number: int) -> Lease:
         """Lease a queued task as lease `number`: it leaves the queue and is out. Returns the lease.
 
-        `floor`: oldest version that a token of the sample may have.
+        `oldest_version`: oldest version that a token of the sample may have.
         """
         self.queue.take(member)
         self.out[number] = member
-        member.state, member.lease_id, member.floor = "leased", number, floor
-        return Lease(number, member.task, floor)
+        member.state, member.lease_id, member.oldest_version = "leased", number, oldest_version
+        return Lease(number, member.task, oldest_version)
 
     def retry(self, member: Member, outcome: Outcome, node: int) -> bool:
         """Queue a task again that has failed on a node. Returns False if it has to be given up instead.
@@ -106,15 +106,15 @@ class LeaseTable:
         if member.state == "queued":
             self.queue.take(member)
         elif member.state == "leased" and self.out.pop(member.lease_id, None) is not None:
-            self.reasons[member.lease_id] = reason
-            self.withdrawn.append(member.lease_id)
+            self.withdrawal_reasons[member.lease_id] = reason
+            self.to_cancel.append(member.lease_id)
 
     def take_reason(self, lease_id: int) -> Outcome:
         """Return the reason why a lease was withdrawn, and forget the reason, because a node reports once per lease.
 
         The reason of an unknown lease is CANCELLED.
         """
-        return self.reasons.pop(lease_id, Outcome.CANCELLED)
+        return self.withdrawal_reasons.pop(lease_id, Outcome.CANCELLED)
 
 
 class TaskQueue:
@@ -124,8 +124,8 @@ class TaskQueue:
         place: returns the place of a task. No two tasks have the same place.
     """
 
-    def __init__(self, place: Callable[[Task], QueuePlace]) -> None:
-        self._place = place
+    def __init__(self, key_of: Callable[[Task], QueueKey]) -> None:
+        self._key_of = key_of
         self._lines: dict[frozenset[int], _Line] = {}
         """Lines that are not empty, by the nodes on which their tasks have failed."""
 
@@ -147,15 +147,15 @@ class TaskQueue:
 
     def put(self, member: Member) -> None:
         """Add a task, at its place."""
-        line, place = self._lines.setdefault(frozenset(member.avoid), _Line()), self._place(member.task)
+        line, place = self._lines.setdefault(frozenset(member.avoid), _Line()), self._key_of(member.task)
         line.waiting[place] = member
-        heappush(line.places, place)
+        heappush(line.keys, place)
 
     def take(self, member: Member) -> None:
         """Remove a task that waits."""
         failed = frozenset(member.avoid)
         line = self._lines[failed]
-        taken = line.waiting.pop(self._place(member.task), None)
+        taken = line.waiting.pop(self._key_of(member.task), None)
         assert taken is member, "a queued member is in the queue"
         if not line.waiting:
             del self._lines[failed]
@@ -165,16 +165,16 @@ class _Line:
     """Waiting tasks that have failed on the same nodes."""
 
     def __init__(self) -> None:
-        self.waiting: dict[QueuePlace, Member] = {}
-        self.places: list[QueuePlace] = []
+        self.waiting: dict[QueueKey, Member] = {}
+        self.keys: list[QueueKey] = []
         """Heap of places. Places of tasks that were taken stay in the heap until they reach its top."""
 
     @property
-    def first(self) -> tuple[QueuePlace, Member]:
+    def first(self) -> tuple[QueueKey, Member]:
         """Lowest place, and the task at it. Removes places of taken tasks from the top of the heap."""
-        while self.places[0] not in self.waiting:
-            heappop(self.places)
-        return self.places[0], self.waiting[self.places[0]]
+        while self.keys[0] not in self.waiting:
+            heappop(self.keys)
+        return self.keys[0], self.waiting[self.keys[0]]
 
 
 class Admission:
@@ -232,26 +232,26 @@ class Admission:
         if not self.room_for_group(newest):
             return len(queue)
         place = self.places.of(self._source.cursor.next_group)
-        places = min(self._contract.places_admitted(newest, self._first_counted), self._contract.last_place)
+        places = min(self._contract.places_admitted(newest, self._first_counted), self._contract.place_count)
         groups = min(places - place, self._wave_left) if self._rules.waves else places - place
         return len(queue) + max(1, groups) * self._largest
 
     def admits(self, member: Member, newest: int) -> bool:
         """Return True if a queued task may be leased to a node whose newest engine runs version `newest`."""
-        return self._needed(member) <= newest
+        return self._version_needed(member) <= newest
 
-    def floor(self, member: Member, versions: Sequence[int]) -> int:
+    def oldest_version(self, member: Member, versions: Sequence[int]) -> int:
         """Return the oldest version of the given engines that may run a task. No token of the sample will be older.
 
         At least one of the engines must be allowed to run the task (`admits`).
         """
-        needed = self._needed(member)
+        needed = self._version_needed(member)
         return min(version for version in versions if version >= needed)
 
     def room_for_group(self, newest: int) -> bool:
         """Return True if another group may be issued for a node whose newest engine runs version `newest`."""
         place = self.places.of(self._source.cursor.next_group)
-        if place >= self._contract.last_place or self._version(place, 0) > newest:
+        if place >= self._contract.place_count or self._version_for(place, 0) > newest:
             return False
         if not self._rules.waves:
             return True
@@ -269,15 +269,15 @@ class Admission:
         self.places.give_back(group_id)
         self.openings += 1
 
-    def _needed(self, member: Member) -> int:
+    def _version_needed(self, member: Member) -> int:
         """Return the oldest engine version that may run a queued task."""
         task, nominal = member.task, self._contract.group_size
         size = self._sizes.get(task.kind, self._sizes[""]) - self._rules.extra_per_group
         # A group of another size counts as a group of the run's size: its members share the same range of samples.
         index = task.sample_index * nominal // size
-        return self._version(self.places.of(task.group_id), index)
+        return self._version_for(self.places.of(task.group_id), index)
 
-    def _version(self, place: int, index: int) -> int:
+    def _version_for(self, place: int, index: int) -> int:
         """Return the version that a member needs: admitted by the contract, and of use for the next step."""
         fresh = self._contract.window_start(self.next_step)
         return max(self._contract.min_engine_version(place, max(index, self._first_counted)), fresh)

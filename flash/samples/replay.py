@@ -71,10 +71,10 @@ class Replay:
         if isinstance(event, Delivered) and isinstance(event.result, Trajectory):
             self.delivered += 1
         if isinstance(event, Committed):
-            if event.books != store.books:
+            if event.counts != store.counts:
                 raise ContractError(
-                    f"before step {event.step} the run had booked {event.books} (tasks issued, tasks in flight, tokens "
-                    f"generated), and its replay comes to {store.books}"
+                    f"before step {event.step} the run had booked {event.counts} (tasks issued, tasks in flight, "
+                    f"tokens generated), and its replay comes to {store.counts}"
                 )
             oldest = store.contract.min_token_version(event.step)
             self._booked += [(FormedGroup(event.step, group), oldest) for group in store.batches.training.values()]
@@ -83,7 +83,7 @@ class Replay:
         # is sound, because the event was applied before the breaker raised.
         with suppress(BreakerError):
             store.apply(event)
-        store.leases.withdrawn.clear()
+        store.leases.to_cancel.clear()
         store.notes.clear()
 
     def state(self, until: int) -> BufferState | None:
@@ -99,12 +99,12 @@ class Replay:
             return None
         while store.backlog:
             with suppress(BreakerError):
-                store.backlog.work()
+                store.backlog.do_slice()
         undone = [(formed, oldest) for formed, oldest in self._booked if formed.step >= until]
         self._booked = [each for each in self._booked if each[0].step < until]
         for formed, oldest in undone:
             for trajectory in formed.group.trajectories():
                 store.ledger.train(trajectory.trained_tokens(oldest), trajectory.action_count, times=-1)
-        store.batches = FormedBatches([*(formed for formed, _ in undone), *store.batches.left()])
+        store.batches = FormedBatches([*(formed for formed, _ in undone), *store.batches.all_groups()])
         store.check()
         return store.snapshot()

@@ -111,7 +111,7 @@ class AgeContract(msgspec.Struct, frozen=True):
         return last_step(token_version, self.max_age)
 
     @property
-    def splits(self) -> bool:
+    def trains_parts(self) -> bool:
         """True if a group may be trained in parts: at any α > 0, since its finished members have a last chance."""
         return window(self.async_ratio) >= 1
 
@@ -121,7 +121,7 @@ class AgeContract(msgspec.Struct, frozen=True):
         return self.batch_size // self.group_size
 
     @property
-    def last_place(self) -> int:
+    def place_count(self) -> int:
         """Number of places of the whole run: no group is issued at this place or a later one."""
         return self.steps * self.groups_per_batch + self.extra_groups
 
@@ -386,13 +386,13 @@ class DomainShares:
         if self._owed.get(name):
             self._owed[name] -= 1
 
-    def left(self, name: str) -> None:
+    def left_untrained(self, name: str) -> None:
         """Count a group that has left without a trained member. Its domain is owed a group."""
         self._add(self._alive, name, -1)
         self._add(self._owed, name, 1)
 
     def filtered(self, name: str, quarantined: Collection[str]) -> int:
-        """Count a complete group that was filtered out, after `left`.
+        """Count a complete group that was filtered out, after `left_untrained`.
 
         Returns the number of groups filtered out in a row if it has just reached the limit, so that the next filtered
         groups count as turns of the domain; else 0. Groups of domains in quarantine, and of kinds that are no domains,

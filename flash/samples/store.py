@@ -1,21 +1,20 @@
 """SampleStore: the state of every training task between its issue and the commit of its step.
 
-The store has no tasks, clocks or files. It changes only by events (`flash.samples.journal`), and equal events lead to
-equal states: in a running hub (`flash.samples.buffer` decides on an event and applies it) and in a replay.
+The store owns no anyio task, clock or file. It changes only by events (`flash.samples.journal`), and equal events lead
+to equal states: in a running hub, where `flash.samples.buffer` decides on an event and applies it, and in a replay.
 
-A task is issued in a group (`issue`), is leased to a node (`lend`), and its result is delivered (`_deliver`). Then
-`_settle` decides whether the group waits, is ready, is filtered out, or leaves. A step takes groups (`_take`) and
-counts them as trained (`_commit`). After a step was formed, `_age_group` looks at each remaining group: members too old
-for the next step leave, start again, or are trained before the rest. The *floor* of a member is the oldest version that
-a token of it may have. A task is *given up* if it ends without being trained or filtered.
+A group of tasks is issued (`issue`), its members are leased to nodes (`lease`), and the nodes deliver results
+(`_deliver`). After a member has changed, `_decide_by_members` decides whether its group waits, is ready for a step, is
+filtered out, or leaves. A step takes groups (`_take`) and counts them as trained (`_commit`). After each `_take`,
+`_decide_by_age` withdraws, expires or restarts those of the other groups that are too old for the next step.
 
-A group occupies a *place*, which it frees if it leaves untrained (`flash.samples.leases.Places`). *Lost* members were
-given up, *beaten* members are redundant and too late, and *alive* members are queued, leased or done. A *closed* group
-is of a problem that the present run does not have, so none of its members is started.
+`flash.samples.groups` explains the states of members and groups. A task is *given up* if it ends untrained and
+unfiltered. A group is *complete* when enough members are done, and *partly trained* if a step has trained some of them.
+It is *closed* if the environment of the resumed run does not have its problem: then no member is started any more. Its
+*place* is its number for admission (`flash.samples.leases.Places`); a group that leaves untrained gives its place back.
 
 Conservation: every issued task is queued, leased, done, in a batch, or counted in the ledger as trained, filtered or
 given up. Its tokens are counted as trained or discarded. `in_flight` counts tasks independently of the ledger.
-
 The time of an event does not grow with the number of samples: work on many groups goes into the `backlog` and is done
 in slices, each by one event. Each slice leaves a consistent state. No batch is formed while the backlog has work.
 """
@@ -41,22 +40,22 @@ from flash.samples.journal import (
     DeliveredLate,
     Event,
     Issued,
-    Lent,
+    Leased,
     Revoked,
+    SliceDone,
     Taken,
-    Tidied,
 )
-from flash.samples.leases import Admission, LeaseTable, Places, as_issued
+from flash.samples.leases import Admission, LeaseTable, Places, by_issue
 from flash.samples.rules import Breaker, BufferSettings, DomainShares, DomainTotals, Streaks
 from flash.samples.tasks import Cursor, TaskSource
 from flash.types import Failure, Lease, Outcome
 
 FILTER_BREAKER = 20
-"""Number of batches: the run stops if as many groups as these batches have are filtered out in a row."""
+"""Number of batches. If as many groups as they have are filtered out in a row, the run stops: it learns nothing."""
 
 
 class Backlog:
-    """Work on many numbered items, in order, that is done in slices, so that no slice blocks the event loop for long.
+    """Queue of postponed work on numbered groups or leases. It is done in slices, so that none blocks the event loop.
 
     Args:
         slice_size: number of items in one slice.
@@ -67,13 +66,16 @@ class Backlog:
         self._left: deque[tuple[Callable[[int], None], Iterator[int]]] = deque()
 
     def add(self, do: Callable[[int], None], numbers: Iterable[int]) -> None:
-        """Add work: call `do` with each number, after the work added before. Then do one slice of all work."""
+        """Add the work to call `do` with each number, after all earlier work. Then do one slice of all work.
+
+        So work that fits into one slice is done when this returns.
+        """
         # The numbers are copied, because the work itself may change the collection that they come from.
         self._left.append((do, iter(list(numbers))))
-        self.work()
+        self.do_slice()
 
-    def work(self) -> bool:
-        """Do one slice. Returns True if work is left."""
+    def do_slice(self) -> bool:
+        """Call the functions for the next `slice_size` numbers. Returns True if work is left."""
         room = self._slice_size
         while self._left and room > 0:
             do, numbers = self._left[0]
@@ -91,7 +93,7 @@ class Backlog:
 
 
 class BufferState(msgspec.Struct):
-    """State of a buffer in a checkpoint: everything that later events need."""
+    """State of a buffer in a checkpoint: everything that a replay of later events, or the next hub, needs."""
 
     # The encoded names of fields are part of the format of checkpoints.
     settings: BufferSettings = msgspec.field(name="made")
@@ -99,34 +101,42 @@ class BufferState(msgspec.Struct):
     cursor: Cursor
     """Position of the task source."""
     places: Places
-    """Places of the groups, for admission."""
+    """Places of the groups, by which admission decides which task may start."""
     groups: list[Group]
-    """Groups of the pool, in the order of issue."""
+    """Groups that no step has taken yet, in the order of issue."""
     ledger: Ledger
+    """Counts of all tasks and tokens of the run."""
     formed: list[FormedGroup] = msgspec.field(default_factory=list[FormedGroup], name="again")
-    """Groups in batches that were formed and are not trained yet."""
+    """Groups, or parts of groups, in batches that were formed and are not trained yet."""
     withdrawn: dict[int, Outcome] = {}
     """Reason of each withdrawn lease that its node has not reported yet, by the number of the lease."""
     streaks: Streaks = msgspec.field(default_factory=Streaks)
-    """Counts of the breaker, which stops a run that only produces failed tasks or filtered groups."""
+    """Counts of the breaker, which ends a run in which too many tasks or groups in a row fail."""
     domain_totals: DomainTotals | None = msgspec.field(default=None, name="shared")
-    """Numbers of groups by domain, from which the shares of the domains follow. None if none were counted yet."""
+    """Numbers of groups by domain, from which the shares of the domains follow. None if none were counted yet. A
+    *domain* is a kind of problem that has a share of the groups."""
 
     def unform_batches(self, step: int) -> set[int]:
         """Put the groups of formed batches back among the other groups.
 
-        Called when a run resumes with a smaller largest age of tokens. Then the steps of these batches could train
-        fewer of the tokens, so the batches have to be formed again.
+        A new store calls this if the run resumes with a smaller largest age of tokens. The formed batches have tokens
+        that are too old by the new limit, so they have to be formed again from all groups.
 
-        Returns the numbers of the groups with a token of a version > `step`. The run makes these versions again, so
-        groups with tokens of the earlier versions of the same number must not be trained.
+        Args:
+            step: the version from which the run continues.
+
+        Returns:
+            The numbers of the groups that have a token of a version newer than `step`. Since other batches are trained
+            now, the run will make other weights under these numbers, so the groups must not be trained.
         """
         groups = {group.group_id: group for group in self.groups}
+        # Several parts of one group may be in different batches. The newest part comes first, as `rejoin` needs.
         for formed in sorted(self.formed, key=lambda formed: formed.step, reverse=True):
             part = formed.group
             groups.setdefault(part.group_id, part).rejoin(part)
+            # The group was counted for its domain when the batch was formed. It will be counted again.
             totals = self.domain_totals
-            if totals is not None and part.kind in totals.trained and not part.earlier:
+            if totals is not None and part.kind in totals.trained and not part.partly_trained:
                 totals.trained[part.kind] -= 1
         self.groups = [groups[group_id] for group_id in sorted(groups)]
         self.formed = []
@@ -136,13 +146,16 @@ class BufferState(msgspec.Struct):
 class SampleStore:
     """State of all training tasks, groups and leases of a run, and of its ledger.
 
+    `SampleBuffer` makes one for a running hub, and `Replay` makes one for each hub process whose events it applies.
+
     Args:
         settings: settings by which the buffer decides.
         source: gives the tasks of groups. Its cursor is the cursor of `state`.
-        step: the version that the trainer ranks hold.
+        step: the version from which the run continues.
         state: the state to continue from. None in a new run.
-        same_incarnation: True if the same hub process continues, as in a replay. False if a new hub process starts from
-            the state: it counts streaks of failures from zero, ends the quarantine of kinds, and expects no reports of
+        same_incarnation: True if the events that follow are of the hub process that wrote `state`, as in a replay.
+            False if a new hub process starts from the state: it counts streaks of failures from zero, ends the
+            quarantine of kinds (a kind whose tasks keep failing gets no more tasks), and does not keep the reasons of
             withdrawn leases. Leases that nodes hold stay leased in both cases.
         lease_ids: numbers of new leases, which training and evaluation share. None: the numbers from 0.
     """
@@ -159,8 +172,9 @@ class SampleStore:
     ) -> None:
         contract, rules = settings.contract, settings.rules
         state = state or BufferState(settings, source.cursor, Places(), [], Ledger())
+        # With a smaller largest age, batches that a previous hub has formed would have tokens that are too old.
         stricter = contract.max_age < state.settings.contract.max_age
-        from_future = state.unform_batches(step) if stricter else set[int]()
+        unreached = state.unform_batches(step) if stricter else set[int]()
         self._settings = settings
         self.contract = contract
         self.rules = rules
@@ -172,7 +186,7 @@ class SampleStore:
         # A new hub process tries all kinds again: the user may have repaired an environment before resuming the run.
         tried_again = [] if same_incarnation else source.end_quarantine()
         self._breaker = Breaker(rules.breaker, rules.quarantine, FILTER_BREAKER * contract.groups_per_batch, streaks)
-        self.leases = LeaseTable(lease_ids or count(), rules.retries, as_issued)
+        self.leases = LeaseTable(lease_ids or count(), rules.retries, by_issue)
         next_step = max(step, self.batches.next_unformed)
         self.admission = Admission(contract, rules, source, state.places, self.leases, next_step)
         self.ledger = state.ledger
@@ -183,50 +197,64 @@ class SampleStore:
             # If a domain leaves quarantine, all domains start from zero. Otherwise that domain would make up for all
             # groups that it has missed, and the next batches would have groups of that domain only.
             None if tried_again else state.domain_totals,
-            (group.kind for group in state.groups if not group.earlier),
+            (group.kind for group in state.groups if not group.partly_trained),
         )
         self._withdrawable = 0
-        """Number of groups that may still be withdrawn before the next step is formed. A group is withdrawn if a leased
-        member may have tokens that are too old for the step (`_outgrown`)."""
+        """Number of groups that may still be withdrawn for their age before the next batch is formed. It starts at
+        `rollout.extra_groups` for each step, because so many redundant groups can take the places of withdrawn ones."""
         self.notes: list[str] = []
-        """Messages for the user. The owner of the store reads and empties the list."""
+        """Messages for the user. The hub reads and empties the list after each delivery."""
         if tried_again:
             kinds = ", ".join(map(repr, tried_again))
             self.notes.append(f"environments of these kinds were in quarantine and are tried again: {kinds}")
         self._noted_failures: set[Outcome] = set()
         """Outcomes of failures for which `notes` has got an example, so that each is noted once."""
-        self._restore(state, from_future, same_incarnation)
+        self._restore(state, unreached, same_incarnation)
 
-    def _restore(self, state: BufferState, from_future: set[int], same_incarnation: bool) -> None:
+    def _restore(self, state: BufferState, unreached: set[int], same_incarnation: bool) -> None:
         """Put the groups of an earlier state into the pool, and decide about each under the present settings.
 
-        `from_future`: numbers of the groups with tokens of versions that the run makes again. They are withdrawn.
+        Each group is withdrawn, ended because the run has other problems, put among the waiting or ready groups, or
+        filtered out.
+
+        Args:
+            state: the earlier state. Its groups become the groups of the pool and may be changed.
+            unreached: numbers of the groups with tokens of versions newer than the version from which the run
+                continues. The run will make other weights under these numbers, so the groups are withdrawn.
+            same_incarnation: as in the constructor.
         """
         if same_incarnation:
-            self.leases.reasons.update(state.withdrawn)
+            self.leases.withdrawal_reasons.update(state.withdrawn)
+        # `problems` is a fingerprint of the environment's set of problems. If it is empty, the set is unknown and counts
+        # as unchanged.
         before, now = state.settings.rules.problems, self.rules.problems
         other_problems = bool(before and now and before != now)
         for group in (*state.groups, *(formed.group for formed in state.formed)):
             group.closed = group.closed or other_problems
         for group in state.groups:
+            # The queue and the leases are not stored: they follow from the states of the members.
             for member in group.members:
                 if member.state == "leased":
                     self.leases.out[member.lease_id] = member
                 elif member.state == "queued":
                     self.leases.put(member)
             self.pool.put_waiting(group)
-            if group.group_id in from_future:
+            unfinished = not group.complete or group.partly_trained
+            if group.group_id in unreached:
                 self._withdraw(group)
-            elif other_problems and not (group.complete and not group.earlier):
-                self._end_unfinished(group)
-            elif not group.complete or group.earlier:
+            elif unfinished and other_problems:
+                self._end_closed(group)
+            elif unfinished:
                 self._put_waiting(group)
+            # The previous hub process has removed all groups that its filter did not keep. A new process may have
+            # another filter, so it asks the filter again.
             elif same_incarnation or self.rules.filter_of(group.kind).keeps(group):
-                self.pool.put_ready(group)
+                self.pool.mark_ready(group)
             else:
                 self._filter_out(group)
-        if not same_incarnation:  # the age contract may have changed, and more groups may be too old
-            self._age_groups()
+        if not same_incarnation:
+            # The settings may allow a smaller age now, so more groups may be too old.
+            self._decide_all_by_age()
         if other_problems:
             self.notes.append(
                 "the environment's problems have changed since the last run: no more samples are started in the "
@@ -234,39 +262,39 @@ class SampleStore:
                 "are, and the other groups are given up"
             )
 
-    def _end_unfinished(self, group: Group) -> None:
-        """Give up the queued and leased members of a group, because the run's problems have changed.
+    def _end_closed(self, group: Group) -> None:
+        """Give up the queued and leased members of a closed group, and decide about the finished ones.
 
-        Finished members are trained without the others if the filter keeps the group. A group without finished members
-        leaves.
+        They are trained without the others if the filter keeps the group. A group without finished members leaves.
         """
-        self._drop_pending(group, "lost", Outcome.CANCELLED)
+        self._give_up_pending(group, "lost", Outcome.CANCELLED)
         if group.alive == 0:
-            self._leave(group)
-        elif group.earlier:
-            # A part of the group was trained before. The next step takes the finished members as a late part.
+            self._remove(group)
+        elif group.partly_trained:
+            # The next step takes the finished members as a late part. Late parts are never filtered out.
             self._put_waiting(group)
         elif self.rules.filter_of(group.kind).keeps(group):
-            self.pool.put_ready(group)
+            self.pool.mark_ready(group)
         else:
             self._filter_out(group)
 
     def snapshot(self) -> BufferState:
         """Return a copy of the present state. Later changes do not affect it.
 
-        Call this only while no batch is in training and no backlog is left.
+        The hub calls this for each checkpoint, and `Replay` at its end. No batch may be in training, and no backlog may
+        be left.
         """
         assert not self.batches.training, "a batch in training belongs to no consistent state"
         assert not self.backlog, "the backlog would be lost"
         counts = self.source.cursor, self.admission.places, self.ledger, self._breaker.streaks, self.domains.totals
         cursor, places, ledger, streaks, totals = deepcopy(counts)
-        groups, formed, withdrawn = self.pool.copies(), self.batches.left(), dict(self.leases.reasons)
+        groups, formed, withdrawn = self.pool.copies(), self.batches.all_groups(), dict(self.leases.withdrawal_reasons)
         return BufferState(self._settings, cursor, places, groups, ledger, formed, withdrawn, streaks, totals)
 
     # -- events ------------------------------------------------------------------------------------------------------
 
     def apply(self, event: Event) -> None:
-        """Make the change of an event, which `flash.samples.buffer` has decided on in the present state.
+        """Make the change of an event, on which a buffer has decided in this state, in this process or before a crash.
 
         Raises:
             BreakerError: too many tasks were given up in a row, or too many groups were filtered out in a row. The
@@ -276,8 +304,8 @@ class SampleStore:
         match event:
             case Delivered():
                 self._deliver(event)
-            case Lent():
-                self.lend(event)
+            case Leased():
+                self.lease(event)
             case Issued():
                 self.issue(event)
             case DeliveredLate():
@@ -285,8 +313,8 @@ class SampleStore:
                 self.ledger.discard(self.leases.take_reason(event.lease_id), event.tokens)
             case Revoked():
                 self.backlog.add(self._revoke, event.lease_ids)
-            case Tidied():
-                self.backlog.work()
+            case SliceDone():
+                self.backlog.do_slice()
             case Taken():
                 self._take(event)
             case Committed():
@@ -297,10 +325,14 @@ class SampleStore:
                 raise ContractError(f"the event {type(event).__name__} cannot be applied to a buffer")
 
     def issue(self, event: Issued) -> Group:
-        """Issue a group for a problem: create its tasks and queue them. Returns the group."""
+        """Issue a group for a problem: create its tasks, queue them, and count them. Returns the group.
+
+        The buffer calls this directly, without `apply`, because it needs the group.
+        """
         tasks = self.admission.issue(event.problem)
-        wanted = len(tasks) - self.rules.extra_per_group
-        group = Group(tasks[0].group_id, wanted, [Member(task) for task in tasks])
+        # `extra_per_group` of the members are redundant: the group is complete without its slowest ones.
+        results_needed = len(tasks) - self.rules.extra_per_group
+        group = Group(tasks[0].group_id, results_needed, [Member(task) for task in tasks])
         for member in group.members:
             self.leases.put(member)
         self.pool.put_waiting(group)
@@ -308,17 +340,14 @@ class SampleStore:
         self.ledger.issued += len(tasks)
         return group
 
-    def lend(self, event: Lent) -> list[Lease]:
+    def lease(self, event: Leased) -> list[Lease]:
         """Lease the members that the event names to the event's node. Returns the leases, in the order of the event.
 
         The members must be queued. They leave the queue, and count as leased until their results are delivered or their
         leases are withdrawn. The buffer calls this directly, without `apply`, because it needs the leases.
-
-        Each lease has a number, the index of its member in the group, and the member's floor: the oldest version that a
-        token of its sample may have.
         """
         group = self.pool[event.group_id]
-        leases = [self.leases.grant(group.members[index], floor, number) for number, index, floor in event.leases]
+        leases = [self.leases.grant(group.members[index], oldest, number) for number, index, oldest in event.leases]
         # After a restart of the hub, a node may claim the training leases that it held, so the state keeps their node.
         # `grant` does not set the node, because leases of evaluation tasks are never claimed.
         for _, index, _ in event.leases:
@@ -328,7 +357,7 @@ class SampleStore:
         return leases
 
     def _deliver(self, event: Delivered) -> None:
-        """Store the result of a lease and decide about its group.
+        """Store the result of a lease and decide about its group. A failed task is queued again or given up.
 
         Raises:
             BreakerError: too many tasks were given up in a row, or too many groups were filtered out in a row.
@@ -343,10 +372,10 @@ class SampleStore:
             self.ledger.discard(result.outcome, result.tokens)
             given_up = self._fail(member, result, event.node)
         else:
-            member.state, member.trajectory, member.floor = "done", result, result.oldest_version
+            member.state, member.trajectory, member.oldest_version = "done", result, result.oldest_version
             self.ledger.discard(Outcome.CANCELLED, result.lost_tokens)
             self._breaker.finished(member.task)
-        self._settle(group)
+        self._decide_by_members(group)
         if self.rules.waves and not self.leases.out:
             # All leases have ended, so the next wave of groups may be leased.
             self.admission.openings += 1
@@ -356,7 +385,11 @@ class SampleStore:
             self._quarantine(member.task.kind, result)
 
     def _fail(self, member: Member, failure: Failure, node: int) -> bool:
-        """Queue a failed task again, or give it up. Returns True if it was given up."""
+        """Queue a failed task again, or give it up. Returns True if it was given up.
+
+        A task whose prompt leaves no room for a response is given up together with all unfinished members of its group.
+        The first failure of each kind becomes a note for the user.
+        """
         if failure.outcome not in self._noted_failures and failure.outcome is not Outcome.CANCELLED:
             self._noted_failures.add(failure.outcome)
             self.notes.append(f"the first sample that failed ({failure.outcome}): {failure.message}")
@@ -364,13 +397,17 @@ class SampleStore:
             self.ledger.retry(failure.outcome)
             self.admission.openings += 1
             return False
-        self._drop(member, "lost", failure.outcome)
-        if failure.outcome is Outcome.TOO_LONG:  # the other members have the same prompt
-            self._drop_pending(self.pool[member.task.group_id], "lost", failure.outcome)
+        self._give_up(member, "lost", failure.outcome)
+        if failure.outcome is Outcome.TOO_LONG:
+            # The other members have the same prompt.
+            self._give_up_pending(self.pool[member.task.group_id], "lost", failure.outcome)
         return True
 
     def _revoke(self, lease_id: int) -> None:
-        """Queue the task of a lease again, unless the lease was withdrawn before. Work of the backlog."""
+        """Queue the task of a lease again, because its node is lost. Work of the backlog.
+
+        If the lease was withdrawn before, nothing is queued.
+        """
         if (member := self.leases.revoke(lease_id)) is not None:
             self.ledger.retry(Outcome.CANCELLED)
             self.pool.recount(self.pool[member.task.group_id])
@@ -379,55 +416,68 @@ class SampleStore:
     def _quarantine(self, kind: str, failure: Failure) -> None:
         """Issue no more problems of a kind whose tasks keep failing. Give up the queued and leased tasks of this kind.
 
-        Finished members of its groups stay and may be trained. `failure`: the last failure, for the note to the user.
+        A kind is the environment of a task, in a run that mixes several. Finished members of its groups stay and may be
+        trained. `failure`: the last failure, for the note to the user.
         """
         self.source.quarantine(kind)
         of_kind = (group_id for group_id in self.pool if self.pool[group_id].kind == kind)
-        self.backlog.add(partial(self._give_up_pending, failure.outcome), of_kind)
+        self.backlog.add(partial(self._end_quarantined, failure.outcome), of_kind)
         self.notes.append(
             f"environments of kind {kind!r} are in quarantine: {self.rules.quarantine} of their samples in a row were "
             f"given up; the last one ({failure.outcome}): {failure.message}"
         )
 
-    def _give_up_pending(self, outcome: Outcome, group_id: int) -> None:
-        """Give up the queued and leased members of a group, and decide about the group. Work of the backlog."""
-        if (group := self.pool.get(group_id)) is not None:
-            self._drop_pending(group, "lost", outcome)
-            self._settle(group)
+    def _end_quarantined(self, outcome: Outcome, group_id: int) -> None:
+        """Give up the queued and leased members of a group whose kind is in quarantine. Work of the backlog.
 
-    def _settle(self, group: Group) -> None:
-        """Decide after a member has finished or left whether its group is ready, is filtered out, leaves, or waits.
-
-        A group that has left the pool already is ignored.
+        Then decide about the group. `outcome`: the reason, for the ledger.
         """
-        if self.pool.get(group.group_id) is None:
-            return
+        if (group := self.pool.get(group_id)) is not None:
+            self._give_up_pending(group, "lost", outcome)
+            self._decide_by_members(group)
+
+    def _decide_by_members(self, group: Group) -> None:
+        """Decide whether a group of the pool is ready, is filtered out, leaves or waits, after a member has changed.
+
+        The change is that a member has finished, failed, or was given up. A group that has just become complete loses
+        its other members, which are redundant.
+        """
         if group.complete:
-            self._drop_pending(group, "beaten", Outcome.CANCELLED)
+            self._give_up_pending(group, "beaten", Outcome.CANCELLED)
             self._count_ended(group)
         if self.pool.is_ready(group.group_id):
+            # A step has chosen the group and takes it in one of the next slices, with the member that finished now.
             self.pool.recount(group)
         elif group.alive == 0:
-            self._leave(group)
-        elif self._too_old(group):
-            self._expire(group)
-        elif group.complete and not group.earlier:
-            self._admit_or_filter(group)
+            # All members have failed.
+            self._remove(group)
+        elif self._has_only_old_tokens(group):
+            self._give_up_too_old(group)
+        elif group.complete and not group.partly_trained:
+            self._keep_or_filter(group)
         else:
+            # Members are missing, or the group is partly trained: the next step takes its finished members unfiltered.
             self._put_waiting(group)
 
     def _count_ended(self, group: Group) -> None:
-        """Count a group once for the metrics: when it is complete, or when its first part is trained."""
+        """Count a group, and whether its rewards are all equal, for the metrics.
+
+        Each group is counted once: when it is complete, or when a step takes its first part.
+        """
         rewards = [trajectory.reward for trajectory in group.trajectories()]
         if rewards and not group.counted:
             group.counted = True
             self.source.cursor.ended += 1
             self.source.cursor.equal += are_equal(rewards)
 
-    def _admit_or_filter(self, group: Group) -> None:
-        """Keep a complete group for a step, or filter it out."""
+    def _keep_or_filter(self, group: Group) -> None:
+        """Keep a complete group for a step, or filter it out.
+
+        Raises:
+            BreakerError: too many groups were filtered out in a row. The group is removed before.
+        """
         if self.rules.filter_of(group.kind).keeps(group):
-            self.pool.put_ready(group)
+            self.pool.mark_ready(group)
             self._breaker.kept()
             return
         self._filter_out(group)
@@ -439,49 +489,55 @@ class SampleStore:
         self._breaker.filtered(group.kind)
 
     def _take(self, event: Taken) -> None:
-        """Put the batch of a step into training.
+        """Put the batch of a step into training, and decide about the age of the groups that stay.
 
-        If a batch of this step was formed and not trained before a restart of the hub, this batch is taken. Otherwise
-        the batch has the groups that the event names, and the late parts of groups that earlier steps have trained in
-        part.
+        The batch has the groups that the event names, and the late parts of partly trained groups. But if a previous
+        hub had formed a batch for this step and it was not trained, that batch is taken.
         """
         step = self.batches.step = event.step
         if step in self.batches.formed:
+            # The decisions about ages followed when this batch was formed the first time.
             formed = self.batches.formed[step]
-            self.backlog.add(lambda group_id: self.batches.train(self.batches.take(step, group_id)), formed)
+            self.backlog.add(
+                lambda group_id: self.batches.add_to_step(self.batches.take_formed(step, group_id)), formed
+            )
             return
         groups = (*event.groups, *self.pool.late_groups())
         for group_id in event.groups:
             self._count_ended(self.pool[group_id])
             self.domains.trained(self.pool[group_id].kind)
-        self.pool.put_chosen(groups)
-        self.backlog.add(lambda group_id: self.batches.train(self.pool.take(group_id)), groups)
+        # The groups are taken in slices. Meanwhile no decision may remove them or make them wait.
+        self.pool.mark_chosen(groups)
+        self.backlog.add(lambda group_id: self.batches.add_to_step(self.pool.take(group_id)), groups)
         if step + 1 > self.admission.next_step:
             self.admission.next_step = step + 1
             self._withdrawable = self.contract.extra_groups
-            self._age_groups()
+            self._decide_all_by_age()
 
     def _commit(self, event: Committed) -> None:
-        """Count the groups of a step as trained in the ledger.
+        """Count the groups of the running step as trained in the ledger, in slices. The step is over.
 
         Raises:
             ContractError: the ledger does not account for each task and token.
         """
         self.batches.step = None
         min_version = self.contract.min_token_version(event.step)
-        self.backlog.add(partial(self._book_trained, min_version), self.batches.training)
+        self.backlog.add(partial(self._count_trained, min_version), self.batches.training)
         self.check()
 
-    def _book_trained(self, min_version: int, group_id: int) -> None:
+    def _count_trained(self, min_version: int, group_id: int) -> None:
         """Count a group, or a part of a group, as trained in the ledger. Work of the backlog.
 
         `min_version`: oldest version whose tokens the step has trained. Older tokens count as discarded.
         """
-        for trajectory in self.batches.trained(group_id).trajectories():
+        for trajectory in self.batches.remove_from_step(group_id).trajectories():
             self.ledger.train(trajectory.trained_tokens(min_version), trajectory.action_count)
 
     def _close(self) -> None:
-        """Withdraw all groups that are left after the last step: redundant groups, and batches that are not trained."""
+        """Withdraw all groups that are left after the last step: redundant groups, and batches that are not trained.
+
+        A previous hub may have formed such batches for steps that a shorter `run.steps` has removed.
+        """
         for step, groups in list(self.batches.formed.items()):
             self.backlog.add(partial(self._withdraw_formed, step), groups)
         self.backlog.add(self._withdraw_number, self.pool)
@@ -493,24 +549,24 @@ class SampleStore:
 
     def _withdraw_formed(self, step: int, group_id: int) -> None:
         """Remove a group from a formed batch that will not be trained. Work of the backlog."""
-        group = self.batches.take(step, group_id)
+        group = self.batches.take_formed(step, group_id)
         for trajectory in group.trajectories():
             self.ledger.discard(Outcome.CANCELLED, trajectory.action_count)
             self.ledger.give_up(Outcome.CANCELLED)
         # The place becomes free, because the run may be resumed with more steps and can use the place again.
-        if not group.earlier:
+        if not group.partly_trained:
             self.admission.give_back(group_id)
 
     # -- members and groups that leave -------------------------------------------------------------------------------
 
-    def _drop(self, member: Member, state: Literal["lost", "beaten"], outcome: Outcome) -> None:
-        """Give up a member: it never becomes queued again. A leased member's lease is withdrawn.
+    def _give_up(self, member: Member, state: Literal["lost", "beaten"], outcome: Outcome) -> None:
+        """Give up a member: it is never started again. A leased member's lease is withdrawn.
 
-        The tokens of a finished member count as discarded.
+        The tokens of a finished member count as discarded. The caller recounts, removes or decides about the group.
 
         Args:
-            member: the member, which is alive.
-            state: its new state.
+            member: a queued, leased or finished member.
+            state: its new state. `lost` makes the group smaller; `beaten` is a member that is not needed any more.
             outcome: the reason, under which the ledger counts the member.
         """
         self.leases.remove(member, outcome)
@@ -520,114 +576,127 @@ class SampleStore:
         member.state = state
         self.ledger.give_up(outcome)
 
-    def _drop_pending(self, group: Group, state: Literal["lost", "beaten"], outcome: Outcome) -> None:
+    def _give_up_pending(self, group: Group, state: Literal["lost", "beaten"], outcome: Outcome) -> None:
         """Give up the members of a group that are queued or leased."""
         for member in group.members:
             if member.state in ("queued", "leased"):
-                self._drop(member, state, outcome)
+                self._give_up(member, state, outcome)
 
-    def _drop_done(self, group: Group, state: Literal["lost", "beaten"], outcome: Outcome) -> None:
+    def _give_up_done(self, group: Group, state: Literal["lost", "beaten"], outcome: Outcome) -> None:
         """Give up the finished members of a group."""
         for member in group.members:
             if member.state == "done":
-                self._drop(member, state, outcome)
+                self._give_up(member, state, outcome)
 
-    def _leave(self, group: Group) -> None:
-        """Remove a group from the pool. Its members are given up or filtered already.
+    def _remove(self, group: Group) -> None:
+        """Remove a group from the pool. All its members are counted in the ledger already.
 
         If no part of the group was trained, its place is free again, so that another group can replace it.
         """
         self.pool.remove(group.group_id)
-        if not group.earlier:
+        if not group.partly_trained:
             self.admission.give_back(group.group_id)
-            self.domains.left(group.kind)
+            self.domains.left_untrained(group.kind)
 
     def _filter_out(self, group: Group) -> None:
-        """Remove a complete group that the filter does not keep, for example because all its rewards are equal."""
+        """Remove a complete group that the filter does not keep, for example because all its rewards are equal.
+
+        The ledger counts its members as filtered, and their tokens as discarded.
+        """
         self.ledger.filtered += group.alive
         for trajectory in group.trajectories():
             self.ledger.discard(Outcome.FILTERED, trajectory.action_count)
-        self._leave(group)
+        self._remove(group)
 
     def _withdraw(self, group: Group) -> None:
-        """Give up all members of a group that will not be trained, and remove the group."""
-        self._drop_pending(group, "beaten", Outcome.CANCELLED)
-        self._drop_done(group, "beaten", Outcome.CANCELLED)
-        self._leave(group)
+        """Give up all members of a group that is not needed or must not be trained, and remove the group."""
+        self._give_up_pending(group, "beaten", Outcome.CANCELLED)
+        self._give_up_done(group, "beaten", Outcome.CANCELLED)
+        self._remove(group)
 
-    def _expire(self, group: Group) -> None:
+    def _give_up_too_old(self, group: Group) -> None:
         """Give up the finished members of a group, because their tokens are too old for the next step.
 
-        The group leaves unless members are queued or leased.
+        The group leaves, unless members are queued or leased. Then it waits for these.
         """
-        self._drop_done(group, "lost", Outcome.STALE)
+        self._give_up_done(group, "lost", Outcome.STALE)
         if group.pending == 0:
-            self._leave(group)
+            self._remove(group)
         else:
             self.pool.recount(group)
 
     # -- age ---------------------------------------------------------------------------------------------------------
 
-    def _age_groups(self) -> None:
-        """Call `_age_group` for all groups, after `admission.next_step` has changed or a run was resumed."""
-        if (oldest := next(iter(self.pool), None)) is not None:
-            self.admission.places.forget(oldest)
-        self.backlog.add(self._age_group, self.pool)
+    def _decide_all_by_age(self) -> None:
+        """Call `_decide_by_age` for all groups, after `admission.next_step` has changed or a run was resumed.
 
-    def _age_group(self, group_id: int) -> None:
+        Also shortens the stored list of places, which would grow with each group that leaves.
+        """
+        if (first := next(iter(self.pool), None)) is not None:
+            self.admission.places.forget(first)
+        self.backlog.add(self._decide_by_age, self.pool)
+
+    def _decide_by_age(self, group_id: int) -> None:
         """Decide about a group that is too old for the next step, or may be too old for the step after it.
 
         Such a group is withdrawn, loses its old members, has them started again, or waits for the next step, which may
-        train its finished members. The settings `extra_groups` and `on_expire` decide. Work of the backlog.
+        train its finished members. The settings `extra_groups` and `on_expire` decide. Younger groups are not changed.
+        Work of the backlog.
         """
         group = self.pool.get(group_id)
         if group is None:
-            return
-        begun, step = self.pool.census.oldest(group_id), self.admission.next_step
-        if begun is None or begun >= self.contract.window_start(step + 1):
-            return  # no token was sampled yet, or the window of each member includes the next two steps
-        oldest = self.contract.min_token_version(step)
-        if self._withdrawable and self._outgrown(group, oldest):
-            # A redundant group (`extra_groups`) replaces each group that is withdrawn here.
+            return  # A slice of the backlog has removed it.
+        oldest, step = self.pool.counts.oldest(group_id), self.admission.next_step
+        if oldest is None or oldest >= self.contract.window_start(step + 1):
+            return  # No token was sampled yet, or each member may wait for two more steps (`window_start`).
+        min_version = self.contract.min_token_version(step)
+        # With redundant groups (`extra_groups`), a slow group is withdrawn as a whole. A redundant one takes its place.
+        if self._withdrawable and self._may_get_old_tokens(group, min_version):
             self._withdrawable -= 1
             self._withdraw(group)
             return
         if self.rules.on_expire == "requeue":
-            if group.closed and begun < oldest:
+            if group.closed and oldest < min_version:
                 # Members of a closed group are not started again: its problem is not one of the present run.
-                self._expire(group)
+                self._give_up_too_old(group)
                 return
-            self._start_again(group, oldest)
-        if self._too_old(group):
-            self._expire(group)
+            self._restart_old_members(group, min_version)
+        if self._has_only_old_tokens(group):
+            self._give_up_too_old(group)
         elif not self.pool.is_ready(group_id):
+            # The group may have to be marked as expiring now.
             self._put_waiting(group)
 
-    def _outgrown(self, group: Group, oldest: int) -> bool:
-        """Return True if a waiting group has a leased member that may have tokens of a version before `oldest`."""
-        if self.pool.is_ready(group.group_id) or group.earlier:
-            return False
-        return any(member.state == "leased" and member.floor < oldest for member in group.members)
+    def _may_get_old_tokens(self, group: Group, min_version: int) -> bool:
+        """Return True if a waiting group has a leased member that may sample tokens older than `min_version`.
 
-    def _too_old(self, group: Group) -> bool:
-        """Return True if the next step can train no token of the group. False for a group that is still incomplete.
-
-        A group that earlier steps have trained in part counts as complete here.
+        False for a ready group, because a step can take it as it is. False for a partly trained group, because its
+        place would not become free for a redundant group.
         """
-        if not (group.complete or group.earlier):
+        if self.pool.is_ready(group.group_id) or group.partly_trained:
+            return False
+        return any(member.state == "leased" and member.oldest_version < min_version for member in group.members)
+
+    def _has_only_old_tokens(self, group: Group) -> bool:
+        """Return True if a group is complete or partly trained, and the next step can train none of its tokens.
+
+        A group that still waits for its first members may get younger tokens, so the result is False then.
+        """
+        if not (group.complete or group.partly_trained):
             return False
         return group.trained_tokens(self.contract.min_token_version(self.admission.next_step)) == 0
 
     def _put_waiting(self, group: Group) -> None:
-        """Let a group wait in the pool for its queued and leased members.
+        """Let a group wait in the pool for its queued and leased members. Mark it if it is *expiring*.
 
         A member whose oldest token has version v should be trained by one of the steps v to v + ⌈α⌉, where α is the
-        async ratio. These steps are its *window* (`AgeContract.window_start`). The group is marked as expiring if the
-        next step is the last one in the window of a finished member. Then that step may train the finished members
-        without the others.
+        asynchronous ratio (`train.async_ratio`). These steps are its *window* (`AgeContract.window_start`). The group
+        is expiring if the next step is the last one in the window of a finished member. Then that step may train the
+        finished members without the others. The filter has to keep the group, and some token must be young enough.
         """
+        splittable = self.rules.on_expire == "mask" and self.contract.trains_parts
         expiring = False
-        if self.rules.on_expire == "mask" and self.contract.splits and not group.complete and not group.earlier:
+        if splittable and not group.complete and not group.partly_trained:
             step = self.admission.next_step
             expiring = (
                 group.expiring(self.contract.window_start(step + 1))
@@ -636,12 +705,16 @@ class SampleStore:
             )
         self.pool.put_waiting(group, expiring=expiring)
 
-    def _start_again(self, group: Group, oldest: int) -> None:
-        """Queue the members again that may have a token older than version `oldest`. Their tokens are discarded.
+    def _restart_old_members(self, group: Group, min_version: int) -> None:
+        """Queue the leased and finished members again that may have a token older than `min_version`.
 
-        Each member keeps its place in the queue.
+        Their tokens are discarded, and their leases are withdrawn. Each member keeps its place in the queue.
         """
-        old = [member for member in group.members if member.state in ("leased", "done") and member.floor < oldest]
+        old = [
+            member
+            for member in group.members
+            if member.state in ("leased", "done") and member.oldest_version < min_version
+        ]
         for member in old:
             if member.trajectory is not None:
                 self.ledger.discard(Outcome.STALE, member.trajectory.action_count)
@@ -652,6 +725,7 @@ class SampleStore:
             self.leases.put(member)
             self.admission.openings += 1
         if old:
+            # The group may have been ready. Now it waits again.
             self.pool.put_waiting(group)
 
     # -- counts ------------------------------------------------------------------------------------------------------
@@ -664,18 +738,19 @@ class SampleStore:
     @property
     def in_flight(self) -> int:
         """Number of tasks that were issued and are not trained, filtered or given up."""
-        return self.pool.census.in_flight + self.batches.in_flight
+        return self.pool.counts.in_flight + self.batches.in_flight
 
     @property
     def buffered_tokens(self) -> int:
         """Number of action tokens of trajectories that wait for a step or are in a batch."""
-        return self.pool.census.tokens + self.batches.tokens
+        return self.pool.counts.tokens + self.batches.tokens
 
     @property
-    def books(self) -> tuple[int, int, int]:
-        """Number of tasks issued, of tasks in flight and of tokens generated.
+    def counts(self) -> tuple[int, int, int]:
+        """Number of tasks issued, tasks in flight and tokens generated.
 
-        Equal events lead to equal numbers, so a replay compares them with the recorded numbers (`Committed.books`).
+        The buffer records them with each commit (`Committed.counts`). Equal events lead to equal numbers, so a replay
+        compares its own with them, and refuses a journal that does not belong to its checkpoint.
         """
         return self.ledger.issued, self.in_flight, self.ledger.generated_tokens
 

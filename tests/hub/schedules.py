@@ -32,7 +32,7 @@ from flash.hub.dealing import KEPT_S
 from flash.hub.hub import Hub
 from flash.hub.recovery import HubState, Persistence, RecoveredState, TrainerStart
 from flash.observe.observer import MemoryObserver
-from flash.samples.buffer import MEMBERS_AT_ONCE
+from flash.samples.buffer import MEMBERS_PER_SLICE
 from flash.samples.journal import MemoryJournal
 from flash.samples.replay import Replay
 from flash.samples.rules import Problems
@@ -272,10 +272,10 @@ class Laws(NamedTuple):
 class Schedule:
     """Random run: its processes, and the events that befall them."""
 
-    def __init__(self, seed: int, members_at_once: int, laws: Laws) -> None:
+    def __init__(self, seed: int, members_per_slice: int, laws: Laws) -> None:
         self.laws = laws
         self.dice = random.Random(seed)
-        self.limits = SliceLimits(members_at_once)
+        self.limits = SliceLimits(members_per_slice)
         self.calm = seed % 4 == 0
         """True if every sample ends before the next version and whole groups are admitted: no token may be stale."""
         self.config = draw_config(self.dice, self.calm)
@@ -601,11 +601,11 @@ def run_one(seed: int, laws: Laws) -> Schedule:
     """Run one schedule and return it. Raises AssertionError with the command that repeats it if a law is broken."""
 
     async def run() -> Schedule:
-        schedule = Schedule(seed, members_at_once, laws)
+        schedule = Schedule(seed, members_per_slice, laws)
         await schedule.run()
         return schedule
 
-    members_at_once = random.Random(f"slices of {seed}").choice([1, 8, 16, MEMBERS_AT_ONCE])
+    members_per_slice = random.Random(f"slices of {seed}").choice([1, 8, 16, MEMBERS_PER_SLICE])
     try:
         return run_virtual(run)
     except BaseException as error:

@@ -171,9 +171,9 @@ def test_nodes_that_do_not_wait_take_nothing_from_the_others() -> None:
 def test_a_node_is_told_once_of_the_leases_it_still_holds_and_a_lost_one_of_none() -> None:
     one, two, three = (Lease(index, Task(index, index, 0, index), 0) for index in range(3))
     holders = Holders()
-    holders.lend(7, [one, two], now=1.0)
-    holders.lend(8, [three], now=2.0)
-    assert holders.lent_before(1.5) == [(7, one), (7, two)]
+    holders.granted(7, [one, two], now=1.0)
+    holders.granted(8, [three], now=2.0)
+    assert holders.granted_before(1.5) == [(7, one), (7, two)]
     holders.ended(one.lease_id)
     holders.withdraw([one.lease_id, two.lease_id, three.lease_id])
     assert holders.has_cancels(7)

@@ -99,7 +99,7 @@ async def test_what_nobody_claims_goes_back_after_some_time_and_what_was_at_the_
     hubs = NextHub()
     await hubs.begin()
     out = hubs.hub.samples.leases.out
-    while hubs.hub.buffer.tidy():
+    while hubs.hub.buffer.do_slice():
         pass
     assert hubs.lost[0].lease_id not in out
     assert [lease.lease_id in out for lease in hubs.held] == [True, True, False]
@@ -108,14 +108,14 @@ async def test_what_nobody_claims_goes_back_after_some_time_and_what_was_at_the_
     begun = anyio.current_time()
     await hubs.hub.work.expire_claims()
     assert anyio.current_time() - begun == waits.claim_s(hubs.config)
-    while hubs.hub.buffer.tidy():
+    while hubs.hub.buffer.do_slice():
         pass
     assert [lease.lease_id in out for lease in hubs.held] == [True, False, False]
     assert await hubs.claim(hubs.held[1]) == []
     assert hubs.observer.notes[-1] == "samples that queue again, since their nodes did not come back: 1"
     # What was claimed goes back with the node, as any other lease.
     hubs.gate.left(hubs.peer)
-    while hubs.hub.buffer.tidy():
+    while hubs.hub.buffer.do_slice():
         pass
     assert hubs.held[0].lease_id not in out
     hubs.hub.samples.check()

@@ -10,7 +10,7 @@ import numpy as np
 from anyio.lowlevel import checkpoint
 
 from flash.hub.protocol import SnapshotReply
-from flash.samples.buffer import MEMBERS_AT_ONCE, SampleBuffer
+from flash.samples.buffer import MEMBERS_PER_SLICE, SampleBuffer
 from flash.samples.groups import Member
 from flash.samples.journal import NO_JOURNAL, Journal
 from flash.samples.leases import TaskQueue
@@ -81,7 +81,7 @@ def make_buffer(
         step=step,
         state=state,
         lease_ids=count(incarnation << 32),
-        members_at_once=MEMBERS_AT_ONCE if at_once is None else at_once * group,
+        members_per_slice=MEMBERS_PER_SLICE if at_once is None else at_once * group,
         journal=journal,
     )
 
@@ -89,7 +89,7 @@ def make_buffer(
 def void(buffer: SampleBuffer) -> SampleBuffer:
     """Revoke all leases of a buffer, as if its nodes had ended with the hub before it. Returns the buffer."""
     buffer.revoke([member.lease_id for member in buffer.samples.leases.out.values()])
-    while buffer.tidy():
+    while buffer.do_slice():
         pass
     return buffer
 

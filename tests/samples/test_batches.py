@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flash.branches import TOKENS_AT_ONCE, sort_by_prefix
-from flash.samples.batches import cut, deal, gather
+from flash.samples.batches import gather, split_into_messages, split_into_shards
 from flash.samples.groups import Group, Member
 from flash.types import Batch, BatchSample, Shard, Span, Task, Trajectory, Turn, VersionRun
 from flash.waiting import run_to_end
@@ -32,7 +32,7 @@ def dealt(ranks: int) -> list[Shard]:
         group_of(4, [[VersionRun(1, 2), VersionRun(2, 4)], [VersionRun(1, 3)]], []),
         group_of(5, [[VersionRun(3, 5)]], [before]),
     ]
-    return run_to_end(deal(gather(groups, 3, 2), ranks))
+    return run_to_end(split_into_shards(gather(groups, 3, 2), ranks))
 
 
 def test_every_rank_knows_all_samples_of_the_batch_and_those_trained_earlier() -> None:
@@ -48,7 +48,7 @@ def test_every_rank_knows_all_samples_of_the_batch_and_those_trained_earlier() -
 @pytest.mark.parametrize(("part_bytes", "parts"), [(1, [1, 1, 1]), (10_000, [3]), (130, [2, 1])])
 def test_a_shard_is_cut_into_parts_that_are_the_whole(part_bytes: int, parts: list[int]) -> None:
     (shard,) = dealt(1)
-    cuts = run_to_end(cut(shard, part_bytes))
+    cuts = run_to_end(split_into_messages(shard, part_bytes))
     assert [len(part.samples) for part in cuts] == parts
     assert [sample for part in cuts for sample in part.samples] == shard.samples
     assert msgspec.structs.replace(cuts[0], samples=shard.samples) == shard
@@ -58,7 +58,7 @@ def test_a_shard_is_cut_into_parts_that_are_the_whole(part_bytes: int, parts: li
 def test_a_shard_without_samples_is_one_part() -> None:
     empty = dealt(4)[3]
     assert empty.samples == []
-    assert run_to_end(cut(empty, 1)) == [empty]
+    assert run_to_end(split_into_messages(empty, 1)) == [empty]
 
 
 def test_the_age_of_a_sample_is_that_of_its_oldest_trained_token() -> None:
@@ -101,14 +101,14 @@ def computed(shard: Shard) -> int:
 )
 def test_ranks_compute_equally_much(groups: int, members: int, own: int, shards: int, fullest: int) -> None:
     batch = forked(groups, members, 100, own)
-    dealt = run_to_end(deal(batch, shards))
+    dealt = run_to_end(split_into_shards(batch, shards))
     assert sorted(sample.index for shard in dealt for sample in shard.samples) == list(range(groups * members))
     assert max(map(computed, dealt)) <= fullest + own
 
 
 def test_ranks_compute_equally_much_in_each_minibatch() -> None:
     batch = forked(4, 4, 0, 50, lengths=(400, 100, 100, 400))
-    dealt = run_to_end(deal(batch, 2, minibatches=2))
+    dealt = run_to_end(split_into_shards(batch, 2, minibatches=2))
     assert sorted(sample.index for shard in dealt for sample in shard.samples) == list(range(16))
     for minibatch in (range(8), range(8, 16)):
         some = [[one for one in shard.samples if one.index in minibatch] for shard in dealt]
@@ -128,5 +128,5 @@ def test_a_group_of_many_branches_is_dealt_in_slices() -> None:
         turns=[Turn("p", "c", 0.0, 0.0, 0.0, 0.0, branch=number) for number in range(branches)],
         branches=tuple(range(0, branches * length, length)),
     )
-    slices = list(deal(Batch(0, 0, [whole, one], []), 2))
+    slices = list(split_into_shards(Batch(0, 0, [whole, one], []), 2))
     assert len(slices) > 2 * branches * length // TOKENS_AT_ONCE

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flash.errors import BreakerError, ContractError
-from flash.samples.batches import deal, gather
+from flash.samples.batches import gather, split_into_shards
 from flash.samples.buffer import SampleBuffer
 from flash.samples.groups import Group, GroupFilter
 from flash.samples.store import BufferState
@@ -189,7 +189,7 @@ def test_mask_tokens_older_than_the_contract_are_left_out_and_booked_as_stale() 
         buffer.deliver(lease.lease_id, trajectory(lease.task, 1, 5, versions=mixed))
     chosen = buffer.next_batch(1)
     assert chosen is not None
-    shard = run_to_end(deal(gather(chosen, 1, 1), shards=1))[0]
+    shard = run_to_end(split_into_shards(gather(chosen, 1, 1), shards=1))[0]
     assert shard.total_tokens == 6
     buffer.commit(1)
     assert buffer.samples.ledger.trained_tokens == 6
@@ -216,7 +216,7 @@ def test_requeue_what_outgrows_the_window_is_withdrawn_and_starts_again_in_its_p
     chosen = buffer.next_batch(1)  # step 2 will train no token of version 0: group 2 and 3 have outgrown the window
     assert chosen is not None
     assert [group.group_id for group in chosen] == [4, 5]
-    assert buffer.samples.leases.withdrawn == [lease.lease_id for lease in old[5:]]
+    assert buffer.samples.leases.to_cancel == [lease.lease_id for lease in old[5:]]
     assert buffer.samples.ledger.retried == {Outcome.STALE: 4}
     assert buffer.samples.ledger.discarded_tokens == {Outcome.STALE: 3}
     buffer.deliver(old[5].lease_id, fail(old[5], Outcome.CANCELLED, tokens=7))
@@ -234,7 +234,7 @@ def test_mask_lets_the_same_samples_go_on() -> None:
     buffer.commit(0)
     finish_all(buffer, lease_all(buffer, 1), 1)
     assert buffer.next_batch(1) is not None
-    assert buffer.samples.leases.withdrawn == []
+    assert buffer.samples.leases.to_cancel == []
 
 
 def test_wait_holds_a_step_back_until_no_straggler_would_outgrow_the_window() -> None:
@@ -372,7 +372,7 @@ def test_a_run_that_is_resumed_tries_what_was_in_quarantine_again() -> None:
 
     with pytest.raises(BreakerError, match="--resume tries all kinds again"):
         only_fail()
-    while buffer.tidy():
+    while buffer.do_slice():
         pass
     again = resumed(buffer, 0, **options)
     assert "in quarantine and are tried again: 'a', 'b'" in again.samples.notes[0]
@@ -424,7 +424,7 @@ def test_the_first_finishers_of_a_group_win_and_the_others_are_withdrawn_at_once
     leases = lease_all(buffer, 0)
     assert len(leases) == 4
     finish_all(buffer, [leases[3], leases[1]], 0)
-    assert buffer.samples.leases.withdrawn == [leases[0].lease_id, leases[2].lease_id]
+    assert buffer.samples.leases.to_cancel == [leases[0].lease_id, leases[2].lease_id]
     chosen = buffer.next_batch(0)
     assert chosen is not None
     assert [t.task.sample_index for t in chosen[0].trajectories()] == [1, 3]
@@ -450,7 +450,7 @@ def test_redundant_groups_are_started_on_top_and_the_last_one_home_is_cancelled_
     assert len(leases) == 6
     finish_all(buffer, leases[1:], 0)
     assert buffer.next_batch(0) is not None
-    assert buffer.samples.leases.withdrawn == [leases[0].lease_id]
+    assert buffer.samples.leases.to_cancel == [leases[0].lease_id]
     buffer.deliver(leases[0].lease_id, fail(leases[0], Outcome.CANCELLED, tokens=9))
     buffer.commit(0)
     assert buffer.samples.ledger.given_up == {Outcome.CANCELLED: 2}
@@ -467,7 +467,7 @@ def test_no_more_groups_are_cancelled_for_their_age_than_are_redundant() -> None
     buffer.commit(0)
     finish_all(buffer, lease_all(buffer, 1), 1)
     buffer.next_batch(1)  # three samples of version 0 still run, and step 2 trains none of it
-    assert buffer.samples.leases.withdrawn == [old[2].lease_id]
+    assert buffer.samples.leases.to_cancel == [old[2].lease_id]
 
 
 def test_the_end_of_the_run_books_what_redundancy_left_over() -> None:
@@ -655,7 +655,7 @@ def test_dealing_gives_every_sample_to_one_rank_and_balances_tokens(lengths: lis
         buffer.deliver(lease.lease_id, made)
     groups = buffer.next_batch(0)
     assert groups is not None
-    shards = run_to_end(deal(gather(groups, 0, 0), ranks))
+    shards = run_to_end(split_into_shards(gather(groups, 0, 0), ranks))
     assert sorted(sample.index for shard in shards for sample in shard.samples) == list(range(len(lengths)))
     loads = [sum(sample.trajectory.length for sample in shard.samples) for shard in shards]
     # The rank with most is what the others wait for.
@@ -697,7 +697,7 @@ def test_members_at_their_last_chance_are_trained_without_the_straggler_of_their
     later = buffer.next_batch(2)
     assert later is not None
     assert [group.group_id for group in later] == [4, 5, 1], "it comes on top of the step's own groups"
-    shard = run_to_end(deal(gather(later, 2, 2 - (bound or 1)), shards=1))[0]
+    shard = run_to_end(split_into_shards(gather(later, 2, 2 - (bound or 1)), shards=1))[0]
     assert [entry.reward for entry in shard.batch if entry.group_id == 1] == [1.0]
     assert [(entry.group_id, entry.reward) for entry in shard.earlier] == [(1, 0.5), (1, 0.5), (1, 0.5)]
     assert len(shard.samples) == 9
@@ -715,21 +715,21 @@ def test_who_completes_a_group_that_is_chosen_already_beats_the_others_of_it(hom
     late = [lease for lease in old if lease.task.group_id == 7]
     finish_all(buffer, late[:7], 0)
     while buffer.next_batch(0) is None:
-        buffer.tidy()
+        buffer.do_slice()
     buffer.commit(0)
     finish_all(buffer, [lease for lease in old if 4 <= lease.task.group_id < 7], 0)
-    while buffer.tidy():
+    while buffer.do_slice():
         pass
     assert buffer.next_batch(1) is None, "what was chosen is being gathered"
     finish_all(buffer, late[7 : 7 + home], 0)
     while (groups := buffer.next_batch(1)) is None:
-        buffer.tidy()
+        buffer.do_slice()
     assert [(group.group_id, len(group.trajectories())) for group in groups] == [(4, 8), (5, 8), (6, 8), (7, 8)]
-    while buffer.tidy():
+    while buffer.do_slice():
         pass
     finish_all(buffer, late[7 + home :], 0)
     buffer.commit(1)
-    while buffer.tidy():
+    while buffer.do_slice():
         pass
     buffer.samples.check()
 

@@ -84,7 +84,7 @@ def test_what_leaves_untrained_is_made_up_for_in_its_own_domain() -> None:
     for _ in range(20):
         domains.issued(domains.next([]) or "")
     for _ in range(5):
-        domains.left("b")
+        domains.left_untrained("b")
     again = Counter[str]()
     for _ in range(5):
         name = domains.next([]) or ""
@@ -131,12 +131,12 @@ def test_a_domain_that_is_only_filtered_out_has_its_turns_until_a_group_of_it_is
     told: list[int] = []
     for _ in range(16):
         assert issue() == "a" or not told
-        domains.left("a")
+        domains.left_untrained("a")
         told.append(domains.filtered("a", []))
     assert told == [0] * 15 + [16]
     for _ in range(30):
         if issue() == "a":
-            domains.left("a")
+            domains.left_untrained("a")
             assert domains.filtered("a", []) == 0
         else:
             domains.trained("b")
@@ -322,7 +322,7 @@ class Timed:
         self.check()
 
     def end(self, lease: Lease, began: int) -> None:
-        if lease.lease_id in self.buffer.samples.leases.withdrawn:
+        if lease.lease_id in self.buffer.samples.leases.to_cancel:
             return
         versions = [VersionRun(began, 1), VersionRun(self.version, 2)] if began < self.version else None
         reward = float(self.dice.random() < 0.5)
@@ -352,7 +352,7 @@ class Timed:
         return True
 
     def tidy(self) -> None:
-        while self.buffer.tidy():
+        while self.buffer.do_slice():
             pass
 
     def check(self) -> None:

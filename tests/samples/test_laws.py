@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from flash.ages import max_age, window
 from flash.hub.work import LeaseClaims
-from flash.samples.batches import deal, gather
+from flash.samples.batches import gather, split_into_shards
 from flash.samples.buffer import SampleBuffer
 from flash.samples.groups import GroupFilter
 from flash.samples.journal import Event, MemoryJournal
@@ -108,10 +108,10 @@ class Incarnation(RuleBasedStateMachine):
 
     @rule()
     def tidy(self) -> None:
-        self.buffer.tidy()
+        self.buffer.do_slice()
 
     def tidy_up(self) -> None:
-        while self.buffer.tidy():
+        while self.buffer.do_slice():
             pass
 
     @rule(behind=st.integers(0, 3), node=st.integers(0, 7), ahead=st.integers(0, 1))
@@ -134,7 +134,7 @@ class Incarnation(RuleBasedStateMachine):
         """Deliver the results of all leases but one, so that the group of the late one may be trained in parts."""
         left = sorted(self.leases)[late % len(self.leases)]
         for lease_id in [lease_id for lease_id in self.leases if lease_id != left]:
-            if lease_id in self.buffer.samples.leases.withdrawn:
+            if lease_id in self.buffer.samples.leases.to_cancel:
                 continue
             lease, start = self.leases.pop(lease_id)
             self.buffer.deliver(lease_id, trajectory(lease.task, start, reward=float(lease_id % 2)))
@@ -182,14 +182,14 @@ class Incarnation(RuleBasedStateMachine):
         lease, _ = self.pop(pick)
         self.buffer.revoke([lease.lease_id])
 
-    @precondition(lambda self: self.buffer.samples.leases.withdrawn)
+    @precondition(lambda self: self.buffer.samples.leases.to_cancel)
     @rule(tokens=st.integers(0, 5))
     def cancel(self, tokens: int) -> None:
-        for lease_id in self.buffer.samples.leases.withdrawn:
+        for lease_id in self.buffer.samples.leases.to_cancel:
             if lease_id in self.leases:
                 lease, _ = self.leases.pop(lease_id)
                 self.buffer.deliver(lease_id, Failure(lease.task, Outcome.CANCELLED, "x", tokens))
-        self.buffer.samples.leases.withdrawn.clear()
+        self.buffer.samples.leases.to_cancel.clear()
 
     @precondition(lambda self: not self.training and self.version < STEPS)
     @rule()
@@ -201,7 +201,7 @@ class Incarnation(RuleBasedStateMachine):
             return
         self.training = True
         assert all(len(group.trajectories()) + len(group.earlier) <= self.group for group in groups)
-        for shard in run_to_end(deal(gather(groups, self.version, self.oldest), 2)):
+        for shard in run_to_end(split_into_shards(gather(groups, self.version, self.oldest), 2)):
             for sample in shard.samples:
                 kept = [run for run in sample.trajectory.versions if run.version >= shard.min_version]
                 assert all(run.version >= self.oldest for run in kept)
@@ -330,7 +330,7 @@ class Incarnation(RuleBasedStateMachine):
     def can_take(self) -> bool:
         twin = self.twin()
         while (groups := twin.next_batch(self.version)) is None and twin.samples.backlog:
-            twin.tidy()
+            twin.do_slice()
         return groups is not None
 
 

@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 
 from flash.samples.groups import Member
-from flash.samples.leases import LeaseTable, as_issued, failed_last
+from flash.samples.leases import LeaseTable, by_attempt, by_issue
 from flash.types import RETRIED, Outcome, Task
 from tests.samples.cases import in_order
 
@@ -21,7 +21,7 @@ def waiting(table: LeaseTable) -> list[int]:
 
 
 def table_of(tasks: list[Member], *, evaluation: bool = False) -> LeaseTable:
-    table = LeaseTable(count(), retries=1, place=failed_last if evaluation else as_issued)
+    table = LeaseTable(count(), retries=1, key_of=by_attempt if evaluation else by_issue)
     for member in tasks:
         table.put(member)
     return table
@@ -56,7 +56,7 @@ def test_a_withdrawn_lease_is_not_revoked_and_its_reason_is_told_once() -> None:
     table = table_of(tasks)
     withdrawn, other = table.grant(first, 0, number=3), table.grant(second, 0, number=4)
     table.remove(first, Outcome.STALE)
-    assert table.withdrawn == [withdrawn.lease_id]
+    assert table.to_cancel == [withdrawn.lease_id]
     assert [table.take_reason(withdrawn.lease_id) for _ in range(2)] == [Outcome.STALE, Outcome.CANCELLED]
     assert not table.revoke(withdrawn.lease_id)
     assert table.revoke(other.lease_id)

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flash.samples.buffer import choose
-from flash.samples.groups import Census, EligibleGroups, Group, Member
-from flash.samples.leases import Places, TaskQueue, as_issued
+from flash.samples.groups import EligibleGroups, Group, Member, PoolCounts
+from flash.samples.leases import Places, TaskQueue, by_issue
 from flash.samples.rules import AgeContract
 from flash.samples.store import Backlog
 from flash.types import Failure, Outcome, Task
@@ -47,12 +47,12 @@ def make_group(group_id: int, members: list[tuple[str, int]]) -> Group:
     for index, (state, version) in enumerate(members):
         task = Task(group_id * 4 + index, group_id, index, 0, kind="ab"[group_id % 2])
         done = trajectory(task, version) if state == "done" else None
-        made.append(Member(task, state, floor=version, trajectory=done))  # pyright: ignore[reportArgumentType]
+        made.append(Member(task, state, oldest_version=version, trajectory=done))  # pyright: ignore[reportArgumentType]
     return Group(group_id, 2, made)
 
 
 def oldest_of(group: Group) -> int | None:
-    return min((member.floor for member in group.members if member.state in ("leased", "done")), default=None)
+    return min((member.oldest_version for member in group.members if member.state in ("leased", "done")), default=None)
 
 
 def patient(
@@ -101,22 +101,22 @@ def test_the_choice_by_counts_is_that_of_looking_at_every_group(
     most: dict[str, int],
 ) -> None:
     groups = [make_group(group_id, of_group) for group_id, of_group in enumerate(members)]
-    census, eligible = Census(), EligibleGroups()
+    counts, eligible = PoolCounts(), EligibleGroups()
     for group in groups:
-        oldest = census.count(make_group(group.group_id, [("queued", 0)] * 2)).oldest
-        oldest = census.count(group).oldest
+        oldest = counts.count(make_group(group.group_id, [("queued", 0)] * 2)).oldest
+        oldest = counts.count(group).oldest
         if group.complete and oldest is not None:
             eligible.put(group.group_id, 99, group.kind)
             eligible.put(group.group_id, oldest, group.kind)
     contract = AgeContract(alpha, size * 2, 2, 10)
     expected = patient(contract, step, groups, before, wait, most)
-    assert choose(contract, step, eligible, census.begun, before=before, wait=wait, limits=most) == expected
-    assert census.in_flight == sum(group.alive for group in groups)
-    assert census.tokens == sum(t.action_count for group in groups for t in group.trajectories())
+    assert choose(contract, step, eligible, counts.begun, before=before, wait=wait, limits=most) == expected
+    assert counts.in_flight == sum(group.alive for group in groups)
+    assert counts.tokens == sum(t.action_count for group in groups for t in group.trajectories())
     for group in groups:
-        census.forget(group.group_id)
+        counts.forget(group.group_id)
         eligible.remove(group.group_id)
-    assert (census.in_flight, census.tokens, census.begun) == (0, 0, {})
+    assert (counts.in_flight, counts.tokens, counts.begun) == (0, 0, {})
     assert eligible.first(1, None) is None
 
 
@@ -127,7 +127,7 @@ def test_chores_are_done_in_order_a_slice_at_a_time() -> None:
     assert done == [("a", 0), ("a", 1)]
     backlog.add(lambda number: done.append(("b", number)), [7])
     assert done == [("a", 0), ("a", 1), ("a", 2), ("b", 7)]
-    assert not backlog.work()
+    assert not backlog.do_slice()
     assert not backlog
 
 
@@ -140,7 +140,7 @@ def test_a_quarantine_gives_up_a_slice_of_groups_at_a_time_and_all_in_the_end() 
     left = buffer.samples.in_flight
     buffer.deliver(failed.lease_id, Failure(failed.task, Outcome.ENV_ERROR, "boom", 0))
     assert buffer.samples.in_flight == left - 2
-    while buffer.tidy():
+    while buffer.do_slice():
         left -= 2
         assert buffer.samples.in_flight == left - 2
         buffer.samples.check()
@@ -155,7 +155,7 @@ def test_a_batch_is_the_same_however_it_is_gathered(at_once: int | None) -> None
     slices = 0
     while (groups := buffer.next_batch(0)) is None:
         assert buffer.samples.backlog
-        buffer.tidy()
+        buffer.do_slice()
         slices += 1
         # Nobody else is given the same batch meanwhile, and results go on coming in.
         if slices == 2:
@@ -163,7 +163,7 @@ def test_a_batch_is_the_same_however_it_is_gathered(at_once: int | None) -> None
         buffer.samples.check()
     assert [group.group_id for group in groups] == [1, 2, 3, 4]
     buffer.commit(0)
-    while buffer.tidy():
+    while buffer.do_slice():
         buffer.samples.check()
     assert buffer.samples.ledger.trained == 8
 
@@ -206,7 +206,7 @@ def test_the_leases_of_a_lost_node_go_back_a_slice_at_a_time_and_no_batch_is_for
     while buffer.samples.backlog:
         assert not buffer.has_batch(0)
         buffer.samples.check()
-        buffer.tidy()
+        buffer.do_slice()
         slices += 1
     assert slices == 8
     assert buffer.has_batch(0)
@@ -222,7 +222,7 @@ def test_the_leases_of_a_lost_node_go_back_a_slice_at_a_time_and_no_batch_is_for
 def test_a_queue_in_lines_is_a_sorted_list(
     put: list[int], taken: list[int], failed: dict[int, list[int]], nodes: set[int]
 ) -> None:
-    queue = TaskQueue(as_issued)
+    queue = TaskQueue(by_issue)
     tasks = {
         number: Member(Task(number, number // 4, number % 4, number), avoid=tuple(failed.get(number, ())))
         for number in put

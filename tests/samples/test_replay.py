@@ -77,8 +77,8 @@ class Incarnation:
         self._buffer.deliver(lease.lease_id, made if dice.random() < 0.7 else failed, dice.randrange(3))
 
     def cancel(self) -> None:
-        if self._buffer.samples.leases.withdrawn and (
-            lease := self._held.pop(self._buffer.samples.leases.withdrawn.pop(), None)
+        if self._buffer.samples.leases.to_cancel and (
+            lease := self._held.pop(self._buffer.samples.leases.to_cancel.pop(), None)
         ):
             self._buffer.deliver(lease.lease_id, Failure(lease.task, Outcome.CANCELLED, "late", 2))
 
@@ -89,7 +89,7 @@ class Incarnation:
             self._buffer.revoke(lost)
 
     def tidy(self) -> None:
-        self._buffer.tidy()
+        self._buffer.do_slice()
 
     def train(self) -> None:
         if not self.training:
@@ -221,7 +221,7 @@ def test_under_a_lower_ratio_no_batch_is_trained_again_of_which_less_would_count
         assert groups is not None
         assert [group.trained_tokens(step) for group in groups] == [6, 6]
         again.commit(step)
-        while again.tidy():
+        while again.do_slice():
             pass
         again.samples.check()
     # Under the same ratio they are the same batches.
@@ -249,7 +249,7 @@ def test_a_batch_of_former_problems_that_is_put_together_anew_begins_nothing() -
 def trained(buffer: SampleBuffer, step: int) -> None:
     assert buffer.next_batch(step) is not None
     buffer.commit(step)
-    while buffer.tidy():
+    while buffer.do_slice():
         pass
 
 
@@ -268,7 +268,7 @@ def test_what_the_versions_have_sampled_that_a_run_goes_back_from_is_trained_by_
             finish_all(again, lease_all(again, step), step)
         assert [group.newest for group in groups] == [step, step]
         again.commit(step)
-        while again.tidy():
+        while again.do_slice():
             pass
         again.samples.check()
 

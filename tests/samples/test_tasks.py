@@ -39,7 +39,7 @@ def test_a_group_that_is_trained_in_parts_counts_once() -> None:
     for version in (0, 1):
         assert buffer.next_batch(version) is not None
         buffer.commit(version)
-        buffer.tidy()
+        buffer.do_slice()
     cursor = buffer.samples.source.cursor
     assert cursor.ended == 4
     assert buffer.samples.pool[late.task.group_id].earlier, "it was to be trained in parts"

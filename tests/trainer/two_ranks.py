@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from flash.errors import CheckpointError, ContractError
-from flash.samples.batches import deal
+from flash.samples.batches import split_into_shards
 from flash.trainer import checkpoint
 from flash.trainer.critic import Critic
 from flash.trainer.model.canary import canary_logprobs
@@ -42,7 +42,9 @@ SPLITS = {
     "all on one": (list(range(13)), []),
     "trees": tuple(
         [sample.index for sample in shard.samples]
-        for shard in run_to_end(deal(Batch(0, 0, [one.trajectory for one in forked_shard().samples], []), 2))
+        for shard in run_to_end(
+            split_into_shards(Batch(0, 0, [one.trajectory for one in forked_shard().samples], []), 2)
+        )
     ),
 }
 CASES: dict[str, dict[str, Any]] = {

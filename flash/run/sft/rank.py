@@ -25,7 +25,7 @@ from flash.run.processes.scratch import VARIABLE as SCRATCH
 from flash.run.processes.supervisor import End
 from flash.run.sft.course import ROWS, Course, CourseTokens
 from flash.run.trainer_rank import describe_peers, meet
-from flash.samples.batches import deal
+from flash.samples.batches import split_into_shards
 from flash.trainer import checkpoint
 from flash.trainer.checkpoint_files import FileEntry, choose_checkpoint, file_entry, hub_state
 from flash.trainer.performance import StepMeter, StepProfiler
@@ -199,7 +199,7 @@ class SftLoop:
     def _dealt(self, batch: Batch) -> Shard:
         """Return this rank's shard of a batch."""
         mesh = self._trainer.mesh
-        return run_to_end(deal(batch, mesh.data_shards, self._config.train.minibatches))[mesh.data_shard]
+        return run_to_end(split_into_shards(batch, mesh.data_shards, self._config.train.minibatches))[mesh.data_shard]
 
     def _agreed(self, wish: Wish | None) -> int:
         """Agree with all ranks on the next action, since a signal may have reached only some of them."""
