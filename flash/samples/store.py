@@ -225,8 +225,8 @@ class SampleStore:
         """
         if same_incarnation:
             self.leases.withdrawal_reasons.update(state.withdrawn)
-        # `problems` is a fingerprint of the environment's set of problems. If it is empty, the set is unknown and counts
-        # as unchanged.
+        # `problems` is a fingerprint of the environment's set of problems. An empty one means that the set is unknown.
+        # Then the set counts as unchanged.
         before, now = state.settings.rules.problems, self.rules.problems
         other_problems = bool(before and now and before != now)
         for group in (*state.groups, *(formed.group for formed in state.formed)):
