@@ -5,6 +5,9 @@ which returns the metrics `memory_gib` and `mfu` (the share of the cards' peak a
 call `StepProfiler.begin_step` before each step, and `close` once at their end. Measuring does not change any number
 that a step computes, and never ends the run: if a trace cannot be written, a warning is logged.
 
+A *micro-batch* is the input of one forward and backward pass: some sequences, one after another. A *data shard* is the
+part of a batch that one rank trains, or several ranks that compute the same sequences together.
+
 Shape legend: U = computed tokens of a micro-batch: a prefix that several sequences share is computed once. R = trainer
 ranks.
 """
@@ -38,21 +41,25 @@ log = logging.getLogger("flash")
 GIB = 2**30
 """Number of bytes of one GiB."""
 PEAKS: dict[str, float] = {
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "GH200": 989e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H20": 148e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "RTX 4090": 165e12,
+    "GB200": 2500e12,  # NVIDIA: 5 PFLOP/s with sparsity
+    "B200": 2250e12,  # NVIDIA: 4.5 PFLOP/s with sparsity
+    "GH200": 989e12,  # tables
+    "H200 NVL": 835e12,  # tables
+    "H200": 989e12,  # NVIDIA: 1,979 TFLOP/s with sparsity
+    "H100 PCIe": 756e12,  # NVIDIA: 1,513 TFLOP/s with sparsity
+    "H100 NVL": 835e12,  # tables
+    "H100": 989e12,  # NVIDIA: 1,979 TFLOP/s with sparsity
+    "H20": 148e12,  # tables
+    "A100": 312e12,  # NVIDIA: 312 TFLOP/s
+    "L40S": 362e12,  # NVIDIA: 362.05 TFLOP/s
+    "RTX 4090(?! )": 165e12,  # tables; the 4090 D and the 4090 of laptops, whose names go on, are slower
 }
-"""Peak bfloat16 FLOP/s of NVIDIA's cards without sparsity, by a part of the card's name; the first match counts.
+"""Peak bfloat16 FLOP/s of NVIDIA's cards for dense matrices, by a part of the name that torch gives the card.
 
-The numbers are those of NVIDIA's data sheets, which often give the value "with sparsity": twice this number.
+The comments name the source: the number in NVIDIA's data sheet, or `tables` of other projects that agree with each
+other. Data sheets often give only the peak with sparsity, which is twice the peak for dense matrices. The names are
+regular expressions, and the first one that is found counts. A card without a confirmed number is left out, and its runs
+have no `mfu`.
 """
 TRACES = "profile"
 """Name of the folder inside the run's folder that holds the traces."""
@@ -61,8 +68,8 @@ QUIET = {"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def peak_flops(card: str) -> float | None:
-    """Return the peak bfloat16 FLOP/s of a card without sparsity, given its name in torch; None if it is not known."""
-    # A part of a card (MIG) has the name of the whole card in its own, and only some of the card's arithmetic.
+    """Return the peak bfloat16 FLOP/s of a card from `PEAKS`, given its name in torch; None if it is not known."""
+    # A part of a card (MIG) has the name of the whole card in its own name, but is slower.
     if "MIG" in card:
         return None
     return next((peak for name, peak in PEAKS.items() if re.search(rf"\b{name}\b", card)), None)
@@ -100,7 +107,7 @@ class ModelArithmetic:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Self:
-        """Count the weights of a whole model: one that is not divided over ranks yet."""
+        """Count the weights of a model, which must not be divided over ranks yet: the counts are of whole tensors."""
         experts, share = routed_share(model)
         output: Any = model.get_output_embeddings()
         # Embeddings are not counted, since a lookup multiplies nothing. The output layer is counted on its own, and may
@@ -112,6 +119,7 @@ class ModelArithmetic:
             # Biases and the scales of norms are not multiplied with matrices.
             if weight.dim() < 2 or id(weight) in apart:
                 continue
+            # A tensor of three dimensions holds one matrix per expert, and a token is sent to a share of the experts.
             routed = experts > 1 and weight.dim() == 3 and weight.shape[0] == experts
             weights[weight.requires_grad] += weight.numel() * (share if routed else 1.0)
         return cls(
@@ -125,7 +133,8 @@ class ModelArithmetic:
     def flops(self, micro_batches: Sequence[MicroBatch], *, backward: bool = True) -> float:
         """Return the FLOPs of one forward pass over micro-batches, and of its backward pass if `backward`.
 
-        `flash.trainer.step` calls this for each step. `backward` is False in a step that trains the critics only.
+        `flash.trainer.step` calls this for each step. `backward` is False in a step that trains only the critics (value
+        models), in which the policy runs forward alone. The class explains what is counted.
         """
         total = 0.0
         for micro in micro_batches:
@@ -133,19 +142,23 @@ class ModelArithmetic:
                 continue
             # Without the tokens of shared prefixes that another sequence of the micro-batch computes.
             place_U = micro.computed.place_U
+            # The forward pass, and the gradients of the layers' inputs, which cost as much.
             total += 2 * (self.trained + self.frozen) * len(place_U) * (2 if backward else 1)
             total += 2 * self.output * len(micro.before_T) * (2 if backward else 1)
-            if backward:
+            if backward:  # gradients of trained weights
                 total += 2 * self.trained * len(place_U) + 2 * self.output * self.output_trained * len(micro.before_T)
             seen_U = micro.position_P[place_U] + 1
-            for layer, alike in Counter(self.attention).items():  # `alike`: number of layers of this size
+            # Layers of equal size are counted together.
+            for layer, layers in Counter(self.attention).items():
                 seen = float(np.minimum(seen_U, layer.window).sum())
-                total += alike * 2 * layer.width * seen * (3 if backward else 1)
+                total += layers * 2 * layer.width * seen * (3 if backward else 1)
         return total
 
 
 class StepMeter:
     """Measures the memory of the trainer ranks in a step, and the share of the cards' peak arithmetic that is used.
+
+    In each step all ranks call `begin`, then `finish`.
 
     Args:
         mesh: the trainer ranks. `finish` is a collective of all ranks.
@@ -158,13 +171,15 @@ class StepMeter:
         self._begun = 0.0
 
     def begin(self) -> None:
-        """Begin to measure a step."""
+        """Begin to measure a step. On a GPU, torch's record of the largest allocated memory starts again from here."""
         if self._cuda:
             torch.cuda.reset_peak_memory_stats()
         self._begun = time.perf_counter()
 
     def finish(self, flops: float) -> dict[str, float]:
         """Return `memory_gib`, and `mfu` if the peak of every rank's card is known. A collective of all ranks.
+
+        On a CPU the memory is that of the process at this moment, not its largest value in the step.
 
         Args:
             flops: the FLOPs of the step on the samples of this rank. Ranks of one data shard have the same samples, so
@@ -181,9 +196,13 @@ class StepMeter:
 
 
 def performance_metrics(rows_R4: Tensor) -> dict[str, float]:
-    """Return `memory_gib`, and `mfu` if all peaks are known.
+    """Return `memory_gib`, the largest memory of a rank, and `mfu` if all peaks are known.
 
-    Each rank has a row: bytes of memory, seconds of the step, FLOPs, and the peak FLOP/s of its card, 0 if unknown.
+    `mfu` is all FLOPs, divided by the seconds of the slowest rank and by the sum of all cards' peaks.
+
+    Args:
+        rows_R4: for each rank, bytes of memory, seconds of the step, FLOPs, and the peak FLOP/s of its card, which is 0
+            if unknown.
     """
     memory_R, seconds_R, flops_R, peak_R = rows_R4.unbind(dim=1)
     metrics = {"memory_gib": memory_R.max().item() / GIB}
@@ -202,8 +221,8 @@ class StepProfiler:
     """Records some steps of one trainer rank, and writes them as one Chrome trace.
 
     The trace begins when the rank asks for the batch of the first recorded step, and ends when it asks for the batch
-    after the last one. A rank that starts again in between records the remaining steps, and its file replaces the
-    earlier one.
+    after the last one. If the rank's process is replaced in between, the new one records the remaining steps, and its
+    file replaces the earlier one. Each step is a bar with the name `step N` in the trace.
 
     Args:
         steps: the steps to record; nothing is recorded if it is empty.
@@ -221,10 +240,10 @@ class StepProfiler:
         self._bar: Any = None
 
     def begin_step(self, step: int) -> None:
-        """Record the step if it is one of the steps to record, from its request for a batch to the next one.
+        """Begin a step: start to record at the first step to record, and write the trace after the last one.
 
-        Recording starts with the first such step of this process. At the first step after the last such step, it stops
-        and the trace is written.
+        The caller is about to request the batch of `step`. If `step` is not to be recorded, a recording that runs ends
+        here, as in `close`.
         """
         self._end_bar()
         if step not in self._steps:
@@ -246,8 +265,8 @@ class StepProfiler:
         if profiler is None:
             return
         profiler.stop()
-        # Written under another name first, so that a reader never finds an unfinished file. torch compresses the file
-        # because this name, too, ends with .gz.
+        # The trace is written under another name first, so that a reader never finds an unfinished file. This name ends
+        # with .gz, too, because torch compresses only such files.
         part = self._file.with_name(f".{self._file.name}")
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -262,7 +281,7 @@ class StepProfiler:
             log.info("the profile is written to %s: open it at https://ui.perfetto.dev", self._file)
 
     def _end_bar(self) -> None:
-        """End the bar of the running step in the trace, if there is one."""
+        """End the bar of the step that is being recorded, if there is one."""
         bar, self._bar = self._bar, None
         if bar is not None:
             bar.__exit__(None, None, None)
