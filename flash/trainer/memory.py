@@ -1,12 +1,17 @@
 """Compute the memory that a trainer rank needs, by running its step on tensors without data; used by `flash plan`.
 
-The model is made, divided, sharded and run by the code that trains it, while the bytes of all living tensors are
-counted. The other ranks do not exist (`flash.foreign.torch.absent_ranks`), so that a layout of 512 ranks needs one
-process. The numbers are those of a real run, with three exceptions. Activations are those of the CPU's kernels; a GPU's
-fused kernels keep less. Experts that are divided over ranks are assumed to get equally many tokens. If all decoder
-layers are alike, only a few are run, and each of the others is counted like the last one that was run.
+The model is made, divided, sharded and run by the code that trains it. Inside the block `counted()` tensors have a
+shape and no data, and the bytes of those that are alive are counted. There, the device "cpu" stands for the rank's own
+device and "meta" for the host's memory. The other ranks do not exist (`flash.foreign.torch.absent_ranks`), so that a
+layout of 512 ranks needs one process.
 
-A *kept set* has the tokens that a setting such as top_k left in the distribution from which a token was sampled.
+The numbers are those of a real run, with three exceptions. Activations are those of the CPU's kernels; a GPU's fused
+kernels keep less. Experts that are divided over ranks are assumed to get equally many tokens. If all decoder layers are
+alike, only a few are run, and each of the others is counted like the last one that was run.
+
+A *micro-batch* is the input of one forward and backward pass. *Moments* are the tensors that the optimizer keeps for
+each weight. *Pinned* memory is memory of the host from which a GPU copies fast. A *kept set* has the tokens that a
+setting such as top_k left in the distribution from which a token was sampled.
 
 Shape legend: T = predicted tokens, N = tokens of all kept sets.
 """
@@ -39,8 +44,8 @@ from flash.trainer.optimizer import make_optimizer
 FEW = 3
 """Number of decoder layers that are run. One is too few, because the first layer differs from the others: its input
 needs no gradient."""
-ABSENT = "meta"
-"""Device that stands for the host's memory. Tensors on it are not counted as the rank's device memory."""
+HOST = "meta"
+"""Device that stands for the host's memory. Tensors on it are not counted as memory of the rank's device."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +63,13 @@ class RankMemory:
     others: int
     """This rank's shards of the critics with gradients and moments, the reference, the teacher and the average."""
     at_work: int
-    """Gathered layers, activations and logits of one micro-batch of the policy."""
+    """Weights of layers that FSDP has gathered from all ranks, activations and logits of one micro-batch of the policy,
+    or the memory of an update if that is more."""
     loading: int
     """Weights when the run begins. With adapters, the base is then held in float32 in addition."""
     host: int
-    """Bytes in the host's memory, because of `train.offload`."""
+    """Bytes in the host's memory, because of `train.offload`. If it names the weights, all that a rank keeps between
+    steps is here, and the fields above are 0 except `parameters` and `at_work`."""
 
     @property
     def total(self) -> int:
@@ -74,29 +81,36 @@ def rank_memory(config: Config, ranks: int, few: int = FEW) -> RankMemory:
     """Return the memory of one of `ranks` trainer ranks, for a micro-batch filled with the longest sequences.
 
     Makes a default process group and destroys it; there must be none. Needs `config.json` of the model, no weights.
-    `few` decoder layers are run if all layers are alike.
+    `flash plan` also calls this for changed configurations, to propose one that fits.
+
+    Args:
+        config: the run.
+        ranks: number of trainer ranks.
+        few: number of decoder layers that are run if all are alike.
 
     Raises:
         ConfigError: the model cannot be divided or trained.
     """
     with absent_ranks(ranks):
         mesh = trainer_mesh("cpu", config.parallel, offloads="weights" in config.train.offload)
-        policy = _policy(config, mesh)
-        moments = _moments_of_model(policy, config.train)
+        policy = _sharded_policy(config, mesh)
+        moments = _new_moment_bytes(policy, config.train)
         weights, trained = _parameter_bytes(policy), _parameter_bytes(policy, trained=True)
         if not takes_packed_rows(policy):
-            # Each sequence is a micro-batch of its own.
+            # Such a model gets one sequence at a time, so a micro-batch is not filled beyond the longest sequence.
             longest = min(config.train.max_tokens_per_microbatch, config.model.max_length)
             train = msgspec.structs.replace(config.train, max_tokens_per_microbatch=longest)
             config = msgspec.structs.replace(config, train=train)
-        at_work = _at_work(config, mesh, policy, few)
-        others = _others(config, mesh)
+        at_work = _work_bytes(config, mesh, policy, few)
+        others = _other_bytes(config, mesh)
         loading = weights
+        # When the run begins, the rank holds the base in float32, too, and then converts it to the dtype of the run.
         if config.lora is not None and config.model.dtype != "float32":
-            loading += _parameter_bytes(_frozen(config.model, config.model.path, mesh))
+            loading += _parameter_bytes(_sharded_model(config.model, config.model.path, mesh))
     numbers = sum(parameter.numel() for parameter in policy.parameters())
     host = moments[1] + others[1] + _offloaded_inputs(config, policy)
     if mesh.offloads:
+        # Moments and other models are on the device of the weights, which is the host here.
         pinned = _parameter_bytes(policy, pinned=True) + _parameter_bytes(policy, trained=True, pinned=True)
         host += pinned + moments[0] + others[0]
         return RankMemory(numbers, 0, 0, 0, 0, at_work, 0, host)
@@ -104,7 +118,11 @@ def rank_memory(config: Config, ranks: int, few: int = FEW) -> RankMemory:
 
 
 def _offloaded_inputs(config: Config, policy: PreTrainedModel) -> int:
-    """Return the bytes that the inputs of all decoder layers take on the host; 0 if they are not kept there."""
+    """Return the bytes that the inputs of all decoder layers take on the host; 0 if they are not kept there.
+
+    With `activations` in `train.offload`, a layer's input waits on the host until the backward pass computes the layer
+    again.
+    """
     if not isinstance(recompute_mode(config.train), str):
         return 0
     tokens = config.train.max_tokens_per_microbatch // config.parallel.context
@@ -112,10 +130,11 @@ def _offloaded_inputs(config: Config, policy: PreTrainedModel) -> int:
     return layer_count(policy) * _pinned_size(tokens * width)
 
 
-def _at_work(config: Config, mesh: TrainerMesh, policy: PreTrainedModel, few: int) -> int:
-    """Return the bytes that a step needs in addition to the memory that the rank always keeps.
+def _work_bytes(config: Config, mesh: TrainerMesh, policy: PreTrainedModel, few: int) -> int:
+    """Return the bytes that a step needs on the device, in addition to the memory that the rank always keeps.
 
-    `policy` is the sharded policy, and `few` the number of layers that are run if all are alike.
+    If all decoder layers are alike, `few` of them are run, then one more, and the difference counts for each further
+    layer. Otherwise all layers are run. `policy` is the sharded policy.
     """
     layers = [
         module for module in policy.modules() if type(module).__name__.removeprefix("FSDP") in layer_types(policy)
@@ -126,33 +145,38 @@ def _at_work(config: Config, mesh: TrainerMesh, policy: PreTrainedModel, few: in
         # copies of a layer exist at once. Otherwise only one does, because each is cast before the next one is copied.
         copied_at_once = sum if config.model.dtype == "float32" else max
         copied = max((copied_at_once(sizes) for layer in layers if (sizes := _shard_sizes(layer))), default=0)
+    # More than one set of shapes: a model with unlike layers, for example of dense layers and layers with experts.
     unlike = len({tuple(parameter.shape for parameter in layer.parameters()) for layer in layers}) > 1
     if unlike or len(layers) <= few + 1:
         return _step_bytes(config, mesh, len(layers)) + copied
-    # Each further layer needs as much as the last of the few.
-    one, other = (_step_bytes(config, mesh, count) for count in (few, few + 1))
-    return one + (len(layers) - few) * (other - one) + copied
+    with_few, with_one_more = (_step_bytes(config, mesh, count) for count in (few, few + 1))
+    return with_few + (len(layers) - few) * (with_one_more - with_few) + copied
 
 
 def _step_bytes(config: Config, mesh: TrainerMesh, layers: int) -> int:
-    """Return the bytes that a step of a model with this many layers needs in addition to weights, gradients and
-    moments."""
+    """Return the largest number of bytes that a step needs in addition to weights, gradients and moments.
+
+    The step runs one micro-batch, filled with the longest sequences, and an update. The model has `layers` decoder
+    layers.
+    """
     tokens, longest = config.train.max_tokens_per_microbatch, config.model.max_length
     lengths = [min(longest, tokens - start) for start in range(0, tokens, longest)]
     # All tokens differ, so that no sequences share a beginning, which would be computed only once.
     packed = in_one_row(np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1]))
+    # All tokens but the first of each sequence are predicted; `before_T` is the place of the token before each.
     before_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
     target_T = np.arange(len(before_T))
-    model = _policy(config, mesh, recompute=recompute_mode(config.train, ABSENT), layers=layers)
+    model = _sharded_policy(config, mesh, recompute=recompute_mode(config.train, HOST), layers=layers)
     with counted() as count:
-        model.to_empty(device="cpu")
-        # A first update, so that moments and gradients exist, as they do from a step's second micro-batch on.
-        optimizer = make_optimizer(model, config.train, ABSENT)
+        model.to_empty(device="cpu")  # still without data; "cpu" stands for the rank's device
+        # A first update, so that moments exist, as they do from the second step on, and gradients, as they do from the
+        # second micro-batch of a step on.
+        optimizer = make_optimizer(model, config.train, HOST)
         _update_once(model, optimizer)
         result = token_logprobs(model, packed, before_T, target_T, kept=_kept_sets(config, len(before_T)))
         result.logp_T.sum().backward()
-        optimizer.step()
-        kept = _parameter_bytes(model) + _parameter_bytes(model, trained=True) + _moments(optimizer)[0]
+        optimizer.step()  # an update needs memory of its own, which may be the most
+        kept = _parameter_bytes(model) + _parameter_bytes(model, trained=True) + _moment_bytes(optimizer)[0]
     return max(count.most - kept, 0)
 
 
@@ -166,28 +190,32 @@ def _kept_sets(config: Config, tokens: int) -> KeptSets | None:
 
 
 def _update_once(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Make an update with gradients of zero, and keep the gradients."""
+    """Make an update with gradients of zero, so that the optimizer makes its moments. The gradients are kept."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
 
 
-def _moments_of_model(model: nn.Module, train: TrainConfig) -> tuple[int, int]:
-    """Return the bytes of the optimizer's moments for a model on the meta device: on the device and on the host."""
+def _new_moment_bytes(model: nn.Module, train: TrainConfig) -> tuple[int, int]:
+    """Return the bytes of the moments that the optimizer will keep for a model: on the device and on the host.
+
+    The model comes without memory, and has tensors without data afterwards.
+    """
     with counted():
         model.to_empty(device="cpu")
-        optimizer = make_optimizer(model, train, ABSENT)
+        optimizer = make_optimizer(model, train, HOST)
         _update_once(model, optimizer)
-        return _moments(optimizer)
+        return _moment_bytes(optimizer)
 
 
-def _moments(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+def _moment_bytes(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     """Return the bytes of this rank's moments in an optimizer: on the device and on the host."""
     found = [0, 0]
+    # Tensors without a dimension are counters of updates.
     for one in (one for state in optimizer.state.values() for one in state.values() if one.dim() > 0):
         part = getattr(one, "_local_tensor", one)
-        on_host, size = part.device.type == ABSENT, part.numel() * part.element_size()
+        on_host, size = part.device.type == HOST, part.numel() * part.element_size()
         found[on_host] += _pinned_size(size) if on_host else size
     return found[0], found[1]
 
@@ -197,36 +225,41 @@ def _pinned_size(size: int) -> int:
     return 1 << (size - 1).bit_length() if size else 0
 
 
-def _others(config: Config, mesh: TrainerMesh) -> tuple[int, int]:
-    """Return the bytes of all tensors that a rank keeps beside the policy: on the device and on the host."""
+def _other_bytes(config: Config, mesh: TrainerMesh) -> tuple[int, int]:
+    """Return the bytes of all tensors that a rank keeps beside the policy: on the device and on the host.
+
+    These are a moving average of the policy's weights, the reference of a KL, the teacher, and the critics with their
+    gradients and moments.
+    """
     method = resolve_method(config, make_objective(config.algorithm))
     device, host = 0, 0
     if method.proximal == "ewma":
-        device += _parameter_bytes(_policy(config, mesh), trained=True)
+        device += _parameter_bytes(_sharded_policy(config, mesh), trained=True)
     kl, teacher = config.algorithm.kl, config.algorithm.teacher
     frozen = [kl.reference or config.model.path] if kl is not None else []
     if config.lora is not None and frozen == [config.model.path]:
         frozen = []  # the reference is the policy without its adapters
     frozen += [teacher.path] if teacher is not None and teacher.path is not None else []
-    device += sum(_parameter_bytes(_frozen(config.model, path, mesh), pinned=mesh.offloads) for path in frozen)
+    device += sum(_parameter_bytes(_sharded_model(config.model, path, mesh), pinned=mesh.offloads) for path in frozen)
     if method.critics:
         assert config.critic is not None
-        critic = _frozen(config.model, config.critic.path or config.model.path, mesh)
-        moments = _moments_of_model(critic, msgspec.structs.replace(config.train, optimizer="adamw"))
+        critic = _sharded_model(config.model, config.critic.path or config.model.path, mesh)
+        moments = _new_moment_bytes(critic, msgspec.structs.replace(config.train, optimizer="adamw"))
+        # Twice the parameters: weights and gradients.
         device += method.critics * (2 * _parameter_bytes(critic, pinned=mesh.offloads) + moments[0])
         host = method.critics * moments[1]
     return device, host
 
 
-def _policy(
+def _sharded_policy(
     config: Config, mesh: TrainerMesh, *, recompute: Recompute = False, layers: int | None = None
 ) -> PreTrainedModel:
-    """Return the sharded policy, on the meta device."""
+    """Return the sharded policy without memory, with all decoder layers or the first `layers`."""
     return shard_model(empty_policy(config, layers), mesh, config.model, recompute=recompute)
 
 
-def _frozen(model: ModelConfig, path: str, mesh: TrainerMesh) -> PreTrainedModel:
-    """Return the sharded model at `path`, on the meta device."""
+def _sharded_model(model: ModelConfig, path: str, mesh: TrainerMesh) -> PreTrainedModel:
+    """Return the sharded model at `path` without memory."""
     named = msgspec.structs.replace(model, path=path)
     return shard_model(empty_model(named), mesh, named)
 
@@ -237,14 +270,14 @@ def _parameter_bytes(model: nn.Module, *, trained: bool = False, pinned: bool = 
     Args:
         model: the model.
         trained: True counts trained parameters only.
-        pinned: True counts the bytes that the shard takes in pinned memory.
+        pinned: True counts the bytes that the shard takes in pinned memory, which are more (`_pinned_size`).
     """
     sizes = _shard_sizes(model, trained=trained)
     return sum(map(_pinned_size, sizes) if pinned else sizes)
 
 
 def _shard_sizes(model: nn.Module, *, trained: bool = False) -> list[int]:
-    """Return the bytes of this rank's shard of each parameter."""
+    """Return the bytes of this rank's shard of each parameter. With `trained`, frozen parameters are left out."""
     parts = [getattr(one, "_local_tensor", one) for one in model.parameters() if one.requires_grad or not trained]
     return [part.numel() * part.element_size() for part in parts]
 
