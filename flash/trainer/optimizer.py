@@ -1,7 +1,12 @@
 """Update a model once: the learning rate of a step, the check and the clipping of the gradient, and the optimizers.
 
-`flash.trainer.step` and `flash.trainer.critic` call `apply_gradient` after the backward passes of a minibatch. All
-ranks make the same calls with the same numbers: the gradient's norm and the lag are reduced over all ranks first.
+`flash.trainer.step` and `flash.trainer.critic` call `apply_gradient` after the backward passes of a minibatch, which is
+the part of a batch that one update is made from. All ranks make the same calls with the same numbers: the gradient's
+norm and the lag are reduced over all ranks first.
+
+π is the policy that is trained. π_behaviour is the policy that sampled a token, with the log-prob that the engine
+reported. Version n is the weights after n training steps, and the *age* of a token is the version that is trained minus
+the version that sampled the token. *Moments* are the moving averages that Adam keeps for each weight.
 
 Shape legend: N = elements of a parameter that are updated at a time, T = action tokens of a micro-batch.
 """
@@ -44,10 +49,11 @@ FORGETTING = 0.9
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names that torch's AdamW gives the two moments of a parameter."""
 AT_ONCE = 2**24
-"""Largest number of elements of a parameter that `LeanAdamW` updates at a time. Meanwhile five float32 tensors of that
-size exist."""
+"""Largest number of elements of a parameter that `LeanAdamW` updates at a time, to bound its memory: during the update,
+five float32 tensors of that size exist."""
 SEEDS_APART = 1_000_003
-"""Distance between the random seeds of two updates. A model has fewer parameter tensors, so no seed is used twice."""
+"""Distance between the random seeds of two updates in `LeanAdamW`. A model has fewer parameter tensors, so no seed is
+used twice."""
 
 MOMENTUM = 0.95
 """μ of Muon."""
@@ -92,7 +98,11 @@ class LossScale:
         """Finite updates in a row since the factor last changed or an update was left out."""
 
     def observe(self, *, finite: bool) -> bool:
-        """Adjust the factor after an update; return True if the factor explains a gradient that is not finite."""
+        """Adjust the factor for the next update, given whether the gradient of this one is finite.
+
+        Returns True if the gradient is not finite because the factor was too large: the factor was above 1, and is now
+        halved. With a factor of 1 the loss itself is at fault, and so it is in a wider dtype.
+        """
         if not self.active:
             return False
         if finite:
@@ -130,8 +140,8 @@ def apply_gradient(
         max_norm: norm to which a larger gradient is scaled down.
         trained: False if no token was trained; the gradient is then dropped.
         on_nonfinite: "skip" leaves out an update whose gradient is not finite.
-        name: name of the update in an error.
-        advice: remedy in an error.
+        name: name of the update in the error message.
+        advice: advice that the error message gives.
         share: share of the loss's denominator that corrections did not reject; the gradient is divided by it. With 0
             it is not divided.
 
@@ -139,13 +149,16 @@ def apply_gradient(
         The global gradient norm before clipping, and True if the update was made.
 
     Raises:
-        ContractError: the gradient is not finite and `on_nonfinite` is "stop".
+        ContractError: the gradient is not finite although the loss was not scaled too far, and `on_nonfinite` is
+            "stop".
     """
+    # Undo the scaling of the loss, and correct its denominator.
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     divisor = scale.value * (share or 1.0)
     if divisor != 1:
         for grad in grads:
             grad.div_(divisor)
+    # Decide if the update is made. All ranks have the same norm, so all decide alike.
     norm = global_norm(grads)
     scaled_too_far = scale.observe(finite=math.isfinite(norm))
     if not math.isfinite(norm) and not scaled_too_far and on_nonfinite == "stop":
@@ -163,7 +176,7 @@ def apply_gradient(
 
 
 def global_norm(grads: Sequence[Tensor]) -> float:
-    """Return the L2 norm of all gradients together. A collective if they are sharded."""
+    """Return the L2 norm of all gradients together, over all ranks. A collective if they are sharded."""
     # The gradients of divided layers belong to another device mesh than the others, and torch cannot compute one norm
     # over two meshes.
     by_mesh: dict[object, list[Tensor]] = {}
@@ -182,11 +195,18 @@ class LagLimiter:
     disagreement of engine and trainer at equal weights.
 
     In each step, call `add` for every micro-batch of an update, then `limit`, then `record`; after the last update,
-    `finish`.
+    `finish`. `flash.trainer.step` does so.
     """
 
     def __init__(self, options: Lag, train: TrainConfig, steps: int, mesh: TrainerMesh) -> None:
-        """`steps`: length of the run, which the learning rate's schedule needs."""
+        """Begin without recorded rates; a checkpoint may set them later.
+
+        Args:
+            options: the budget of the distance.
+            train: the learning rate, its schedule, and the number of updates in a step.
+            steps: number of steps of the run, which the schedule needs.
+            mesh: the trainer ranks.
+        """
         self._mesh = mesh
         self._options, self._train, self._steps = options, train, steps
         self._updates = train.minibatches * train.updates_per_batch
@@ -194,6 +214,8 @@ class LagLimiter:
         # The sum of squared log-ratios over all tokens, the sum over tokens of age 0 (sampled by the version that is
         # trained), then the number of tokens of each age.
         self._row = torch.zeros(2 + self._ages, dtype=torch.float64, device=mesh.device)
+        # Of the updates of this step so far: the rates that were applied, the factors of the scheduled rate, and the
+        # mean squared log-ratios.
         self._applied: list[float] = []
         self._scales: list[float] = []
         self._distances: list[float] = []
@@ -205,7 +227,13 @@ class LagLimiter:
         tokens. Both are decaying sums over the steps."""
 
     def add(self, tokens: PackedTokens, age_T: np.ndarray, mask_T: np.ndarray) -> None:
-        """Add a micro-batch of the next update; `mask_T` is the mask of `tokens` as an array."""
+        """Add a micro-batch of the next update to the sums.
+
+        Args:
+            tokens: the input of the objective.
+            age_T: age of each token.
+            mask_T: mask of `tokens`, True for trained tokens, as an array on the CPU.
+        """
         log_ratio_T = (tokens.logp_T - tokens.behaviour_T).detach().double().where(tokens.mask_T, 0.0)
         square_T = log_ratio_T.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).square()
         self._row[0] += square_T.sum()
@@ -215,7 +243,7 @@ class LagLimiter:
     def limit(self, rate: float, version: int) -> float:
         """Return the learning rate for the update whose micro-batches have been added: at most `rate`. A collective.
 
-        `version` is the version that the step trains.
+        The sums of these micro-batches are cleared. `version` is the version that the step trains.
         """
         square, fresh, *counts = self._mesh.gather_rows(self._row).sum(0).tolist()
         self._row.zero_()
@@ -224,7 +252,8 @@ class LagLimiter:
             total, number = self.disagreement_sums
             self.disagreement_sums = (fresh + FORGETTING * total, counts[0] + FORGETTING * number)
         drift = square - self.disagreement * sum(counts)
-        # By age: the lag of this update, and the sum of the rates applied since the token was sampled, in versions.
+        # For each age: by how many versions the policy has moved on since the token was sampled, and the sum of the
+        # rates of these versions. The updates that this step has made count as fractions of a version.
         lags, moved = [len(self._applied) / self._updates], [sum(self._applied) / self._updates]
         for age in range(1, self._ages):
             lags.append(lags[-1] + 1)
@@ -236,8 +265,11 @@ class LagLimiter:
 
     @property
     def disagreement(self) -> float:
-        """Mean (log π − log π_behaviour)² of tokens that the present weights sampled. Only the difference between
-        engine and trainer causes it."""
+        """Mean (log π − log π_behaviour)² of tokens that the present weights sampled; 0 before there was such a token.
+
+        Only the difference between the arithmetic of engine and trainer causes it. `limit` subtracts it, because no
+        learning rate can make it smaller.
+        """
         total, number = self.disagreement_sums
         return total / number if number else 0.0
 
@@ -246,9 +278,13 @@ class LagLimiter:
         self._applied.append(rate)
 
     def finish(self, version: int) -> dict[str, float]:
-        """End the step that trained `version`, and return its metrics; empty if `limit` was not called in it."""
+        """End the step that trained `version`, and return its metrics; empty if `limit` was not called in it.
+
+        Without a call of `limit`, only critics (value models) were trained, and the mean rate of the version is 0.
+        """
         self._row.zero_()  # drops micro-batches of updates that only critics made
         self.rates[version] = sum(self._applied) / self._updates
+        # Tokens of older versions will not be trained any more.
         self.rates = {one: rate for one, rate in self.rates.items() if one > version + 1 - self._ages}
         scales, distances = self._scales, self._distances
         self._applied, self._scales, self._distances = [], [], []
@@ -261,7 +297,10 @@ class LagLimiter:
         }
 
     def _rate_of(self, version: int) -> float:
-        """Return the mean rate of the updates of a version; 0 before the run began."""
+        """Return the mean rate of the updates that trained a version: the recorded one, or else the scheduled one.
+
+        0 for numbers below 0, which no version has.
+        """
         if version < 0:
             return 0.0
         found = self.rates.get(version)
@@ -269,10 +308,16 @@ class LagLimiter:
 
 
 def make_optimizer(model: nn.Module, train: TrainConfig, host: str = "cpu") -> torch.optim.AdamW:
-    """Return the configured optimizer of the trainable parameters: AdamW, `LeanAdamW`, or `Muon` for a language model.
+    """Return the configured optimizer of the trainable parameters.
 
-    `host` is the device of moments that `train.offload` moves away from the device of the weights. If the weights are
-    on the host themselves, the moments are there, too.
+    It is `LeanAdamW` if moments are kept in bfloat16 or apart from the weights; else AdamW, or `Muon` for a language
+    model if `train.optimizer` says so.
+
+    Args:
+        model: the sharded model.
+        train: the options of the optimizer.
+        host: device of moments that `train.offload` moves away from the device of the weights. If the weights are on
+            the host themselves, the moments are there, too.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     options: dict[str, Any] = {
@@ -286,8 +331,8 @@ def make_optimizer(model: nn.Module, train: TrainConfig, host: str = "cpu") -> t
     options["fused"] = parameters[0].device.type in ("cpu", "cuda")
     if train.optimizer == "adamw":
         return torch.optim.AdamW(parameters, **options)
-    # Muon is for matrices between hidden states. Embeddings and the output layer are none: their rows are tokens or
-    # positions.
+    # Muon is for matrices between hidden states. Embeddings and the output layer are no such matrices: their rows are
+    # tokens or positions. Their parameters and all vectors form a second group, for AdamW.
     language_model: Any = model
     ends = [one for one in model.modules() if isinstance(one, nn.Embedding)] + [language_model.get_output_embeddings()]
     excluded = {id(parameter) for layer in ends for parameter in layer.parameters()}
@@ -305,14 +350,16 @@ def make_optimizer(model: nn.Module, train: TrainConfig, host: str = "cpu") -> t
 class Muon(torch.optim.AdamW):
     """Muon (Jordan et al. 2024) for the matrices in the first parameter group, and AdamW for the other groups.
 
-    M ← μ M + (1 − μ) G, W ← (1 − η λ) W − η 0.2 √max(rows, columns) · orthogonal(μ M + (1 − μ) G). A sharded matrix is
-    gathered for its update, one matrix at a time, so the update does not depend on the number of ranks. The step is
-    therefore a collective.
+    M ← μ M + (1 − μ) G, W ← (1 − η λ) W − η 0.2 √max(rows, columns) · orthogonal(μ M + (1 − μ) G), with the weights W,
+    their gradient G, the momentum M, the learning rate η and the weight decay λ. A sharded matrix is gathered for its
+    update, one matrix at a time, so the update does not depend on the number of ranks. The step is therefore a
+    collective.
     """
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update all parameters that have a gradient."""
+        """Update all parameters that have a gradient. A collective if the matrices are sharded."""
+        # AdamW's own step updates the other groups, so it must not see the first one.
         matrices, *adamw_groups = self.param_groups
         self.param_groups = adamw_groups
         super().step(closure)
@@ -327,6 +374,7 @@ class Muon(torch.optim.AdamW):
             momentum = state["momentum"].lerp_(parameter.grad, 1 - MOMENTUM)
             update = parameter.grad.lerp(momentum, MOMENTUM)
             if isinstance(update, DTensor):
+                # Each rank computes the update of the whole matrix, and keeps its own shard of it.
                 full = orthogonal(gather_full(update))
                 mesh, placements = update.device_mesh, update.placements
                 update = distribute_tensor(full, mesh, placements, src_data_rank=None).to(update.device)
@@ -337,24 +385,27 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Return approximately U Vᵀ of a matrix U S Vᵀ, by Newton-Schulz iterations.
+    """Return approximately U Vᵀ by Newton-Schulz iterations, where U S Vᵀ is the matrix's singular value decomposition.
 
-    The singular values of the result lie between about 0.7 and 1.2. On a GPU the iterations run in bfloat16, which is
-    precise enough for that range.
+    The iterations move the singular values alone. Those of at least 0.15 % of the matrix's norm become about 0.7 to
+    1.2. Smaller ones stay smaller: 0.1 % becomes 0.5, 0.01 % becomes 0.05, and 0 stays 0. On a GPU the iterations run
+    in bfloat16, which is precise enough for such a result.
     """
+    # The product of the matrix with its own transpose is smallest if the matrix has at most as many rows as columns.
     tall = matrix.shape[0] > matrix.shape[1]
-    found = matrix.T if tall else matrix
-    found = found.bfloat16() if matrix.is_cuda else found
-    found = found / found.norm().clamp(min=1e-7)
+    estimate = matrix.T if tall else matrix
+    estimate = estimate.bfloat16() if matrix.is_cuda else estimate
+    # The iterations diverge for singular values well above 1. None is larger than the norm.
+    estimate = estimate / estimate.norm().clamp(min=1e-7)
     a, b, c = QUINTIC
     for _ in range(ITERATIONS):
-        gram = found @ found.T
-        found = a * found + (b * gram + c * gram @ gram) @ found
-    return (found.T if tall else found).to(matrix.dtype)
+        gram = estimate @ estimate.T
+        estimate = a * estimate + (b * gram + c * gram @ gram) @ estimate
+    return (estimate.T if tall else estimate).to(matrix.dtype)
 
 
 class LeanAdamW(torch.optim.AdamW):
-    """AdamW with moments in bfloat16, or in another memory than the weights. All arithmetic is in float32.
+    """AdamW with moments in bfloat16, or on another device than the weights. All arithmetic is in float32.
 
     Moments are rounded to bfloat16 up or down at random, so that they are right on average. If they were rounded to the
     nearest number, a change below their last digit, which is a 256th, would never have an effect. The random numbers
@@ -370,31 +421,43 @@ class LeanAdamW(torch.optim.AdamW):
         device: str | None,
         at_once: int = AT_ONCE,
     ) -> None:
-        """`dtype` and `device` are those of the moments; None keeps each moment on the device of its parameter."""
+        """Optimize `parameters` as one group. The moments are made at the first update of each parameter.
+
+        Args:
+            parameters: the parameters to train.
+            options: options of torch's AdamW.
+            dtype: dtype of the moments.
+            device: device of the moments; None keeps each moment on the device of its parameter.
+            at_once: largest number of elements that are updated at a time.
+        """
         super().__init__(parameters, **options)
         self._dtype, self._device, self._at_once = dtype, device, at_once
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update all parameters that have a gradient."""
+        """Update all parameters that have a gradient. Each rank updates its own shards, without a collective."""
         for group in self.param_groups:
             for index, parameter in enumerate(group["params"]):
                 if parameter.grad is not None:
                     self._update(parameter, group, index)
 
     def _update(self, parameter: Tensor, group: dict[str, Any], index: int) -> None:
-        """Update one parameter with the arithmetic of AdamW, in parts of `at_once` numbers.
+        """Update one parameter with the arithmetic of AdamW, in parts of `at_once` elements.
 
-        `index` is the parameter's place in its group. Moments in another memory are copied to the parameter's device
-        for the update, and back.
+        Moments on another device are copied to the parameter's device for the update, and back.
+
+        Args:
+            parameter: the parameter; its moments are made here before its first update.
+            group: the options of its group.
+            index: its place in the group. It makes the seed of the random rounding, so there must be one group only.
         """
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
             for name in MOMENTS:
                 state[name] = self._empty(parameter)
-        # A new tensor, not an update in place: so its value is known even where tensors have no data
-        # (`flash.trainer.memory`).
+        # A new tensor, not an update in place. `flash.trainer.memory` runs this with tensors without data. torch then
+        # knows the value of a small new tensor, which `int` below needs, but not the value after an update in place.
         state["step"] = state["step"] + 1
         steps, (beta1, beta2), rate = int(state["step"]), group["betas"], group["lr"]
         generator = None
@@ -403,6 +466,7 @@ class LeanAdamW(torch.optim.AdamW):
         tensors: list[Any] = [parameter, parameter.grad, *(state[name] for name in MOMENTS)]
         locals_N = [(one.to_local() if isinstance(one, DTensor) else one).view(-1) for one in tensors]
         for weight_N, grad_N, *moments_N in zip(*(one.split(self._at_once) for one in locals_N), strict=True):
+            # These are copies, or the moments themselves if they are in float32 on the device of the weights.
             first_N, second_N = (one.to(weight_N.device, torch.float32, non_blocking=True) for one in moments_N)
             first_N.lerp_(grad_N, 1 - beta1)
             second_N.mul_(beta2).addcmul_(grad_N, grad_N, value=1 - beta2)
@@ -413,12 +477,21 @@ class LeanAdamW(torch.optim.AdamW):
                 kept_N.copy_(wide_N if generator is None else round_at_random(wide_N, generator))
 
     def _empty(self, parameter: Tensor) -> Tensor:
-        """Return a moment of zeros; pinned if a GPU reads it from the host, which makes copies several times faster."""
+        """Return a moment of zeros for a parameter, with the dtype and on the device of this optimizer's moments.
+
+        If a GPU reads it from the host, its memory is pinned, which makes the copies several times faster.
+        """
         pinned = self._device == "cpu" and parameter.device.type == "cuda" and torch.cuda.is_available()
         return torch.zeros_like(parameter, dtype=self._dtype, device=self._device, pin_memory=pinned)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Load a state. Each moment keeps its dtype and its memory; torch's method would cast and move it."""
+        """Load the options of the groups, and take over the moments as they are in `state_dict`, without a copy.
+
+        torch's method would cast each moment to the dtype of its parameter and move it to the parameter's device. Here
+        the moments have the right dtype and device already: a checkpoint is read into tensors that this optimizer has
+        made (`flash.trainer.checkpoint`). A parameter without an entry was never updated, and gets no moments.
+        """
+        # torch's method loads the options alone if there is no state.
         super().load_state_dict({**state_dict, "state": {}})
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
