@@ -1,16 +1,17 @@
 """Arrange the trainer ranks in grids, and reduce or gather numbers over the ranks that hold different samples.
 
-Neighbouring ranks form a tensor group, and neighbouring tensor groups form a context group. The ranks of a context
-group are given the same samples, a *data shard*, and make the same calls. The ranks with the same number within their
-context groups form a *column*, which has one rank per data shard. Sums over samples are reduced over a column, so that
-no sample counts twice, and every column gets the same result. Code that needs the number of processes asks torch.
+Neighbouring ranks form a tensor group, which divides each layer's weights. Neighbouring tensor groups form a context
+group, which divides the tokens of a micro-batch. So the ranks of a context group are given the same samples, a *data
+shard*, and make the same calls. The ranks with the same number within their context groups form a *column*, which has
+one rank per data shard. Sums over samples are reduced over a column, so that no sample counts twice, and every column
+gets the same result. Code that needs the number of processes asks torch.
 
 FSDP shards parameters over the ranks with the same number within their tensor groups, so the ranks of a context group
 also hold different parts of the gradient. Experts have a grid of their own: neighbouring ranks hold different experts,
 and FSDP shards each expert over the ranks that hold it.
 
-Every method that is a collective must be called by all ranks of its group in the same order: a rank that leaves out a
-call makes the others wait until the timeout.
+`flash.trainer.step.Trainer` makes the mesh once, with `trainer_mesh`. Every method that is a collective must be called
+by all ranks of its group in the same order: a rank that leaves out a call makes the others wait until the timeout.
 
 Shape legend: W = data shards.
 """
@@ -40,9 +41,10 @@ UNDIVIDED = ParallelConfig()
 
 
 def process_group_backend(*, cuda: bool, offloads: bool) -> str:
-    """Return torch's name for the backend of the ranks' process group.
+    """Return torch's name for the backend of the default process group, which each rank opens when it starts.
 
-    `offloads` is True if weights stay on the host between passes. Their norms are then reduced on the host, by gloo.
+    `cuda` is True if the ranks compute on GPUs. `offloads` is True if weights stay on the host between passes. The
+    norms of their gradients are then reduced on the host, by gloo.
     """
     return ("cpu:gloo,cuda:nccl" if offloads else "nccl") if cuda else "gloo"
 
@@ -70,7 +72,7 @@ class TrainerMesh:
 
     @property
     def offload_policy(self) -> OffloadPolicy:
-        """FSDP's setting for keeping weights on the host, or for not doing so."""
+        """FSDP's setting: whether it keeps shards on the host between passes."""
         # Memory that is not pinned would be copied twice, and passes would wait for the copies.
         return CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.offloads else OffloadPolicy()
 
@@ -81,7 +83,7 @@ class TrainerMesh:
 
     @property
     def data_shards(self) -> int:
-        """W, the number of parts into which a batch is dealt."""
+        """W, the number of parts into which the hub divides a batch."""
         return self.fsdp.size() // self.parallel.context
 
     @property
@@ -91,7 +93,7 @@ class TrainerMesh:
 
     @property
     def leads_shard(self) -> bool:
-        """True for one of the ranks with the same samples. It writes files, and is counted, for all of them."""
+        """True for the first of the ranks with the same samples, which writes files and is counted for all of them."""
         return dist.get_rank() % self.parallel.ranks_per_shard == 0
 
     def gather_rows(self, row: Tensor) -> Tensor:
@@ -116,7 +118,8 @@ class TrainerMesh:
     def gather_sums(self, rows: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
         """Add up rows of numbers with the same name over all data shards. A collective.
 
-        A data shard may lack some of the names. The result is equal on all ranks and sorted by name.
+        Unlike `gather_rows`, it allows a data shard to lack some of the names, but it is slower, because the names are
+        sent, too. The result is equal on all ranks and sorted by name.
         """
         gathered: list[Mapping[str, Sequence[float]]] = [{}] * self.data_shards
         dist.all_gather_object(gathered, rows, group=self.data)
@@ -127,7 +130,7 @@ class TrainerMesh:
         }
 
     def gather_objects(self, values: Sequence[T]) -> list[Sequence[T]]:
-        """Gather the picklable objects of all data shards, in the order of the shards, on data shard 0.
+        """Return the picklable objects of each data shard, in the order of the shards, on data shard 0.
 
         Other data shards get empty sequences. A collective if there are several data shards.
         """
@@ -195,7 +198,8 @@ def trainer_mesh(
     timeout = None if seconds is None else timedelta(seconds=seconds)
 
     def group(ranks: Tensor) -> dist.ProcessGroup:
-        # Made here because the groups that `init_device_mesh` makes do not get our timeout.
+        # A group for each row of `ranks`; returns the group of this rank. Made here because the groups that
+        # `init_device_mesh` makes do not get our timeout.
         made: tuple[Any, Any] = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
         return made[0]
 
@@ -207,15 +211,18 @@ def trainer_mesh(
 
     # Making a group is a collective of all ranks, so every rank makes all groups in this order, even those that it does
     # not belong to.
+    # 1. Tensor groups, and across them the ranks over which FSDP shards.
     if tensor == 1:
         fsdp, of_tensor = init_device_mesh(device, (world,), mesh_dim_names=("fsdp",)), None
     else:
         whole = grid(tensor, "tensor")
         fsdp, of_tensor = whole["fsdp"], whole["tensor"]
+    # 2. Columns, one rank per data shard, and context groups.
     data, of_context = fsdp.get_group(), None
     if context > 1:
         cube = torch.arange(world).view(-1, context, tensor)
         data = group(cube.flatten(1).T)
         of_context = DeviceMesh.from_group(group(cube.transpose(1, 2).flatten(0, 1)), device)
+    # 3. Expert groups, which are independent of the groups above.
     experts = grid(parallel.expert, "expert") if parallel.expert > 1 else None
     return TrainerMesh(where, parallel, fsdp, data, of_tensor, of_context, experts, offloads)
