@@ -1,12 +1,13 @@
 """Write and load checkpoints, and write the Hugging Face export.
 
 `flash.trainer.loop` calls `save` and `export_hf`; `flash.run.trainer_rank` calls `load` when a run resumes.
+`flash.run.sft.rank` calls all of these for supervised training, and `flash.run.replay` reads checkpoints.
 
 A checkpoint is written to a temporary folder beside its own, whose name begins with `.tmp-`. It holds:
 - the model, the optimizer and the other tensors that the trainer keeps (critics, the average of the weights). They are
   written by torch.distributed.checkpoint, so that any number of ranks can load them;
-- the random states of each data shard;
-- the hub's state;
+- the random states of each data shard (the ranks that train the same samples);
+- the state of the hub, which holds the samples and the progress of the run;
 - a manifest with size and CRC of every file, which is written last.
 Then the folder is renamed. Whatever happens before the renaming, the previous checkpoint stays the newest one.
 
@@ -79,20 +80,29 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-KeepHubState = Callable[[Path], FileEntry]
-"""Function that makes the hub write its state to a file, and returns the file's manifest entry."""
+WriteHubState = Callable[[Path], FileEntry]
+"""Function that makes the hub write its state to a file, and returns the file's manifest entry. Supervised training,
+which has no hub, passes one that writes a file of its own."""
 
 EXPORTED_BYTES = 5 * 10**9
 """Largest file of an export in bytes, unless a single tensor is larger. Rank 0 holds one file's tensors at a time."""
 REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 """System errors of a write that free disk space would not help against."""
 NOT_WRITABLE = "check that you may write there, and that its disk is not mounted read-only"
+"""Advice of an error message after one of the errors `REFUSED`."""
 
 
-def save(run_dir: Path, trainer: Trainer, keep_hub_state: KeepHubState, *, keep: int) -> Path:
-    """Write the checkpoint of the trainer's version, and prune to the `keep` newest. Returns its folder. A collective.
+def save(run_dir: Path, trainer: Trainer, write_hub_state: WriteHubState, *, keep: int) -> Path:
+    """Write the checkpoint of the trainer's version, and delete older ones. Returns its folder. A collective.
 
-    `keep_hub_state` is called on rank 0. An earlier checkpoint of the same version is replaced.
+    An earlier checkpoint of the same version is replaced.
+
+    Args:
+        run_dir: the run directory.
+        trainer: the state to write.
+        write_hub_state: called on rank 0 while the checkpoint's temporary folder exists. It must write the file that it
+            is given.
+        keep: number of versions, the newest ones, whose checkpoints are kept.
 
     Raises:
         CheckpointError: on every rank, if any rank or the hub could not write. The previous checkpoint is untouched.
@@ -111,7 +121,8 @@ def save(run_dir: Path, trainer: Trainer, keep_hub_state: KeepHubState, *, keep:
         except CheckpointException as error:
             # torch gathers the failures of all ranks and raises this on every rank. It does not derive from Exception.
             raise CheckpointError(_reason(error)) from error
-        hub_state = _on_all_ranks(lambda: [keep_hub_state(aside / HUB_STATE)] if rank == 0 else [], aside)[0]
+        hub_state = _on_all_ranks(lambda: [write_hub_state(aside / HUB_STATE)] if rank == 0 else [], aside)[0]
+        # Each rank reads the files that it has written once more, for their checksums.
         own_files = _on_all_ranks(lambda: _seal(aside, rank, trainer.mesh), aside)
         files = [entry for entries in (hub_state, *own_files) for entry in entries]
         lag = trainer.lag
@@ -135,10 +146,13 @@ def save(run_dir: Path, trainer: Trainer, keep_hub_state: KeepHubState, *, keep:
 def load(path: Path, trainer: Trainer) -> None:
     """Load a checkpoint into the trainer, on any number of ranks. A collective.
 
+    If it raises while it reads the tensors, some of the trainer's tensors may have been changed.
+
     Raises:
         CheckpointError: on every rank, if a file is damaged, the model is another one, or the checkpoint has other
-            extras than the trainer.
+            extras (parts beside the policy) than the trainer.
     """
+    # The tensors of `state` share memory with the trainer's, so reading into them already loads a part.
     state = _state(trainer)
     manifest = _read(path, state, _extras(trainer))
     if manifest.base != trainer.base_fingerprint:
@@ -156,6 +170,7 @@ def load(path: Path, trainer: Trainer) -> None:
     trainer.skipped_steps = manifest.skipped_steps
     if trainer.lag is not None:
         trainer.lag.rates, trainer.lag.disagreement_sums = dict(manifest.rates), manifest.apart
+    # With another dtype now, the factor is 1 and stays 1. A manifest without scales leaves the first values.
     if trainer.scale.active:
         for scale, (value, finite) in zip(_scales(trainer), manifest.scales, strict=False):
             scale.value, scale.finite = value, finite
@@ -164,7 +179,8 @@ def load(path: Path, trainer: Trainer) -> None:
 def read_weights(path: Path, trainer: Trainer) -> dict[str, Tensor]:
     """Return the policy's weights in a checkpoint by parameter name, as full tensors on the CPU. A collective.
 
-    The trainer does not change, and the other parts of the checkpoint are not loaded.
+    `flash replay` compares them with the weights that it has trained again. The trainer does not change, and the other
+    parts of the checkpoint are not loaded.
 
     Raises:
         CheckpointError: on every rank, if a file is damaged, or the model is another one.
@@ -180,8 +196,13 @@ def read_weights(path: Path, trainer: Trainer) -> dict[str, Tensor]:
 def _read(path: Path, state: dict[str, Any], extras: tuple[str, ...] | None = None) -> Manifest:
     """Fill the tensors of `state` from a checkpoint, and return the checkpoint's manifest. A collective.
 
-    All files are checked first, each by one of the ranks. `extras` are the parts beside the policy that the checkpoint
-    must have; None does not check them.
+    All files are checked first, each by one of the ranks.
+
+    Args:
+        path: folder of the checkpoint.
+        state: tensors by their names in a checkpoint, as `_state` returns them. A name that the checkpoint lacks is an
+            error; other tensors of the checkpoint are not read.
+        extras: names of the parts beside the policy that the checkpoint must have; None does not check them.
 
     Raises:
         CheckpointError: on every rank, if a file is damaged, the tensors do not fit, or `extras` is given and differs.
@@ -203,6 +224,12 @@ def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path, most_bytes: 
 
     For a model with adapters, the folder holds only the adapters, in peft's format.
 
+    Args:
+        model: the sharded policy.
+        tokenizer: tokenizer of transformers.
+        folder: folder to write; an earlier one is replaced.
+        most_bytes: largest size of a file with weights, unless a single tensor is larger.
+
     Raises:
         CheckpointError: on every rank, if rank 0 could not write. An earlier export is untouched.
     """
@@ -216,6 +243,7 @@ def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path, most_bytes: 
     tensors = chain(named_full_tensors(model), kept_buffers(model))
 
     def write(file: str, held: dict[str, Tensor]) -> None:
+        # transformers expects this entry in the metadata of each file.
         save_file(held, aside / file, metadata={"format": "pt"})
 
     def finish() -> None:
@@ -265,7 +293,7 @@ def _weight_files(sizes: dict[str, int], most_bytes: int) -> dict[str, list[str]
 def _export_adapters(model: PreTrainedModel, described: Any, tokenizer: Any, folder: Path) -> None:
     """Write a folder with adapters and tokenizer, completely or not at all. A collective.
 
-    `described` is peft's description of the adapters.
+    `described` is peft's configuration of the adapters.
 
     Raises:
         CheckpointError: on every rank, if rank 0 could not write.
@@ -286,7 +314,7 @@ def _export_adapters(model: PreTrainedModel, described: Any, tokenizer: Any, fol
 
 
 def _export_fault(exported: str, fault: str) -> str:
-    """Return the error message of an export that failed."""
+    """Return the error message of an export that failed. `fault` begins with the name of the folder."""
     return f"cannot export the {exported} to {fault}{f'; {NOT_WRITABLE}' if _is_refused(fault) else ''}"
 
 
@@ -296,7 +324,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:
-    """Return all tensors of a checkpoint, by the names that they have in it.
+    """Return all tensors of the trainer that a checkpoint holds, by the names that they have in it.
 
     They are sharded and share memory with the trainer's tensors, so that loading into them changes the trainer.
     """
@@ -313,7 +341,10 @@ def _state(trainer: Trainer) -> dict[str, Any]:
 
 
 def _extras(trainer: Trainer) -> tuple[str, ...]:
-    """Return the names of the parts that the trainer keeps beside the policy, in the form of `Manifest.extras`."""
+    """Return the names of the parts that the trainer keeps beside the policy, in the form of `Manifest.extras`.
+
+    A run may resume only with the parts that its checkpoint has (`extras_mismatch`).
+    """
     kept = {
         "lora": int(trainer.base_fingerprint != ()),
         "critic": len(trainer.critics),
@@ -325,7 +356,8 @@ def _extras(trainer: Trainer) -> tuple[str, ...]:
 
 
 def _rhythm_heads(trainer: Trainer) -> Tensor | None:
-    """Return the attention heads that rhythm chooses once for the whole run; None if it does not do so."""
+    """Return the attention heads that rhythm has chosen, or will choose, once for the whole run; None without such a
+    choice. Rhythm multiplies advantages by a factor that it computes from attention (`flash.trainer.rhythm`)."""
     return None if trainer.rhythm is None else trainer.rhythm.kinds_2N
 
 
@@ -340,7 +372,10 @@ def _scales(trainer: Trainer) -> list[LossScale]:
 
 
 def _get_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the weights of a model and the moments of its optimizer."""
+    """Return the weights of a model and the state of its optimizer (moments and counters), which share its memory.
+
+    An optimizer that has not made an update yet gets moments of zero.
+    """
     fresh = not optimizer.state
     weights, moments = get_state_dict(model, optimizer)
     if fresh:
@@ -366,10 +401,10 @@ def _put_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) ->
     """
     options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     weights, moments = state["model"], state["optimizer"]
-    # Not strict: the state of a model with adapters lacks the frozen base.
+    # The state of a model with adapters lacks the frozen base, which strict loading would refuse.
     partly = StateDictOptions(strict=False)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=partly)
-    # The configuration's options count, not the checkpoint's: a run may be resumed with other ones.
+    # Loading has replaced the options by those of the checkpoint. The run may have been resumed with other ones.
     for group, own in zip(optimizer.param_groups, options, strict=True):
         group.update(own)
 
@@ -391,7 +426,10 @@ def _write_rng(folder: Path, shard: int) -> None:
 
 
 def _read_rng(folder: Path, shard: int) -> None:
-    """Restore the random states. A data shard that the checkpoint does not have keeps its own seed."""
+    """Restore the random states of this process from the file of its data shard.
+
+    A run may resume with more data shards than it had. A shard without a file keeps the state of its own seed.
+    """
     file = folder / _rng_name(shard)
     if not file.exists():
         return
@@ -410,9 +448,10 @@ def _on_all_ranks(work: Callable[[], T], about: Path) -> list[T]:
     """Run `work` on each rank, and return the results of all ranks, in the order of the ranks. A collective.
 
     A rank that raised alone would leave the others waiting in their next collective. So a failure is raised on all.
+    `about` is the path that the error message begins with.
 
     Raises:
-        CheckpointError: on every rank, if `work` raised on any rank. The message names `about` and the failures.
+        CheckpointError: on every rank, if `work` raised on any rank. The message has the failures of all ranks.
         TransportError: on this rank alone, if `work` raised it.
     """
     result: T | None = None
@@ -433,9 +472,10 @@ def _on_all_ranks(work: Callable[[], T], about: Path) -> list[T]:
 
 @contextmanager
 def _removed_on_failure(aside: Path, describe: Callable[[str], str]) -> Generator[None]:
-    """Remove the temporary folder `aside` if the block raises a CheckpointError.
+    """Remove the temporary folder `aside` on rank 0 if the block raises a CheckpointError.
 
-    The error is raised again, with the message that `describe` returns for the original one.
+    A CheckpointError is then raised with the message that `describe` makes of the first one. Any other error passes and
+    leaves the folder, which the next write to the same place removes.
     """
     try:
         yield
@@ -446,7 +486,10 @@ def _removed_on_failure(aside: Path, describe: Callable[[str], str]) -> Generato
 
 
 def _seal(aside: Path, rank: int, mesh: TrainerMesh) -> list[FileEntry]:
-    """Force the files that this rank has written to the disk, and return their manifest entries."""
+    """Force the files that this rank has written to the disk, and return their manifest entries.
+
+    These are the rank's files of torch.distributed.checkpoint, and on some ranks the random states and torch's index.
+    """
     own = [*(aside / STATE).glob(f"__{rank}_*")]
     if mesh.leads_shard:
         own.append(aside / _rng_name(mesh.data_shard))
@@ -466,10 +509,10 @@ def _commit(aside: Path, folder: Path, manifest: Manifest) -> None:
 
 
 def _is_refused(fault: str) -> bool:
-    """Return True if a write failed because it was not permitted.
+    """Return True if a write failed because it was not permitted, so that more disk space would not help.
 
-    Only the system's message in the text shows this, because torch, safetensors, the hub and other ranks report their
-    failures as text.
+    The text of the failure is searched for the messages of the system, because torch, safetensors, the hub and other
+    ranks report their failures as text.
     """
     return any(os.strerror(code) in fault for code in REFUSED)
 
@@ -477,7 +520,8 @@ def _is_refused(fault: str) -> bool:
 def _remedy(fault: str, folder: Path, trainer: Trainer) -> str:
     """Return advice after a failed write: check permissions, or free disk space, with the bytes that are needed.
 
-    A checkpoint needs float32 weights, and two moments for each trained weight.
+    The bytes are an estimate: for each trained weight, the weight and two moments in float32, and the average of the
+    weights if the run keeps one.
     """
     if _is_refused(fault):
         return NOT_WRITABLE

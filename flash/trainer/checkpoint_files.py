@@ -1,10 +1,12 @@
 """Find, check and replace the files of checkpoints, without torch. `flash.trainer.checkpoint` writes and loads them.
 
+The hub, the launcher and commands find the checkpoint from which a run resumes with this module; they import no torch.
+
 A checkpoint is a folder such as `step-000020`. Its manifest names every file with its size and CRC-32. The folder is
 written under another name and then renamed, so a folder with such a name was complete once. `step-000020.replaced` is
 an older checkpoint of the same version, which exists only while a newer one replaces it. It counts if the newer one is
 missing. `damaged-step-000020` is a damaged checkpoint that a resumed run did not use. It is kept so that people can
-look at it.
+look at it. `.tmp-step-000020` is a checkpoint that is being written, or that a killed process left.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ import msgspec
 from flash.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+"""File that describes a checkpoint (`Manifest`). A folder without it is no complete checkpoint."""
 HUB_STATE = "hub.bin"
-"""File of the hub's state. The hub writes it itself; it runs on the machine of trainer rank 0."""
+"""File of the state of the hub, the process that holds the samples and the progress of the run. The hub writes it
+itself, because it runs on the machine of trainer rank 0."""
 STATE = "state"
 """Folder of the sharded weights and moments inside a checkpoint."""
 TMP = ".tmp-"
@@ -37,6 +41,7 @@ TMP = ".tmp-"
 REPLACED = ".replaced"
 """Suffix of the name of a folder while another one replaces it."""
 _NAME = re.compile(rf"step-([0-9]{{6,}})({re.escape(REPLACED)})?")
+"""Name of a checkpoint's folder: the version, and the suffix of a folder that is being replaced."""
 ASIDE = ".making-"
 """Part of the name of the temporary folder in which `atomic_folder` works."""
 READ_SIZE = 1 << 20
@@ -61,24 +66,25 @@ class FileEntry(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """Content of a complete checkpoint."""
+    """Description of a complete checkpoint: its files, and those numbers of the trainer that are not tensors."""
 
     version: int
-    """Policy version of the weights."""
+    """Policy version of the weights: the number of training steps that made them."""
     skipped_steps: int
     """Number of optimizer updates left out so far: `Trainer.skipped_steps`."""
     files: list[FileEntry]
     extras: tuple[str, ...] = ()
     """Parts beside the policy, by the names of `EXTRAS`; one entry per critic."""
     rates: dict[int, float] = {}
-    """Mean learning rate of each of the last versions, for `LagLimiter.rates`; empty without `algorithm.lag`."""
+    """Mean learning rate of each of the last versions, for `flash.trainer.optimizer.LagLimiter.rates`; empty without
+    `algorithm.lag`."""
     scales: tuple[tuple[float, int], ...] = ()
     """For the policy and each critic, the loss scale and the number of finite updates since it last changed
-    (`LossScale`)."""
+    (`flash.trainer.optimizer.LossScale`)."""
     apart: tuple[float, float] = (0.0, 0.0)
-    """Sums for the disagreement of engine and trainer: `LagLimiter.disagreement_sums`."""
+    """Sums for the disagreement of engine and trainer: `flash.trainer.optimizer.LagLimiter.disagreement_sums`."""
     base: tuple[int, ...] = ()
-    """Fingerprint of the weights that adapters were trained on; empty without adapters."""
+    """Fingerprint of the weights that adapters were trained on; empty without adapters. Adapters fit no others."""
     alpha: float | None = None
     """`lora.alpha` that adapters were trained with. None without adapters, and in checkpoints of versions of Flash that
     did not record it."""
@@ -104,9 +110,9 @@ def temporary_of(folder: Path) -> Path:
 
 
 def choose_checkpoint(run_dir: Path) -> ChosenCheckpoint:
-    """Return the newest undamaged checkpoint. Every byte of it is read and compared with its checksums.
+    """Return the newest undamaged checkpoint, from which a resumed run starts.
 
-    Newer damaged checkpoints are renamed to `damaged-…`.
+    Every byte of it is read and compared with its checksums. Newer damaged checkpoints are renamed to `damaged-…`.
 
     Raises:
         CheckpointError: there are checkpoints, and all are damaged.
@@ -147,19 +153,23 @@ def _set_aside(folder: Path, fault: str, instead: Path) -> str:
 def newest_complete(run_dir: Path) -> Path | None:
     """Return the newest checkpoint whose files all have the sizes of the manifest; None if there is none.
 
-    The files are not read, so damage that keeps the size is not found.
+    The files are not read, so this is fast, but damage that keeps the size is not found. Whoever then loads the
+    checkpoint checks it (`choose_checkpoint`, `check_files`).
     """
     found = complete_checkpoints(run_dir)
     return found[0] if found else None
 
 
 def complete_checkpoints(run_dir: Path) -> list[Path]:
-    """Return all checkpoints whose files all have the sizes of the manifest, newest first."""
+    """Return all checkpoints whose files all have the sizes of the manifest, newest first. The files are not read."""
     return [folder for folder in _folders(run_dir) if not _fault_of_sizes(folder)]
 
 
 def damaged_checkpoints(run_dir: Path) -> list[str]:
-    """Return a phrase for the fault of each checkpoint that `complete_checkpoints` leaves out, newest first."""
+    """Return a phrase for the fault of each checkpoint that `complete_checkpoints` leaves out, newest first.
+
+    Messages to people name these faults, so that nobody looks for a checkpoint in vain.
+    """
     return list(filter(None, map(_fault_of_sizes, _folders(run_dir))))
 
 
@@ -174,8 +184,10 @@ def _folders(run_dir: Path) -> list[Path]:
 
 
 def _fault_of_sizes(folder: Path) -> str:
-    """Return the first fault of a checkpoint that is found without reading its files, as a phrase; empty if there is
-    none."""
+    """Compare the sizes of a checkpoint's files with its manifest, and return the first fault as a phrase.
+
+    Returns an empty text if there is no fault. Only the manifest is read.
+    """
     try:
         for entry in read_manifest(folder).files:
             if (size := (folder / entry.path).stat().st_size) != entry.size:
@@ -201,7 +213,7 @@ def read_manifest(path: Path) -> Manifest:
 
 @contextmanager
 def hub_state(path: Path) -> Generator[memoryview]:
-    """Check the file of the hub's state against the manifest, and map it into memory inside of the block.
+    """Check the file of the hub's state against the manifest, and give the block a view of its bytes.
 
     The file is mapped and not read, because its content can take as much memory as the objects that are decoded from
     it.
@@ -222,10 +234,11 @@ def check_files(folder: Path, entries: Iterable[FileEntry]) -> None:
     """Read files, several at a time, and compare their checksums with the manifest's.
 
     Raises:
-        CheckpointError: a file cannot be read, or differs from what was written.
+        CheckpointError: a file cannot be read, or differs from what was written. The message names all such files.
     """
 
     def fault_of(entry: FileEntry) -> str:
+        # The fault of one file as a phrase; empty if there is none. Computing a CRC lets other threads run.
         file = folder / entry.path
         try:
             found = crc32_of(file)
@@ -257,7 +270,8 @@ def extras_mismatch(path: Path, held: Sequence[str], wanted: Sequence[str]) -> s
     """Return why a run with the extras `wanted` cannot resume from a checkpoint that holds `held`; empty if it can.
 
     A run resumes only with the parts that it had before. For example, a new, untrained critic would mislead a policy
-    that is already trained.
+    that is already trained. `path` is the checkpoint that the message names. Both the trainer ranks and the checks
+    before a start call this.
     """
     for name, words in EXTRAS.items():
         there, here = held.count(name), wanted.count(name)
@@ -273,7 +287,8 @@ def extras_mismatch(path: Path, held: Sequence[str], wanted: Sequence[str]) -> s
 def alpha_mismatch(path: Path, manifest: Manifest, alpha: float | None) -> str:
     """Return an error message if a checkpoint's adapters were trained with another `lora.alpha`; empty if not.
 
-    Another alpha would change how much the adapters count.
+    The effect of adapters is proportional to alpha, so another alpha would make another policy of them. A manifest
+    without an alpha is not compared.
     """
     if manifest.alpha in (None, alpha):
         return ""
@@ -281,9 +296,9 @@ def alpha_mismatch(path: Path, manifest: Manifest, alpha: float | None) -> str:
 
 
 def make_empty(aside: Path, leftovers: Iterable[Path] = ()) -> None:
-    """Make an empty folder `aside`, after removing `leftovers` of earlier writes that were killed.
+    """Make an empty folder `aside`. An earlier folder of this name, and the folders `leftovers`, are removed first.
 
-    The leftovers are removed first because they may be what fills the disk.
+    Killed processes left them, and they may be what fills the disk.
     """
     for folder in {*leftovers, aside}:
         if folder.exists():
@@ -308,7 +323,11 @@ def move_into_place(aside: Path, folder: Path) -> None:
 
 
 def prune(run_dir: Path, keep: int) -> None:
-    """Delete all checkpoints except the complete ones of the `keep` newest versions."""
+    """Delete all checkpoints except the complete ones of the `keep` newest versions.
+
+    Incomplete checkpoints are deleted, too, even newer ones. Folders `damaged-…` are left alone.
+    """
+    # If a replaced folder still exists beside a complete new one of the same version, the new one is kept.
     by_version: dict[str, Path] = {}
     for folder in complete_checkpoints(run_dir):
         by_version.setdefault(folder.name.removesuffix(REPLACED), folder)
@@ -319,7 +338,7 @@ def prune(run_dir: Path, keep: int) -> None:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Force a file's content, or a folder's list of entries, to the disk."""
+    """Force a file's content, or a folder's list of entries, to the disk, where a crash of the machine spares it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -331,7 +350,8 @@ def sync_to_disk(path: Path) -> None:
 def atomic_folder(path: Path) -> Generator[Path]:
     """Yield a new folder. It replaces `path` if the block succeeds, and is removed if the block raises.
 
-    The new folder is inside a temporary folder beside `path`. The temporary folder is always removed.
+    Models that a run makes or fetches are written in this way, so that nobody finds half a model. The new folder is
+    inside a temporary folder beside `path`. The temporary folder is always removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}{ASIDE}", dir=path.parent) as scratch:

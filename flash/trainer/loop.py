@@ -124,14 +124,14 @@ class TrainerLoop:
             CheckpointError: on every rank, if any rank or the hub could not write.
         """
 
-        def keep_hub_state(file: Path) -> FileEntry:
+        def write_hub_state(file: Path) -> FileEntry:
             kept = self._hub.call(p.SnapshotRequest(), waits.kept_s(self._config))
             if (found := file.stat().st_size) != kept.size:
                 raise CheckpointError(f"the hub wrote {kept.size} bytes of its state, and {file} has {found}")
             return FileEntry(file.name, kept.size, kept.crc32)
 
         with self._timed("checkpoint"):
-            checkpoint.save(self._config.run_dir, self._trainer, keep_hub_state, keep=self._config.checkpoint.keep)
+            checkpoint.save(self._config.run_dir, self._trainer, write_hub_state, keep=self._config.checkpoint.keep)
         self._saved_version = self._trainer.version
 
     @contextmanager
