@@ -1,9 +1,10 @@
 """Run one trainer rank: publish a version, fetch a shard from the hub, train it, commit it, and again.
 
-`flash.run.trainer_rank` builds a `TrainerLoop` and calls `run`. The loop is the same after a restart, when steps are
-trained a second time: the hub decides which shard comes next. Publishing, training and checkpoints are collectives, so
-all ranks make the same calls in the same order. Rank 0 speaks to the hub for the group: it commits the steps, announces
-the versions, and asks the hub to save its state for a checkpoint.
+`flash.run.trainer_rank` builds a `TrainerLoop` and calls `run`. The hub is the process that holds the samples and the
+progress of the run. A shard is the part of a step's batch that this rank trains. The loop is the same after a restart,
+when steps are trained a second time: the hub decides which shard comes next. Publishing, training and checkpoints are
+collectives, so all ranks make the same calls in the same order. Rank 0 speaks to the hub for the group: it commits
+(reports) the steps, announces the versions, and asks the hub to save its state for a checkpoint.
 """
 
 from __future__ import annotations
@@ -40,6 +41,17 @@ class TrainerLoop:
         tokenizer: Any,
         profiler: StepProfiler,
     ) -> None:
+        """Make the loop of a rank; the caller closes `publisher`, and `profiler` if `run` raises.
+
+        Args:
+            config: the run.
+            rank: rank of this process among the trainer ranks.
+            trainer: the policy, at the version from which the rank begins.
+            publisher: gives the weights of each version to the engines.
+            hub: connection to the hub.
+            tokenizer: tokenizer of transformers, for the Hugging Face export.
+            profiler: records the steps of `train.profile`.
+        """
         self._config = config
         self._rank = rank
         self._trainer = trainer
@@ -66,18 +78,20 @@ class TrainerLoop:
                 incarnation of the ranks (the trainer ranks between two restarts) is over.
         """
         config, trainer, hub = self._config, self._trainer, self._hub
+        # Engines that start, or start again, need the weights before they can sample for the first batch.
         self._publish()
         while True:
             self._profiler.begin_step(trainer.version)
             did, self._activities = self._activities, []
             with self._timed("wait") as waited:
                 reply = p.fetch_shard_blocking(hub, self._rank, trainer.version, did, waits.batch_s(config))
-            if (shard := reply.shard) is None:
+            if (shard := reply.shard) is None:  # the hub ends training
                 break
             with self._timed("train") as trained:
                 self._meter.begin()
                 metrics = trainer.train_step(shard)
                 metrics |= self._meter.finish(trainer.flops)
+            # Commit the step: every rank has the same metrics, and one report is enough.
             if self._rank == 0:
                 metrics |= {
                     "trainer_wait_s": waited[0],
@@ -93,6 +107,7 @@ class TrainerLoop:
             if reply.keeps and (reply.saves or trainer.version % config.checkpoint.every == 0):
                 self._save_checkpoint()
 
+        # End: save the last version, and export the model if all steps are trained (`finished`).
         if reply.keeps and self._saved_version != trainer.version:
             self._save_checkpoint()
         if reply.finished and config.checkpoint.export:
@@ -103,16 +118,18 @@ class TrainerLoop:
         hub.call(p.Goodbye(self._rank, self._activities), waits.leaving_s(config))
 
     def _publish(self) -> None:
-        """Gather the weights and publish them as a version, with the canary that engines are checked against.
+        """Gather the weights, publish them as a version, and announce it to the hub. A collective.
 
-        A collective. Rank 0 announces the version to the hub, which replies once every engine has the version before
-        this one. So engines are at most one version behind. After an interrupt the hub replies at once.
+        The canary travels with the announcement: a short text with the trainer's log-probs of its tokens, against which
+        each engine is checked after it has loaded the version. Rank 0 announces, and the hub replies once every engine
+        has the version before this one. So engines are at most one version behind. After an interrupt the hub replies
+        at once.
         """
         config, trainer, version = self._config, self._trainer, self._trainer.version
         with self._timed("publish"):
             canary = trainer.canaries.canary(trainer.model)
             offer = self._publisher.publish(version, engine_tensors(trainer.model, config.lora))
-            if offer is not None:  # on rank 0
+            if offer is not None:  # rank 0 alone gets one
                 self._published_bytes = offer.sent_bytes
                 published = Published(version, config.weights_backend, offer.update_info, canary)
                 self._hub.call(p.PublishRequest(published), waits.taken_s(config))
@@ -125,6 +142,8 @@ class TrainerLoop:
         """
 
         def write_hub_state(file: Path) -> FileEntry:
+            # The hub writes its state into the folder of the checkpoint, and replies with size and checksum. A file of
+            # another size is not the one that the hub wrote.
             kept = self._hub.call(p.SnapshotRequest(), waits.kept_s(self._config))
             if (found := file.stat().st_size) != kept.size:
                 raise CheckpointError(f"the hub wrote {kept.size} bytes of its state, and {file} has {found}")
@@ -136,9 +155,10 @@ class TrainerLoop:
 
     @contextmanager
     def _timed(self, name: str) -> Generator[list[float]]:
-        """Record the block as an activity of the timeline.
+        """Record the block as an activity of the timeline, which the next request for a shard reports to the hub.
 
-        The list has one number, which is 0 during the block and then the duration of the block in seconds.
+        The list has one number, which is 0 during the block and then the duration of the block in seconds. If the block
+        raises, nothing is recorded.
         """
         seconds = [0.0]
         start, begun = time.time(), time.perf_counter()

@@ -8,6 +8,11 @@
         _backward     forward and backward pass of each micro-batch (`flash.trainer.objective.token_loss`)
         _update       one optimizer update (`flash.trainer.optimizer.apply_gradient`)
 
+Version n of the policy is the weights after n steps; the step that trains version n makes version n + 1. A *shard* is
+the part of a batch that this rank trains. A *minibatch* is the part of a batch that one update is made from, over all
+ranks. A *micro-batch* is the part of a minibatch that one forward and backward pass of a rank takes. A *correction*
+weights or rejects tokens by the ratio of the policy to the policy that sampled them.
+
 Every rank gets its shard of the same batch and makes the same collectives in the same order. A fault that one rank
 finds in its shard is raised on all ranks. Losses are divided by counts of the whole minibatch over all ranks, so the
 gradient does not depend on how the batch was divided among ranks and micro-batches.
@@ -70,7 +75,7 @@ from flash.trainer.statistics import ShownTokens, StepStatistics, batch_metrics
 from flash.types import Shard, TrainedSample
 
 NO_BOUNDS = (-math.inf, math.inf)
-"""Bounds of an objective that does not compare critics."""
+"""Bounds of an objective that does not compare critics (value models): no token lies outside of them."""
 
 
 class Trainer:
@@ -82,6 +87,9 @@ class Trainer:
     def __init__(self, config: Config) -> None:
         """Load and shard the models. A collective.
 
+        The order of the calls is the order of their collectives. The weights in float32 are dropped before the
+        optimizer and other models are made, to bound the memory.
+
         Raises:
             ConfigError: a model or the objective cannot be made from the configuration.
         """
@@ -91,6 +99,8 @@ class Trainer:
         device: Literal["cpu", "cuda"] = "cuda" if config.gpus_per_node > 0 else "cpu"
         offloads = "weights" in config.train.offload
         self.mesh = mesh = trainer_mesh(device, config.parallel, config.deadlines.collective, offloads=offloads)
+        # The weights at `model.path` in float32, from which the policy is filled. The canary, a short text on which
+        # engines are checked, is drawn from them.
         plain = load_plain(config.model, mesh)
         text = draw_canary(plain, config)
         policy = empty_policy(config)
@@ -100,6 +110,7 @@ class Trainer:
         self.base_fingerprint: tuple[int, ...] = () if config.lora is None else fingerprint_of(plain)
         """Fingerprint of the weights at `model.path`, if adapters are trained on top of them; else empty."""
         self.lora_alpha = config.lora and config.lora.alpha
+        """`lora.alpha`, which a checkpoint records and a resumed run must not change; None without adapters."""
         fill_policy(self.model, plain, config.run.seed)
         del plain
         if config.lora is not None:
@@ -111,6 +122,7 @@ class Trainer:
         """Makes the canary of each version. Its text and tolerance come from the weights at `model.path`."""
         self.optimizer = make_optimizer(self.model, config.train)
         self.scale = LossScale(config.model.dtype)
+        """Factor of the loss in float16; 1 in other dtypes."""
         if self._method.critics and config.critic is not None and config.critic.path is not None:
             check_tokenizer(config, "critic.path", config.critic.path)
         self.critics = [Critic(config, mesh) for _ in range(self._method.critics)]
@@ -162,7 +174,7 @@ class Trainer:
 
     @property
     def refreshes(self) -> bool:
-        """True if the reference is replaced by the policy every `kl.refresh` steps."""
+        """True if the reference is replaced by the policy every `kl.refresh` steps, so that checkpoints hold it."""
         kl = self._config.algorithm.kl
         return kl is not None and kl.refresh is not None
 
@@ -184,8 +196,8 @@ class Trainer:
         # micro-batches.
         plan = plan_step(shard, config, self._method, self.version, self.mesh, share_rows=self._share_rows)
         # Before the first update, because all of these describe the weights at the start of the step.
-        along = self._rhythm_along(plan)
-        inputs = iter(self.loss_inputs(plan, rhythm=None if along else self.rhythm))
+        training_rhythm = self._rhythm_in_training(plan)
+        inputs = iter(self.loss_inputs(plan, rhythm=None if training_rhythm else self.rhythm))
         minibatches = [
             (minibatch, list(islice(inputs, len(minibatch.micro_batches)))) for minibatch in plan.minibatches
         ]
@@ -194,6 +206,7 @@ class Trainer:
         statistics, norms = StepStatistics(self.mesh), list[float]()
         shown = ShownTokens(shard, config.run.log_samples)
         passes = config.train.updates_per_batch
+        # Train: each minibatch once, and then all of them again, `passes` times in all.
         for index, (minibatch, minibatch_inputs) in enumerate(minibatches * passes):
             # Before the backward passes: each of them needs the limit of the whole minibatch.
             limit = self._limit(minibatch, minibatch_inputs, shard.step, updated=index > 0)
@@ -205,7 +218,7 @@ class Trainer:
                     step=shard.step,
                     limit=limit,
                     bounds=bounds,
-                    along=along,
+                    rhythm=training_rhythm,
                     statistics=statistics,
                     shown=shown if index < len(minibatches) else None,
                 )
@@ -217,6 +230,7 @@ class Trainer:
             self._train_critics(minibatch, minibatch_inputs, plan.critic_B)
             if not self._warming_up:
                 norms.append(self._update(rate, share, trained=minibatch.total_tokens > 0 and share > 0))
+        # Finish: count up the version, and gather the metrics.
         self.flops = passes * self._arithmetic.flops(plan.micro_batches, backward=not self._warming_up)
         # Reduced once per step, so that no rank waits for the others between minibatches on account of metrics.
         metrics = batch_metrics(shard, plan) | statistics.metrics(len(plan.minibatches), passes)
@@ -239,11 +253,12 @@ class Trainer:
     def loss_inputs(self, plan: StepPlan, *, rhythm: RhythmPass | None) -> list[LossInputs]:
         """Return the inputs of the loss that are computed before the policy changes, per micro-batch. A collective.
 
-        The regression targets of the critics are not multiplied by the rhythm: critics learn the rewards themselves.
+        `train_step` calls this before its first update. The regression targets of the critics are not multiplied by the
+        rhythm: critics learn the rewards themselves.
 
         Args:
             plan: the step.
-            rhythm: observes the attention in these passes, if given.
+            rhythm: observes the attention in these passes, and multiplies the advantages, if given.
 
         Raises:
             ContractError: on every rank, if a trained token of any rank has an advantage that is not finite.
@@ -268,6 +283,7 @@ class Trainer:
             if rhythm is not None:
                 assert output.signals is not None, "the forward passes observed the attention"
                 advantage_T = rhythm.multiply(advantage_T, output.signals, micro)
+            # How much the critics disagree; `bounds` and some objectives use it.
             if output.value_MT is None:
                 deviation_T = torch.zeros(len(micro.target_T), device=device)
             else:
@@ -290,18 +306,22 @@ class Trainer:
         return inputs
 
     def _needs_start(self, plan: StepPlan) -> bool:
-        """Return True if the policy's log-probs are needed before it is trained."""
+        """Return True if the policy's log-probs at the start of the step need a forward pass of their own.
+
+        They are needed as log-probs of the proximal policy, and for a KL in the reward.
+        """
         divergence = self._config.algorithm.kl
-        # The training pass of a single update sees the weights of the start by itself.
+        # With a single update, the training pass itself computes them, since it has the weights of the start.
         several_updates = len(plan.minibatches) * self._config.train.updates_per_batch > 1
         recomputes = self._method.proximal == "recompute" and several_updates
         return recomputes or (divergence is not None and divergence.place == "reward")
 
-    def _rhythm_along(self, plan: StepPlan) -> RhythmPass | None:
+    def _rhythm_in_training(self, plan: StepPlan) -> RhythmPass | None:
         """Return the rhythm if the training pass itself can observe the attention, which saves a forward pass.
 
-        The heads that are observed must be known before the pass, and the training pass must be the only one, with the
-        weights of the step's start.
+        None if there is no rhythm, or if a forward pass before training must observe the attention. The heads that are
+        observed must be known before the training pass, and this must be the only pass, with the weights of the step's
+        start.
         """
         updates = len(plan.minibatches) * self._config.train.updates_per_batch
         if self.rhythm is None or not self.rhythm.settled or self._objective.limits or updates > 1:
@@ -314,7 +334,7 @@ class Trainer:
     def mean_loss(self, shard: Shard) -> float:
         """Return the mean of −log-prob over the tokens of a batch that could be trained now, over all ranks.
 
-        A collective. Nothing is trained.
+        A collective. Nothing is trained: supervised training calls this for its held-out examples.
 
         Raises:
             ContractError: the batch breaks the age contract or its own counts, or is damaged.
@@ -330,14 +350,17 @@ class Trainer:
 
     @property
     def _warming_up(self) -> bool:
-        """True if only the critics learn in this step."""
+        """True if only the critics learn in this step: the first `critic.warmup_steps` steps of a run with critics."""
         config = self._config.critic
         return bool(self.critics) and config is not None and self.version < config.warmup_steps
 
     def _finish_version(self) -> None:
-        """Count up the version. Update the average of the weights, and every `kl.refresh` steps the reference."""
+        """Count up the version. Update the average of the weights, and copy the policy to the reference if it is due.
+
+        It is due every `kl.refresh` steps; without that key, the reference never changes.
+        """
         if self._warming_up:
-            reshard(self.model)  # no backward pass has done it
+            reshard(self.model)  # otherwise a backward pass has done it
         self.version += 1
         if self.average is not None:
             update_average(self.average, self.model, self._objective.proximal_decay, self.version)
@@ -349,8 +372,15 @@ class Trainer:
     def _limit(self, minibatch: MinibatchPlan, inputs: Sequence[LossInputs], step: int, *, updated: bool) -> float:
         """Return `Objective.limit` for a minibatch; inf for an objective without limits. A collective if it has them.
 
-        The limit is computed from all trained tokens of the minibatch over all ranks, under the weights just before the
-        update.
+        The limit is a number that the objective computes from all trained tokens of the minibatch over all ranks, under
+        the weights just before the update. This costs a forward pass, unless these are the weights of the step's start
+        and the log-probs under them are known.
+
+        Args:
+            minibatch: the minibatch.
+            inputs: the inputs of its micro-batches on this rank.
+            step: the version that is trained.
+            updated: True if the policy has been updated since the start of the step.
         """
         if not self._objective.limits or minibatch.total_tokens == 0:
             return math.inf
@@ -376,7 +406,7 @@ class Trainer:
     def _bounds(self, plan: StepPlan, inputs: Sequence[LossInputs]) -> tuple[float, float]:
         """Return `Objective.bounds`, computed from the critics' disagreement on all trained tokens of the batch.
 
-        A collective if the objective compares critics.
+        A collective if the objective compares critics; otherwise nothing is out of bounds.
         """
         compares = self._objective.critics > 1 and self._method.critics > 1
         if not compares or sum(plan.shard_tokens) == 0:
@@ -396,20 +426,22 @@ class Trainer:
         step: int,
         limit: float,
         bounds: tuple[float, float],
-        along: RhythmPass | None,
+        rhythm: RhythmPass | None,
         statistics: StepStatistics,
         shown: ShownTokens | None,
     ) -> Tensor:
         """Compute one micro-batch's loss, and add its gradient and its statistics. A collective.
 
+        While the critics warm up, there is a forward pass only, for the statistics.
+
         Args:
             micro: the micro-batch.
-            inputs: its inputs that were computed before the policy changed.
+            inputs: the inputs of its loss, which were computed before the policy changed.
             minibatch: the minibatch of the micro-batch, whose counts divide the loss.
             step: the version that is trained.
             limit: result of `Objective.limit`.
             bounds: result of `Objective.bounds`.
-            along: observes the attention in this pass, and multiplies the advantages, if given.
+            rhythm: observes the attention in this pass, and multiplies the advantages, if given.
             statistics: collects the statistics of the step.
             shown: collects tokens for the run's pages, if given.
 
@@ -418,11 +450,11 @@ class Trainer:
         """
         algorithm = self._config.algorithm
         with torch.set_grad_enabled(not self._warming_up):
-            watch = None if along is None else along.watch(micro)
+            watch = None if rhythm is None else rhythm.watch(micro)
             now = policy_logprobs(self.model, micro, entropy_gradient=algorithm.entropy_bonus > 0, watch=watch)
-            if along is not None and watch is not None:
+            if rhythm is not None and watch is not None:
                 advantage_T = inputs.advantage_T.double().cpu().numpy()
-                multiplied_T = along.multiply(advantage_T, along.collect(watch), micro).astype(np.float32)
+                multiplied_T = rhythm.multiply(advantage_T, rhythm.collect(watch), micro).astype(np.float32)
                 inputs = replace(inputs, advantage_T=torch.from_numpy(multiplied_T).to(inputs.advantage_T.device))
             tokens = self._objective_input(micro, now, inputs, step)._replace(limit=limit, bounds=bounds)
             if self.lag is not None:
@@ -455,7 +487,8 @@ class Trainer:
         """Return the share of the loss's denominator that no correction rejected, over all ranks.
 
         A correction decides by the log-probs of the training pass itself. So the share is known only after the backward
-        pass, and the gradient is then divided by it. A collective if anything can be rejected.
+        pass, and the gradient is then divided by it. Tokens of truncated samples, which `mask_truncated` leaves out,
+        count as rejected. The share is 1 if nothing can be rejected; otherwise this is a collective.
 
         Args:
             minibatch: the minibatch.
@@ -471,6 +504,9 @@ class Trainer:
 
     def _update(self, rate: float, share: float, *, trained: bool) -> float:
         """Make one update of the policy, and return the gradient's norm before clipping. A collective.
+
+        An update whose gradient is not finite may be left out (`train.on_nonfinite`, or a loss that was scaled too far
+        in float16); `skipped_steps` counts these.
 
         Args:
             rate: the scheduled learning rate.
@@ -499,7 +535,10 @@ class Trainer:
         return norm
 
     def _train_critics(self, minibatch: MinibatchPlan, inputs: Sequence[LossInputs], critic_B: np.ndarray) -> None:
-        """Make one update of each critic, on the responses that this critic learns from. A collective with critics."""
+        """Make one update of each critic, on the responses that this critic learns from. A collective with critics.
+
+        Does nothing without critics. `critic_B` is the number of the critic that learns from each sample.
+        """
         for number, (critic, total_tokens) in enumerate(zip(self.critics, minibatch.critic_tokens, strict=True)):
             batches = [
                 critic_batch(micro, own.return_T, own.value_MT[number], critic_B[micro.index_S] == number)
@@ -516,6 +555,7 @@ def _share_rows(
 
     A critic can if the policy can and the critic's backbone is of the same model type. Any other critic is made to use
     its own attention from transformers, because no check has compared its results for packed and for single sequences.
+    This changes the critic. `frozen` are the reference and the teacher.
 
     Raises:
         ConfigError: a model cannot, and micro-batches are divided over several ranks (`parallel.context`).
