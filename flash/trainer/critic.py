@@ -1,14 +1,17 @@
 """The critics: value models that predict the return the policy may expect before each action token.
 
-A critic's backbone starts as the policy's model, or as the model at `critic.path`. On top is one linear output that
-starts at zero. A critic is sharded like the policy, keeps float32 master weights, and has its own optimizer. Several
-critics start with equal weights. They become different because each learns from its own part of the responses
+A run has critics with the advantage estimator `gae`, which compares rewards with their values. A critic's backbone
+starts as the policy's model, or as the model at `critic.path`. On top is one linear output that starts at zero. A
+critic is sharded like the policy, keeps float32 master weights, and has its own optimizer. Several critics start with
+equal weights. They become different because each learns from its own part of the responses
 (`algorithms.critics.assign_critics`).
 
 `flash.trainer.references` calls `Critic.values` before the policy changes, and `flash.trainer.step` calls
-`Critic.update` for each minibatch.
+`Critic.update` for each minibatch. The *return* of a token is the regression target of its value
+(`flash.trainer.plan.TokenAdvantages`). An *action token* is a token that the policy sampled.
 
-Everything here is a collective: all ranks make the same calls in the same order, with equally many micro-batches.
+Everything here is a collective, in which FSDP gathers a layer's weights from all ranks: all ranks make the same calls
+in the same order, with equally many micro-batches (the input of one forward and backward pass).
 
 Shape legend: P = packed tokens, S = sequences, T = action tokens of a micro-batch, M = action tokens whose state this
 rank of a context group holds.
@@ -36,31 +39,33 @@ from flash.trainer.optimizer import LossScale, apply_gradient, make_optimizer
 from flash.trainer.packing import MicroBatch, select_sequences
 
 NO_VARIANCE = 1e-12
-"""Smallest variance, as a share of the mean square, that is not rounding error. It fits float64 sums of up to about 10⁶
-terms."""
+"""Smallest variance of the returns, as a share of their mean square, that is not rounding error. It fits float64 sums
+of up to about 10⁶ terms. With a smaller variance, `explained_variance` would be noise."""
 
 
 class ValueModel(nn.Module):
-    """A decoder and a linear head that maps each hidden state to one number."""
+    """A decoder without its output layer, and a linear head that maps each hidden state to one number, the value."""
 
     def __init__(self, backbone: PreTrainedModel) -> None:
         super().__init__()
         self.backbone = backbone
         self.head = nn.Linear(backbone.config.hidden_size, 1)
-        # A random head would start the advantages with noise; from zero, they start as the returns themselves.
+        # With a random head the first advantages would be noise. With a head of zeros they are the returns themselves.
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
     def forward(self, row: PackedRow, kept_M: Tensor) -> Tensor:
-        """Return float32 [M, 1]: the value of the state that ends at each of the places `kept_M` in this rank's part of
-        the row."""
+        """Return float32 [M, 1]: the value of the state that ends at each of the places `kept_M`.
+
+        The places are in this rank's part of the row, in which the sequences of a micro-batch lie one after another.
+        """
         output = self.backbone(**model_inputs(self.backbone, row))
         # The head runs in float32 even with a bfloat16 backbone, because returns differ by less than bfloat16 resolves.
         return self.head(output.last_hidden_state[0, kept_M].float())
 
 
 class CriticBatch(NamedTuple):
-    """Input of a critic's update from one micro-batch."""
+    """Input of a critic's update from one micro-batch: the sequences that this critic learns from."""
 
     micro: MicroBatch
     return_T: Tensor
@@ -72,8 +77,9 @@ class CriticBatch(NamedTuple):
 def critic_batch(micro: MicroBatch, return_T: Tensor, old_T: Tensor, keep_S: np.ndarray) -> CriticBatch:
     """Return the input of `Critic.update` for the sequences of a micro-batch that one critic learns from.
 
-    If no sequence is chosen, the input is a micro-batch of one masked token (`flash.trainer.packing.DUMMY`). All ranks
-    must run equally many micro-batches, because each one is a collective.
+    `flash.trainer.step` calls this for each critic. If no sequence is chosen, the input is a micro-batch of one masked
+    token (`flash.trainer.packing.DUMMY`). All ranks must run equally many micro-batches, because each one is a
+    collective.
 
     Args:
         micro: the micro-batch.
@@ -102,14 +108,15 @@ class Critic:
         self.model = ValueModel(_backbone(config, mesh)).eval()
         fully_shard(self.model, mesh=mesh.fsdp, offload_policy=mesh.offload_policy, reshard_after_forward=False)
         rate = self._config.learning_rate
+        # Muon is for the matrices of a language model, so a critic always has AdamW.
         train = msgspec.structs.replace(config.train, learning_rate=rate, optimizer="adamw")
         self.optimizer = make_optimizer(self.model, train)
         self.scale = LossScale(config.model.dtype)
         self.sums = torch.zeros(7, dtype=torch.float64, device=mesh.device)
-        """Sums over the trained tokens of this rank since the last `critic_metrics`: 1, loss, V, R, R², R − V and
-        (R − V)², where V is the value at the start of the step and R the return."""
+        """Sums over the trained tokens of this rank since the last call of `critic_metrics`: 1, loss, V, R, R², R − V
+        and (R − V)², where V is the value at the start of the step and R the return."""
         self.norms: list[float] = []
-        """Gradient norms of the updates since the last `critic_metrics`."""
+        """Gradient norms of the updates since the last call of `critic_metrics`."""
 
     @torch.no_grad()
     def values(self, micro: MicroBatch) -> Tensor:
@@ -117,21 +124,25 @@ class Critic:
 
         Tokens that are not trained get a value, too. The state before an action token includes all tokens up to the one
         at its `before_T`.
+
+        Raises:
+            ContractError: the micro-batch has a token that the backbone has no embedding for.
         """
         value_T = self._forward(micro)
         reshard(self.model)
         return value_T
 
     def update(self, batches: Sequence[CriticBatch], total_tokens: int) -> None:
-        """Make one optimizer update towards the returns, with the clipped value loss.
+        """Make one optimizer update towards the returns, with the clipped value loss, and add to the metrics.
 
         Args:
             batches: this rank's micro-batches. Returns and old values of tokens that are not trained may be anything.
             total_tokens: trained tokens of the batches over all ranks. The loss is the mean over them, so the gradient
-                does not depend on how the minibatch was cut. With 0, nothing changes.
+                does not depend on how the minibatch was cut. With 0, no weight changes.
 
         Raises:
-            ContractError: the gradient is not finite and `train.on_nonfinite` is "stop".
+            ContractError: the gradient is not finite and `train.on_nonfinite` is "stop", or the backbone has no
+                embedding for a token.
         """
         share = self.mesh.data_shards / max(total_tokens, 1)
         for micro, return_T, old_T in batches:
@@ -162,7 +173,7 @@ class Critic:
         self.norms.append(norm)
 
     def _forward(self, micro: MicroBatch) -> Tensor:
-        """Return [T]: the value before each action token.
+        """Return [T]: the value before each action token, with a gradient if gradients are enabled.
 
         Raises:
             ContractError: the micro-batch has a token that the backbone has no embedding for.
@@ -173,6 +184,7 @@ class Critic:
                 f"critic.path: the policy's token {micro.input_P.max()} lies outside of the critic's vocabulary of "
                 f"{vocabulary}; choose a critic with the policy's tokenizer"
             )
+        # Each rank of a context group computes a part of the row, and gets the values of the other parts.
         row = packed_row(micro, self.mesh.device).sliced(self.mesh.context)
         part, row_T = row.layout.row_slice, row.row_P[micro.before_T]
         value_M1 = self.model(row, to_device(row_T[part.holds(row_T)] - part.first, self.mesh.device))
@@ -180,12 +192,18 @@ class Critic:
 
 
 def critic_metrics(critics: Sequence[Critic]) -> dict[str, float]:
-    """Return the metrics of all updates of all critics since the last call, over all ranks. A collective.
+    """Return the metrics of all updates of all critics since the last call, over all ranks, and clear the sums.
 
-    critic_loss, value_mean, return_mean and explained_variance = 1 − Var(R − V) / Var(R) are over the trained tokens. R
-    is the return of a token. V is the value at the start of the step, given by the critic that learns from the token.
-    If the returns do not vary, there is no explained_variance. critic_grad_norm is the mean norm before clipping.
-    critic_skipped is the number of updates left out because their gradient was not finite.
+    A collective. The metrics are, over the trained tokens:
+
+    - critic_loss, value_mean and return_mean;
+    - explained_variance = 1 − Var(R − V) / Var(R), unless the returns do not vary. R is the return of a token. V is the
+      value at the start of the step, given by the critic that learns from the token;
+
+    and over the updates:
+
+    - critic_grad_norm, the mean norm before clipping;
+    - critic_skipped, the number of updates left out because their gradient was not finite.
     """
     sums = torch.stack([critic.sums for critic in critics]).sum(0)
     critics[0].mesh.reduce_sum(sums)
@@ -210,7 +228,7 @@ def critic_metrics(critics: Sequence[Critic]) -> dict[str, float]:
 
 
 def value_loss(value_T: Tensor, return_T: Tensor, old_T: Tensor, clip: float | None) -> Tensor:
-    """Return [T]: the loss of each value, (value − return)².
+    """Return [T]: the loss of each value, (value − return)². `old_T` has the values at the start of the step.
 
     With `clip`, the loss is the larger of (value − return)² and (clipped − return)², where clipped is
     old + clip(value − old, ±clip). So a value that has moved further than `clip` towards its return has no gradient,
@@ -227,8 +245,10 @@ def value_loss(value_T: Tensor, return_T: Tensor, old_T: Tensor, clip: float | N
 def _backbone(config: Config, mesh: TrainerMesh) -> PreTrainedModel:
     """Return the critic's decoder without an output layer, sharded.
 
+    It is that of the model at `critic.path`, or of the policy's model if the key is not set.
+
     Raises:
-        ConfigError: the model cannot be loaded.
+        ConfigError: the model cannot be loaded. The message names `critic.path` if that is set.
     """
     assert config.critic is not None
     path = config.critic.path or config.model.path

@@ -52,7 +52,7 @@ from flash.trainer.references import ModelOutputs
 from flash.types import BatchSample, Shard
 
 BY_TURN: tuple[Advantage, ...] = ("turn", "gae")
-"""Estimators that use the rewards of single turns."""
+"""Advantage estimators that use the rewards of single turns. All others use the reward of the whole sample."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,10 @@ class MinibatchPlan:
 
 @dataclass(frozen=True)
 class Credit:
-    """Rewards, advantages and weights of a batch that are known before a forward pass. They are equal on every rank."""
+    """Rewards, advantages and weights of a batch that are known before a forward pass. They are equal on every rank.
+
+    `assign_credit` makes it. The methods give each token of a micro-batch its number.
+    """
 
     reward_B: FloatArray
     """Rewards as the environments returned them."""
@@ -194,12 +197,13 @@ def plan_step(
         # others wait.
         fault = str(error)
 
-    # One row per data shard: fault, tokens, packed tokens, computed tokens, tokens by age, and `_count` by minibatch.
+    # One row per data shard: fault, tokens, packed tokens, computed tokens, tokens by age, and for each minibatch the
+    # `_minibatch_counts`.
     tokens = sum(sample.trajectory.length for sample in shard.samples)
     all_micros = [micro for micros in packed for micro in micros]
     packed_tokens = sum(len(micro.input_P) for micro in all_micros)
     computed_tokens = sum(len(micro.computed.place_U) for micro in all_micros)
-    counts = [count for micros in packed for count in _count(micros, critic_B, method.critics)]
+    counts = [count for micros in packed for count in _minibatch_counts(micros, critic_B, method.critics)]
     row = torch.tensor([bool(fault), tokens, packed_tokens, computed_tokens, *histogram.tolist(), *counts])
     rows = mesh.gather_rows(row).cpu()
     raise_on_all_ranks(fault, rows[:, 0], f"their part of the batch of step {shard.step}")
@@ -259,7 +263,7 @@ def _checked_ages(shard: Shard, version: int, micro_batches: Sequence[MicroBatch
     return age_T
 
 
-def _count(micro_batches: Sequence[MicroBatch], critic_B: np.ndarray, critics: int) -> list[int]:
+def _minibatch_counts(micro_batches: Sequence[MicroBatch], critic_B: np.ndarray, critics: int) -> list[int]:
     """Return [3 + M] counts of this rank's micro-batches of one minibatch.
 
     The numbers are, in this order: micro-batches; trained tokens; sequences with a trained token; and for each of the
@@ -278,19 +282,22 @@ def _count(micro_batches: Sequence[MicroBatch], critic_B: np.ndarray, critics: i
 
 
 def assign_credit(shard: Shard, algorithm: AlgorithmConfig, estimator: Advantage, async_ratio: float) -> Credit:
-    """Return the credit of all samples of a batch.
+    """Return the credit of all samples of a batch: shape the rewards, compare them, and weight the samples by age.
 
-    Members of a group that an earlier step has trained count in the comparison with their group.
+    A group may be trained in several steps. Its members that an earlier step has trained (`Shard.earlier`) count in the
+    comparison with their group, and are not part of the result.
 
     Args:
         shard: this rank's shard, which also has the facts about the whole batch.
         algorithm: the configuration of the method.
         estimator: the advantage estimator.
-        async_ratio: α, or the larger bound on the age of tokens, for the weights by age.
+        async_ratio: largest allowed age, for the weights by age: `train.async_ratio`, or `train.max_token_age` if that
+            is larger.
 
     Raises:
         ContractError: a reward or an advantage is not finite, or a sample has another number of rewards than turns.
     """
+    # The samples of the batch come first, so that the first `count` numbers are theirs.
     known = [*shard.batch, *shard.earlier]
     _check_rewards(shard, known, turns=estimator in BY_TURN)
     count, gamma = len(shard.batch), algorithm.gamma
@@ -304,12 +311,14 @@ def assign_credit(shard: Shard, algorithm: AlgorithmConfig, estimator: Advantage
     staleness_B = np.zeros_like(oldest_B)
     turn_advantages_B: list[FloatArray] = []
     try:
+        # Shape the rewards, for example by length. The last turn gets what shaping adds to a sample.
         shaped_B = raw_B
         for shaping in algorithm.shaping:
             shaped_B = shaping.shaped(shaped_B, tokens_B, truncated_B, group_ids_B)
         for rewards, added in zip(turns_B, shaped_B - raw_B, strict=True):
             if len(rewards):
                 rewards[-1] += added
+        # Compare them.
         match estimator:
             case "group":
                 advantage_B = group_advantages(shaped_B, group_ids_B)
@@ -317,23 +326,23 @@ def assign_credit(shard: Shard, algorithm: AlgorithmConfig, estimator: Advantage
                 advantage_B = group_mean_advantages(shaped_B, group_ids_B)
             case "leave_one_out":
                 advantage_B = leave_one_out_advantages(shaped_B, group_ids_B)
-            case "batch":
+            case "batch":  # `token_advantages` compares all tokens of the batch
                 advantage_B = shaped_B
             case "turn":
                 advantage_B = np.zeros_like(shaped_B)
                 turn_advantages_B = turn_advantages([rewards.tolist() for rewards in turns_B], group_ids_B, gamma)
-            case "gae":
+            case "gae":  # `token_advantages` computes it from the critics' values
                 advantage_B = np.zeros_like(shaped_B)
-        # Samples without a trained token keep the weight 0.
+        # Weight by age. Samples without a trained token keep the weight 0.
         ages = age_of(oldest_B[trained_B], shard.step)
         staleness_B[trained_B] = algorithm.staleness.weights(ages, async_ratio)
-    except ValueError as error:
+    except ValueError as error:  # the functions of `algorithms` refuse numbers that are not finite
         raise ContractError(f"step {shard.step}: {error}") from error
     for index, entry in enumerate(shard.batch):
         values = [advantage_B[index], *(turn_advantages_B[index] if turn_advantages_B else [])]
         if not np.isfinite(values).all():
             raise ContractError(
-                f"step {shard.step}: {_name(shard, index, entry)} has an advantage that is not finite: {values}"
+                f"step {shard.step}: {_sample_name(shard, index, entry)} has an advantage that is not finite: {values}"
             )
     return Credit(
         reward_B=raw_B[:count],
@@ -346,7 +355,12 @@ def assign_credit(shard: Shard, algorithm: AlgorithmConfig, estimator: Advantage
 
 
 def _check_rewards(shard: Shard, known: Sequence[BatchSample], *, turns: bool) -> None:
-    """Check the rewards of all samples. `turns` is True if the estimator uses the rewards of single turns.
+    """Check the rewards of all samples, before any arithmetic with them.
+
+    Args:
+        shard: this rank's shard.
+        known: the samples of the batch, then those of `shard.earlier`.
+        turns: True if the estimator uses the rewards of single turns, so that each turn must have one.
 
     Raises:
         ContractError: a reward is not finite or, with `turns`, a sample has another number of rewards than turns.
@@ -354,7 +368,7 @@ def _check_rewards(shard: Shard, known: Sequence[BatchSample], *, turns: bool) -
     for index, entry in enumerate(known):
         if not all(map(math.isfinite, (entry.reward, *entry.turns))):
             raise ContractError(
-                f"step {shard.step}: {_name(shard, index, entry)} has the reward {entry.reward} "
+                f"step {shard.step}: {_sample_name(shard, index, entry)} has the reward {entry.reward} "
                 f"(turns: {entry.turns}); expected finite numbers"
             )
     if not turns:
@@ -365,12 +379,16 @@ def _check_rewards(shard: Shard, known: Sequence[BatchSample], *, turns: bool) -
         expected = spans.get(index, max(len(entry.turns), 1))
         if len(entry.turns) != expected:
             raise ContractError(
-                f"step {shard.step}: {_name(shard, index, entry)} has {len(entry.turns)} rewards for {expected} turns"
+                f"step {shard.step}: {_sample_name(shard, index, entry)} has {len(entry.turns)} rewards for {expected} "
+                "turns"
             )
 
 
-def _name(shard: Shard, index: int, entry: BatchSample) -> str:
-    """Return a phrase that names a sample in an error message. `index` is its place in the batch and `earlier`."""
+def _sample_name(shard: Shard, index: int, entry: BatchSample) -> str:
+    """Return a phrase that names a sample in an error message.
+
+    `index` is its place among the samples of the batch followed by those of `Shard.earlier`.
+    """
     which = f"sample {index}" if index < len(shard.batch) else "a sample trained earlier"
     return f"{which} (group {entry.group_id})"
 
@@ -396,6 +414,14 @@ def token_advantages(
     A collective if the advantages depend on a forward pass or on the whole batch: with a KL in the reward, and with the
     estimators `batch` and `gae`. This depends on the configuration alone, so all ranks take the same path.
 
+    Args:
+        micro_batches: this rank's micro-batches of the step.
+        outputs: results of the forward passes before the update, for each micro-batch.
+        credit: the credit of the batch.
+        config: the run's configuration.
+        method: the estimator, the critics and the other parts of the method.
+        mesh: the trainer ranks.
+
     Raises:
         ContractError: on every rank, if any rank has a trained token whose advantage is not finite.
     """
@@ -417,6 +443,7 @@ def token_advantages(
         # There is no fault: `assign_credit` has checked these advantages, and it computes the same on every rank.
         return found
 
+    # Exchange faults and, for whitening, the moments of the advantages of each data shard.
     row = torch.tensor([float(bool(fault)), *moments(trained_N)], dtype=torch.float64)
     rows = mesh.gather_rows(row).cpu()
     raise_on_all_ranks(fault, rows[:, 0], "their part of the batch")
@@ -432,7 +459,8 @@ def _micro_advantages(
     """Return the advantages of one micro-batch before whitening, and the targets of the critics.
 
     The value before a token is the mean over the critics. A KL in the reward subtracts β times its estimate from the
-    reward of each token, and so from the advantages of all tokens up to that one.
+    reward of each token, and so from the advantages of all tokens up to that one. The arguments are those of
+    `token_advantages`, for one micro-batch.
 
     Raises:
         ContractError: the value, the reward or the advantage of a trained token is not finite.
@@ -468,10 +496,10 @@ def _micro_advantages(
 
 
 def _check_finite(micro: MicroBatch, values_T: FloatArray, what: str) -> None:
-    """Check numbers of which each token has one. `what` names them in the error message.
+    """Check that each trained token has a finite number. `what` names the numbers in the error message.
 
     Raises:
-        ContractError: the number of a trained token is not finite.
+        ContractError: the number of a trained token is not finite. The message names the first such token.
     """
     wrong_T = micro.mask_T & ~np.isfinite(values_T)
     if wrong_T.any():
