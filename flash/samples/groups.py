@@ -1,17 +1,19 @@
 """Groups of tasks from issue to training, the pool of all groups in flight, and the ledger. Pure state.
 
-`flash.samples.store` puts issued groups into the pool, changes the states of their members, and takes groups out when a
-step trains them.
+A *task* asks for one sample, and a *group* is the tasks about one problem, whose rewards are compared. A *member* is a
+task of a group together with its state and result. `flash.samples.store` puts issued groups into the `GroupPool`,
+changes their members, and takes groups out when a step trains them.
 
 A member is queued, leased (a node has the right and the duty to run it), done, lost (given up after a failure), beaten
-(redundant, and too late) or trained. A group is complete when enough members are done, or when some are done and none
-is queued or leased any more. Lost members leave the group smaller. A group may be trained in *parts*, in several steps,
-if its finished members would become too old before the others are done. Later parts know the rewards of earlier ones.
+(given up because it is not needed) or trained. A group is *complete* when enough members are done, or when some are
+done and none is queued or leased any more. Lost members make the group smaller. A group may be trained in *parts*, in
+several steps, if its finished members would become too old before the others are done. Each part knows the rewards of
+the earlier ones.
 
-A step may take a group from the pool while it is *ready* (complete and not filtered out) or *expiring* (nearly
-complete, with members that no later step could train). After each change of a group, `PoolCounts` counts this group
-again and updates its sums, so that a number over all groups never needs a loop over them. `Ledger` counts what has
-become of every task and token. Both count independently, so that they can be compared.
+A step may take a group from the pool while it is *ready* (complete, and kept by the filter) or *expiring* (nearly
+complete, with a finished member that the step after the next could not train). After each change of a group,
+`PoolCounts` updates its sums, so that a number over all groups never needs a loop over them. `Ledger` counts the tasks
+and tokens that have left. Both count independently, so that they can be compared.
 
 Law of conservation: `issued = trained + filtered + given_up + in_flight` and
 `generated = trained_tokens + discarded_tokens + buffered_tokens` hold after every event. `Ledger.check` checks it.
@@ -32,25 +34,25 @@ from flash.errors import ContractError
 from flash.types import BatchSample, Outcome, Task, Trajectory
 
 LARGEST_MISSING_SHARE = 0.25
-"""Largest share of a group that may be unfinished when the other members are trained without it. With fewer finished
-members, the mean of their rewards would be a poor baseline for their advantages."""
+"""Largest share of an expiring group that may be unfinished. With fewer finished members, the mean of their rewards
+would be a poor baseline for their advantages."""
 
 MemberState = Literal["queued", "leased", "done", "lost", "beaten", "trained"]
 
 
 class Member(msgspec.Struct, gc=False):
-    """A task of a group, from its issue to its end."""
+    """A task of a group, with its state and result, from its issue to its end."""
 
     task: Task
     state: MemberState = "queued"
     """State of the task; the module's docstring explains them."""
     lease_id: int = -1
-    """Number of the lease, while leased."""
+    """Number of the lease, while leased. Older numbers have no meaning."""
     node: int = 0
     """Node that holds the lease, while leased."""
     oldest_version: int = msgspec.field(default=0, name="floor")
-    """Oldest policy version that a token of the task can have, while leased or done: the version of the slowest engine
-    that may run it."""
+    """While leased: oldest policy version that a token of the sample can have, which is that of the slowest engine that
+    may run the task. While done: version of the oldest token."""
     avoid: tuple[int, ...] = ()
     """Nodes on which the task has failed. Other nodes are preferred for the next attempt."""
     trajectory: Trajectory | None = None
@@ -58,23 +60,23 @@ class Member(msgspec.Struct, gc=False):
 
 
 class Group(msgspec.Struct, gc=False):
-    """All tasks of one prompt."""
+    """All members of a group, or those of one part of it that a step takes."""
 
     group_id: int
     """Number of the group, from 0 in the order of issue."""
     # The encoded names of `results_needed`, `oldest_version` and `counted` are part of the format of checkpoints.
     results_needed: int = msgspec.field(name="wanted")
-    """Number of finished members that make the group complete. More members may be issued; they are redundant, so that
-    the group need not wait for the slowest ones."""
+    """Number of finished members that make the group complete. More members may be issued. These are redundant, so that
+    the group does not have to wait for its slowest members."""
     members: list[Member]
     earlier: list[BatchSample] = []
-    """Members that earlier steps have trained, in parts of this group."""
+    """Facts about the members that earlier steps have trained, in parts of this group."""
     closed: bool = False
-    """True if the group's problem does not exist in the present run, after a restart with other problems. No further
-    member of it is started then."""
+    """True if the environment of the resumed run does not have the group's problem. No member of the group is started
+    any more then."""
     # The encoded name is part of the format of checkpoints.
     counted: bool = msgspec.field(default=False, name="told")
-    """True if `Cursor.ended` has counted the group."""
+    """True if the group is counted in `Cursor.ended`, a number for the metrics."""
 
     @property
     def kind(self) -> str:
@@ -88,24 +90,29 @@ class Group(msgspec.Struct, gc=False):
 
     @property
     def complete(self) -> bool:
-        """True if enough members are done, or some are done and none is queued or leased. Members that an earlier step
-        has trained count as done."""
+        """True if enough members are done, or if some are done and none is queued or leased.
+
+        Members that an earlier step has trained count towards `results_needed`.
+        """
         done = self.count("done")
         return done + len(self.earlier) >= self.results_needed or (done > 0 and self.pending == 0)
 
-    def expiring(self, min_version: int) -> bool:
-        """Return True if nearly all members are done, and one of them has no token of `min_version` or newer.
+    def expiring(self, window_start: int) -> bool:
+        """Return True if nearly all members are done, and all tokens of a finished one are older than `window_start`.
 
-        `min_version` is the oldest version whose tokens the next step can train, so that member would be lost to it.
+        The caller passes the oldest version that may begin a sample for the step after the next one. So the next step
+        is the last that should train such a member, and the finished members should not wait for the others.
         """
         done = self.trajectories()
         few_missing = 0 < self.pending <= self.results_needed * LARGEST_MISSING_SHARE
-        return few_missing and len(done) > 1 and any(t.trained_tokens(min_version) == 0 for t in done)
+        # A single sample has no other reward to be compared with.
+        return few_missing and len(done) > 1 and any(t.trained_tokens(window_start) == 0 for t in done)
 
     def split_done(self) -> Group:
-        """Move the members that are done into a group of their own, to be trained now, and return that group.
+        """Move the finished members into a group of their own, which a step trains now, and return that group.
 
-        Here these members count as trained, and `earlier` keeps the facts about them that later parts need.
+        In this group they become `trained` and lose their trajectories. `earlier` keeps the facts about them that the
+        advantages of later parts need.
         """
         part = [msgspec.structs.replace(member) for member in self.members if member.state == "done"]
         entries = [trajectory.entry() for trajectory in self.trajectories()]
@@ -117,8 +124,12 @@ class Group(msgspec.Struct, gc=False):
         return now
 
     def rejoin(self, part: Group) -> None:
-        """Undo `split_done`, which returned `part`: its batch will not be trained. The newest part must come first."""
+        """Undo `split_done`, which returned `part`: its batch will not be trained.
+
+        If several parts rejoin, the newest must come first, because each sets `earlier` to the value before its split.
+        """
         own = {member.task.task_id: member for member in part.members}
+        # If the group has left the pool, `self` is itself a later part, which does not have the members of this one.
         self.members = [own.pop(member.task.task_id, member) for member in self.members] + list(own.values())
         self.earlier = part.earlier
         self.closed = self.closed or part.closed
@@ -129,7 +140,7 @@ class Group(msgspec.Struct, gc=False):
         return max((run.version for each in self.trajectories() for run in each.versions), default=-1)
 
     def copy(self) -> Group:
-        """Return a copy that does not change when the group or its members change."""
+        """Return a copy for a checkpoint, which does not change when the group or its members change."""
         return msgspec.structs.replace(self, members=list(map(copy, self.members)))
 
     def count(self, state: MemberState) -> int:
@@ -151,12 +162,15 @@ class Group(msgspec.Struct, gc=False):
         return [member.trajectory for member in self.members if member.trajectory is not None]
 
     def trained_tokens(self, min_version: int) -> int:
-        """Return the number of action tokens that `min_version` or a newer version sampled."""
+        """Return the number of action tokens of finished members that `min_version` or a newer version sampled."""
         return sum(trajectory.trained_tokens(min_version) for trajectory in self.trajectories())
 
 
 class GroupFilter(msgspec.Struct, frozen=True):
-    """Dynamic filtering (DAPO, arXiv 2503.14476, section 3.2): decides which complete groups are worth training."""
+    """Dynamic filtering (DAPO, arXiv 2503.14476, section 3.2): decides which complete groups are worth training.
+
+    Most advantages compare the rewards of a group, so a group with equal rewards teaches little.
+    """
 
     drop_equal_rewards: bool = False
     """Drop groups whose rewards are all equal."""
@@ -164,7 +178,7 @@ class GroupFilter(msgspec.Struct, frozen=True):
     """Lowest and highest mean reward with which a group is kept. None: groups with any mean reward are kept."""
 
     def keeps(self, group: Group) -> bool:
-        """Return True if a complete group is worth training; False filters it out."""
+        """Return True if a group with at least one finished member is worth training. Otherwise it is filtered out."""
         rewards = [trajectory.reward for trajectory in group.trajectories()]
         if self.drop_equal_rewards and are_equal(rewards):
             return False
@@ -177,6 +191,8 @@ class GroupFilter(msgspec.Struct, frozen=True):
 class GroupPool:
     """Pool of the groups that wait for their members or for a step.
 
+    After a change of a member, the owner must call `recount`, or a method that calls it, so that the counts stay right.
+
     Args:
         slice_size: number of groups that `copy_ahead` copies before it lets other work run.
     """
@@ -185,16 +201,18 @@ class GroupPool:
         self._slice_size = slice_size
         self._groups: dict[int, Group] = {}
         """All groups by number, in the order of issue."""
-        # The module's docstring explains ready, expiring and parts.
         self._ready: set[int] = set()
+        """Groups that are complete and kept, and groups that a step has chosen."""
         self._expiring: set[int] = set()
+        """Groups whose finished members the next step may take without the others."""
         self._in_parts: set[int] = set()
         """Groups of which a step has trained a part."""
         self._copies: dict[int, Group] = {}
-        """Copies made ahead of a snapshot, of groups that have not changed since."""
+        """Copies that `copy_ahead` has made, of groups that have not changed since then."""
         self.counts = PoolCounts()
+        """Sums over all groups of the pool."""
         self.eligible = EligibleGroups()
-        """Groups that a step may take: those that are ready or expiring and have a started member."""
+        """Groups that a step may take: those that are ready or expiring."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._groups)
@@ -207,11 +225,11 @@ class GroupPool:
         return self._groups.get(group_id)
 
     def late_groups(self) -> list[int]:
-        """Return the groups of which a part was trained, and in which other members have finished after that."""
+        """Return the partly trained groups in which more members are finished. The next step takes them in addition."""
         return [group_id for group_id in sorted(self._in_parts) if self._groups[group_id].count("done")]
 
     def is_ready(self, group_id: int) -> bool:
-        """Return True if a group is complete and not filtered out, or was chosen to be trained as it is."""
+        """Return True if a group is complete and kept by the filter, or a step has chosen to train it as it is."""
         return group_id in self._ready
 
     @property
@@ -222,7 +240,10 @@ class GroupPool:
     # -- changes -----------------------------------------------------------------------------------------------------
 
     def recount(self, group: Group) -> None:
-        """Count a group again after one of its members has changed."""
+        """Count a group again after a change of its members.
+
+        Updates `counts` and `eligible`, and drops the copy that `copy_ahead` has made of the group.
+        """
         group_id = group.group_id
         self._copies.pop(group_id, None)
         oldest = self.counts.count(group).oldest
@@ -234,9 +255,9 @@ class GroupPool:
             self._in_parts.add(group_id)
 
     def put_waiting(self, group: Group, *, expiring: bool = False) -> None:
-        """Put a group into the pool that is new or waits for members. If it was ready, it no longer is.
+        """Put a group into the pool that is new or waits for members. If it was ready, it is not ready any more.
 
-        With `expiring`, a step may take its finished members without waiting for the others.
+        If `expiring` is True, a step may take the finished members without the others.
         """
         self._groups[group.group_id] = group
         self._ready.discard(group.group_id)
@@ -246,23 +267,23 @@ class GroupPool:
         self.recount(group)
 
     def mark_ready(self, group: Group) -> None:
-        """Mark a group of the pool as ready: complete and not filtered out."""
+        """Mark a group of the pool as ready, after it is complete and the filter has kept it."""
         self._expiring.discard(group.group_id)
         self._ready.add(group.group_id)
         self.recount(group)
 
     def mark_chosen(self, group_ids: Iterable[int]) -> None:
-        """Mark groups that a step will take as they are, complete or not.
+        """Mark groups that a step will take as they are, complete or not. They count as ready until `take`.
 
-        Members that finish before `take` are trained with them.
+        They are taken in slices, so members may finish before `take`. These are trained with the others.
         """
         self._ready.update(group_ids)
 
     def take(self, group_id: int) -> Group:
-        """Return the trainable part of a group, and take it out of the pool.
+        """Take the members that a step trains out of the pool, and return them as a group.
 
-        This is the whole group if it is complete and no part was trained before; else the members that are done. The
-        rest of the group stays in the pool if any member is queued or leased.
+        These are all members if the group is complete and no part was trained before. Otherwise they are the finished
+        members, and the rest of the group stays in the pool if any member is queued or leased.
         """
         group = self._groups[group_id]
         whole = group.complete and not group.partly_trained
@@ -274,7 +295,7 @@ class GroupPool:
         return part
 
     def remove(self, group_id: int) -> None:
-        """Remove a group."""
+        """Remove a group, with its counts and marks."""
         del self._groups[group_id]
         for marked in (self._ready, self._expiring, self._in_parts):
             marked.discard(group_id)
@@ -286,7 +307,8 @@ class GroupPool:
     def copy_ahead(self) -> Generator[None]:
         """Copy all groups in slices, and yield after each slice so that other work can run.
 
-        A later call of `copies` then has to copy only the groups that have changed meanwhile.
+        The hub runs this before it takes a snapshot for a checkpoint. The snapshot is taken in one piece, and `copies`
+        then has to copy only the groups that have changed meanwhile.
         """
         for number, group_id in enumerate(list(self._groups), start=1):
             if (group := self._groups.get(group_id)) is not None:
@@ -295,7 +317,7 @@ class GroupPool:
                 yield
 
     def copies(self) -> list[Group]:
-        """Return copies of all groups, which do not change when the groups change."""
+        """Return copies of all groups, which do not change when the groups change. Forgets the copies made ahead."""
         copies, self._copies = self._copies, {}
         return [copies.get(group_id) or group.copy() for group_id, group in self._groups.items()]
 
@@ -306,15 +328,19 @@ class GroupCount(NamedTuple):
     alive: int
     """Number of members that may still be trained: queued, leased or done."""
     tokens: int
-    """Action tokens, which the policy sampled, of finished members."""
+    """Number of action tokens of finished members. The policy sampled them; the other tokens are prompts."""
     oldest: int | None
-    """Oldest version that a token of a leased or finished member can have. None: there are no such members."""
+    """Oldest version that a token of a leased or finished member can have. None if there are no such members."""
     complete: bool
     """Equal to `Group.complete`."""
 
     @classmethod
     def of(cls, group: Group) -> GroupCount:
-        """Count a group. This runs after every change, so it looks at each member only once to be quick."""
+        """Count a group.
+
+        This runs after every change of a group. To be quick it looks at each member only once, instead of using the
+        properties of `Group`, which have the same meaning.
+        """
         tokens = done = pending = 0
         oldest: int | None = None
         for member in group.members:
@@ -335,20 +361,21 @@ class GroupCount(NamedTuple):
 
 
 class PoolCounts:
-    """Counts over all groups of a pool, kept up to date group by group."""
+    """Sums over all groups of a pool, updated with each change of a group."""
 
     def __init__(self) -> None:
         self.in_flight = 0
         """Number of members that may still be trained: queued, leased or done."""
         self.tokens = 0
-        """Action tokens of finished members."""
+        """Number of action tokens of finished members."""
         self.begun: dict[int, list[int]] = {}
-        """Groups with a started member, by the oldest version that one of their tokens can have: their number, and the
-        number of those among them that are not complete."""
+        """Groups that have begun, that is, with a leased or finished member. For each version: the number of groups
+        whose oldest token can have this version, and how many of these groups are not complete."""
         self._groups: dict[int, GroupCount] = {}
+        """Counts of each group that are contained in the sums."""
 
     def count(self, group: Group) -> GroupCount:
-        """Count a group that is new or has changed. Returns its count."""
+        """Count a group that is new or has changed, in place of its earlier count. Returns its count."""
         self.forget(group.group_id)
         new = self._groups[group.group_id] = GroupCount.of(group)
         self._add(new, 1)
@@ -377,14 +404,18 @@ class PoolCounts:
 
 
 class Ledger(msgspec.Struct):
-    """Counters of one run. They are part of each checkpoint, so they include the work of all hubs of the run."""
+    """Counts of every task and every generated token of a run, by what has become of them.
+
+    `flash.samples.store` counts each change here. The ledger is part of each checkpoint, so it includes the work of all
+    hub processes of the run.
+    """
 
     issued: int = 0
     """Number of tasks that were issued."""
     trained: int = 0
     """Number of tasks of which at least one token entered the loss of a committed step."""
     filtered: int = 0
-    """Number of tasks whose finished trajectory was filtered out."""
+    """Number of tasks with a finished trajectory whose group was filtered out."""
     given_up: dict[Outcome, int] = {}
     """Number of tasks that left untrained for another reason than a filter, by reason."""
     retried: dict[Outcome, int] = {}
@@ -397,26 +428,26 @@ class Ledger(msgspec.Struct):
     """Number of action tokens that will never enter a loss, by reason."""
 
     def give_up(self, outcome: Outcome, count: int = 1) -> None:
-        """Book tasks that leave untrained, for the reason `outcome`."""
+        """Count tasks that leave untrained, for the reason `outcome`."""
         self.given_up[outcome] = self.given_up.get(outcome, 0) + count
 
     def retry(self, outcome: Outcome) -> None:
-        """Book a failed attempt that will be repeated."""
+        """Count an attempt that failed, was cancelled or became too old, and will be repeated."""
         self.retried[outcome] = self.retried.get(outcome, 0) + 1
 
     def discard(self, outcome: Outcome, tokens: int) -> None:
-        """Book generated tokens that will not be trained."""
+        """Count generated tokens that will not be trained, for the reason `outcome`."""
         if tokens:
             self.discarded_tokens[outcome] = self.discarded_tokens.get(outcome, 0) + tokens
 
     def train(self, trained: int, tokens: int, times: int = 1) -> None:
-        """Book a task of a committed step.
+        """Count a task of a committed step.
 
         Args:
-            trained: number of the task's tokens that entered the loss. A task without any is booked as given up because
-                it is stale, that is, too old.
-            tokens: number of all action tokens of the task. The tokens that did not enter the loss are booked as stale.
-            times: 1 books the task. -1 undoes an earlier booking, because the step will be trained again.
+            trained: number of the task's action tokens that entered the loss. A task without any counts as given up
+                because it is stale, that is, too old.
+            tokens: number of all action tokens of the task. Those that did not enter the loss count as stale.
+            times: 1 counts the task. -1 undoes this in a replay, because the run will train the step again.
         """
         self.trained_tokens += times * trained
         self.discard(Outcome.STALE, times * (tokens - trained))
@@ -426,11 +457,11 @@ class Ledger(msgspec.Struct):
             self.give_up(Outcome.STALE, times)
 
     def check(self, in_flight: int, buffered_tokens: int) -> None:
-        """Compare the ledger with independent counts.
+        """Compare the ledger with independent counts: those of the pool and of the formed batches.
 
         Args:
             in_flight: number of tasks that were issued, and are neither trained, filtered out nor given up.
-            buffered_tokens: number of action tokens of finished trajectories of these tasks.
+            buffered_tokens: number of action tokens of the finished trajectories of these tasks.
 
         Raises:
             ContractError: a task or a token is unaccounted for.
@@ -445,7 +476,7 @@ class Ledger(msgspec.Struct):
             )
 
     def totals(self, in_flight: int) -> dict[str, int]:
-        """Return all counts as one flat dictionary, for summaries and metrics."""
+        """Return all counts as one flat dictionary, for `ledger.json`, summaries and metrics."""
         flat = {
             "issued": self.issued,
             "trained": self.trained,
@@ -463,16 +494,19 @@ class Ledger(msgspec.Struct):
 
 
 class EligibleGroups:
-    """The groups that a step may train, ordered by the oldest version of their tokens, then by number."""
+    """Groups that a step may train, ordered by the oldest version of their tokens, then by number.
+
+    `flash.samples.buffer.choose` takes the first ones for a step.
+    """
 
     def __init__(self) -> None:
         self._groups: dict[int, dict[str, list[int]]] = {}
         """Group numbers in ascending order, by oldest version of the group's tokens, then by kind."""
         self._keys: dict[int, tuple[int, str]] = {}
-        """Oldest version and kind of each group."""
+        """Oldest version and kind of each group: its place in `_groups`."""
 
     def put(self, group_id: int, oldest: int, kind: str = "") -> None:
-        """Add a group whose oldest token is of version `oldest`. A group that is here already is moved."""
+        """Add a group whose oldest token has version `oldest`, or move it there."""
         if self._keys.get(group_id) == (oldest, kind):
             return
         self.remove(group_id)
@@ -480,7 +514,7 @@ class EligibleGroups:
         insort(self._groups.setdefault(oldest, {}).setdefault(kind, []), group_id)
 
     def remove(self, group_id: int) -> None:
-        """Remove a group, if it is here."""
+        """Remove a group; nothing happens if it is not eligible."""
         if (place := self._keys.pop(group_id, None)) is None:
             return
         oldest, kind = place
@@ -503,6 +537,8 @@ class EligibleGroups:
             before: only groups with a smaller number may be returned. None: groups of any number.
             limits: largest number of groups of each kind. A kind without an entry has no limit.
         """
+        # Versions are few, so this loop is short. Within a version, the groups of each kind are sorted by number. At
+        # most `size` of each kind are merged.
         found: dict[int, Sequence[int]] = {}
         left = dict(limits or {})
         for oldest in sorted(self._groups):
@@ -525,13 +561,15 @@ class FormedGroup(msgspec.Struct, gc=False):
     """A group, or a part of a group, in the batch of a step."""
 
     step: int
+    """Step whose batch has the group."""
     group: Group
 
 
 class FormedBatches:
-    """Groups whose batch is formed: the batch of the running step, and batches of steps that a previous hub had formed.
+    """Groups whose batch is formed: the batch of the running step, and batches that a previous hub had formed.
 
-    All members of these groups are done. After a restart of the hub, a formed batch is trained again as it was.
+    All members of these groups are done. A batch that a previous hub had formed stays as it was, because trainer ranks
+    may have trained it already, and must get the same batch again.
     """
 
     def __init__(self, formed: Iterable[FormedGroup] = ()) -> None:
@@ -543,9 +581,9 @@ class FormedBatches:
         """Groups of the batches that a previous hub had formed and that this hub has not taken yet: by step, in the
         order of steps, then by number."""
         self.in_flight = 0
-        """Samples in all of these batches."""
+        """Number of samples in all of these batches, including the running step."""
         self.tokens = 0
-        """Action tokens of these samples."""
+        """Number of action tokens of these samples."""
         for each in formed:
             self.formed.setdefault(each.step, {})[each.group.group_id] = each.group
             self._count(each.group, 1)
@@ -561,13 +599,13 @@ class FormedBatches:
         self._count(group, 1)
 
     def remove_from_step(self, group_id: int) -> Group:
-        """Remove a group from the running step, which is committed. Returns it."""
+        """Remove a group from the running step, which has trained it. Returns the group."""
         group = self.training.pop(group_id)
         self._count(group, -1)
         return group
 
     def take_formed(self, step: int, group_id: int) -> Group:
-        """Remove a group from a formed batch. Returns it."""
+        """Remove a group from the batch that a previous hub had formed for a step. Returns the group."""
         group = self.formed[step].pop(group_id)
         if not self.formed[step]:
             del self.formed[step]
@@ -575,7 +613,7 @@ class FormedBatches:
         return group
 
     def all_groups(self) -> list[FormedGroup]:
-        """Return the groups of all these batches; the groups of the running step come first."""
+        """Return the groups of all batches, for a checkpoint; the groups of the running step come first."""
         steps = [(self.step or 0, self.training), *self.formed.items()]
         return [FormedGroup(step, group) for step, groups in steps for group in groups.values()]
 
