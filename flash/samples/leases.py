@@ -27,26 +27,28 @@ from flash.samples.tasks import Problem, TaskSource
 from flash.types import RETRIED, Lease, Outcome, Task
 
 QueueKey = tuple[int, ...]
-"""Place of a task in the queue. Tasks with lower places are leased first."""
+"""Sort key of a task in the queue. The waiting task with the lowest key is leased first."""
 
 
 def by_issue(task: Task) -> QueueKey:
-    """Return the place of a training task: the order of issue, so that a task that is queued again keeps its place."""
+    """Return the key of a training task: the order of issue. A task that is queued again comes before newer tasks."""
     return task.group_id, task.sample_index
 
 
 def by_attempt(task: Task) -> QueueKey:
-    """Return the place of an evaluation task: the order of issue, but tasks that have failed come last."""
+    """Return the key of an evaluation task: the order of issue, but tasks that have failed come last."""
     return task.attempt, task.group_id, task.sample_index
 
 
 class LeaseTable:
     """Table of the unfinished tasks, each of which is queued or leased.
 
+    The owner takes a member out of `out` when its result is delivered.
+
     Args:
-        ids: numbers of new leases. No other table may use the same numbers.
+        ids: numbers of new leases. Training and evaluation share them, so that a number names one lease of the run.
         retries: number of further attempts at a task that has failed because of the infrastructure.
-        place: returns the place of a task in the queue.
+        key_of: returns the sort key of a task in the queue.
     """
 
     def __init__(self, ids: Iterator[int], retries: int, key_of: Callable[[Task], QueueKey]) -> None:
@@ -57,12 +59,13 @@ class LeaseTable:
         self.out: dict[int, Member] = {}
         """Tasks that nodes are working on, by the number of the lease."""
         self.withdrawal_reasons: dict[int, Outcome] = {}
-        """Reason of each withdrawn lease that its node has not reported yet, by the number of the lease."""
+        """Reason of each withdrawn lease, by the number of the lease, until its node has reported the number of tokens
+        that it had generated. The ledger counts these tokens under the reason."""
         self.to_cancel: list[int] = []
-        """Numbers of the leases to cancel on their nodes. The owner passes them on and empties the list."""
+        """Numbers of the withdrawn leases that the nodes have to cancel. The hub passes them on and empties the list."""
 
     def put(self, member: Member) -> None:
-        """Queue a task, at its place."""
+        """Queue a task, behind all tasks with a lower key."""
         member.state = "queued"
         self.queue.put(member)
 
@@ -77,10 +80,11 @@ class LeaseTable:
         return Lease(number, member.task, oldest_version)
 
     def retry(self, member: Member, outcome: Outcome, node: int) -> bool:
-        """Queue a task again that has failed on a node. Returns False if it has to be given up instead.
+        """Queue a task again that has failed on a node. Returns False if the caller has to give it up instead.
 
-        A cancelled task is always queued again. A task that failed because of the infrastructure is queued again while
-        it has attempts left.
+        A task that a node has cancelled is always queued again: the task itself has not failed. A task that failed
+        because of the infrastructure is queued again while it has attempts left, and avoids this node then. All other
+        failures would happen again.
         """
         if outcome is not Outcome.CANCELLED:
             if outcome not in RETRIED or member.task.attempt >= self._retries:
@@ -91,9 +95,10 @@ class LeaseTable:
         return True
 
     def revoke(self, lease_id: int) -> Member | None:
-        """Queue the task of a lease again, because the lease's node is lost or has not claimed it.
+        """Queue the task of a lease again, because its node is lost, or has not claimed it after a restart of the hub.
 
-        Returns the task. None if the lease had been withdrawn: then its reason is forgotten.
+        Returns the task. If the lease had been withdrawn before, nothing is queued and the result is None. The reason
+        of the withdrawal is then forgotten, because the node will not report any more.
         """
         if (member := self.out.pop(lease_id, None)) is None:
             self.take_reason(lease_id)
@@ -102,7 +107,10 @@ class LeaseTable:
         return member
 
     def remove(self, member: Member, reason: Outcome) -> None:
-        """Remove a task from the queue, or withdraw its lease for this reason."""
+        """Remove a task from the queue, or withdraw its lease. A finished task has neither, and nothing happens.
+
+        `reason`: the outcome under which the tokens count that the node has generated for the lease.
+        """
         if member.state == "queued":
             self.queue.take(member)
         elif member.state == "leased" and self.out.pop(member.lease_id, None) is not None:
@@ -110,18 +118,22 @@ class LeaseTable:
             self.to_cancel.append(member.lease_id)
 
     def take_reason(self, lease_id: int) -> Outcome:
-        """Return the reason why a lease was withdrawn, and forget the reason, because a node reports once per lease.
+        """Return the reason why a lease was withdrawn, and forget it, because a node reports once per lease.
 
-        The reason of an unknown lease is CANCELLED.
+        CANCELLED for an unknown lease: its node was taken for lost and delivers a result after all.
         """
         return self.withdrawal_reasons.pop(lease_id, Outcome.CANCELLED)
 
 
 class TaskQueue:
-    """Queue of the tasks that wait for a node. `Member.avoid` of a task must not change while the task waits.
+    """Queue of the tasks that wait for a node.
+
+    The queue has one line for each set of nodes on which tasks have failed. To find a task that a node may run, only
+    the first task of each line is looked at. There are few lines, but there may be a hundred thousand tasks. So
+    `Member.avoid`, which decides the line, must not change while a task waits.
 
     Args:
-        place: returns the place of a task. No two tasks have the same place.
+        key_of: returns the sort key of a task. No two tasks have the same key.
     """
 
     def __init__(self, key_of: Callable[[Task], QueueKey]) -> None:
@@ -134,25 +146,26 @@ class TaskQueue:
 
     @property
     def first(self) -> Member:
-        """Task with the lowest place. The queue must not be empty."""
+        """Task with the lowest key. The queue must not be empty."""
         return min(line.first for line in self._lines.values())[1]
 
     def first_for(self, node: int, nodes: Collection[int]) -> Member | None:
-        """Return the next task that a node may run; None if there is no such task.
+        """Return the next task for a node, or None if there is none. The task stays in the queue until `take`.
 
-        A task that has failed on the node is returned only if it has failed on all `nodes`.
+        A task that has failed on the node is returned only if it has failed on all `nodes`: then no other node could
+        do better. If `nodes` is empty, earlier failures do not matter.
         """
         lines = (line for failed, line in self._lines.items() if node not in failed or failed.issuperset(nodes))
         return min((line.first for line in lines), default=(None, None))[1]
 
     def put(self, member: Member) -> None:
-        """Add a task, at its place."""
-        line, place = self._lines.setdefault(frozenset(member.avoid), _Line()), self._key_of(member.task)
-        line.waiting[place] = member
-        heappush(line.keys, place)
+        """Add a task to the line of the nodes on which it has failed."""
+        line, key = self._lines.setdefault(frozenset(member.avoid), _Line()), self._key_of(member.task)
+        line.waiting[key] = member
+        heappush(line.keys, key)
 
     def take(self, member: Member) -> None:
-        """Remove a task that waits."""
+        """Remove a waiting task, wherever it is in its line."""
         failed = frozenset(member.avoid)
         line = self._lines[failed]
         taken = line.waiting.pop(self._key_of(member.task), None)
@@ -166,22 +179,24 @@ class _Line:
 
     def __init__(self) -> None:
         self.waiting: dict[QueueKey, Member] = {}
+        """Tasks that wait, by key."""
         self.keys: list[QueueKey] = []
-        """Heap of places. Places of tasks that were taken stay in the heap until they reach its top."""
+        """Heap of keys. The key of a task that was taken stays in the heap until it reaches the top, because a heap can
+        remove only its first entry quickly."""
 
     @property
     def first(self) -> tuple[QueueKey, Member]:
-        """Lowest place, and the task at it. Removes places of taken tasks from the top of the heap."""
+        """Lowest key of a waiting task, and the task. Removes keys of taken tasks from the top of the heap."""
         while self.keys[0] not in self.waiting:
             heappop(self.keys)
         return self.keys[0], self.waiting[self.keys[0]]
 
 
 class Admission:
-    """Decides which task may be leased to which node.
+    """Decides which training task may be leased to which node, and whether another group may be issued.
 
     Args:
-        contract: the run's age contract.
+        contract: the run's age contract, which bounds how far sampling may be ahead of training.
         rules: settings of the buffer.
         source: gives the tasks of the next group.
         places: the places of the groups.
@@ -204,35 +219,37 @@ class Admission:
         self.places = places
         self._leases = leases
         self._wave_left = 0
-        """Groups that may still be issued in this wave, if groups start in waves."""
+        """Number of groups that may still be issued in this wave; not used without waves (`rules.waves`). A wave is the
+        groups of one batch, and redundant ones. The next wave begins when all tasks of the last one have ended."""
         self.next_step = next_step
         """Step whose batch is formed next. No task is leased whose first token would be too old for this step."""
         self.openings = 0
         """Counter of events that may have made a lease possible: a task was queued again, a place was given back, or a
-        wave ended. The owner compares it with an earlier value to decide whether to offer tasks to waiting nodes."""
+        wave ended. If it has changed after a delivery, the hub offers tasks to the waiting nodes."""
         self._sizes = rules.sizes(contract.group_size)
-        """Members of a group by domain, redundant ones included."""
+        """Number of members of a group, redundant ones included, by domain. A domain is a kind of problem with settings
+        of its own. The entry under the empty name is for all other kinds."""
         self._largest = max(self._sizes.values())
-        # With on_expire = "wait" a step waits for the groups that have begun. If such a group could not go out as a
-        # whole, the step would wait for members that wait for the next version, and so for the step.
+        # With on_expire = "wait" a step waits for the groups that have begun. If some members of such a group had to
+        # wait for the next version, the step that makes this version would wait for them, and neither could go on.
         whole = rules.whole_groups or rules.on_expire == "wait"
-        self._first_counted = contract.group_size - 1 if whole else 0
-        """Index from which each member needs a version of its own. If groups are leased as a whole, this is the last
-        index: all members need the version that the last member needs."""
+        self._lowest_index = contract.group_size - 1 if whole else 0
+        """Members with a lower index need the version that the member with this index needs. If all members of a group
+        must be able to start together, this is the last index; otherwise 0."""
 
     def available(self, newest: int) -> int:
         """Return the number of tasks that could be leased to nodes whose newest engine runs version `newest`.
 
-        The number may be too high, because it counts all members of the last group. It is 0 only if no node can get a
-        task.
+        The hub divides this number among its nodes. It may be too high, because it counts all members of the last
+        group. It is 0 only if no node can get a task.
         """
         queue = self._leases.queue
         if queue and not self.admits(queue.first, newest):
-            return 0
+            return 0  # Later tasks of the queue, and new groups, need an equal or newer version.
         if not self.room_for_group(newest):
             return len(queue)
         place = self.places.of(self._source.cursor.next_group)
-        places = min(self._contract.places_admitted(newest, self._first_counted), self._contract.place_count)
+        places = min(self._contract.places_admitted(newest, self._lowest_index), self._contract.place_count)
         groups = min(places - place, self._wave_left) if self._rules.waves else places - place
         return len(queue) + max(1, groups) * self._largest
 
@@ -241,15 +258,19 @@ class Admission:
         return self._version_needed(member) <= newest
 
     def oldest_version(self, member: Member, versions: Sequence[int]) -> int:
-        """Return the oldest version of the given engines that may run a task. No token of the sample will be older.
+        """Return the oldest of the engine versions `versions` that may run a task.
 
-        At least one of the engines must be allowed to run the task (`admits`).
+        This becomes `Lease.min_version`: no token of the sample will be older. At least one of the engines must be
+        allowed to run the task (`admits`).
         """
         needed = self._version_needed(member)
         return min(version for version in versions if version >= needed)
 
     def room_for_group(self, newest: int) -> bool:
-        """Return True if another group may be issued for a node whose newest engine runs version `newest`."""
+        """Return True if another group may be issued for a node whose newest engine runs version `newest`.
+
+        If groups start in waves, this begins the next wave when all tasks of the last one have ended.
+        """
         place = self.places.of(self._source.cursor.next_group)
         if place >= self._contract.place_count or self._version_for(place, 0) > newest:
             return False
@@ -271,45 +292,56 @@ class Admission:
 
     def _version_needed(self, member: Member) -> int:
         """Return the oldest engine version that may run a queued task."""
-        task, nominal = member.task, self._contract.group_size
+        task, run_size = member.task, self._contract.group_size
         size = self._sizes.get(task.kind, self._sizes[""]) - self._rules.extra_per_group
-        # A group of another size counts as a group of the run's size: its members share the same range of samples.
-        index = task.sample_index * nominal // size
+        # The contract counts samples as if all groups had the run's size. The indices of a group of another size are
+        # spread over the same range.
+        index = task.sample_index * run_size // size
         return self._version_for(self.places.of(task.group_id), index)
 
     def _version_for(self, place: int, index: int) -> int:
-        """Return the version that a member needs: admitted by the contract, and of use for the next step."""
-        fresh = self._contract.window_start(self.next_step)
-        return max(self._contract.min_engine_version(place, max(index, self._first_counted)), fresh)
+        """Return the oldest engine version that may run member `index` of the group at `place`.
+
+        The contract must admit the member under this version, and its tokens must not be too old for the next step.
+        """
+        oldest_in_window = self._contract.window_start(self.next_step)
+        return max(self._contract.min_engine_version(place, max(index, self._lowest_index)), oldest_in_window)
 
 
 class Places(msgspec.Struct):
-    """Computes the places of groups: their numbers, less the number of earlier groups that left untrained.
+    """Computes the place of each group: its number, less the number of earlier groups that left untrained.
 
-    Only the groups that left are stored, so that no group is renumbered when one leaves.
+    A group that leaves untrained is replaced, so it must not count for the limit on groups in flight. Only the groups
+    that left are stored, so that no group is renumbered when one leaves.
     """
 
     before: int = 0
-    """Groups that left untrained and were issued before all groups in `returned`."""
+    """Number of groups that left untrained and are not in `returned` any more (`forget`)."""
     returned: list[int] = []
-    """Groups that left untrained since the oldest group in flight was issued, in ascending order."""
+    """Numbers of the other groups that left untrained, in ascending order."""
 
     def of(self, group_id: int) -> int:
         """Return the place of a group, from 0. The group may be the next one to be issued."""
         return group_id - self.before - bisect_left(self.returned, group_id)
 
     def first_at(self, place: int) -> int:
-        """Return the first group, issued or not, that has this place or a later one."""
+        """Return the number of the first group, issued or not, that has this place or a later one.
+
+        The buffer uses it for `rollout.fifo_window`, which limits a step to the groups before some place.
+        """
         numbers = range(len(self.returned))
         earlier = bisect_left(numbers, place + self.before, key=lambda at: self.returned[at] - at)
         return place + self.before + earlier
 
     def give_back(self, group_id: int) -> None:
-        """Record that a group has left untrained."""
+        """Record that a group has left untrained: the places of all later groups become lower by one."""
         insort(self.returned, group_id)
 
     def forget(self, oldest: int) -> None:
-        """Shorten the list of returned groups. No place of a group before `oldest` may be requested after this."""
+        """Shorten `returned`: remove the groups before `oldest`, the oldest group in flight, and only count them.
+
+        No place of a group before `oldest` may be requested after this.
+        """
         gone = bisect_left(self.returned, oldest)
         self.before += gone
         del self.returned[:gone]
