@@ -62,7 +62,7 @@ class LeaseTable:
         """Reason of each withdrawn lease, by the number of the lease, until its node has reported the number of tokens
         that it had generated. The ledger counts these tokens under the reason."""
         self.to_cancel: list[int] = []
-        """Numbers of the withdrawn leases that the nodes have to cancel. The hub passes them on and empties the list."""
+        """Numbers of the withdrawn leases that nodes have to cancel. The hub passes them on and empties this list."""
 
     def put(self, member: Member) -> None:
         """Queue a task, behind all tasks with a lower key."""

@@ -1,12 +1,15 @@
 """Rules: the settings of a run's samples, the shares of its domains, and the breaker that stops a run which only fails.
 
-`AgeContract` bounds how far sampling may be ahead of training. `BufferRules` has the other settings; `SampleStore` and
-its parts use both for all decisions. `DomainShares` chooses the domain of the next group, and limits the groups of each
-domain in a step. `Breaker` counts failures in a row. `DomainShares` and `Breaker` are pure state machines, and their
-counts are part of the checkpoint.
+`AgeContract` bounds how far sampling may be ahead of training, and `BufferRules` has the other settings. Both are made
+from the configuration and are part of each checkpoint. `flash.samples.store.SampleStore` and its parts decide by them.
 
-A *kind* is a name that the environment gives to some of its problems. A *domain* is a kind that has a share of the
-groups and settings of its own.
+A *kind* is a name that the environment gives to some of its problems, for example the name of one environment in a
+mixture. A *domain* is a kind that has a share of the groups and settings of its own. `DomainShares` chooses the domain
+of the next group, and limits the groups of each domain in a step.
+
+A task is *given up* if its last attempt has failed, and a complete group is *filtered out* if it is not worth training.
+`Breaker` counts both in a row. If too many tasks of one kind are given up, the kind goes into *quarantine*: no more
+tasks of it are issued. `DomainShares` and `Breaker` are pure state machines. Their counts are part of the checkpoint.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ from flash.types import Failure, Task
 
 FILTERED_BATCHES = 4
 """Limit of a domain's groups that are filtered out in a row, in batches of the domain's share. Further filtered groups
-are not replaced and count as trained for the domain's share. Otherwise a domain that is solved, or much too hard, would
-hold the other domains back."""
+are not replaced, and count for the domain's share like trained ones. Otherwise a domain that is solved, or much too
+hard, would hold the other domains back, because it would never reach its share."""
 FILTERED_GROUPS = 16
 """Smallest limit of a domain's groups that are filtered out in a row, in groups. For a small share of a small batch,
 `FILTERED_BATCHES` alone would give a limit of one or two groups."""
@@ -41,28 +44,30 @@ FILTERED_GROUPS = 16
 class AgeContract(msgspec.Struct, frozen=True):
     """The age contract of a run: how far sampling may be ahead of training.
 
-    With α = async ratio and B = samples of a step, (1 + α)·B samples may be in flight. Every token trained by the step
-    that makes version n+1 was sampled by a version ≥ n − ⌈α⌉, or ≥ n − `max_token_age` if that is given. With
-    `max_token_age`, the early tokens of long answers can still be trained, while admission still follows α. Redundant
-    samples and groups are not included in these numbers.
+    α is the asynchronous ratio, and B is the number of samples of a step. Then (1 + α)·B tasks may be in flight. Step n
+    trains version n on tokens that a version ≥ n − ⌈α⌉ sampled, or a version ≥ n − `max_token_age` if that is given.
+    With `max_token_age`, the early tokens of long answers can still be trained, while admission still follows α.
+    Redundant tasks and groups are not included in these numbers.
+
+    The *place* of a group is its number in the order of issue, not counting groups that left untrained.
     """
 
     async_ratio: float
-    """α."""
+    """α (`train.async_ratio`)."""
     batch_size: int
-    """B: samples of a step."""
+    """B: number of samples of a step."""
     group_size: int
-    """Samples of a group, without redundant ones."""
+    """Number of samples of a group, without redundant ones."""
     steps: int
-    """Steps of the whole run."""
+    """Number of steps of the whole run."""
     extra_groups: int = 0
-    """Number of redundant groups in flight."""
+    """Number of redundant groups in flight. They take the places of groups that are too slow."""
     max_token_age: int | None = None
     """Largest age of a trained token, in versions. None: ⌈α⌉."""
 
     @classmethod
     def of(cls, config: Config) -> AgeContract:
-        """Return the contract of a run."""
+        """Return the contract of a run with this configuration."""
         rollout, train = config.rollout, config.train
         return cls(
             train.async_ratio,
@@ -74,17 +79,21 @@ class AgeContract(msgspec.Struct, frozen=True):
         )
 
     def min_engine_version(self, place: int, sample_index: int) -> int:
-        """Return the oldest engine version that may start a sample: member `sample_index` of the group at `place`.
+        """Return the oldest engine version that may run member `sample_index` of the group at `place`.
 
-        The published version v admits the k-th sample of the run if k ≤ (v + 1 + α)·B. Samples of groups that left
-        untrained do not count.
+        Version v admits the k-th sample of the run, counted from 1, if k ≤ (v + 1 + α)·B. Samples of groups that left
+        untrained do not count, because places leave these groups out.
         """
+        # Redundant members need no version of their own: they may start with the last regular member.
         member = min(sample_index, self.group_size - 1)
         k = (place - self.extra_groups) * self.group_size + member + 1
         return max(0, math.ceil(k / self.batch_size - 1 - self.async_ratio - SLACK))
 
     def places_admitted(self, version: int, sample_index: int) -> int:
-        """Return the number of places, from the first, at which a published version admits member `sample_index`."""
+        """Return the number of places, from the first one, at which `version` admits member `sample_index`.
+
+        This is the inverse of `min_engine_version`.
+        """
         member = min(sample_index, self.group_size - 1)
         samples = (version + 1 + self.async_ratio + SLACK) * self.batch_size
         return math.floor((samples - member - 1) / self.group_size) + 1 + self.extra_groups
@@ -99,43 +108,40 @@ class AgeContract(msgspec.Struct, frozen=True):
         return version_of(self.max_age, step)
 
     def window_start(self, step: int) -> int:
-        """Return the oldest version that may begin a sample for a step.
+        """Return the oldest version that may begin a sample for a step: the version ⌈α⌉ before the step's.
 
-        The window depends on α only, and not on `max_token_age`. At the end of this window, finished members of a group
-        stop waiting for unfinished ones.
+        So the sample's window is the steps from the version that began it to ⌈α⌉ steps later. It does not depend on
+        `max_token_age`. At the end of the window, finished members of a group stop waiting for unfinished ones.
         """
         return version_of(window(self.async_ratio), step)
 
     def last_step(self, token_version: int) -> int:
-        """Return the last step that may train a token of this version."""
+        """Return the last step that may train a token of this version. The buffer uses it if steps wait for groups."""
         return last_step(token_version, self.max_age)
 
     @property
     def trains_parts(self) -> bool:
-        """True if a group may be trained in parts: at any α > 0, since its finished members have a last chance."""
+        """True if a group may be trained in parts, in several steps. With α = 0 a step waits for all of its members."""
         return window(self.async_ratio) >= 1
 
     @property
     def groups_per_batch(self) -> int:
-        """Groups that one step trains."""
+        """Number of groups that one step trains."""
         return self.batch_size // self.group_size
 
     @property
     def place_count(self) -> int:
-        """Number of places of the whole run: no group is issued at this place or a later one."""
+        """Number of places of the whole run. The steps need no group at a later place, so none is issued there."""
         return self.steps * self.groups_per_batch + self.extra_groups
 
 
 class DomainSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of one domain: those of the environment's `Domain`, completed by those of the run.
-
-    A field that `Domain` has, too, gets the domain's value, or the run's value if that is None.
-    """
+    """Settings of one domain: the environment's settings (`Domain`), and the run's where the environment gives None."""
 
     weight: float
-    """Share of the groups, in proportion to the weights of the other domains."""
+    """Share of the groups, relative to the weights of the other domains."""
     group_size: int
-    """Samples of a group, without redundant ones."""
+    """Number of samples of a group, without redundant ones."""
     filter: GroupFilter
     """Filter of the domain's complete groups."""
     sampling: Sampling = PLAIN
@@ -147,13 +153,14 @@ class DomainSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, name: str, domain: Domain, rollout: RolloutConfig) -> DomainSettings:
-        """Combine the settings of a domain with those of the run.
+        """Combine the settings of the domain `name` with those of the run.
 
         Raises:
             ConfigError: a value is not allowed, or tokens that are drawn with these settings cannot be trained.
         """
         own = msgspec.structs.asdict(domain)
         combined = {name: getattr(rollout, name) if value is None else value for name, value in own.items()}
+        # Values of the environment pass the same checks as the key of this name in the configuration.
         types = {field.name: field.type for field in msgspec.structs.fields(RolloutConfig)}
         given = {name: value for name, value in own.items() if name in types and value is not None}
         faults = [
@@ -167,18 +174,24 @@ class DomainSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Problems(NamedTuple):
-    """Information about the environment's problems that the hub and the nodes need."""
+    """Kinds and domains of the environment's problems, which the hub and the nodes need.
+
+    The hub chooses problems by domain, and a node plays each task with the limits of its domain.
+    """
 
     kind_of: Callable[[int], str]
-    """Returns the kind of the problem with a seed."""
+    """Returns the kind of the problem that the environment shows for a seed."""
     domains: Mapping[str, DomainSettings]
     """Settings of each domain; empty if there are none."""
 
     @classmethod
     def of(cls, config: Config, kind_of: Callable[[int], str], domains: Mapping[str, Domain]) -> Problems:
-        """Return the problems of an environment: the kind of each, and the settings of each domain.
+        """Return the kinds and domains of an environment's problems. The hub and each node call this when they start.
 
-        The settings of a domain are completed by those of the run. The hub and each node call this when they start.
+        Args:
+            config: the run's configuration. It completes the settings of the domains.
+            kind_of: the environment's function that returns the kind of the problem with a seed.
+            domains: the environment's settings of each domain.
 
         Raises:
             ConfigError: a domain has a value that is not allowed, or tokens that are drawn with its sampling settings
@@ -200,43 +213,44 @@ def _unnamed(seed: int) -> str:
 
 
 ONE_KIND = Problems(_unnamed, MappingProxyType({}))
-"""Problems that are all of one unnamed kind."""
+"""Problems of an environment without kinds: all are of one kind, whose name is empty, and there are no domains."""
 
 
 class BufferRules(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of a `SampleBuffer`, from `[rollout]` and the environment."""
+    """Settings of a `SampleBuffer` beside the age contract, from `[rollout]` and the environment."""
 
     retries: int = 2
-    """Attempts beyond the first at a sample that failed because of the infrastructure."""
+    """Number of attempts beyond the first at a task that fails because of the infrastructure."""
     breaker: int = 64
-    """Samples given up in a row that stop the run."""
+    """Number of tasks given up in a row that stops the run."""
     quarantine: int = 16
-    """Samples of one kind given up in a row that put the kind into quarantine."""
+    """Number of tasks of one kind given up in a row that puts the kind into quarantine."""
     on_expire: Literal["mask", "requeue", "wait"] = "mask"
     """Treatment of samples with tokens that are too old: leave these tokens out of the loss, start the sample again, or
     hold the step back until the sample is done."""
     fifo_window: float | None = None
-    """Batches, in the order of issue, among which a step chooses its groups. None: any complete group."""
+    """Number of batches, in the order of issue, from whose groups a step chooses. None: from all complete groups."""
     extra_per_group: int = 0
-    """Redundant members of each group."""
+    """Number of redundant members of each group, so that it does not have to wait for its slowest members."""
     whole_groups: bool = False
-    """True if the samples of a group go to one node together."""
+    """True if the tasks of a group are leased to one node together."""
     waves: bool = False
-    """True if groups start in batches: the next batch when no sample of the last one is on its way."""
+    """True if groups start in waves: as many as a batch has, and the next ones only when no task is unfinished."""
     filter: GroupFilter = GroupFilter()
     """Filter of groups whose kind is not a domain."""
     sampling: Sampling
-    """Sampling settings of samples whose kind is not a domain."""
+    """Sampling settings of tasks whose kind is not a domain."""
     domains: dict[str, DomainSettings] = {}
-    """Settings of each domain. Empty: nothing is decided by domain."""
+    """Settings of each domain. Empty if there are no domains."""
     drift: float = 1.0
-    """Batches by which a domain may be ahead of its share."""
+    """Number of batches by which a domain may be ahead of its share."""
     problems: str = ""
-    """Fingerprint of the environment's set of problems. All samples of a group are of one set. Empty: unknown."""
+    """Fingerprint of the environment's set of problems; empty if unknown. If it has changed when a run is resumed, the
+    unfinished groups of the earlier set are not continued."""
 
     @classmethod
     def of(cls, config: Config, domains: Mapping[str, DomainSettings] = ONE_KIND.domains) -> BufferRules:
-        """Return the settings of a run."""
+        """Return the settings of a run with this configuration, whose environment has these domains."""
         rollout = config.rollout
         return cls(
             retries=rollout.retries,
@@ -255,13 +269,14 @@ class BufferRules(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def filter_of(self, kind: str) -> GroupFilter:
-        """Return the filter for groups of a kind."""
+        """Return the filter for groups of a kind: that of its domain, or the run's."""
         return self.domains[kind].filter if kind in self.domains else self.filter
 
     def sizes(self, group_size: int) -> dict[str, int]:
-        """Return the members of a group, redundant ones included, by domain.
+        """Return the number of members of a group, redundant ones included, by domain.
 
-        `group_size` is the run's. The number for all kinds that are not domains is under the empty name.
+        `group_size` is the run's. With the redundant members, it is the number for all other kinds, which the result
+        has under the empty name.
         """
         named = {name: domain.group_size for name, domain in self.domains.items()}
         return {name: size + self.extra_per_group for name, size in {"": group_size, **named}.items()}
@@ -272,29 +287,29 @@ class BufferRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BufferSettings(msgspec.Struct, frozen=True):
-    """All settings on which the decisions of a buffer depend."""
+    """All settings on which the decisions of a buffer depend. The journal and each checkpoint keep them."""
 
     contract: AgeContract
     rules: BufferRules
     # The encoded name is part of the format of checkpoints and journals.
     slice_size: int = msgspec.field(name="at_once")
-    """Number of groups in one slice of the backlog."""
+    """Number of groups in one slice of the backlog, which is the store's postponed work on many groups."""
 
 
 # -- domains ---------------------------------------------------------------------------------------------------------
 
 
 class DomainTotals(msgspec.Struct):
-    """Counts of `DomainShares` that a checkpoint keeps."""
+    """Counts of `DomainShares` that a checkpoint keeps. The keys are the names of the domains."""
 
     weights: dict[str, float]
-    """Weights of the domains under which the groups were counted."""
+    """Weights of the domains when the groups were counted."""
     trained: dict[str, int]
-    """Groups that were trained."""
+    """Number of groups that were trained, complete or in parts."""
     filtered: dict[str, int] = {}
-    """Groups of each domain that were filtered out in a row, up to now."""
+    """Number of groups that were filtered out since the last trained group of the domain."""
     passed: dict[str, int] = {}
-    """Groups that were filtered out and count as turns of their domain (see `DomainShares`)."""
+    """Number of groups that were filtered out and count as turns of their domain (see `DomainShares`)."""
 
 
 class DomainShares:
@@ -303,26 +318,26 @@ class DomainShares:
     A *turn* of a domain is a group that counts for its share: a trained group, or one that is filtered out and not
     replaced. A group that leaves without being trained is replaced by a group of its domain. Otherwise the next group
     is of the domain that is furthest below its share, where groups on their way count as trained. If more than
-    `FILTERED_BATCHES` batches' worth of a domain's groups are filtered out in a row, further filtered groups count as
-    turns and are not replaced, until a group of the domain is trained.
+    `FILTERED_BATCHES` batches of a domain's groups are filtered out in a row, further filtered groups count as turns
+    and are not replaced, until a group of the domain is trained.
 
-    A step takes any complete groups, whichever domain is slow. But a domain may have at most `drift` batches plus one
-    group more than its share of all trained groups. At this limit a step waits for groups of the other domains, as
-    long as such groups can still become complete. Domains in quarantine have no share; their remaining groups may
-    always be trained.
+    A step takes any complete groups, so a fast domain can get ahead. But the domain's trained groups may exceed its
+    share of all trained groups by at most `drift` batches and one group. At this limit a step waits for groups of the
+    other domains, as long as such groups can still become complete. Domains in quarantine have no share; their
+    remaining groups may always be trained.
 
     Law: within one step, and if no domain goes into quarantine, the replacing groups are about the same problems, in
-    whatever order groups end. So a synchronous run can be repeated.
+    whatever order groups end. So a synchronous run (α = 0) can be repeated.
 
     Conservation: a group counts as alive from its issue on. When it is trained, it counts as trained instead, for the
     rest of the run. When it leaves untrained, it no longer counts, unless it is filtered out and counts as a turn.
 
     Args:
-        settings: settings of each domain. Empty: there are no domains, and this class decides nothing.
-        batch: groups of a step.
-        drift: batches by which a domain may be ahead.
-        totals: earlier counts; ignored if they were made under other weights.
-        alive: the domain of each group that is on its way.
+        settings: settings of each domain. If there are none, this class decides nothing.
+        batch: number of groups of a step.
+        drift: number of batches by which a domain may be ahead.
+        totals: counts from a checkpoint; ignored if they were made under other weights.
+        alive: the domain of each group that was issued, and has neither left nor been trained.
     """
 
     def __init__(
@@ -343,16 +358,16 @@ class DomainShares:
             self.totals.filtered |= totals.filtered
             self.totals.passed |= totals.passed
         self._owed = dict(nothing)
-        """Groups of each domain that left untrained and are not replaced yet."""
+        """Number of groups of each domain that left untrained and are not replaced yet."""
         self._alive = nothing
-        """Groups of each domain that were issued, and have neither left nor been trained."""
+        """Number of groups of each domain that were issued, and have neither left nor been trained."""
         for name in alive:
             self._add(self._alive, name, 1)
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
     def next(self, quarantined: Collection[str]) -> str | None:
-        """Return the domain of the next group; None if there are no domains to choose from."""
+        """Return the domain of the next group. None if there are no domains, or all are in `quarantined`."""
         shares = self._shares(quarantined)
         if not shares:
             return None
@@ -361,13 +376,13 @@ class DomainShares:
         if (owed := next((name for name in shares if self._owed[name]), None)) is not None:
             return owed
         had = {name: self._turns(name) + self._alive[name] for name in shares}
-        total = 1 + sum(had.values())
+        total = 1 + sum(had.values())  # With the next group.
         return max(shares, key=lambda name: shares[name] * total - had[name])
 
     def limits(self, quarantined: Collection[str]) -> dict[str, int] | None:
-        """Return the largest number of groups of each domain that the next step may take; None if there are no domains.
+        """Return the largest number of groups of each domain that the next step may take.
 
-        Domains in quarantine have no entry, and so no limit.
+        None if there are no domains. Domains in `quarantined` have no entry, and so no limit.
         """
         if not self._weights:
             return None
@@ -381,7 +396,7 @@ class DomainShares:
     # -- events ------------------------------------------------------------------------------------------------------
 
     def issued(self, name: str) -> None:
-        """Count a group that was issued."""
+        """Count a group that was issued. If its domain was owed a group, it replaces that one."""
         self._add(self._alive, name, 1)
         if self._owed.get(name):
             self._owed[name] -= 1
@@ -392,11 +407,14 @@ class DomainShares:
         self._add(self._owed, name, 1)
 
     def filtered(self, name: str, quarantined: Collection[str]) -> int:
-        """Count a complete group that was filtered out, after `left_untrained`.
+        """Count a complete group that was filtered out. Call this after `left_untrained`, which it may correct.
 
-        Returns the number of groups filtered out in a row if it has just reached the limit, so that the next filtered
-        groups count as turns of the domain; else 0. Groups of domains in quarantine, and of kinds that are no domains,
-        are not counted.
+        Beyond the limit (`FILTERED_BATCHES`), the group counts as a turn of its domain and is not replaced. Groups of
+        domains in quarantine, and of kinds that are no domains, are not counted.
+
+        Returns:
+            The number of groups filtered out in a row if it has just reached the limit, so that the caller can notify
+            the user once; otherwise 0.
         """
         if (share := self._shares(quarantined).get(name)) is None:
             return 0
@@ -408,19 +426,20 @@ class DomainShares:
         return in_a_row if in_a_row == limit else 0
 
     def trained(self, name: str) -> None:
-        """Count a group that is trained, or the first part of one."""
+        """Count a group, or the first part of one, that a step has taken for training."""
         self._add(self._alive, name, -1)
         self._add(self.totals.trained, name, 1)
-        # The count of filtered groups in a row is reset here and not when a group is kept: within a step, the latter
-        # would depend on the order in which groups end.
+        # The count of filtered groups in a row is reset here, and not when the filter keeps a group. That would depend
+        # on the order in which the groups of a step end, and a synchronous run could not be repeated.
         self.totals.filtered.pop(name, None)
 
     # -- metrics -----------------------------------------------------------------------------------------------------
 
     def row(self, quarantined: Collection[str]) -> dict[str, float]:
-        """Return metrics: each domain's part of the trained groups, and the largest drift from a share, in batches.
+        """Return metrics of a step: each domain's part of the trained groups, and the largest drift, in batches.
 
-        Empty before a group of a domain is trained.
+        The drift is the difference between the groups that a domain has had trained and its share. Empty before a group
+        of a domain is trained.
         """
         total = sum(self.totals.trained.values())
         if not total:
@@ -432,7 +451,7 @@ class DomainShares:
         return {**row, "share_drift": max(off, default=0.0) / self._batch}
 
     def _turns(self, name: str) -> int:
-        """Return the number of groups that count for a domain's share: trained, or filtered out and not replaced."""
+        """Return the number of a domain's turns: groups that were trained, or filtered out and not replaced."""
         return self.totals.trained[name] + self.totals.passed[name]
 
     def _shares(self, quarantined: Collection[str]) -> dict[str, float]:
@@ -442,7 +461,8 @@ class DomainShares:
         return {name: weight / total for name, weight in weights.items()}
 
     def _add(self, counts: dict[str, int], name: str, count: int) -> None:
-        if name in counts:  # a resumed run may hold groups of domains that it no longer has
+        # Without an entry, the group is of a kind that is no domain, or of a domain that a resumed run has no longer.
+        if name in counts:
             counts[name] += count
 
 
@@ -450,55 +470,58 @@ class DomainShares:
 
 
 class Streaks(msgspec.Struct):
-    """Failures in a row, up to now."""
+    """Failures in a row, up to now: the state of the `Breaker`, which a checkpoint keeps."""
 
     given_up: int = 0
-    """Samples that were given up."""
+    """Number of tasks that were given up since a task last finished, or since a kind last went into quarantine."""
     given_up_of_kind: dict[str, int] = {}
-    """Samples of each kind that were given up, with no finished sample of the kind between. Decides on quarantine."""
+    """Number of tasks of each kind that were given up since a task of the kind last finished. Decides on quarantine."""
     filtered: int = 0
-    """Groups that were filtered out, with no kept group between."""
+    """Number of groups that were filtered out since a group was last kept."""
     filtered_of_kind: dict[str, int] = {}
-    """Part of `filtered` by kind, only for the error message."""
+    """The number `filtered` by kind, only for the error message."""
 
 
 class Breaker:
-    """Notices when a run, or one kind of environment in it, only fails.
+    """Stops a run in which too many tasks or groups in a row fail, and finds kinds that have to go into quarantine.
+
+    Such a run would only waste compute: its environment or its engines are broken, or it has nothing to learn from.
 
     Args:
-        samples: samples given up in a row, over all kinds, that stop the run.
-        samples_of_kind: samples of one kind given up in a row that put the kind into quarantine.
-        groups: groups filtered out in a row that stop the run.
-        streaks: the streaks to continue. None: new ones.
+        tasks: number of tasks given up in a row, over all kinds, that stops the run.
+        tasks_of_kind: number of tasks of one kind given up in a row that puts the kind into quarantine.
+        groups: number of groups filtered out in a row that stops the run.
+        streaks: the counts to continue. None: all begin at 0.
     """
 
-    def __init__(self, samples: int, samples_of_kind: int, groups: int, streaks: Streaks | None = None) -> None:
-        self._samples = samples
-        self._samples_of_kind = samples_of_kind
+    def __init__(self, tasks: int, tasks_of_kind: int, groups: int, streaks: Streaks | None = None) -> None:
+        self._tasks = tasks
+        self._tasks_of_kind = tasks_of_kind
         self._groups = groups
         self.streaks = streaks or Streaks()
 
     def finished(self, task: Task) -> None:
-        """Record that a sample has finished. This resets the streaks of given-up samples: in all and of its kind."""
+        """Record that a task has finished. This resets the counts of given-up tasks: in all, and of its kind."""
         self.streaks.given_up = 0
         self.streaks.given_up_of_kind.pop(task.kind, None)
 
     def given_up(self, task: Task, failure: Failure) -> bool:
-        """Record that a sample was given up. Returns True if its kind goes into quarantine.
+        """Record that a task was given up because of `failure`. Returns True if its kind goes into quarantine.
 
-        The unnamed kind never does, because it may be the only kind of the run.
+        In that case the count over all kinds begins at 0 again, because the other kinds may work. The unnamed kind
+        never goes into quarantine: it may be the only kind of the run, which the breaker then has to stop.
 
         Raises:
-            BreakerError: `samples` samples, of any kind, were given up and none finished between.
+            BreakerError: too many tasks, of any kinds, were given up and none finished between.
         """
         in_a_row = self.streaks.given_up_of_kind.get(task.kind, 0) + 1
-        if task.kind and in_a_row >= self._samples_of_kind:
+        if task.kind and in_a_row >= self._tasks_of_kind:
             self.streaks.given_up_of_kind.pop(task.kind, None)
             self.streaks.given_up = 0
             return True
         self.streaks.given_up_of_kind[task.kind] = in_a_row
         self.streaks.given_up += 1
-        if self.streaks.given_up >= self._samples:
+        if self.streaks.given_up >= self._tasks:
             raise BreakerError(
                 f"{self.streaks.given_up} samples in a row were given up and none finished between; "
                 f"the last one ({failure.outcome}): {failure.message}. Repair the cause, or raise rollout.breaker "
@@ -507,7 +530,7 @@ class Breaker:
         return False
 
     def kept(self) -> None:
-        """Record that a complete group passed the filters."""
+        """Record that the filter has kept a complete group. This resets the counts of filtered groups."""
         self.streaks.filtered = 0
         self.streaks.filtered_of_kind.clear()
 
@@ -515,8 +538,8 @@ class Breaker:
         """Record that a complete group was filtered out.
 
         Raises:
-            BreakerError: `groups` groups, of any kind, were filtered out and none was kept between. The group is
-                counted all the same.
+            BreakerError: too many groups, of any kinds, were filtered out and none was kept between. The group is
+                counted before.
         """
         of_kind = self.streaks.filtered_of_kind
         self.streaks.filtered += 1

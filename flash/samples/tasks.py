@@ -1,12 +1,16 @@
-"""TaskSource: decides which problem the next group of tasks is about. Pure state.
+"""TaskSource: chooses the problem of the next group and makes the group's tasks. Pure state.
 
-`flash.samples.buffer` requests the next problem when admission has room for another group. Then `Admission.issue` calls
-`TaskSource.issue`, which makes the tasks of the group.
+A *task* asks for one sample of a problem: the environment shows the problem for the task's seed. `flash.samples.buffer`
+requests the next problem when admission has room for another group, and records it in the journal. Then
+`Admission.issue` calls `TaskSource.issue`, which makes the tasks. `held_out_tasks` makes the tasks of an evaluation.
 
-Training problems are numbered from 0, and the *cursor* is the number of the next one. The environment's seed of problem
-p is `run seed · 2^20 + p`, modulo `HELD_OUT`, so that an environment over a data set can use each row once before it
-repeats any. Each number is issued once, to one group, and a restart continues at the stored cursor. Problems of a
-quarantined kind are skipped.
+Training problems are numbered from 0. The seed of problem p is `run seed · 2^20 + p`, modulo `HELD_OUT`. Seeds from
+`HELD_OUT` on belong to *held-out* problems, which are used for evaluations only. Neighbouring problems have
+neighbouring seeds, so an environment over a data set can use each row once before it repeats any.
+
+The *cursor* holds the number of the next problem. Each number is issued once, to one group, and a restart continues at
+the stored cursor. Problems of a *quarantined* kind are skipped: too many of its tasks have failed in a row. A *kind* is
+a name that an environment gives to some of its problems. A *domain* is a kind that has a share of the groups.
 """
 
 from __future__ import annotations
@@ -41,26 +45,27 @@ class Cursor(msgspec.Struct):
     next_problem: int = 0
     """Number of the next problem, where problems are taken in their order."""
     next_of: dict[str, int] = {}
-    """Number of the next problem to look at for each domain, if the run has domains."""
+    """Number of the next problem to look at for each domain, if the run has domains. All domains search the same
+    problems, each for those of its kind."""
     quarantined: list[str] = []
     """Kinds in quarantine: no more problems of them are issued, because too many of their tasks were given up."""
     ended: int = 0
-    """Number of groups that have become complete, or of which a part was trained."""
+    """Number of groups that have become complete, or of which a part was trained. The store counts them here."""
     equal: int = 0
     """Number of groups among `ended` whose rewards were all equal."""
 
 
 class Problem(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The problem that the next group is about."""
+    """The problem that the next group is about. The journal keeps it, so a replay does not ask the environment."""
 
     following: int
     """Number of the problem after this one. `issue` moves the cursor there."""
     seed: int
     """Seed with which the environment shows the problem."""
     kind: str
-    """Kind of environment; empty if the run has one kind only."""
+    """Kind of the problem; empty if the environment has no kinds."""
     of_domain: bool = False
-    """True if the problem was requested for its domain, so that the cursor of this domain moves on."""
+    """True if the problem was requested for a domain. `issue` then moves the cursor of this domain."""
 
 
 class TaskSource:
@@ -90,13 +95,14 @@ class TaskSource:
         self.cursor = cursor or Cursor()
 
     def next_problem(self, domain: str | None = None) -> Problem:
-        """Return the next problem of a domain, or of any kind that is not in quarantine. The cursor does not move.
+        """Return the next problem of a domain. If `domain` is None, its kind may be any that is not in quarantine.
 
-        Choosing and issuing are two steps, so that the journal can record the problem before `issue` moves the cursor.
+        The cursor does not move. Choosing and issuing are two steps, so that the journal can record the problem before
+        `issue` moves the cursor.
 
         Raises:
             BreakerError: every kind of environment is in quarantine.
-            ContractError: the domain has no problems.
+            ContractError: none of the next `SEARCH` problems is of the domain.
         """
         start = self.cursor.next_problem if domain is None else self.cursor.next_of.get(domain, 0)
         for number in range(start, start + SEARCH):
@@ -118,15 +124,17 @@ class TaskSource:
     def issue_group(self) -> list[Task]:
         """Choose the next problem of any kind and issue its group. Returns the tasks.
 
+        For callers without a journal: benchmarks and tests.
+
         Raises:
             BreakerError: every kind of environment is in quarantine.
         """
         return self.issue(self.next_problem())
 
     def issue(self, problem: Problem) -> list[Task]:
-        """Issue the next group for `problem`, which `next_problem` has chosen, and return its tasks. Moves the cursor.
+        """Issue the next group for `problem`, which `next_problem` has chosen, and return its tasks.
 
-        All tasks have the problem's seed, and therefore the same prompt.
+        Moves the cursor beyond the problem. All tasks have the problem's seed, and therefore the same prompt.
         """
         if problem.of_domain:
             self.cursor.next_of[problem.kind] = problem.following
@@ -140,12 +148,15 @@ class TaskSource:
         return [Task(first + i, group_id, i, problem.seed, kind=kind, sampling=sampling) for i in range(members)]
 
     def quarantine(self, kind: str) -> None:
-        """Issue no more problems of this kind."""
+        """Put a kind into quarantine: problems of this kind are skipped until `end_quarantine`."""
         if kind not in self.cursor.quarantined:
             self.cursor.quarantined.append(kind)
 
     def end_quarantine(self) -> list[str]:
-        """Issue problems of all kinds again. Returns the kinds that were in quarantine."""
+        """Issue problems of all kinds again, after the user may have repaired the environment and resumed the run.
+
+        Returns the kinds that were in quarantine.
+        """
         kinds, self.cursor.quarantined = self.cursor.quarantined, []
         return kinds
 
@@ -156,7 +167,11 @@ def held_out_tasks(
     kind_of: Callable[[int], str] = lambda seed: "",
     samplings: Mapping[str, Sampling] = PLAIN_FOR_ALL,
 ) -> list[Task]:
-    """Return the tasks of one evaluation: the first `problems` held-out problems, each with `samples` members."""
+    """Return the tasks of one evaluation: `samples` tasks for each of the first `problems` held-out problems.
+
+    All evaluations of a run have the same tasks. Numbers of tasks and groups begin at 0, like those of training tasks;
+    `Task.split` tells them apart. `kind_of` and `samplings` are as in `TaskSource`.
+    """
     tasks: list[Task] = []
     for problem, seed in enumerate(range(HELD_OUT, HELD_OUT + problems)):
         kind = kind_of(seed)
