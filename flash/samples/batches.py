@@ -1,10 +1,14 @@
-"""Make a step's groups into a batch, divide the batch among the data shards, and compute its metrics. Pure functions.
+"""Make a step's groups into a batch, split the batch among the trainer ranks, and compute its metrics. Pure functions.
 
-`flash.hub.steps` gathers the groups of `SampleBuffer.next_batch`, deals the batch into shards, and sends each rank its
-shard in parts, one message each. Shards are balanced by tokens, and each carries the denominators of the whole batch.
+`flash.hub.steps` gathers the groups of `SampleBuffer.next_batch` into a `Batch` and splits it into shards: a *shard* is
+the part of a batch that one trainer rank trains. (Ranks that compute the same sequences together get the same shard.)
+Each shard travels in parts, one message each. Shards have about equally many tokens, and each carries the denominators
+of the whole batch. Supervised fine-tuning and replays of recorded batches split their batches here, too.
 
-Functions that take long are generators, which yield after each slice of the work so that the event loop can run other
-tasks in between (`flash.waiting.run_in_slices`). They return their result in the end.
+A step may divide its batch into *minibatches*, after each of which the weights change. A group is in one minibatch.
+
+Functions that take long are generators. They yield after each slice of their work, so that the event loop can run other
+tasks in between (`flash.waiting.run_in_slices`), and return their result in the end.
 """
 
 from __future__ import annotations
@@ -22,24 +26,32 @@ from flash.samples.groups import Group
 from flash.types import Batch, BatchSample, Shard, ShardSample, Trajectory
 
 SAMPLES_PER_SLICE = 512
-"""Number of samples that are dealt or measured in one slice. Each sample takes up to ten microseconds."""
+"""Number of samples that are split or measured in one slice. Each sample takes up to ten microseconds."""
 HALVINGS_PER_SHARD = 4
-"""Largest number of times that `_balance` halves a group or a part of a group, per shard."""
+"""Number of attempts of `_balance` per shard. After each attempt, it halves one group or part of a group."""
 PART_BYTES = 1 << 26
-"""Approximate bytes of samples in one part of a shard. This is far below the limit of a message. It also bounds the
-memory that the encoded parts, one for each rank, take on the hub beside the batch itself."""
+"""Approximate number of bytes of samples in one part of a shard. It is far below the limit of a message. It also bounds
+the memory that the encoded parts, one for each rank, take on the hub beside the batch itself."""
 ENV_PREFIX = "env/"
 """Prefix of the names of the environment's metrics, so that they differ from all other metrics."""
 
 
 def gather(groups: Sequence[Group], step: int, min_version: int) -> Batch:
-    """Return the batch of a step that trains these groups. Only tokens of `min_version` or newer will be trained."""
+    """Return the batch of a step that trains these groups. Only tokens of `min_version` or newer will be trained.
+
+    `Batch.earlier` gets the members of these groups that earlier steps have trained, because advantages compare the
+    rewards of the whole group.
+    """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories()]
     return Batch(step, min_version, trajectories, [entry for group in groups for entry in group.earlier])
 
 
 def minibatch_of(groups: Sequence[int], minibatches: int) -> dict[int, int]:
-    """Return the minibatch of each group. `groups` has the group of each sample, in the order of the batch."""
+    """Return the minibatch of each group, by the number of the group.
+
+    The hub and the trainer ranks compute it independently from the same batch, so the result must depend on nothing
+    else. `groups` has the group of each sample, in the order of the batch. Consecutive groups share a minibatch.
+    """
     ordered = list(dict.fromkeys(groups))
     return {group: index * minibatches // len(ordered) for index, group in enumerate(ordered)}
 
@@ -47,17 +59,18 @@ def minibatch_of(groups: Sequence[int], minibatches: int) -> dict[int, int]:
 def split_into_shards(
     batch: Batch, shards: int, minibatches: int = 1, slice_size: int = SAMPLES_PER_SLICE
 ) -> Generator[None, None, list[Shard]]:
-    """Divide a batch into shards that have about the same number of tokens to compute in each minibatch.
+    """Split a batch into shards that have about the same number of tokens to compute in each minibatch.
 
     Several samples of a shard may begin with the same tokens. A trainer rank computes these once, so they count once.
     Each minibatch is balanced on its own, because the ranks wait for each other at its end.
 
     Args:
         batch: the batch.
-        shards: number of data shards.
+        shards: number of shards.
         minibatches: number of minibatches of the step.
         slice_size: number of samples after which this generator yields.
     """
+    # Facts about each sample, and the denominators of the loss. Every shard gets them, for the whole batch.
     entries: list[BatchSample] = []
     tokens = sequences = 0
     for trajectory in batch.trajectories:
@@ -66,16 +79,17 @@ def split_into_shards(
         sequences += count_trained_branches(trajectory, batch.min_version)
         if len(entries) % slice_size == 0:
             yield
-    dealt = [list(range(len(entries)))]
+    # Indices of the samples of each shard.
+    assigned = [list(range(len(entries)))]
     if shards > 1:
         minibatch = minibatch_of([entry.group_id for entry in entries], minibatches)
-        parts: list[list[int]] = [[] for _ in range(minibatches)]
+        members: list[list[int]] = [[] for _ in range(minibatches)]
         for index, entry in enumerate(entries):
-            parts[minibatch[entry.group_id]].append(index)
-        dealt = [[] for _ in range(shards)]
-        for part in parts:
-            for indices, more in zip(dealt, (yield from _balance(batch.trajectories, part, shards)), strict=True):
-                indices += more
+            members[minibatch[entry.group_id]].append(index)
+        assigned = [[] for _ in range(shards)]
+        for indices in members:
+            for shard, more in zip(assigned, (yield from _balance(batch.trajectories, indices, shards)), strict=True):
+                shard += more
     return [
         Shard(
             step=batch.step,
@@ -86,14 +100,15 @@ def split_into_shards(
             total_sequences=sequences,
             earlier=batch.earlier,
         )
-        for indices in dealt
+        for indices in assigned
     ]
 
 
 class _SortedGroup(NamedTuple):
     """The samples of a group, ordered so that samples with a long common beginning are neighbours.
 
-    A sample has one token sequence, or one for each branch.
+    A sample has one token sequence, or several if its episode has branches. Its place is that of its first sequence in
+    the sorted order of all sequences of the group.
     """
 
     indices: list[int]
@@ -106,7 +121,10 @@ class _SortedGroup(NamedTuple):
     """Number of leading tokens that each sequence shares with the sequence before it (`sort_by_prefix`)."""
 
     def block(self, samples: range) -> _Block:
-        """Return the samples at the positions `samples` of the group, with the number of tokens to compute for them."""
+        """Return the samples at the positions `samples` of the group, with the number of tokens to compute for them.
+
+        A sequence costs its length without the tokens that it shares with the block's sequence just before it.
+        """
         tokens = common = 0
         for sample, length, shared in zip(self.sample_of, self.lengths, self.shared, strict=True):
             # `common`: tokens that this sequence shares with the last one of the block. In sorted order, two sequences
@@ -118,7 +136,7 @@ class _SortedGroup(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Neighbouring samples of a group, which go to one shard together."""
+    """Neighbouring samples of a group, which go to one shard together: a whole group, or a part after a cut."""
 
     tokens: int
     """Number of tokens to compute for these samples; shared beginnings count once."""
@@ -128,8 +146,11 @@ class _Block(NamedTuple):
 
 
 def _whole_group(trajectories: Sequence[Trajectory], indices: list[int]) -> Generator[None, None, _Block]:
-    """Return all samples of a group as one block, ordered by their tokens. `indices` are the samples' places in the
-    batch."""
+    """Return all samples of a group as one block, ordered by their tokens.
+
+    `indices` has the index in `trajectories` of each sample of the group.
+    """
+    # Each sequence (branch) of the group, with the index of its sample.
     parts: list[tuple[int, IntArray]] = []
     for index in indices:
         trajectory = trajectories[index]
@@ -143,9 +164,9 @@ def _whole_group(trajectories: Sequence[Trajectory], indices: list[int]) -> Gene
 
 
 def _balance(
-    trajectories: Sequence[Trajectory], among: Sequence[int], shards: int
+    trajectories: Sequence[Trajectory], chosen: Sequence[int], shards: int
 ) -> Generator[None, None, list[list[int]]]:
-    """Divide the samples with the indices `among` among the shards. Returns the indices of each shard's samples.
+    """Divide the samples with the indices `chosen` among the shards. Returns the indices of each shard's samples.
 
     At first whole groups are assigned, the largest first, each to the shard with the fewest tokens so far. Then the
     largest group of the fullest shard is halved, and all are assigned again. This is repeated several times. The result
@@ -153,7 +174,7 @@ def _balance(
     of one group share the tokens of their prompt only within a shard.
     """
     members: dict[int, list[int]] = {}
-    for index in among:
+    for index in chosen:
         members.setdefault(trajectories[index].task.group_id, []).append(index)
     blocks: list[_Block] = []
     for indices in members.values():
@@ -161,19 +182,19 @@ def _balance(
         yield
     best, fullest = list[list[_Block]](), math.inf
     for _ in range(HALVINGS_PER_SHARD * shards):
-        dealt: list[list[_Block]] = [[] for _ in range(shards)]
-        loads = [(0, shard) for shard in range(shards)]
+        assigned: list[list[_Block]] = [[] for _ in range(shards)]
+        loads = [(0, shard) for shard in range(shards)]  # A heap: the shard with the fewest tokens is first.
         for block in sorted(blocks, key=lambda block: -block.tokens):
             load, shard = loads[0]
-            dealt[shard].append(block)
+            assigned[shard].append(block)
             heapq.heapreplace(loads, (load + block.tokens, shard))
         load, shard = max(loads)
         if load < fullest:
-            best, fullest = dealt, load
+            best, fullest = assigned, load
         yield
-        divisible = [block for block in dealt[shard] if len(block.samples) > 1]
+        divisible = [block for block in assigned[shard] if len(block.samples) > 1]
         if not divisible:
-            break
+            break  # The fullest shard has only single samples, so no cut can make it smaller.
         largest = max(divisible, key=lambda block: block.tokens)
         middle = len(largest.samples) // 2
         halves = [largest.group.block(half) for half in (largest.samples[:middle], largest.samples[middle:])]
@@ -184,9 +205,10 @@ def _balance(
 def split_into_messages(
     shard: Shard, part_bytes: int = PART_BYTES, slice_size: int = SAMPLES_PER_SLICE
 ) -> Generator[None, None, list[Shard]]:
-    """Cut a shard into parts of about `part_bytes`, each with at least one sample if the shard has any.
+    """Split a shard into parts of about `part_bytes`, one message each. The trainer rank joins them again.
 
-    Only the first part holds the facts about the whole batch that a rank needs.
+    A part has at least one sample, so a large sample makes a large part. A shard without samples is one part without
+    samples. Only the first part holds the facts about the whole batch: `Shard.batch` and `Shard.earlier`.
     """
     parts: list[list[ShardSample]] = [[]]
     room = part_bytes
@@ -206,10 +228,10 @@ def split_into_messages(
 
 
 def sample_metrics(trajectory: Trajectory) -> dict[str, float]:
-    """Return the metrics of one sample: the metrics of its environment and, if it has a kind, of its domain.
+    """Return the metrics of one sample: those of its environment and, if it has a kind, those of its domain.
 
-    The kind is the name of the environment in a run that mixes several. Its domain metrics are the reward and the
-    number of action tokens.
+    The kind is the name of the environment in a run that mixes several. The metrics of a domain are the reward and the
+    number of action tokens, which are the tokens that the policy sampled.
     """
     row = {ENV_PREFIX + name: value for name, value in trajectory.env_metrics().items()}
     if kind := trajectory.task.kind:
@@ -219,7 +241,10 @@ def sample_metrics(trajectory: Trajectory) -> dict[str, float]:
 
 
 def mean_metrics(rows: Iterable[Mapping[str, float]]) -> Generator[None, None, dict[str, float]]:
-    """Return the mean of each metric over the samples that have it, by name in alphabetical order."""
+    """Return the mean of each metric over the samples that have it, in alphabetical order of the names.
+
+    `rows` has the metrics of each sample.
+    """
     values: dict[str, list[float]] = {}
     for number, metrics in enumerate(rows, start=1):
         for name, value in metrics.items():

@@ -2,19 +2,18 @@
 
 The hub calls `lease` when a node has room, `deliver` with each result, `next_batch` when a trainer rank asks for a
 step, and `commit` when the step is trained. Each call decides, records an event in the journal, and then applies it to
-the `SampleStore`. `flash.samples.store` describes the states of tasks.
+the `SampleStore`, which holds the state. A *group* is the tasks about one problem, which are its *members*.
 
-- *Admission* follows the age contract (`flash.samples.leases.Admission`).
-- *Redundancy*: the first members of a group to finish win, and the others are withdrawn at once. In each step up to
-  `rollout.extra_groups` groups are withdrawn that have a running member whose first tokens may be too old for the step:
-  redundant groups take their places.
-- *Choice* (`choose`): a step takes complete groups, those with the oldest tokens first.
-- *Age*: too old tokens are left out of the loss and counted, or their sample starts again (`on_expire`). If finished
-  members would become too old before the rest of their group is done, they are trained without the rest. The rest is
-  trained in a later step, in addition to the groups of that step.
+- *Admission* (`flash.samples.leases.Admission`): a task is leased only to a node with an engine whose version is new
+  enough. The age contract, which bounds how many versions old a trained token may be, says which version that is.
+- *Redundancy*: a group may have more members than it needs. When enough are done, the others are withdrawn. There may
+  also be more groups than needed (`rollout.extra_groups`): in each step, so many groups that are too slow may leave.
+- *Choice* (`choose`): a step takes groups whose members are done, those with the oldest tokens first.
+- *Age*: tokens that are too old are left out of the loss, or their task starts again (`rollout.on_expire`). Finished
+  members that would get too old while they wait for the rest of their group are trained before it.
 
-The time of a call does not grow with the number of samples in flight. Work on many groups goes into a backlog. The
-owner calls `do_slice` until the backlog is empty; no batch is formed before that.
+The time of a call does not grow with the number of tasks in flight. Work on many groups goes into the store's backlog.
+The owner calls `do_slice` until the backlog is empty; no batch is formed before that.
 """
 
 from __future__ import annotations
@@ -46,7 +45,8 @@ from flash.samples.tasks import TaskSource
 from flash.types import Failure, Lease, Trajectory
 
 MEMBERS_PER_SLICE = 512
-"""Number of members whose groups are processed in one slice. Each member takes at most ten microseconds."""
+"""Number of members whose groups are processed in one slice of the backlog. Each takes at most ten microseconds, so a
+slice blocks the event loop for a few milliseconds."""
 
 
 class SampleBuffer:
@@ -56,10 +56,10 @@ class SampleBuffer:
         contract: the run's age contract.
         source: gives the next problem. Its cursor is the cursor of `state`.
         rules: settings of the buffer.
-        step: the version that the trainer ranks hold.
+        step: the version from which the run continues.
         state: the state that a previous hub has left; None in a new run.
         lease_ids: numbers of new leases, which training and evaluation share. None: the numbers from 0.
-        members_per_slice: number of samples whose groups are processed in one slice. A slice has at least one group.
+        members_per_slice: number of members whose groups are processed in one slice. A slice has at least one group.
         journal: records every event before it is applied.
     """
 
@@ -78,6 +78,7 @@ class SampleBuffer:
         settings = BufferSettings(contract, rules, max(1, members_per_slice // contract.group_size))
         self.journal = journal
         journal.record(Began(step, settings))
+        # The store is made after the event is recorded, because a replay makes one at this event, too.
         self.samples = SampleStore(settings, source, step=step, state=state, lease_ids=lease_ids)
 
     def _record_and_apply(self, event: Event) -> None:
@@ -100,8 +101,7 @@ class SampleBuffer:
     def available(self, newest: int) -> int:
         """Return the number of tasks that `lease` could give to nodes whose newest engine runs version `newest`.
 
-        The number may be too high, because it counts all members of the last group. It is 0 only if no node can get a
-        task.
+        The number may be too high. It is 0 only if no node can get a task (`Admission.available`).
         """
         return self.samples.admission.available(newest)
 
@@ -110,8 +110,9 @@ class SampleBuffer:
 
         Args:
             versions: versions that the node's engines run.
-            node: the node's number. A task that has failed on it goes to another node, as long as there is one.
-            nodes: all nodes that could take the task.
+            node: the node's number. A queued task that has failed on this node is leased to it only if the task has
+                failed on all `nodes`.
+            nodes: all nodes that could take the task. If empty, earlier failures do not matter.
 
         Raises:
             BreakerError: every kind of environment is in quarantine.
@@ -122,21 +123,24 @@ class SampleBuffer:
         if not admission.room_for_group(newest):
             return None
         domain = self.samples.domains.next(self.samples.quarantined)
-        # `lease` needs the tasks and leases that the events make, so it does not apply the events with `apply`.
+        # `apply` would not return the group and the leases that these events make, so they are applied directly.
         issued = Issued(self.samples.source.next_problem(domain))
         self.journal.record(issued)
         return self._lease_members(self.samples.issue(issued).members[:1], versions, node)[0]
 
     def lease_rest(self, lease: Lease, versions: Sequence[int], node: int = 0) -> list[Lease]:
-        """Lease the queued members of the group of `lease` to the node that got `lease`."""
+        """Lease the queued members of the group of `lease` to the node that got `lease`. Returns their leases.
+
+        The hub calls this after `lease` if the members of a group go to one node together.
+        """
         queued = [member for member in self.samples.pool[lease.task.group_id].members if member.state == "queued"]
         return self._lease_members(queued, versions, node) if queued else []
 
     def _lease_members(self, members: Sequence[Member], versions: Sequence[int], node: int) -> list[Lease]:
-        """Lease queued tasks of one group to a node whose engines run `versions`.
+        """Lease queued members of one group to a node whose engines run `versions`.
 
-        Each lease carries its floor: the oldest version that a token of the task can have, which is the version of the
-        slowest engine of the node that may run the task.
+        `Lease.min_version` is the oldest of these versions that may run the task. So it is known from now on how old
+        the tokens of the sample can be at most.
         """
         admission, ids = self.samples.admission, self.samples.leases.ids
         numbered = [
@@ -149,7 +153,9 @@ class SampleBuffer:
     # -- results -----------------------------------------------------------------------------------------------------
 
     def deliver(self, lease_id: int, result: Trajectory | Failure, node: int = 0) -> None:
-        """Store the result of a lease from a node. If the lease is no longer out, only the tokens are counted.
+        """Store the result of a lease from a node, and decide about its group.
+
+        If the lease was withdrawn or revoked before, the result is dropped and only its tokens are counted.
 
         Raises:
             BreakerError: too many tasks were given up in a row, or too many groups were filtered out in a row.
@@ -160,29 +166,30 @@ class SampleBuffer:
             self._record_and_apply(DeliveredLate(lease_id, result.sampled_tokens))
 
     def revoke(self, lease_ids: Iterable[int]) -> None:
-        """Queue the tasks of leases again, since their node is gone or no node has claimed them."""
+        """Queue the tasks of leases again, because their node is lost, or has not claimed them after a restart."""
         self._record_and_apply(Revoked(list(lease_ids)))
 
     # -- batches -----------------------------------------------------------------------------------------------------
 
     def has_batch(self, version: int) -> bool:
-        """Return True if `next_batch` would return a batch, or begin to form one."""
+        """Return True if `next_batch` would return a batch, or begin to form one. False while a backlog is left."""
         samples = self.samples
         if samples.backlog:
             return False
         return samples.batches.step == version or self._choose(version) is not None
 
     def next_batch(self, version: int) -> list[Group] | None:
-        """Return the groups of the step that trains version `version`.
+        """Return the groups of the step that trains version `version`. Further calls return the same groups.
 
-        None while too few groups are complete, or while the chosen groups are still being collected. In the second case
-        the caller calls `do_slice` and then this function again.
+        The first call that finds enough groups takes them out of the pool. This is done in slices: if `None` is
+        returned and there is a backlog, the caller calls `do_slice` and then this function again. If there is no
+        backlog, too few groups are complete.
         """
         samples = self.samples
         if not samples.backlog and samples.batches.step != version and (chosen := self._choose(version)) is not None:
             if samples.contract.max_age == 0:
-                # A synchronous run can be repeated: the order is that of problems. The numbers of groups depend on
-                # which of several groups was replaced first, and so on time.
+                # A synchronous run must give the same batches if it is repeated, so groups are sorted by problem. Their
+                # numbers differ between runs: they depend on which of several groups was replaced first.
                 chosen.sort(key=lambda group_id: samples.pool[group_id].members[0].task.seed)
             self._record_and_apply(Taken(version, chosen))
         if samples.backlog or samples.batches.step != version:
@@ -192,26 +199,28 @@ class SampleBuffer:
     def _choose(self, version: int) -> list[int] | None:
         """Return the numbers of the groups of a step; None if the step has to wait.
 
-        The list is empty if a previous hub had formed the batch of this step, since its groups are already recorded.
+        The list is empty if a previous hub had formed the batch of this step: `SampleStore` then takes that batch.
         """
         samples, window = self.samples, self.samples.rules.fifo_window
         if version in samples.batches.formed:
             return []
         before = None
         if window is not None:
+            # With `rollout.fifo_window`, only groups at the places of the next `window` batches may be chosen.
             end = math.floor((version + window) * samples.contract.groups_per_batch + SLACK)
             before = samples.admission.places.first_at(end)
         groups = (samples.contract, version, samples.pool.eligible, samples.pool.counts.begun)
         limits = samples.domains.limits(samples.quarantined)
         chosen = choose(*groups, before=before, wait=samples.rules.on_expire == "wait", limits=limits)
         if chosen is None and not samples.leases.out and not self.available(version):
-            # No further group can become complete, because all places are taken, for example by groups that a previous
-            # hub began under other settings. Waiting would never end.
+            # No task is leased or can be leased, so no further group will become complete. For example, groups that a
+            # previous hub began under other settings have taken all places. The limits of domains, and the wait for
+            # other groups, would never end.
             return choose(*groups, before=before, wait=False)
         return chosen
 
     def commit(self, version: int) -> None:
-        """Count the groups of the step that trained `version` as trained.
+        """Count the groups of the step that trained `version` as trained. The counting may leave a backlog.
 
         Raises:
             ContractError: no batch of this step was taken, or a task or a token is unaccounted for.
@@ -221,7 +230,7 @@ class SampleBuffer:
         self._record_and_apply(Committed(version, self.samples.counts))
 
     def close(self) -> None:
-        """Withdraw all groups that are left after the last step, and count their tokens as discarded."""
+        """Withdraw all groups that are left after the last step. Their tokens count as discarded."""
         self._record_and_apply(Closed())
 
 
@@ -237,10 +246,10 @@ def choose(
 ) -> list[int] | None:
     """Return the numbers of the groups of a step, those with the oldest tokens first; None while the step has to wait.
 
-    If enough groups are eligible, the step takes them and does not wait for slower groups. It waits only if too few of
-    them have a number below `before`, if `limits` leaves too few of them, or if `wait` is True and another group would
-    be trained too late. This function runs after each result, so it must not loop over all groups; it loops over
-    versions, of which there are few.
+    If enough groups are eligible, the step takes them and does not wait for slower groups. There are two exceptions:
+    `before` or `limits` may leave too few groups, and with `wait` another group may have to come first.
+
+    This function runs after each result, so it must not loop over all groups. It loops over versions, which are few.
 
     Args:
         contract: the run's age contract.
@@ -249,9 +258,9 @@ def choose(
         begun: by the oldest version of a group's tokens: the number of groups that have begun and that no step has
             taken yet, complete ones included, and how many of these are not complete.
         before: only groups with a smaller number may be chosen. None: all.
-        wait: if True, return None while taking this batch would cost another group tokens: the steps after this one
-            could not train that group before its oldest token is too old.
-        limits: largest number of groups of each kind; kinds without an entry have no limit.
+        wait: if True, the result is None while some other group would be trained too late if this step took its groups
+            now: the steps after this one could not train all such groups before their oldest tokens are too old.
+        limits: largest number of groups of each kind of problem; kinds without an entry have no limit.
     """
     chosen = eligible.first(contract.groups_per_batch, before, limits)
     if chosen is None or (wait and not _all_in_time(contract, step + 1, begun, chosen)):
@@ -264,16 +273,16 @@ def _all_in_time(
 ) -> bool:
     """Return True if all groups except the chosen ones can be trained from `step` on before their first tokens expire.
 
-    The steps from `step` to s have room for s - step + 1 batches. So, for every s, the groups whose first token can be
-    trained in step s at the latest must be no more than this room. If complete groups alone exceed this room, that
-    step does not count: waiting would not change it.
+    The steps from `step` to s have room for s - step + 1 batches. So, for every s, the groups whose oldest token can be
+    trained in step s at the latest must fit into this room. `begun` and `chosen` have groups by this oldest version.
     """
-    total, waiting = 0, False
+    total, any_incomplete = 0, False
     for oldest in sorted(begun):
         groups, incomplete = begun[oldest]
         total += groups - len(chosen.get(oldest, ()))
-        waiting = waiting or incomplete > 0
-        last = contract.last_step(oldest)
-        if waiting and total > max(0, last - step + 1) * contract.groups_per_batch:
+        any_incomplete = any_incomplete or incomplete > 0
+        room = max(0, contract.last_step(oldest) - step + 1) * contract.groups_per_batch
+        # If all these groups are complete, waiting could not help them: only a step can take them away.
+        if any_incomplete and total > room:
             return False
     return True
