@@ -1,12 +1,16 @@
-"""Samples: every training task between its issue and the commit of its step. Pure state machines: no clock, no task,
-no peer; `flash.hub` owns them.
+"""Samples: the state of every training task between its issue and the commit of its step.
 
-A sample's road: `tasks` gives the next problem, `buffer` leases its tasks when `leases` admits them and takes the
-results, `groups` holds them until a group is complete, `buffer` forms the batch of a step, and `batches` deals it to
-the trainer ranks.
+All modules are pure state machines or functions: they own no anyio task, clock or connection. `flash.hub` owns them. A
+*task* asks for one sample of a problem. A *sample* is its result: a trajectory or a failure. A *group* is the tasks
+about one problem, and a *member* is a task of a group with its state and result.
 
-- `buffer` decides and records events; `store` applies them; `journal` defines them; `replay` applies them again.
-- `tasks`, `groups`, `leases`: the parts of the store.
-- `rules`: the age contract, the settings, the shares of domains, the breaker.
-- `evaluation`: the same road for held-out tasks.
+`tasks` chooses the problem of the next group and makes its tasks. `buffer` leases them to nodes when `leases` admits
+them, and takes the results. `groups` holds them until the group is complete. Then `buffer` chooses the groups of a
+step, and `batches` makes them a batch and splits it among the trainer ranks.
+
+- `buffer` decides and records events, `journal` defines the events, `store` applies them, and `replay` applies the
+  events of a journal again after a crash.
+- `tasks`, `groups` and `leases` are the parts of the store.
+- `rules` has the settings, the shares of domains, and the breaker that stops a run which only fails.
+- `evaluation` leases held-out tasks and collects their results.
 """

@@ -1,10 +1,12 @@
-"""Evaluation of the policy on held-out tasks, in rounds. Pure state machines.
+"""Evaluation of the policy on held-out problems, in rounds. Pure state machines.
 
-A *round* evaluates one version. The hub reports each published version to `Evaluations`, leases the tasks of the
-running round to nodes beside training tasks (a lease is the right and the duty of a node to run one task), and delivers
-the results. All rounds have the same held-out tasks. Engines run a task with the round's version or a newer one. A
-sample that fails because of the infrastructure is tried again. If all attempts fail, it is reported as missing and
-never scored as 0.
+*Held-out* problems are never trained. A *round* evaluates one version of the weights on them, and all rounds have the
+same tasks. The hub reports each published version to `Evaluations`, leases the tasks of the running round to nodes
+beside training tasks (a lease is the right and the duty of a node to run one task), and delivers the results. Engines
+run a task with the round's version or a newer one.
+
+A task that fails because of the infrastructure is tried again. If all attempts fail, the sample is reported as missing
+and never scored as 0. Rounds are not part of a checkpoint: a restarted hub begins an interrupted round from the start.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from flash.waiting import run_to_end
 
 
 class EvalRound:
-    """Results of one round.
+    """Results of one round of evaluation.
 
     Args:
         version: the version that is evaluated.
@@ -41,7 +43,7 @@ class EvalRound:
         self._versions: set[int] = set()
         """Versions that sampled at least one token."""
         self._metrics: list[dict[str, float]] = []
-        """Metrics of each sample."""
+        """Metrics of each finished sample."""
         self.missing = 0
         """Number of samples for which all attempts failed."""
 
@@ -57,14 +59,15 @@ class EvalRound:
         return len(self._metrics) + self.missing
 
     def row(self) -> dict[str, float]:
-        """Return the row of metrics of the round.
+        """Return the row of metrics of the round: a line of `evals.jsonl`.
 
         It has the mean reward with its 95 % confidence interval, and the means of the environment's metrics.
-        `best_of_k` is the mean, over the problems with all k samples, of a problem's largest reward. If every reward is
-        0 or 1, the mean reward is an accuracy, and `best_of_k` is pass@k.
+        `best_of_k` is the mean, over the problems with all k samples, of a problem's largest reward; NaN if no problem
+        has all. If every reward is 0 or 1, the mean reward is an accuracy, and `best_of_k` is pass@k.
         """
         groups = self._rewards.values()
         flat = [reward for answers in groups for reward in answers]
+        # The samples of a problem depend on each other, so the interval is computed over problems.
         interval = mean_interval(flat, [problem for problem, answers in self._rewards.items() for _ in answers])
         complete = [answers for answers in groups if len(answers) == self._samples]
         return {
@@ -87,18 +90,16 @@ class EvalRound:
 class Evaluations:
     """The evaluations of a run, one at a time: of version 0, of every version divisible by `every`, and of the last.
 
-    If a round was due under a previous hub and has no result, the version with which this hub begins is evaluated
-    instead.
-
     Args:
         config: settings of the evaluations.
         retries: largest number of further attempts at a sample that fails because of the infrastructure.
         first_version: the version with which this hub begins.
         steps: the last version of the run.
         kind_of: returns the kind (the name of the environment, in a run that mixes several) of the problem with a seed.
-        samplings: sampling settings of the run, by kind as in `TaskSource`. The temperature is that of `config`.
+        samplings: sampling settings of the run, by kind as in `TaskSource`. The temperature is replaced by that of
+            `config`.
         lease_ids: numbers of new leases, which training and evaluation share.
-        evaluated: versions that have results.
+        evaluated: versions that have results from previous hubs.
     """
 
     def __init__(
@@ -122,15 +123,20 @@ class Evaluations:
             for kind, sampling in samplings.items()
         }
         self._due: list[int] = []
+        """Versions to evaluate after the running round, in this order."""
         self._round: EvalRound | None = None
+        """Running round; None while there is none."""
         self._leases = LeaseTable(lease_ids, retries, by_attempt)
 
     def published(self, version: int) -> None:
-        """Evaluate a published version if an evaluation is due: now, or after the running round."""
+        """Evaluate a published version if an evaluation is due: now, or after the running round.
+
+        The version with which this hub begins is also evaluated if a previous hub did not finish a round that was due.
+        """
         due = self._is_scheduled(version)
         if version == self._first_version:
-            # At the start of a hub, a round is due unless the newest version that was due so far, or a later version,
-            # has a result.
+            # The weights of the version for which the round was due are gone, so this version takes its place. No round
+            # is missing if the newest scheduled version up to now, or a later version, has a result.
             newest = max(filter(self._is_scheduled, range(version + 1)))
             due = not any(newest <= done <= version for done in self._evaluated)
         if due:
@@ -138,12 +144,12 @@ class Evaluations:
         self._begin()
 
     def _is_scheduled(self, version: int) -> bool:
-        """Return True if the configuration asks for an evaluation of this version."""
+        """Return True if the configuration asks for an evaluation of this version (`eval.every`)."""
         every = self._config.every
         return version in (0, self._steps) or (every > 0 and version % every == 0)
 
     def _begin(self) -> None:
-        """Start the next round that is due, unless one runs."""
+        """Start the next round that is due, and queue its tasks. Nothing happens if a round runs or none is due."""
         if self._round is None and self._due:
             config = self._config
             self._round = EvalRound(self._due.pop(0), config.samples)
@@ -152,7 +158,8 @@ class Evaluations:
 
     @property
     def evaluates_untrained(self) -> bool:
-        """True while the untrained policy is evaluated. No training task is leased meanwhile."""
+        """True while version 0, the untrained policy, is evaluated. The hub leases no training task meanwhile, so no newer
+        version is made, and version 0 samples the whole round."""
         return self._round is not None and self._round.version == 0
 
     @property
@@ -164,12 +171,12 @@ class Evaluations:
 
     @property
     def open(self) -> int:
-        """Number of samples of the running round that have not finished."""
+        """Number of tasks of the running round that are queued or leased."""
         return len(self._leases.queue) + len(self._leases.out)
 
     @property
     def done(self) -> bool:
-        """True if no round runs or is due."""
+        """True if no round runs or is due, so that nodes and trainer ranks may leave at the end of the run."""
         return self._round is None and not self._due
 
     def lease(self, versions: Sequence[int], node: int = 0, *, nodes: Collection[int] = ()) -> Lease | None:
@@ -177,21 +184,25 @@ class Evaluations:
 
         Args:
             versions: versions that the node's engines run. One of them must be the round's version or newer.
-            node: number of the node. A task that has failed on this node goes to another node, as long as there is one.
-            nodes: all nodes that could take the task.
+            node: number of the node. A task that has failed on this node is leased to it only if the task has failed on
+                all `nodes`.
+            nodes: all nodes that could take the task. If empty, earlier failures do not matter.
         """
         if self._round is None or max(versions, default=-1) < self._round.version:
             return None
-        member = self._leases.queue.first_for(node, nodes)
-        return None if member is None else self._leases.grant(member, self._round.version, next(self._leases.ids))
+        if (member := self._leases.queue.first_for(node, nodes)) is None:
+            return None
+        # The oldest version that may sample for the lease is the round's.
+        return self._leases.grant(member, self._round.version, next(self._leases.ids))
 
     def available(self, newest: int) -> int:
-        """Return how many tasks of the running round wait for a node whose newest engine runs version `newest`."""
+        """Return the number of queued tasks that a node may run whose newest engine runs version `newest`."""
         return len(self._leases.queue) if self._round is not None and newest >= self._round.version else 0
 
     def deliver(self, lease_id: int, result: Trajectory | Failure, node: int) -> dict[str, float] | None:
         """Take the result of a lease from a node. Returns the round's row of metrics if this was the last result.
 
+        A failed task is tried again, or its sample is missing. After the last result the next round that is due begins.
         A result is dropped if its lease is not known, because the node was lost or the hub has restarted: the task was
         queued again then.
         """
@@ -209,5 +220,5 @@ class Evaluations:
         return running.row()
 
     def revoke(self, lease_id: int) -> None:
-        """Queue the task of a lease again, since the lease's node is gone."""
+        """Queue the task of a lease again, because its node is lost."""
         self._leases.revoke(lease_id)
