@@ -158,8 +158,8 @@ class Evaluations:
 
     @property
     def evaluates_untrained(self) -> bool:
-        """True while version 0, the untrained policy, is evaluated. The hub leases no training task meanwhile, so no newer
-        version is made, and version 0 samples the whole round."""
+        """True while version 0, the untrained policy, is evaluated. The hub leases no training task meanwhile. So no
+        newer version is made, and version 0 samples the whole round."""
         return self._round is not None and self._round.version == 0
 
     @property
