@@ -35,10 +35,10 @@ def age_of(version: Versions, step: int) -> Versions:
 
 
 @overload
-def recent(version: int, min_version: int) -> bool: ...
+def young_enough(version: int, min_version: int) -> bool: ...
 @overload
-def recent(version: npt.NDArray[Any], min_version: int) -> npt.NDArray[np.bool_]: ...
-def recent(version: Any, min_version: int) -> Any:
+def young_enough(version: npt.NDArray[Any], min_version: int) -> npt.NDArray[np.bool_]: ...
+def young_enough(version: Any, min_version: int) -> Any:
     """Return True if tokens of a version are trained, where `min_version` is the oldest trained version.
 
     For an array of versions, returns an array of bool.

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from flash.ages import recent
+from flash.ages import young_enough
 from flash.types import Span, Trajectory, Turn, VersionRun
 
 Int64Array = npt.NDArray[np.int64]
@@ -60,10 +60,10 @@ def count_trained_branches(trajectory: Trajectory, min_version: int) -> int:
     if len(trajectory.branches) == 1:
         return int(trajectory.trained_tokens(min_version) > 0)
     parts = divide_versions(trajectory.versions, branch_tokens(trajectory))
-    return sum(any(recent(run.version, min_version) for run in part) for part in parts)
+    return sum(any(young_enough(run.version, min_version) for run in part) for part in parts)
 
 
-def sequences(trajectory: Trajectory) -> list[Trajectory]:
+def split_branches(trajectory: Trajectory) -> list[Trajectory]:
     """Return each branch as a trajectory of its own, with the reward of the whole one."""
     if len(trajectory.branches) == 1:
         return [trajectory]

@@ -45,7 +45,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     are positive, and multiplied by it if not, after `logit_bias`."""
 
     @property
-    def keeps(self) -> bool:
+    def has_kept_sets(self) -> bool:
         """True if tokens are left out, so that each drawn token comes with its kept set."""
         return self.top_k > 0 and self.temperature > 0
 

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from flash.ages import recent
+from flash.ages import young_enough
 from flash.sampling import PLAIN, Kept, Routes, Sampling
 
 Int32Array = npt.NDArray[np.int32]
@@ -250,16 +250,16 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
 
     def trained_tokens(self, min_version: int) -> int:
         """Return the number of action tokens that `min_version` or a newer version sampled."""
-        return sum(run.count for run in self.versions if recent(run.version, min_version))
+        return sum(run.count for run in self.versions if young_enough(run.version, min_version))
 
     @property
     def oldest_version(self) -> int:
         """Oldest policy version among the action tokens."""
         return min(run.version for run in self.versions)
 
-    def entry(self, min_version: int = 0) -> BatchSample:
+    def batch_sample(self, min_version: int = 0) -> BatchSample:
         """Return the facts that all ranks get, for a step that trains only tokens of `min_version` or newer."""
-        trained = [run.version for run in self.versions if recent(run.version, min_version)]
+        trained = [run.version for run in self.versions if young_enough(run.version, min_version)]
         return BatchSample(
             group_id=self.task.group_id,
             reward=self.reward,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from flash.branches import branch_tokens, count_trained_branches, divide_versions, sequences, spans_by_turn
+from flash.branches import branch_tokens, count_trained_branches, divide_versions, spans_by_turn, split_branches
 from flash.sampling import Kept, Routes, join_kept
 from flash.types import Task, VersionRun, append_versions
 from tests.branching import joined
@@ -58,7 +58,7 @@ def test_the_branches_of_a_trajectory_are_what_it_was_joined_from(runs: list[lis
         for number, part in enumerate(parts)
     ]
     whole = joined(parts)
-    alone = sequences(whole)
+    alone = split_branches(whole)
     assert [one.tokens().tolist() for one in alone] == [part.tokens().tolist() for part in parts]
     assert [one.action_versions().tolist() for one in alone] == [part.action_versions().tolist() for part in parts]
     assert [one.action_spans for one in alone] == [part.action_spans for part in parts]

@@ -229,7 +229,7 @@ def make_shard(batch: list[Trajectory], step: int, oldest: int) -> Shard:
         step=step,
         min_version=min_version,
         samples=[ShardSample(index, one) for index, one in enumerate(batch)],
-        batch=[one.entry(min_version) for one in batch],
+        batch=[one.batch_sample(min_version) for one in batch],
         total_tokens=sum(trained),
         total_sequences=sum(count > 0 for count in trained),
     )

@@ -139,7 +139,7 @@ def measure(args: Args) -> list[Row]:
             rows += [
                 Row(name, "k3", "", k3(model, micros)),
                 Row(name, "k3_unfiltered", "", k3(model, unfiltered)),
-                Row(name, "kept", "tokens", 1 + others / tokens if WAYS[name].keeps else float("nan")),
+                Row(name, "kept", "tokens", 1 + others / tokens if WAYS[name].has_kept_sets else float("nan")),
                 Row(name, "bytes", "per token", size),
                 Row(name, "node_us", "us/token", node_s / tokens * 1e6),
                 Row(name, "trainer_us", "us/token", seconds_of_training(model, micros) / tokens * 1e6),

@@ -360,7 +360,7 @@ def random_shard(
         step=step,
         min_version=version,
         samples=[ShardSample(index, one) for index, one in enumerate(trajectories)],
-        batch=[one.entry(version) for one in trajectories],
+        batch=[one.batch_sample(version) for one in trajectories],
         total_tokens=sum(one.action_count for one in trajectories),
         total_sequences=len(trajectories),
     )

@@ -107,9 +107,9 @@ def why_kept_tokens_unknown(sampling: Sampling, *, dtype: str, head_dtype: str, 
         head_dtype: the data type of its output layer.
         drafted: True if the engines decode speculatively, from drafts.
     """
-    if sampling.keeps and drafted:
+    if sampling.has_kept_sets and drafted:
         return "which tokens it keeps is not known of drafts: expected 0, or no engine.vllm.speculative_config"
-    if not sampling.keeps or "float32" in (dtype, head_dtype):
+    if not sampling.has_kept_sets or "float32" in (dtype, head_dtype):
         return None
     why = f"which tokens it keeps is not known with logits in {dtype}, of which too many are equal"
     return f'{why}: expected 0, or model.head_dtype = "float32"'

@@ -328,7 +328,7 @@ def _trajectory_fault(trajectory: Trajectory, newest: int) -> str | None:
     metrics = (number for turn in turns for number in turn.metrics.values())
     if not (math.isfinite(trajectory.reward) and _finite(numbers) and _finite(metrics)):
         return "a number that is not finite"
-    if trajectory.kept is None and trajectory.task.sampling.keeps:
+    if trajectory.kept is None and trajectory.task.sampling.has_kept_sets:
         return f"no kept sets, and drawn with top_k = {trajectory.task.sampling.top_k}"
     if trajectory.kept is not None and (fault := trajectory.kept.fault(trajectory.action_count)) is not None:
         return fault

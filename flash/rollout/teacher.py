@@ -15,7 +15,7 @@ import httpx
 import msgspec
 import numpy as np
 
-from flash.branches import sequences
+from flash.branches import split_branches
 from flash.errors import ConfigError, RewardError
 from flash.types import Failure, Outcome, Trajectory
 
@@ -103,7 +103,7 @@ class ServedTeacher:
             return result
         logprobs: list[float] = []
         try:
-            for branch in sequences(result):
+            for branch in split_branches(result):
                 positions = np.flatnonzero(branch.action_mask()).tolist()
                 logprobs += [token.logprob for token in await self._logprobs(branch.tokens().tolist(), positions)]
         except RewardError as error:

@@ -74,7 +74,7 @@ def split_into_shards(
     entries: list[BatchSample] = []
     tokens = sequences = 0
     for trajectory in batch.trajectories:
-        entries.append(trajectory.entry(batch.min_version))
+        entries.append(trajectory.batch_sample(batch.min_version))
         tokens += trajectory.trained_tokens(batch.min_version)
         sequences += count_trained_branches(trajectory, batch.min_version)
         if len(entries) % slice_size == 0:

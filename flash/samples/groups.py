@@ -115,7 +115,7 @@ class Group(msgspec.Struct, gc=False):
         advantages of later parts need.
         """
         part = [msgspec.structs.replace(member) for member in self.members if member.state == "done"]
-        entries = [trajectory.entry() for trajectory in self.trajectories()]
+        entries = [trajectory.batch_sample() for trajectory in self.trajectories()]
         now = Group(self.group_id, self.results_needed, part, self.earlier, counted=self.counted)
         for member in self.members:
             if member.state == "done":

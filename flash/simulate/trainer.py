@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import anyio
 
-from flash.ages import age_of, recent
+from flash.ages import age_of, young_enough
 from flash.config import waits
 from flash.config.simulate import SimulateConfig
 from flash.config.tree import Config
@@ -120,5 +120,5 @@ class SimTrainer:
             if sample.trajectory.trained_tokens(shard.min_version):
                 self.lengths[sample.trajectory.action_count] += 1
             for run in sample.trajectory.versions:
-                if recent(run.version, shard.min_version):
+                if young_enough(run.version, shard.min_version):
                     self.ages[age_of(run.version, shard.step)] += run.count

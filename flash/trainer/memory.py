@@ -182,7 +182,7 @@ def _step_bytes(config: Config, mesh: TrainerMesh, layers: int) -> int:
 
 def _kept_sets(config: Config, tokens: int) -> KeptSets | None:
     """Return kept sets of the largest size for this many tokens; None if the run samples from all tokens."""
-    if not config.sampling.keeps:
+    if not config.sampling.has_kept_sets:
         return None
     size = config.sampling.top_k
     count_T, zeros_N = torch.full((tokens,), size), torch.zeros(tokens * size)

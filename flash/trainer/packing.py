@@ -26,8 +26,8 @@ from itertools import compress
 import numpy as np
 import numpy.typing as npt
 
-from flash.ages import recent
-from flash.branches import Int64Array, sequences, sort_by_prefix
+from flash.ages import young_enough
+from flash.branches import Int64Array, sort_by_prefix, split_branches
 from flash.errors import ContractError
 from flash.samples.batches import minibatch_of
 from flash.sampling import PLAIN, Routes, Sampling, join_routes
@@ -77,7 +77,7 @@ def kept_tokens(trajectory: Trajectory, positions: Int64Array) -> KeptTokens:
             message begins with a verb, so that the caller can put the name of the sample before it.
     """
     sampling, tokens = trajectory.task.sampling, trajectory.tokens().astype(np.int64)
-    if not sampling.keeps:
+    if not sampling.has_kept_sets:
         return no_kept_sets(len(positions))
     fault = "there are no kept sets" if trajectory.kept is None else trajectory.kept.fault(len(positions))
     if trajectory.kept is None or fault is not None:
@@ -219,7 +219,7 @@ def _sequences(sample: ShardSample, min_version: int) -> list[_Sequence]:
 
     A branch without one is left out: it would cost a forward pass and change nothing.
     """
-    branches = sequences(sample.trajectory)
+    branches = split_branches(sample.trajectory)
     if len(branches) == 1:
         turns = [np.arange(len(branches[0].action_spans))]
     else:
@@ -369,7 +369,7 @@ def _concatenate(sequences: Sequence[_Sequence], min_version: int) -> MicroBatch
         target_T=input_P[action_T],
         behaviour_T=np.concatenate([trajectory.behaviour() for trajectory in trajectories]).astype(np.float32),
         teacher_T=np.concatenate([_teacher_logprobs(trajectory) for trajectory in trajectories]).astype(np.float32),
-        mask_T=recent(version_T, min_version),
+        mask_T=young_enough(version_T, min_version),
         version_T=version_T,
         sequence_T=np.repeat(np.arange(len(sequences)), counts),
         turn_T=np.concatenate(turns),

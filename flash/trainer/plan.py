@@ -41,7 +41,7 @@ from algorithms.advantages import (
 from algorithms.base import Advantage
 from algorithms.critics import assign_critics, discounted_sums, gae, monte_carlo
 from algorithms.references import kl
-from flash.ages import age_of, recent
+from flash.ages import age_of, young_enough
 from flash.config.learning import AlgorithmConfig
 from flash.config.tree import Config
 from flash.errors import ContractError
@@ -307,7 +307,7 @@ def assign_credit(shard: Shard, algorithm: AlgorithmConfig, estimator: Advantage
     group_ids_B = [entry.group_id for entry in known]
     turns_B = [np.array(entry.turns, dtype=np.float64) for entry in known]
     oldest_B = np.array([entry.oldest_version for entry in shard.batch], dtype=np.float64)
-    trained_B = recent(oldest_B, shard.min_version)
+    trained_B = young_enough(oldest_B, shard.min_version)
     staleness_B = np.zeros_like(oldest_B)
     turn_advantages_B: list[FloatArray] = []
     try:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from algorithms.base import PackedTokens
-from flash.ages import recent
+from flash.ages import young_enough
 from flash.branches import spans_by_turn
 from flash.trainer.mesh import TrainerMesh, to_device
 from flash.trainer.objective import TokenLoss
@@ -303,7 +303,9 @@ class ShownTokens:
     def __init__(self, shard: Shard, count: int) -> None:
         """Keep the first `count` samples of the batch that have a token to train, as far as this rank trains them."""
         self._count = count
-        places = set(samples_to_show((recent(entry.oldest_version, shard.min_version) for entry in shard.batch), count))
+        places = set(
+            samples_to_show((young_enough(entry.oldest_version, shard.min_version) for entry in shard.batch), count)
+        )
         self._shown = {one.index: one.trajectory for one in shard.samples if one.index in places}
         self._places = np.array(sorted(self._shown), dtype=np.int64)
         # For each sequence: the index of its sample in the batch, the number of the sample's action tokens before the

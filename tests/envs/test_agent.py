@@ -15,7 +15,7 @@ import pytest
 
 from envs.agent import Agent, AgentOptions
 from envs.mixture import Mixture, MixtureOptions
-from flash.branches import branch_tokens, sequences, spans_by_turn
+from flash.branches import branch_tokens, spans_by_turn, split_branches
 from flash.environment import Environment, Informed, WarmStart
 from flash.errors import ConfigError
 from flash.service.app import RETRIES
@@ -280,7 +280,7 @@ def test_a_text_after_a_chat_is_a_branch() -> None:
         (", and more", 1),
         ("user: what of 56?", 2),
     ]
-    assert sequences(played)[1].tokens().tolist() == [*b"a text fine", 256, *b", and more fine", 256]
+    assert split_branches(played)[1].tokens().tolist() == [*b"a text fine", 256, *b", and more fine", 256]
 
 
 async def rewards_itself(base_url: str, api_key: str, task: str) -> str:
@@ -458,7 +458,7 @@ async def asks_for_the_best(base_url: str, api_key: str, task: str) -> str:
 def test_several_answers_to_the_same_question_share_what_was_said_before_it_as_their_prompt() -> None:
     played = trajectory("asks_for_the_best")
     assert [turn.branch for turn in played.turns] == [0, 0, 1, 2]
-    one, two, three = (each.tokens().tolist() for each in sequences(played))
+    one, two, three = (each.tokens().tolist() for each in split_branches(played))
     assert one == two == three
     assert branch_tokens(played) == [10, 5, 5], "what they share is trained once"
 

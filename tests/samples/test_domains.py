@@ -250,7 +250,7 @@ def test_a_domain_cannot_sample_what_cannot_be_trained(domain: Domain, message: 
 def test_a_domain_keeps_no_sets_where_logits_are_too_coarse_to_tell_which() -> None:
     model = ModelConfig(path="model", dtype="bfloat16", head_dtype="model")
     config = Config(run=RunConfig(name="n"), model=model, env=EnvConfig(path="envs.mixture:Mixture"))
-    assert not Problems.of(config, lambda seed: "a", {"a": Domain()}).domains["a"].sampling.keeps
+    assert not Problems.of(config, lambda seed: "a", {"a": Domain()}).domains["a"].sampling.has_kept_sets
     with pytest.raises(ConfigError, match=r"top_k of the domain 'a': .* not known with logits in bfloat16"):
         Problems.of(config, lambda seed: "a", {"a": Domain(top_k=5)})
 

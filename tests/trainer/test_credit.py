@@ -37,7 +37,7 @@ def with_turns(trajectory: Trajectory, rewards: list[float]) -> Trajectory:
 def test_members_trained_in_an_earlier_step_count_for_the_advantages_of_their_group() -> None:
     late = make_shard([sample(0, 1.0), sample(1, 0.0)])
     whole = make_shard([sample(0, 1.0), sample(0, 0.0)])
-    earlier = msgspec.structs.replace(late, earlier=[sample(0, 0.0).entry()])
+    earlier = msgspec.structs.replace(late, earlier=[sample(0, 0.0).batch_sample()])
     assert credit_of(late).advantage_B.tolist() == [0.0, 0.0], "alone in its group a sample says nothing"
     assert credit_of(earlier).advantage_B.tolist() == [credit_of(whole).advantage_B[0], 0.0]
     assert len(credit_of(earlier).staleness_B) == len(credit_of(earlier).reward_B) == 2
@@ -159,8 +159,8 @@ def test_turns_whose_rewards_are_not_known_are_refused_where_they_count(estimato
 def test_what_the_batch_knows_of_a_trajectory() -> None:
     one = with_turns(sample(7, 0.0, [VersionRun(1, 2), VersionRun(3, 2)]), [1.0, 0.5])
     cut = msgspec.structs.replace(one, outcome=Outcome.TRUNCATED)
-    assert one.entry(0) == BatchSample(7, 1.5, 1, 4, False, [1.0, 0.5])
-    assert one.entry(2).oldest_version == 3, "tokens that are masked have no say in the age"
-    assert one.entry(4).oldest_version < 4, "nothing of it is trained"
-    assert cut.entry().truncated
+    assert one.batch_sample(0) == BatchSample(7, 1.5, 1, 4, False, [1.0, 0.5])
+    assert one.batch_sample(2).oldest_version == 3, "tokens that are masked have no say in the age"
+    assert one.batch_sample(4).oldest_version < 4, "nothing of it is trained"
+    assert cut.batch_sample().truncated
     assert Span(4, 6) in one.action_spans

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import astuple
 
-from flash.branches import sequences, spans_by_turn
+from flash.branches import spans_by_turn, split_branches
 from flash.errors import ContractError
 from flash.sampling import Kept, Sampling
 from flash.trainer.model.packed import packed_row
@@ -214,7 +214,7 @@ def test_what_a_token_was_drawn_from_is_what_the_run_did_to_the_logits_of_its_ke
     how = Sampling(top_k=4, logit_bias=((3, 1.0), (7, 9.0), (7, -2.0)), repetition_penalty=1.5)
     shard = branched_shard()
     drawn = [drawn_from_some(sample.trajectory, how) for sample in shard.samples]
-    for branch in (branch for one in drawn for branch in sequences(one)):
+    for branch in (branch for one in drawn for branch in split_branches(one)):
         tokens, positions = branch.tokens().tolist(), np.flatnonzero(branch.action_mask())
         found = kept_tokens(branch, positions)
         assert branch.kept is not None

@@ -131,7 +131,7 @@ def at_step(shard: Shard, step: int) -> Shard:
         step=step,
         min_version=step,
         samples=samples,
-        batch=[sample.trajectory.entry() for sample in samples],
+        batch=[sample.trajectory.batch_sample() for sample in samples],
         total_tokens=sum(sample.trajectory.action_count for sample in samples),
         total_sequences=len(samples),
     )

@@ -255,7 +255,7 @@ def test_only_sequences_with_a_token_to_train_have_a_say(untied_model: Path) -> 
     counts = [one.trajectory.trained_tokens(3) for one in shard.samples]
     young = replace(
         young,
-        batch=[one.trajectory.entry(3) for one in shard.samples],
+        batch=[one.trajectory.batch_sample(3) for one in shard.samples],
         total_tokens=sum(counts),
         total_sequences=sum(count > 0 for count in counts),
     )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from flash.branches import branch_tokens, sequences
+from flash.branches import branch_tokens, split_branches
 from flash.types import Shard, TokenUse, TrainedSample, VersionRun
 from tests.branching import joined
 from tests.trainer.trainer_cases import (
@@ -32,7 +32,7 @@ def floats(values: bytes) -> np.ndarray:
 def naive(model: Path, shard: Shard, index: int) -> tuple[np.ndarray, np.ndarray]:
     """Return log-prob and entropy of each action token. Each branch goes alone through the plain model."""
     reference, logprobs, entropies = reference_model(model), list[float](), list[float]()
-    for branch in sequences(shard.samples[index].trajectory):
+    for branch in split_branches(shard.samples[index].trajectory):
         ids = torch.tensor(branch.tokens().tolist())
         with torch.no_grad():
             rows = reference(input_ids=ids[None]).logits[0].log_softmax(-1)
@@ -64,7 +64,9 @@ def test_tokens_of_the_first_trained_samples_are_told_with_all_their_branches(ti
     for seen in trainer.shown:
         trajectory = shard.samples[seen.index].trajectory
         mask = trajectory.action_versions() >= 2
-        part_of_one = np.repeat([one.trained_tokens(2) > 0 for one in sequences(trajectory)], branch_tokens(trajectory))
+        part_of_one = np.repeat(
+            [one.trained_tokens(2) > 0 for one in split_branches(trajectory)], branch_tokens(trajectory)
+        )
         without += int((~part_of_one).any())
         logprobs, entropies = naive(tied_model, shard, seen.index)
         # The second minibatch is computed after the first has changed the weights.

@@ -11,7 +11,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from flash.branches import sequences
+from flash.branches import split_branches
 from flash.config.learning import TrainConfig
 from flash.errors import ConfigError, ContractError
 from flash.trainer.optimizer import learning_rate
@@ -56,7 +56,7 @@ def naive_loss(model: Any, shard: Shard, objective: str, aggregation: str) -> to
     """Return the batch's loss by loops over samples, branches and tokens, in float64, for one update per batch."""
     found = []
     for sample, advantage in zip(shard.samples, naive_advantages(shard), strict=True):
-        branches = [one for one in sequences(sample.trajectory) if one.trained_tokens(shard.min_version)]
+        branches = [one for one in split_branches(sample.trajectory) if one.trained_tokens(shard.min_version)]
         found += [naive_losses(model, branch, shard.min_version, objective, advantage) for branch in branches]
     if aggregation == "token_mean":
         return torch.cat(found).sum() / shard.total_tokens

@@ -124,7 +124,7 @@ def test_samples_that_are_drawn_in_different_ways_share_a_step_of_the_engine_and
     assert log_ratios(served, together).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("name", [name for name in HOW if HOW[name].keeps])
+@pytest.mark.parametrize("name", [name for name in HOW if HOW[name].has_kept_sets])
 def test_the_kept_set_is_what_the_rules_keep_and_has_the_token_that_was_drawn(served: Served, name: str) -> None:
     how = HOW[name]
     completion = drawn(served, how)

@@ -195,7 +195,7 @@ def test_a_teacher_that_a_server_holds_teaches_as_one_that_the_trainer_holds(
 
     def taught(one: Trajectory) -> Trajectory:
         with torch.no_grad():
-            said = [unpacked_logprobs(teacher, branch) for branch in branches.sequences(one)]
+            said = [unpacked_logprobs(teacher, branch) for branch in branches.split_branches(one)]
         return replace(one, teacher=torch.cat(said).float().numpy().tobytes())
 
     for shard in (forked_shard(), aged_shard()):

@@ -137,7 +137,7 @@ def make_shard(trajectories: list[Trajectory], *, step: int = 0, min_version: in
         step=step,
         min_version=min_version,
         samples=[ShardSample(index, one) for index, one in enumerate(trajectories)],
-        batch=[one.entry(min_version) for one in trajectories],
+        batch=[one.batch_sample(min_version) for one in trajectories],
         total_tokens=sum(one.trained_tokens(min_version) for one in trajectories),
         total_sequences=sum(count_trained_branches(one, min_version) for one in trajectories),
     )

@@ -182,7 +182,7 @@ class VLLMEngine:
             queue = await llm.add_request(request_id, prompt, parameters, lora_request=adapter.lora_request)
             vllm.search_stop_text_in_prompt(llm, queue, request.prompt, stop_text_tokens(request))
             starts = vllm.version_starts(llm, queue)
-            forget = vllm.trim_logprobs(llm, queue) if request.sampling.keeps else None
+            forget = vllm.trim_logprobs(llm, queue) if request.sampling.has_kept_sets else None
             while True:
                 output = queue.get_nowait() or await queue.get()
                 piece = output.outputs[0]
@@ -479,7 +479,7 @@ class SamplingParameters:
                 "logit_bias": dict(fields["logit_bias"])
             }
             fields["stop_token_ids"] += self._end_tokens
-            likeliest = min(sampling.top_k + TIES, vocabulary) if sampling.keeps else 0
+            likeliest = min(sampling.top_k + TIES, vocabulary) if sampling.has_kept_sets else 0
             parameters = vllm.sampling_parameters(fields, request.max_new_tokens, likeliest=likeliest)
             # Agents may invent any number of stop texts, which would fill the cache.
             if not request.stop:
@@ -512,8 +512,8 @@ def read_logprobs(
     Raises:
         EngineError: more than `TIES` tokens are exactly as likely as the last one that `top_k` keeps.
     """
-    if not sampling.keeps or not token_ids:
-        return flat.logprobs, Kept() if sampling.keeps else None
+    if not sampling.has_kept_sets or not token_ids:
+        return flat.logprobs, Kept() if sampling.has_kept_sets else None
     # vLLM lists the sampled token again among the most likely ones, except in pieces that it has joined.
     ids, logprobs, starts, ends = map(np.array, (flat.token_ids, flat.logprobs, flat.start_indices, flat.end_indices))
     kept = np.isfinite(logprobs)
