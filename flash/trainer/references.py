@@ -1,6 +1,7 @@
 """Hold the models that the policy is compared with, and run the forward passes before an update.
 
-These are the reference of a KL, a teacher, the critics, and an exponentially weighted moving average of the policy's
+These are the reference of a KL (an earlier or other policy, from which the policy may not move far), a teacher (a model
+that the policy shall imitate), the critics (value models), and an exponentially weighted moving average of the policy's
 weights. `flash.trainer.step` loads them at the start of a run, calls `forward_passes` in each step before the policy
 changes, and keeps the average and a refreshed reference up to date.
 
@@ -8,8 +9,8 @@ The average follows Hilton et al. 2021 (arXiv 2110.00641, section 3.2). In the a
 n − i has the weight decay^i. The weights are divided by their sum, so that early averages are not biased towards the
 first version.
 
-Everything here is a collective: all ranks run the same passes in the same order, with equally many micro-batches, since
-FSDP gathers a layer's weights from all ranks in each pass.
+Every pass is a collective: all ranks run the same passes in the same order, with equally many micro-batches, since FSDP
+gathers a layer's weights from all ranks in each pass. After the passes of a model, `reshard` frees what was gathered.
 
 Shape legend: T = action tokens of a micro-batch, M = critics.
 """
@@ -42,7 +43,7 @@ from flash.trainer.rhythm import MicroSignals, RhythmPass
 
 @dataclass(frozen=True)
 class StepModels:
-    """The policy, and all models that a step compares it with."""
+    """The policy, and all models whose results a step needs before its first update."""
 
     policy: PreTrainedModel
     reference: PreTrainedModel | None
@@ -52,14 +53,15 @@ class StepModels:
     """Teacher in this process; None if there is none, or if a server's log-probs came with the samples."""
     critics: Sequence[Critic]
     average: Mapping[str, Tensor] | None
-    """Moving average of the policy's weights; None if the proximal policy is another one."""
+    """Moving average of the policy's weights; None unless it is the proximal policy, to which an objective may keep the
+    new policy close."""
 
 
 @dataclass(frozen=True)
 class ModelOutputs:
     """Results of the forward passes over one micro-batch before the update; [T] float32, no gradient.
 
-    A result is None if the step does not need the model. `flash.trainer.objective.LossInputs` explains each tensor.
+    A result is None if the step does not need it. `flash.trainer.objective.LossInputs` explains each tensor.
     """
 
     start_T: Tensor | None
@@ -68,7 +70,8 @@ class ModelOutputs:
     teacher_T: Tensor | None
     value_MT: Tensor | None
     signals: MicroSignals | None
-    """Signals of the policy's attention at the start of the step; None if no rhythm is configured."""
+    """Signals of the policy's attention at the start of the step; None if no pass here observes it. They multiply
+    advantages (`flash.trainer.rhythm`)."""
 
 
 @torch.no_grad()
@@ -91,12 +94,14 @@ def forward_passes(
         device: where the log-probs of a served teacher are put.
         start: True computes the policy's log-probs at the start of the step.
         rhythm: observes the policy's attention, if given.
-        served_teacher: True takes the teacher's log-probs from the micro-batches.
+        served_teacher: True takes the log-probs of a teacher that runs on a server from the micro-batches: they came
+            with the samples.
     """
     nothing: list[Tensor | None] = [None] * len(micro_batches)
 
     def logprobs(model: PreTrainedModel | None, *, routed: bool = True) -> list[Tensor | None]:
-        # The log-probs of all micro-batches under a model. With `routed` it uses the experts that engines chose.
+        # The log-probs of all micro-batches under a model. With `routed`, a mixture of experts uses the experts that
+        # the engine chose when it sampled, if the samples come with them.
         if model is None:
             return nothing
         found: list[Tensor | None] = [
@@ -105,6 +110,7 @@ def forward_passes(
         reshard(model)
         return found
 
+    # The policy itself. If only its attention is needed, the output layer computes no more than one token.
     starts, signals = nothing, list[MicroSignals | None]([None] * len(micro_batches))
     if start or rhythm is not None:
         starts = []
@@ -141,6 +147,8 @@ def forward_passes(
 def load_reference(config: Config, mesh: TrainerMesh, policy: PreTrainedModel) -> PreTrainedModel | None:
     """Return the reference policy of the configured KL, sharded like the policy; None without a KL.
 
+    With LoRA and no other reference, this is `policy` itself, whose base is the reference (`StepModels.reference`).
+
     Raises:
         ConfigError: the reference cannot be loaded or packed, has another tokenizer, or is to be refreshed and has
             other shapes than the policy.
@@ -155,6 +163,7 @@ def load_reference(config: Config, mesh: TrainerMesh, policy: PreTrainedModel) -
         reference = load_frozen(config, mesh, "algorithm.kl.reference", path)
     if kl.refresh is None:
         return reference
+    # The policy will be copied to the reference, tensor by tensor.
     own, other = ({name: value.shape for name, value in one.named_parameters()} for one in (policy, reference))
     if own != other:
         name = min(own.items() ^ other.items())[0]
@@ -169,7 +178,8 @@ def load_frozen(config: Config, mesh: TrainerMesh, key: str, path: str) -> PreTr
     """Return the model at `path`, which the configuration's `key` names: sharded like the policy and never trained.
 
     Raises:
-        ConfigError: the model cannot be loaded or packed, or has another tokenizer than the policy.
+        ConfigError: the model cannot be loaded or packed, or has another tokenizer than the policy. The message begins
+            with `key`.
     """
     described = msgspec.structs.replace(config.model, path=path)
     try:
@@ -184,7 +194,8 @@ def load_frozen(config: Config, mesh: TrainerMesh, key: str, path: str) -> PreTr
 def check_tokenizer(config: Config, key: str, path: str) -> None:
     """Check that the model at `path`, which the configuration's `key` names, has the policy's tokenizer.
 
-    The check is skipped if either model comes without a tokenizer.
+    Other models are given the policy's token ids, so with another tokenizer they would read another text. The check is
+    skipped if either model comes without a tokenizer.
 
     Raises:
         ConfigError: the tokenizers give a token different numbers, or only one of them has it.
@@ -203,7 +214,10 @@ def check_tokenizer(config: Config, key: str, path: str) -> None:
 
 
 def _vocabulary(path: str, *, trust: bool) -> dict[str, int]:
-    """Return the number of each token of a model; empty if the model comes without a tokenizer."""
+    """Return the number of each token of a model; empty if the model comes without a tokenizer that can be loaded.
+
+    `trust` is True if code of the model may be run.
+    """
     from transformers import AutoTokenizer
 
     local = Path(path).is_dir()
@@ -218,19 +232,25 @@ def _vocabulary(path: str, *, trust: bool) -> dict[str, int]:
 
 @torch.no_grad()
 def copy_weights(weights: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Copy a model's parameters into `weights`, by name. `weights` must be sharded like the model."""
+    """Copy a model's parameters into `weights`, by name. `weights` must be sharded like the model.
+
+    `flash.trainer.step` refreshes the reference with it. Each rank copies its own shards.
+    """
     for name, parameter in model.named_parameters():
         _local(weights[name]).copy_(_local(parameter))
 
 
 def start_average(model: nn.Module) -> dict[str, Tensor]:
-    """Return the average at version 0: a copy of the trained parameters by name, sharded like the model."""
+    """Return the average at version 0: a copy of the published parameters by name, sharded like the model."""
     return {name: parameter.detach().clone() for name, parameter in published_parameters(model)}
 
 
 @torch.no_grad()
 def update_average(average: Mapping[str, Tensor], model: nn.Module, decay: float, version: int) -> None:
-    """Add the weights of `version` to the average, which holds the versions before it."""
+    """Add the weights of `version` to the average, which holds the versions before it.
+
+    The share of version n in the average over 0 … n is (1 − decay) / (1 − decay^(n + 1)), by the formula above.
+    """
     share = (1 - decay) / (1 - decay ** (version + 1))
     for name, parameter in published_parameters(model):
         _local(average[name]).lerp_(_local(parameter), share)
@@ -238,7 +258,10 @@ def update_average(average: Mapping[str, Tensor], model: nn.Module, decay: float
 
 @contextmanager
 def swapped_in(average: Mapping[str, Tensor], model: nn.Module) -> Generator[None]:
-    """Make the model compute with the weights of the average inside of the block. No backward pass may run there."""
+    """Make the model compute with the weights of the average inside of the block. No backward pass may run there.
+
+    After the block, also after an error, model and average have their own weights again.
+    """
     _exchange(average, model)
     try:
         yield
@@ -265,5 +288,5 @@ def _exchange(average: Mapping[str, Tensor], model: nn.Module) -> None:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard, which shares memory with the tensor."""
+    """Return this rank's shard of a tensor, which shares memory with it; a tensor that is not sharded is returned."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
