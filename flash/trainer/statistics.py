@@ -1,7 +1,11 @@
 """Collect the metrics of a step, and the tokens that the run's pages show.
 
-`flash.trainer.step` adds each micro-batch while it trains, and reduces everything once at the end of the step. The
-metrics are over all ranks, and every rank gets the same numbers.
+`flash.trainer.step` adds each micro-batch (the input of one forward and backward pass) while it trains, and reduces
+everything once at the end of the step. The metrics are over all ranks, and every rank gets the same numbers.
+
+The *age* of a token is the version that is trained minus the version that sampled the token. The *behaviour* log-prob
+of a token is the one that the engine reported when it sampled the token. A *correction* rejects tokens, or weights
+them, by the ratio of the policy to the policy that sampled.
 
 Importance weights here are w = exp(start − behaviour), where `start` is the log-prob under the weights at the start of
 the step. They contain the mismatch of engine and trainer and the policy's drift since the token was sampled. If no pass
@@ -36,8 +40,8 @@ OLDEST = 32
 QUANTILES = (1, 50, 99)
 """Reported quantiles, in per cent."""
 NEAR_ZERO = 1e-3
-"""Log-ratio up to which all bins are about `BIN` · `NEAR_ZERO` wide. The bins above are about 2 % of their log-ratio
-wide."""
+"""Log-ratio up to which all bins of `RatioHistogram` are about `BIN` · `NEAR_ZERO` wide. Above it, the width of a bin
+is about 2 % of the log-ratio."""
 BIN = 0.02
 """Width of a bin, in asinh(log-ratio / NEAR_ZERO)."""
 LARGEST = 300.0
@@ -50,9 +54,10 @@ ROWS = 4
 
 
 class StepTally:
-    """Sums, minima and maxima by name, over micro-batches and then over data shards.
+    """Sums, minima and maxima by name, over micro-batches and then over data shards (ranks with different samples).
 
-    All ranks must add the same names, since `reduce` exchanges the values without their names.
+    All ranks must add the same names, since `reduce` exchanges the values without their names. A rank that runs out of
+    samples adds micro-batches of one masked token, and so the same names.
     """
 
     def __init__(self, mesh: TrainerMesh) -> None:
@@ -77,7 +82,7 @@ class StepTally:
         self._most[name] = most.maximum(self._most.get(name, most))
 
     def reduce(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-        """Return sums, minima and maxima over all ranks. One collective."""
+        """Return sums, minima and maxima over all ranks, by name. One collective. The tally itself does not change."""
         # Sorted by name, so that each column has the same number on every rank.
         kinds = [dict(sorted(values.items())) for values in (self._sums, self._least, self._most)]
         row = torch.stack([value for values in kinds for value in values.values()])
@@ -102,16 +107,20 @@ class RatioHistogram:
         self._counts_AN = torch.zeros(OLDEST + 1, 2 * HALF_BINS + 1, dtype=torch.int64, device=mesh.device)
 
     def add(self, log_ratio_T: Tensor, age_T: Tensor, mask_T: Tensor) -> None:
-        """Count the tokens where `mask_T` is True."""
+        """Count the tokens where `mask_T` is True.
+
+        Log-ratios beyond ±`LARGEST` count as ±`LARGEST`, and a log-ratio that is NaN counts as 0.
+        """
         log_ratio_T = log_ratio_T.double().where(mask_T, 0.0).nan_to_num(0.0, LARGEST, -LARGEST)
         bin_T = ((log_ratio_T / NEAR_ZERO).asinh() / BIN).round().long().clamp(-HALF_BINS, HALF_BINS) + HALF_BINS
         place_T = age_T.where(mask_T, 0).clamp(0, OLDEST) * self._counts_AN.shape[1] + bin_T
         self._counts_AN.view(-1).index_add_(0, place_T, mask_T.long())
 
     def reduce(self) -> dict[str, float]:
-        """Return the quantiles over all ranks, such as `ratio_p50_age_2`, exact to 1 % of the logarithm.
+        """Return the quantiles of the ratio over all ranks, such as `ratio_p50_age_2`, exact to 1 % of the logarithm.
 
-        One collective. An age without a token has no quantiles.
+        One collective. An age without a token has no quantiles. Must be called once only, since it adds the counts of
+        the other ranks to this rank's own.
         """
         self._mesh.reduce_sum(self._counts_AN)
         metrics: dict[str, float] = {}
@@ -127,12 +136,16 @@ class RatioHistogram:
 
 
 class StepStatistics:
-    """Statistics of all micro-batches of a step. No method but `metrics` waits for a GPU."""
+    """Statistics of all micro-batches of a step.
+
+    A step calls `add` for each micro-batch, `end_minibatch` after the last one of each minibatch, and `metrics` once at
+    its end. No method but `metrics` waits for a GPU, so that the GPU gets the next micro-batch in time.
+    """
 
     def __init__(self, mesh: TrainerMesh) -> None:
         self._mesh = mesh
         self._tally = StepTally(mesh)
-        # Loss of the present minibatch, before `end_minibatch` knows its denominator.
+        # Sum of the losses of the present minibatch, which `end_minibatch` will divide.
         self._pending = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self._ratios = RatioHistogram(mesh)
         # For each environment (a kind of problems): the number of tokens of age 0, and the sum of their k3.
@@ -163,10 +176,12 @@ class StepStatistics:
             share_T: the amount that each token adds to the loss of its minibatch.
         """
         tally, mask_T = self._tally, tokens.mask_T
+        # Mismatch of engine and trainer, and drift of the policy.
         current_T = mask_T & (age_T == 0)
         log_ratio_T = (start_T - tokens.behaviour_T).where(mask_T, 0.0)
         self._ratios.add(log_ratio_T, age_T, mask_T)
-        # Distance of the engine's log-probs from the trainer's, over all tokens and over tokens of the current version.
+        # Distance of the engine's log-probs from the trainer's, over all tokens and over tokens of the current version,
+        # by the estimators k1 = −log w and k3 = w − 1 − log w of a KL divergence.
         k3_T = log_ratio_T.exp() - 1 - log_ratio_T
         for which, chosen_T in (("all", mask_T), ("current", current_T)):
             tally.add(f"count {which}", chosen_T, chosen_T)
@@ -177,6 +192,7 @@ class StepStatistics:
         weight_T = log_ratio_T.double().clamp(max=LARGEST).exp()
         tally.add("weight", weight_T, mask_T)
         tally.add("weight square", weight_T.square(), mask_T)
+        # The loss, and numbers of the tokens that it is over.
         tally.add("count kept", loss.mask_T, mask_T)
         self._pending += share_T.detach().double().where(loss.mask_T, 0.0).sum()
         tally.add("entropy", entropy_T, mask_T)
@@ -188,6 +204,7 @@ class StepStatistics:
             tally.add("kl", loss.divergence_T, loss.mask_T)
         if loss.above_teacher_T is not None:
             tally.add("teacher", loss.above_teacher_T, loss.mask_T)
+        # Statistics that the objective itself reports.
         for name, stat_T in loss.stats.items():
             tally.add(f"stat {name}", stat_T, loss.mask_T)
             tally.add_range(f"stat {name}", stat_T, loss.mask_T)
@@ -204,7 +221,8 @@ class StepStatistics:
     def _add_kinds(self, log_ratio_T: Tensor, current_T: Tensor, sequence_T: Tensor, kinds_S: Sequence[str]) -> None:
         """Add the mismatch of engine and trainer by environment, over the tokens where `current_T` is True.
 
-        The mismatch is measured by the estimator k3 of a KL divergence (`algorithms.references`).
+        The mismatch is measured by the estimator k3 of a KL divergence (`algorithms.references`). A run with one
+        environment has one kind, with an empty name.
         """
         k3_T = (log_ratio_T.double().exp() - 1 - log_ratio_T.double()).where(current_T, 0.0)
         kinds = sorted({*kinds_S})
@@ -275,7 +293,11 @@ class StepStatistics:
 
 
 def batch_metrics(shard: Shard, plan: StepPlan) -> dict[str, float]:
-    """Return the metrics of a batch that do not depend on a forward pass: tokens, ages and rewards."""
+    """Return the metrics of a batch that do not depend on a forward pass: tokens, ages and rewards.
+
+    They are computed from facts about the whole batch and from the counts in `plan`, which are over all ranks, so this
+    is no collective.
+    """
     reward_B = plan.credit.reward_B
     counts = np.array(plan.age_histogram, dtype=np.float64)
     share = counts / max(counts.sum(), 1.0)
@@ -296,13 +318,15 @@ def batch_metrics(shard: Shard, plan: StepPlan) -> dict[str, float]:
 class ShownTokens:
     """Keeps numbers for the tokens of the few samples that a run shows on its pages.
 
-    The numbers are log-prob, entropy, advantage and use (`TokenUse`). All are by-products of training, so no forward
-    pass is made for them.
+    The numbers are log-prob, entropy, advantage and use (`TokenUse`: trained, clipped, rejected or too old). All are
+    by-products of training, so no forward pass is made for them. A step calls `add` for each micro-batch, and then
+    `gather`.
     """
 
     def __init__(self, shard: Shard, count: int) -> None:
-        """Keep the first `count` samples of the batch that have a token to train, as far as this rank trains them."""
+        """Choose the first `count` samples of the batch that have a token to train, as far as this rank trains them."""
         self._count = count
+        # Index in the batch of each chosen sample. Every rank chooses the same ones, and shows those of its shard.
         places = set(
             samples_to_show((young_enough(entry.oldest_version, shard.min_version) for entry in shard.batch), count)
         )
@@ -347,7 +371,7 @@ class ShownTokens:
     def gather(self, mesh: TrainerMesh) -> list[TrainedSample]:
         """Return the shown samples of all ranks on data shard 0, and an empty list on other data shards.
 
-        A collective if the run shows samples and has several data shards.
+        A collective if the run shows samples and has several data shards. Rank 0 reports the result to the hub.
         """
         if self._count == 0:
             return []
