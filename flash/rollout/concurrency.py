@@ -1,19 +1,21 @@
 """Limit on the requests that an engine holds at once, so that its KV cache is full and seldom overflows. Pure state.
 
-A running sequence grows by one token per step until it ends. How soon it ends is estimated from the responses so far.
-The hazard of an end (its probability per token) is constant within each quarter of an octave of lengths: the number of
-ends there, divided by the number of tokens generated there, also by responses that still run. This is the maximum
-likelihood estimate of a piecewise constant hazard under censoring. With S(s | a) the probability that a response of a
-tokens lives for s more, the tokens that the cache is expected to hold in s steps are
+With too few requests an engine decodes slowly. If its cache overflows, it *preempts* its youngest sequence: it frees
+the cache of the sequence, and computes it again later. The proxy keeps one `ConcurrencyLimit` for each engine, and one
+`ResponseLengths` for all engines of the node.
+
+A running sequence grows by one token per step until it ends. The *hazard* of an end (its probability per token) is
+constant within each interval of lengths, a quarter of an octave: the number of ends there, divided by the number of
+tokens generated there, also by responses that still run. This is the maximum likelihood estimate under censoring. Let
+S(s | a) be the probability that a response of a tokens lives for s more. The cache is expected to hold in s steps
 
     U(s) = sum over running sequences of (context + s) · S(s | age),
 
-and the variance is the sum of (context + s)² · S · (1 − S). Each further request adds (prompt + s) · S(s | 0). As many
-requests may begin as keep the expectation, plus two standard deviations, within the cache at every s. If more of them
-live than expected, the engine preempts its youngest sequence, which costs least, as it has the least to compute again.
+tokens, with the variance sum of (context + s)² · S · (1 − S). Each further request adds (prompt + s) · S(s | 0). The
+limit is the largest number of requests for which U plus two standard deviations stays within the cache at every s.
 
-If the cache is large enough for any load, an engine is given a few requests ahead, for the places that will be free
-in a few steps. The proxy keeps one `ConcurrencyLimit` per engine and one `ResponseLengths` for all of them.
+If the cache is large enough for any load, an engine gets a few requests more than it can run (*requests ahead*). They
+replace the responses that end within a few steps.
 """
 
 from __future__ import annotations
@@ -31,23 +33,25 @@ from flash.rollout.engine import Pressure
 Name = TypeVar("Name", bound=Hashable)
 
 EDGES = np.array([0.0, *(2.0 ** (np.arange(4 * 24) / 4))])
-"""Lengths in tokens between which the hazard is constant: quarters of octaves."""
+"""Borders of the intervals of lengths, in tokens, within which the hazard is constant: 0 and quarters of octaves."""
 _EDGES = EDGES.tolist()
+"""`EDGES` as a list, in which `bisect` and `math` are fast."""
 DEVIATIONS = 2.0
-"""Standard deviations of the expected use that stay free: the use exceeds them about once in forty times."""
+"""Number of standard deviations of the expected use that stay free. The use exceeds them about once in forty times."""
 AHEAD = 1 / 1024
-"""Smallest number of steps s that is checked, as a share of the greatest length."""
+"""Smallest number of steps s that is checked beside 0, as a share of the greatest length."""
 STEP_TOKENS = 16
-"""Tokens of context that an engine can compute in the time of one decoding step, at least: both read all weights."""
+"""Number of tokens of context that an engine can compute at least in the time of one decoding step. Both read all
+weights, which takes most of the time."""
 PRIOR = 0.5
-"""Responses that every interval of lengths counts before any has ended, each with half of the greatest length as its
-tokens. Thus a rate is known where no response has been."""
+"""Number of ended responses that every interval counts in advance, each with half of the greatest length as its tokens.
+So the hazard is also known for lengths that no response has had."""
 STEPS_AHEAD = 8
-"""An engine gets requests ahead for the responses that end within this many steps. A node needs that long to replace
-requests that have ended. Otherwise the engine would make these steps with few sequences, at nearly the cost of full
-steps: with answers of 16 tokens that was 8 % of its work."""
+"""Number of decoding steps: an engine gets requests ahead for the responses that end within them. A node needs that
+long to replace requests that have ended. Without requests ahead the engine would make these steps with few sequences,
+at nearly the cost of full steps: with answers of 16 tokens that was 8 % of its work."""
 MIN_ENDED = 256
-"""Responses that must have ended before any request is given ahead."""
+"""Number of responses that must have ended before an engine gets requests ahead, so that their mean length is known."""
 
 
 class ResponseLengths:
@@ -55,14 +59,15 @@ class ResponseLengths:
 
     def __init__(self) -> None:
         self._ended = self._ended_tokens = 0
-        """Responses that have ended, and their tokens."""
+        """Number of responses that have ended, and of their tokens."""
         self._ends = np.zeros(len(EDGES))
-        """Ends between two edges, without those at a limit."""
+        """Number of ends in each interval of `EDGES`. Responses that ended at a token limit are left out: they say
+        nothing about when the model ends a response."""
         self._tokens = np.zeros(len(EDGES))
-        """Tokens generated between two edges."""
+        """Number of tokens generated in each interval of `EDGES`."""
 
     def grow(self, first: int, stop: int) -> None:
-        """Note that a response has got the tokens at positions [first, stop)."""
+        """Note that a response has got the tokens at positions [first, stop). Counts them in their intervals."""
         while first < stop:
             interval = _interval(first)
             end = stop if interval + 1 == len(_EDGES) else min(stop, math.ceil(_EDGES[interval + 1]))
@@ -70,31 +75,37 @@ class ResponseLengths:
             first = end
 
     def end(self, length: int, *, limited: bool = False) -> None:
-        """Note that a response has ended with `length` tokens, by itself or at its limit."""
+        """Note that a response has ended with `length` tokens: by itself, or at its token limit if `limited`."""
         self._ended, self._ended_tokens = self._ended + 1, self._ended_tokens + length
         self._ends[_interval(length)] += not limited
 
     def ending_soon(self, running: int) -> int:
-        """Return how many of `running` responses end within `STEPS_AHEAD` steps; 0 before enough have ended."""
+        """Return the expected number of `running` responses that end within `STEPS_AHEAD` steps.
+
+        It follows from the mean length of the ended responses, and is 0 before `MIN_ENDED` have ended.
+        """
         known = self._ended >= MIN_ENDED and self._ended_tokens
         return min(running, STEPS_AHEAD * running * self._ended // self._ended_tokens) if known else 0
 
     def cumulative_hazard(self, longest: int) -> NDArray[np.float64]:
-        """Return the hazard of an end, summed from 0 to each of `EDGES`.
+        """Return the hazard of an end, summed from 0 to each of `EDGES`. Its differences give S: S(s | a) = exp(H(a) −
+        H(a+s)).
 
         Args:
-            longest: most tokens that a response may have.
+            longest: largest number of tokens that a response may have.
         """
-        # The prior adds ends and tokens to every interval, so that a rate is known where no response has been yet.
+        # The prior adds ends and tokens to every interval, so that the hazard is known for lengths without a response.
         rates = (self._ends + PRIOR) / (self._tokens + PRIOR * longest / 2)
         return np.concatenate([[0.0], np.cumsum(rates[:-1] * np.diff(EDGES))])
 
 
 class ConcurrencyLimit:
-    """Limit on the requests that one engine may hold, from its pressure and the lengths of responses.
+    """Limit on the requests that one engine may hold, from its pressure (its load) and the lengths of responses.
+
+    The proxy calls `begin`, `grow` and `end` for each request, and then `observe`, which computes the limit.
 
     Args:
-        ceiling: most requests that the engine runs at once.
+        ceiling: largest number of requests that the engine runs at once (`engine.max_sequences`).
         lengths: statistics of all engines of the node.
     """
 
@@ -103,52 +114,60 @@ class ConcurrencyLimit:
         self._ceiling = ceiling
         self._lengths = lengths
         self._running: dict[Hashable, list[int]] = {}
-        """Rows of the running responses: tokens of the prompt, tokens so far, most tokens that the response may have,
-        and 1 if this engine has given any of them, else 0. Only with a 1 the engine's own count surely includes it."""
+        """One row for each running response: number of tokens of the prompt, number of tokens so far, token limit, and
+        1
+        if this engine has given a token of it, else 0. The use of the cache that the engine reports surely includes a
+        response only if the last number is 1."""
         self._seen: Pressure | None = None
-        """Pressure of the last update. The engine makes a new object after each step."""
+        """Pressure at the last update. The engine makes a new object after each step, so the same object means that the
+        engine has made no step since."""
         self._worst = 0
-        """Tokens of all running responses and their prompts if each becomes as long as it may."""
+        """Number of tokens of all running responses and their prompts, if each response reaches its token limit."""
         self._newest = (0, 0)
-        """Prompt tokens of the response that began last, and the most tokens that it may have."""
+        """Number of prompt tokens of the response that began last, and its token limit. They stand for the next request
+        if the engine runs none."""
         self._limit = ceiling
 
     @property
     def limit(self) -> int:
-        """Requests that the engine may hold; at least 1."""
+        """Number of requests that the engine may hold; at least 1."""
         return self._limit
 
     def begin(self, name: Hashable, prompt: int, length: int, longest: int) -> None:
-        """Note that a response begins here, or goes on.
+        """Note that a response begins on this engine, or continues here after another engine has begun it.
 
         Args:
             name: identifies the response in later calls.
-            prompt: tokens of the prompt.
-            length: tokens of the response that exist already.
-            longest: most tokens that the response may have.
+            prompt: number of tokens of the prompt.
+            length: number of tokens of the response that exist already.
+            longest: largest number of tokens that the response may have, with those that exist.
         """
         self._running[name] = [prompt, length, longest, 0]
         self._worst += prompt + longest
         self._newest = prompt, longest
 
     def grow(self, name: Hashable, tokens: int) -> None:
-        """Note that a response has got `tokens` more tokens."""
+        """Note that this engine has given `tokens` more tokens of a response."""
         prompt, length, longest, _ = self._running[name]
         self._lengths.grow(length, length + tokens)
         self._running[name] = [prompt, length + tokens, longest, 1]
 
     def end(self, name: Hashable, *, complete: bool) -> None:
-        """Note that a response does not run here any more; `complete`: it has all its tokens."""
+        """Note that a response no longer runs on this engine.
+
+        `complete`: True if it has ended, and counts in the statistics; False if it was aborted or moves.
+        """
         prompt, length, longest, _ = self._running.pop(name)
         self._worst -= prompt + longest
         if complete:
             self._lengths.end(length, limited=length >= longest)
 
     def worth_moving(self, names: Sequence[Name]) -> list[Name]:
-        """Return those of the running responses `names` that are worth moving to another engine.
+        """Return the running responses, out of `names`, that are worth moving to another engine.
 
-        Each of them is expected to decode here for longer than another engine needs to compute its context again. The
-        shortest context comes first; of equal ones, the last in `names`.
+        The proxy moves some of them to balance the load. A response is worth moving if its expected number of further
+        steps is larger than the steps in which another engine computes its context again. The shortest context comes
+        first; of equal contexts, the last in `names` comes first.
         """
         rows = [self._running[name] for name in names]
         prompt, age, longest, _ = np.array(rows, dtype=np.float64).reshape(-1, 4).T
@@ -156,43 +175,55 @@ class ConcurrencyLimit:
         hazard = self._lengths.cumulative_hazard(int(most))
         later = np.minimum(np.append(EDGES[most > EDGES], most), (longest - age)[:, None])
         alive = np.exp(np.interp(age, EDGES, hazard)[:, None] - np.interp(age[:, None] + later, EDGES, hazard))
-        # The integral of S(s | age) is the expected number of steps.
+        # `later` are the steps s at which S(s | age), `alive`, is known. The integral of S is the expected number of
+        # steps.
         worth = np.trapezoid(alive, later) * STEP_TOKENS > context
         return [names[at] for at in np.lexsort((-np.arange(len(names)), context)) if worth[at]]
 
     def observe(self, pressure: Pressure) -> None:
-        """Update the limit. To be called when a response has begun, got its first tokens or ended."""
+        """Compute the limit from the load that the engine reports.
+
+        To be called when a response has begun, got its first tokens or ended.
+        """
         running, cache = len(self._running), pressure.kv_tokens
         mean = self._worst / running if running else sum(self._newest)
         if not cache or mean * self._ceiling <= cache:
-            # The cache cannot overflow.
+            # Even with the largest number of requests the cache cannot overflow.
             self._limit, self._seen = self._ceiling + self._lengths.ending_soon(self._ceiling), None
             return
         if running and pressure is self._seen:
-            # No step since the last update. Responses that began or ended meanwhile take or leave room that the last
-            # update has counted.
+            # The engine has made no step since the last update, so the reported use of the cache is old: it does not
+            # yet show the responses that began or ended since then. The old limit holds until the next step.
             return
         self._seen = pressure
-        # The last pressure of an engine that runs nothing is about requests that are gone. A sequence that waits in
-        # the engine and has no token yet has just come; if more wait than those, the others were preempted.
+        # The last pressure of an engine that runs nothing is about requests that are gone, so it is ignored. A response
+        # without a token of this engine may still wait inside it, because it has just come. If more wait, the others
+        # were preempted: the cache is full, and no further request may begin.
         new = sum(not row[3] for row in self._running.values())
         more = 0 if running and pressure.waiting > new else self._room(cache, pressure.kv_used * cache)
         self._limit = max(1, min(self._ceiling, running + more))
 
     def _room(self, cache: int, used: float) -> int:
-        """Return how many more requests may begin, given the tokens that the cache holds and those it has in use."""
+        """Return how many more requests may begin, by the formula of the module's docstring.
+
+        Args:
+            cache: number of tokens that the cache can hold.
+            used: number of tokens that are in use, as the engine reports.
+        """
         prompt, age, longest, given = np.array([*self._running.values()], dtype=np.float64).reshape(-1, 4).T
         mean, most = (prompt.mean(), longest.max()) if len(age) else self._newest
         hazard = self._lengths.cumulative_hazard(int(most))
         steps = EDGES[(EDGES == 0) | ((most * AHEAD <= EDGES) & (most > EDGES))]
-        # The engine's own count includes tokens that were not delivered yet, and counts shared blocks once. It does not
-        # include responses that have just begun. The difference is spread over the responses that it includes.
+        # `used` includes tokens that were not delivered yet, counts blocks that requests share only once, and leaves
+        # out responses that have just begun. The difference from our own count is spread over the responses that it
+        # includes.
         known = given > 0
         spread = (used - (prompt + age)[known].sum()) / max(1, known.sum())
         context = np.maximum(1.0, prompt + age + known * spread)[:, None]
         later = age[:, None] + steps
         alive = np.exp(np.interp(age, EDGES, hazard)[:, None] - np.interp(later, EDGES, hazard))
         alive *= later < longest[:, None]
+        # Rows are responses, columns are steps. `size` is the expected number of tokens of a response in the cache.
         size = (context + steps) * alive
         taken = size.sum(axis=0) + DEVIATIONS * np.sqrt((size * (context + steps) * (1 - alive)).sum(axis=0))
         new = (mean + steps) * np.exp(-np.interp(steps, EDGES, hazard))
@@ -200,5 +231,5 @@ class ConcurrencyLimit:
 
 
 def _interval(length: int) -> int:
-    """Return the index of the interval of `EDGES` that a length is in."""
+    """Return the index of the interval of `EDGES` that a length, in tokens, is in."""
     return bisect_right(_EDGES, length) - 1

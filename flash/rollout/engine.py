@@ -1,13 +1,16 @@
 """Engine: the interface between the proxy of a node and an inference engine, with its requests and responses.
 
-The proxy (`flash.rollout.proxy.LLMProxy`) calls `generate` for many requests at once. The supervisor calls `start` and
-`close`, and lets the proxy call `load` for each policy version. `load` is also called a *swap*: it replaces the weights
-while sequences run. The engine pauses between two steps, loads the weights and continues, and later tokens carry the
-new version. An engine that holds several adapters loads a new one without a pause. There each sequence ends with the
-version that it has begun with.
+The proxy (`flash.rollout.proxy.LLMProxy`) calls `generate` for many requests at once. The supervisor
+(`flash.rollout.supervisor`) calls `start` and `close`, and lets the proxy call `load` for each policy version, which is
+the state of the weights after one training step.
 
-After each load the engine must give nearly the same log-probs as the trainer to the *canary*: a fixed short text that
-is published with each version (`Published.canary`).
+`load` is also called a *swap*: it replaces the weights while sequences run. The engine pauses between two steps, loads
+the weights and continues, and later tokens carry the new version. An engine that holds several LoRA adapters loads a
+new one without a pause. There each sequence ends with the version that it has begun with.
+
+The *canary* is a fixed short text that is published with each version, with the trainer's log-probs of its tokens
+(`Published.canary`). After each load the engine must give it nearly the same log-probs. If the differences are too
+large, the engine does not compute with the published weights, and its samples would be wrong.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from flash.types import Completion, Published, VersionRun
 
 
 def ignore_tokens(tokens: Sequence[int]) -> None:
-    """Do nothing. Default of `on_tokens`, for a caller that needs no tokens before the response is complete."""
+    """Do nothing. Default of `ResponseRequest.on_tokens`, for callers that only need the complete response."""
 
 
 class TokenTally:
@@ -41,8 +44,9 @@ class TokenTally:
 class ResponseRequest(msgspec.Struct, frozen=True):
     """A request for one response of the policy. The episode gives it to the proxy, which gives it to an engine.
 
-    If the request moves to another engine, the proxy sends that engine a copy. In the copy, the tokens that earlier
-    engines have sampled are added to `prompt` and `generated`, and are subtracted from `max_new_tokens`.
+    `group_id`, `task_id`, `min_version`, `timeout_s` and `on_tokens` are for the proxy and its router; engines ignore
+    them. If the request moves to another engine, the proxy sends that engine a copy. In the copy, the tokens that
+    earlier engines have sampled are appended to `prompt`, counted in `generated`, and subtracted from `max_new_tokens`.
     """
 
     prompt: list[int]
@@ -51,27 +55,29 @@ class ResponseRequest(msgspec.Struct, frozen=True):
     """Most tokens to sample, without the `generated` tokens."""
     key: int
     """Number that identifies the response. It is equal in every attempt at the task. A simulated engine derives the
-    length of the response from it. Other engines ignore it."""
+    length of the response from it, so that simulations can be repeated. Other engines ignore it."""
     sampling: Sampling = PLAIN
-    """Distribution that each token is drawn from."""
+    """Temperature and other settings of the distribution that each token is drawn from."""
     stop: tuple[str, ...] = ()
     """Texts that end the response, beside `sampling.stop`. The response ends with the tokens of the text."""
     seed: int | None = None
     """Seed of the random draws: the tokens then depend only on the seed, the prompt and the weights. None: the engine
     uses its own random state, so the tokens also depend on the other requests that it serves."""
     group_id: int = 0
-    """Group of the sample. The router prefers the engine that has served the group before."""
+    """Group of the sample. All samples of a group have the same prompt, so the router prefers the engine that has
+    served the group before: that engine has the prompt in its cache."""
     task_id: int = 0
-    """Task of the sample. The router prefers the engine that has served the task before. Ids grow with time, so the
-    router also orders its wait queue by (`group_id`, `task_id`)."""
+    """Task of the sample. The router prefers the engine that has served earlier turns of the task, because their tokens
+    are in its cache. Ids grow with time, so the router also orders its wait queue by (`group_id`, `task_id`)."""
     min_version: int = 0
-    """Oldest policy version that may sample any of the tokens."""
+    """Oldest policy version that may sample any of the tokens. The hub sets it with the lease of the task, so that the
+    tokens are not too old when they are trained. An engine with an older version does not get the request."""
     timeout_s: float = math.inf
     """Seconds until the proxy aborts the request. The time in the wait queue counts. An outage, in which no engine
     serves, does not count."""
     on_tokens: Callable[[Sequence[int]], None] = ignore_tokens
-    """Function that the proxy calls with the new tokens of each `Progress`. The last tokens of the response are in the
-    `Completion` only."""
+    """Function that the proxy calls with the new tokens of each `Progress`. It does not get the last tokens of the
+    response, which are in the `Completion` only."""
     tally: TokenTally = msgspec.field(default_factory=TokenTally)
     """Counter of the caller. If the request is aborted, the engine adds the sampled tokens that were in no `Progress`
     yet to `tally.lost`. All requests of an episode share one."""
@@ -84,17 +90,20 @@ class Progress(msgspec.Struct, frozen=True):
 
     token_ids: list[int]
     logprobs: list[float]
-    """Log-prob of each token, under the distribution that it was drawn from."""
+    """Log-prob of each token under the distribution that it was drawn from, so after temperature and `top_k`."""
     versions: list[VersionRun]
     """Policy version of each token, run-length encoded."""
     kept: Kept | None = None
-    """Tokens that could have been drawn at each position. None if the request's sampling leaves no token out."""
+    """For each position, the other tokens that could have been drawn. The trainer normalises over the same tokens. None
+    if the request's sampling leaves no token out."""
 
 
 class Pressure(msgspec.Struct, frozen=True):
-    """Load of an engine at the end of its last step. The proxy limits the requests of an engine by it.
+    """Load of an engine at the end of its last step.
 
-    A *draft token* is a guess of speculative decoding, which the model accepts or rejects.
+    From `waiting`, `kv_used` and `kv_tokens` the proxy computes how many requests the engine may hold
+    (`flash.rollout.concurrency`). The other numbers are for people and metrics. A *draft token* is a guess of
+    speculative decoding, which the model accepts or rejects.
     """
 
     running: int
@@ -149,7 +158,12 @@ class Engine(Protocol):
         """Stream one response: any number of `Progress`, then one `Completion` with all new tokens.
 
         The `Completion` does not hold the `request.generated` tokens, which earlier engines have sampled. Closing or
-        cancelling the iterator aborts the request in the engine.
+        cancelling the iterator aborts the request in the engine; the proxy does so to move a request to another engine.
+
+        Raises:
+            EngineRefusal: the request is invalid, for example too long. Any engine would refuse it.
+            EngineDeadError: the engine has died.
+            EngineError: the engine has failed this request. Another engine may try.
         """
         ...
 
@@ -179,9 +193,10 @@ class Engine(Protocol):
         ...
 
     def reassign(self, number: int) -> None:
-        """Set the number that the engine has at the next hub. The proxy calls this when its node moves to that hub.
+        """Set the engine's number in the run, which error messages contain.
 
-        Running requests continue.
+        A node that has lost its hub moves to the next hub, where its engines may have other numbers. The supervisor's
+        `EnginePlace.renumber` then calls this. Running requests continue.
         """
         ...
 
@@ -193,5 +208,6 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None:
-        """End the engine and its processes."""
+        """End the engine and its processes. Requests that still run fail. The supervisor also closes a dead engine,
+        because its remaining processes hold memory."""
         ...

@@ -1,7 +1,10 @@
 """State of a node's engines: what runs on each, when each was busy, and when no engine was there at all.
 
-The proxy keeps one `EngineRecord` per engine and updates it on each change. The router decides by the part that the
-record inherits from `EngineView`. Deadlines that must not count the time without any engine use the `OutageClock`.
+The proxy keeps one `EngineRecord` for each *place* of the node, which has one engine after another, and updates it on
+each change. The router decides by the part that the record inherits from `EngineView`. Deadlines that must not count
+the time without any engine (an *outage*) use the `OutageClock`.
+
+A *swap* is the load of a new policy version into an engine.
 """
 
 from __future__ import annotations
@@ -19,29 +22,33 @@ from flash.rollout.routing import EngineView, RequestRecord
 from flash.types import Activity
 
 MERGE_GAP_S = 0.05
-"""Idle seconds up to which two bars of the timeline are drawn as one: such gaps are scheduling noise. They still count
-as idle time."""
+"""Largest idle time, in seconds, between two bars of the timeline that are drawn as one bar. Such short gaps come from
+the scheduling of tasks. They still count as idle time."""
 
 
 class EngineUsage:
     """Record of when one engine was busy or idle: seconds for its reports, bars for the run's timeline. Pure state.
 
-    An engine is busy while it has a running request. Seconds are counted from its first version on; bars are drawn
-    before that too.
-    Each method takes the time of the change in Unix seconds.
+    An engine is busy while it has a running request. Seconds are counted from its first version on, because before that
+    it cannot work. Bars are drawn before that, too. The proxy calls each method at the moment of the change, with the
+    time in Unix seconds.
 
     Args:
-        lane: names the engine on the timeline.
+        lane: name of the engine's row on the timeline.
     """
 
     def __init__(self, lane: str) -> None:
         self.lane = lane
         self._times = StateTimes()
         self._busy_since: float | None = None
+        """Start of the bar that is drawn next, or that was drawn last; None before the first request."""
         self._bars: list[Activity] = []
 
     def loaded(self, start: float, now: float, *, busy: bool) -> None:
-        """Note that the engine has loaded a version since `start`. Its seconds count from its first version on."""
+        """Note that the engine has loaded a version, from `start` until `now`, and add a bar for the swap.
+
+        If it is the engine's first version, its seconds begin to count. `busy`: True if a request runs now.
+        """
         if self._times.state is None:
             self._times.enter("busy" if busy else "idle", now)
         self._bars.append(Activity(self.lane, "swap", start, now))
@@ -49,19 +56,19 @@ class EngineUsage:
     def busy(self, now: float) -> None:
         """Note that a request has begun on the idle engine."""
         idle = self._times.enter("busy", now) if self._times.state is not None else 0.0
-        # The end of the last bar does not say since when the engine was idle: the bar may be that of a swap, or may
-        # have been reported already.
+        # The idle time comes from the state times and not from the last bar: that bar may be a swap's, or may have been
+        # reported already. After a short gap the start stays, so that `_draw` extends the last bar.
         if self._busy_since is None or idle > MERGE_GAP_S:
             self._busy_since = now
 
     def idle(self, now: float) -> None:
-        """Note that the last running request has ended."""
+        """Note that the last running request has ended, and draw the bar of the busy time."""
         if self._times.state is not None:
             self._times.enter("idle", now)
         self._draw(now)
 
     def restart(self) -> None:
-        """Note that another engine, idle and without a version, has taken the place."""
+        """Begin to count at 0 for another engine, idle and without a version. Bars that are not reported yet stay."""
         self._times, self._busy_since = StateTimes(), None
 
     def seconds(self, now: float) -> tuple[float, float]:
@@ -70,7 +77,10 @@ class EngineUsage:
         return self._times.seconds(now).get("idle", 0.0), lifetime
 
     def take_bars(self, now: float, *, busy: bool) -> list[Activity]:
-        """Return the bars since the last call; `busy`: a request runs now. A bar that is not over is cut in two."""
+        """Return the bars since the last call, and forget them.
+
+        `busy`: True if a request runs now. Then the bar up to now is returned, and another one begins.
+        """
         if busy:
             self._draw(now)
             self._busy_since = now
@@ -78,7 +88,7 @@ class EngineUsage:
         return bars
 
     def _draw(self, now: float) -> None:
-        """Add a bar up to now, or extend the last one."""
+        """Add the bar of a busy time that ends now, or extend the last bar if it has the same start."""
         assert self._busy_since is not None, "a request that ends has begun"
         bar = Activity(self.lane, "generate", self._busy_since, now)
         if self._bars and self._bars[-1].name == "generate" and self._bars[-1].start == self._busy_since:
@@ -92,10 +102,10 @@ class EngineRecord(EngineView):
 
     Args:
         engine: the first engine of the place.
-        index: number of the place on the node.
-        number: number of the engine in the run.
-        limit: most requests that the engine may hold.
-        lengths: lengths of responses, shared by all engines of the node.
+        index: number of the place on the node, from 0.
+        number: number of the engine among all engines of the run, for messages and the timeline.
+        limit: largest number of requests that the engine may hold.
+        lengths: statistics of the lengths of responses, shared by all engines of the node.
     """
 
     def __init__(self, engine: Engine, index: int, number: int, limit: int, lengths: ResponseLengths) -> None:
@@ -103,54 +113,64 @@ class EngineRecord(EngineView):
         self.number = number
         self._lengths = lengths
         self.running: dict[anyio.CancelScope, RequestRecord] = {}
-        """The running requests, the youngest last. A request whose scope is cancelled moves to another engine."""
+        """The running requests, in the order in which they began. Cancelling the scope of a request makes it move to
+        another engine."""
         self.emptied = anyio.Event()
-        """Set when the engine holds no request any more; renewed by each wait."""
+        """Event that is set when the engine's last request has left. Each wait makes a new one."""
         self.usage = EngineUsage(f"engine {number}")
         self.tokens = 0
-        """Tokens that have come from this place, over all its engines."""
+        """Number of tokens that all engines of this place have given."""
         self.install(engine, limit)
 
     def renumber(self, number: int) -> None:
-        """Give the engine the number that it has at the next hub."""
+        """Set the number that the engine has at the next hub, to which the node moves when it has lost its hub."""
         self.number = number
         self.usage.lane = f"engine {number}"
 
     def install(self, engine: Engine, limit: int) -> None:
-        """Use this engine from now on, and reset the numbers that belong to one engine."""
+        """Put an engine into the place, and reset everything that belongs to one engine.
+
+        Called for the first engine, and for each engine that replaces a dead one.
+        """
         self.backend = engine
+        """The engine of the place."""
         self.concurrency = ConcurrencyLimit(limit, self._lengths)
         self.canary_error = 0.0
-        """Mean difference of log-probs on the canary, as of the last load."""
+        """Mean absolute difference between the engine's and the trainer's log-probs of the canary, a fixed text, at the
+        last load, in nats."""
         self.loaded: tuple[float, float] | None = None
-        """When the engine began to load its version, and when it had loaded it, in Unix seconds."""
+        """Start and end of the load of the engine's version, in Unix seconds; None before the first load."""
         self.failed_in_a_row = 0
-        """Requests that the engine has failed since its last token."""
+        """Number of requests that the engine has failed since its last token."""
         self.death: EngineDeadError | None = None
+        """Error that says how the engine died; None while it lives."""
         self.died = anyio.Event()
+        """Event that is set when the engine is dead, after `death` was set."""
 
 
 class OutageClock:
-    """Extends deadlines by the time in which no engine serves.
+    """Extends deadlines by the time in which no engine of the node serves (an outage).
 
-    The proxy reports the beginning and the end of an outage. Code that waits for an engine under a deadline of its own
-    enters `extending` for as long as it waits. At the beginning of an outage such a deadline is put off by the longest
-    time that the outage may last; at the end the part that was not needed is taken back.
+    Otherwise all samples that wait for a response would fail when the node's last engine restarts. The proxy calls
+    `begin` and `end`. Code that waits for an engine under a deadline of its own (`LLMProxy.generate`, `Episode`) enters
+    `extending` for as long as it waits. At the beginning of an outage such a deadline is extended by the longest time
+    that the outage may last. At the end it is shortened by the time that was not needed.
 
     Args:
-        longest_s: most seconds of an outage that are left out; further seconds count in every deadline.
-        now: seconds on the loop's clock.
+        longest_s: largest number of seconds of an outage that do not count; further seconds count in every deadline.
+        now: returns seconds; only their differences are used.
     """
 
     def __init__(self, longest_s: float = 0.0, now: Callable[[], float] = anyio.current_time) -> None:
         self._longest_s = longest_s
         self._now = now
         self._since: float | None = None
+        """Beginning of the outage; None if there is none."""
         self._extended: set[anyio.CancelScope] = set()
 
     @property
     def remaining_s(self) -> float:
-        """Seconds that the outage may still last; 0 if there is none."""
+        """Seconds of the present outage that may still come and will not count; 0 if there is no outage."""
         return 0.0 if self._since is None else max(0.0, self._since + self._longest_s - self._now())
 
     def begin(self) -> None:
@@ -167,9 +187,9 @@ class OutageClock:
 
     @contextmanager
     def extending(self, scope: anyio.CancelScope) -> Generator[None]:
-        """Let outages not count in the deadline of `scope` within the block."""
-        # The deadline is changed only during an outage, which is rare: each change sets a new timer, and this method
-        # runs for every response.
+        """Extend the deadline of `scope` by the outages within the block."""
+        # Outside of outages the deadline is not changed: each change sets a new timer, and this method runs for every
+        # response.
         if self._since is not None:
             scope.deadline += self.remaining_s
         self._extended.add(scope)
@@ -177,10 +197,12 @@ class OutageClock:
             yield
         finally:
             self._extended.discard(scope)
-            # A caller that waits again during the same outage would put its deadline off twice.
+            # Takes the unused extension back. Otherwise a caller that waits again during the same outage would get the
+            # extension twice.
             if self._since is not None:
                 scope.deadline -= self.remaining_s
 
     def _extend(self, seconds: float) -> None:
+        """Move the deadlines of all scopes inside `extending` by `seconds`, which may be negative."""
         for scope in self._extended:
             scope.deadline += seconds

@@ -1,10 +1,10 @@
 """Engines for tests and benchmarks: one that needs no model, and one that wraps another engine.
 
-`FakeEngine` answers after a set time per token on the loop's clock, with the tokens that a function returns. It keeps
-the contract of `Engine`, which `tests/rollout/engine_contract.py` checks for it and for vLLM. Pieces stream, and the
-last tokens come with the completion. Requests beyond the engine's slots wait in order. A swap pauses after the running
-step, and changes the version of later tokens only. A request that began on another engine goes on after its own tokens.
-A dead engine fails every request at once.
+`FakeEngine` answers with the tokens that a function returns, each after a set time on the loop's clock. It keeps the
+contract of `Engine`, which `tests/rollout/engine_contract.py` checks for it and for vLLM. The tokens of a response come
+one by one, and the last one with the completion. Requests beyond the engine's slots wait in order. A swap (the load of
+a version) pauses the engine after the running step, and changes the version of later tokens only. A request that began
+on another engine continues after its own tokens. A dead engine fails every request at once.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from flash.rollout.engine import Engine, Pressure, Progress, ResponseRequest
 from flash.types import Completion, Published, VersionRun, append_versions
 
 UNLIMITED = 1 << 30
-"""Number of slots of an engine that runs all its requests at once."""
+"""Number of slots that lets an engine run all its requests at once."""
 
 EngineT = TypeVar("EngineT", bound=Engine)
 
 
 class FakeEngine:
-    """An `Engine` without a model.
+    """An `Engine` without a model, whose failures and death a test can cause. The log-prob of every token is −1.
 
     Args:
         answer: returns the tokens of the response to a prompt.
-        seconds_per_token: time of one step.
-        swap_seconds: time of a `load`.
-        slots: most requests that run at once.
-        start_seconds: time of `start`.
+        seconds_per_token: seconds of one step, in which each running request gets one token.
+        swap_seconds: seconds of a `load`.
+        slots: largest number of requests that run at once.
+        start_seconds: seconds of `start`.
     """
 
     def __init__(
@@ -50,27 +50,30 @@ class FakeEngine:
         self._slots = anyio.Semaphore(slots)
         self.start_seconds = start_seconds
         self.start_error: Exception | None = None
-        """Error that `start` ends with."""
+        """Error that `start` raises; None to start."""
         self.load_error: Exception | None = None
-        """Error with which each `load` ends while this is set."""
+        """Error that each `load` raises while this is set."""
         self.closed = False
         self._version = -1
         self._death: EngineDeadError | None = None
         self._died = anyio.Event()
         self._resumed = anyio.Event()
+        """Event that is set unless a swap pauses the engine."""
         self._resumed.set()
         self._failures: list[EngineError] = []
-        """Errors for the next tokens: each fails the request that would get the token."""
+        """Errors that `fail_next` or `refuse_next` has prepared. Each fails the request that would get the next
+        token."""
         self.aborted = 0
         """Number of requests that ended before their completion."""
         self.running = 0
         self.waiting = 0
         self.requests: list[ResponseRequest] = []
-        """All requests that came."""
+        """All requests that the engine has accepted, for tests."""
         self.numbers: list[int] = []
-        """Numbers that `reassign` gave."""
+        """Numbers that `reassign` has set, for tests."""
         self.kept_cache: list[bool] = []
-        """The `keep_cache` of each load."""
+        """Argument `keep_cache` of each load, for tests."""
+        # The next three are parts of the reported pressure, which tests set.
         self.kv_used = 0.0
         self.preemptions = 0
         self.kv_tokens = 0
@@ -114,6 +117,7 @@ class FakeEngine:
                 await self._step()
                 newest = [VersionRun(self._version, 1)]
                 append_versions(versions, newest)
+                # The last token is only in the completion.
                 if sum(run.count for run in versions) < len(tokens):
                     yield Progress([token], [-1.0], newest)
             finished = True
@@ -124,14 +128,14 @@ class FakeEngine:
         yield Completion(tokens, [-1.0] * len(tokens), versions, finish)
 
     async def _step(self) -> None:
-        """Let the time of one token pass, after any pause for a swap."""
+        """Let the time of one token pass, after any pause for a swap. Raises a prepared error, if there is one."""
         await self._resumed.wait()
         await self._pass(self._seconds_per_token)
         if self._failures:
             raise self._failures.pop()
 
     async def _pass(self, seconds: float) -> None:
-        """Let time pass. Raises EngineDeadError as soon as the engine dies."""
+        """Wait for some seconds. Raises EngineDeadError as soon as the engine dies."""
         with anyio.move_on_after(seconds):
             await self._died.wait()
         self._check_alive()
@@ -150,6 +154,7 @@ class FakeEngine:
         self.kept_cache.append(keep_cache)
         if self._resumed.is_set():
             self._resumed = anyio.Event()
+        # The running step ends first.
         await self._pass(self._seconds_per_token if self.running else 0.0)
         await self._pass(self._swap_seconds)
         if self.load_error is not None:
@@ -160,17 +165,17 @@ class FakeEngine:
         return 0.0
 
     def kill(self) -> None:
-        """Die, like a process that is killed."""
+        """Die as a process that is killed: running and later requests fail, and `wait_dead` returns."""
         self._death = self._death or EngineDeadError("the fake engine was killed")
         self._died.set()
         self._resumed.set()
 
     def fail_next(self, requests: int = 1) -> None:
-        """Fail `requests` requests, each at its next token."""
+        """Make `requests` requests fail, each at its next token."""
         self._failures = [EngineError("the fake engine was told to fail")] * requests
 
     def refuse_next(self, requests: int = 1) -> None:
-        """Refuse `requests` requests, each at its next token."""
+        """Make the engine refuse `requests` requests, each at its next token."""
         self._failures = [EngineRefusal("the fake engine was told to refuse")] * requests
 
     async def wait_dead(self) -> EngineDeadError:
@@ -180,22 +185,27 @@ class FakeEngine:
         return self._death
 
     async def close(self) -> None:
-        """End the engine: later requests fail. `wait_dead` does not return, since the engine has not died by itself."""
+        """End the engine. Later requests fail. `wait_dead` does not return, because the engine has not died by
+        itself."""
         self._death = self._death or EngineDeadError("the fake engine is closed")
         self.closed = True
         await anyio.lowlevel.checkpoint()
 
 
 class FakeLine:
-    """Makes the fake engines of one place, one after another, when a supervisor asks for them."""
+    """Makes the fake engines of one place, one after another. It is the `make_engine` of a place in tests.
+
+    Args:
+        make: returns a new engine.
+    """
 
     def __init__(self, make: Callable[[], FakeEngine]) -> None:
         self._make = make
         self.made: list[FakeEngine] = []
-        """All engines so far."""
+        """All engines so far, the newest last."""
 
     def __call__(self, number: int = 0) -> FakeEngine:
-        """Return the next engine of the place."""
+        """Make and return the next engine of the place. Its number in the run does not matter."""
         self.made.append(self._make())
         return self.made[-1]
 

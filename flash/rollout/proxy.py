@@ -1,11 +1,18 @@
 """LLMProxy: the only object through which the episodes of a node request responses of its engines.
 
 The episode calls `generate`. The proxy waits until the `Router` has placed the request on an engine that has room, and
-collects the engine's tokens. The request may have to leave the engine before its end: the engine dies, fails the
-request, or is emptied for a *swap* (the load of a new version). Then another engine continues the response after the
-tokens that it has so far. If there is no other engine, the request waits for the next one.
+collects the engine's tokens. The request may have to leave the engine before its end. This happens if the engine dies
+or fails the request, if a less loaded engine has room, or if the engine must be free of requests before a *swap*. Then
+another engine continues the response after the tokens that it has so far. If there is no other engine, the request
+waits for the next one.
 
-A node has a fixed number of *places* for engines. If an engine has died, a new engine gets its place.
+A swap is the load of a new policy version (the weights after one more training step). `ProxySettings.swap` says whether
+requests go on during the swap, are aborted and moved before it (`abort`), or are allowed to end before it (`drain`).
+
+A node has a fixed number of *places* for engines. If an engine has died, a new engine gets its place. The supervisor
+(`flash.rollout.supervisor`) calls `load`, `retire` and `replace`.
+
+A request under which engines have died is a *suspect*: it may be the cause (`flash.rollout.routing`).
 
 Conservation: every `generate` call waits in the queue, is held by exactly one engine, or is over.
 """
@@ -41,19 +48,23 @@ count."""
 
 
 class ProxySettings(msgspec.Struct, frozen=True):
-    """Settings that all proxies of a run share."""
+    """Settings that the proxies of all nodes of a run have in common."""
 
     max_sequences: int
     """Largest number of requests that an engine holds at once."""
     swap: Literal["recompute", "keep", "abort", "drain", "beside"]
-    """Treatment of running requests by a swap: a value of `rollout.swap`, or `beside` if an engine holds several
-    versions of adapters. With `beside`, a request ends under the version with which it began."""
+    """Treatment of running requests by a swap: a value of `rollout.swap`, or `beside`.
+
+    `recompute` and `keep`: they go on under the new version, with a KV cache that is computed again, or that is kept.
+    `abort`: they move to other engines before the load. `drain`: they end before the load, and the engine takes no new
+    request. `beside`: an engine holds several versions of LoRA adapters, and a request ends under the version with
+    which it began."""
     bind_groups: bool
-    """True if all requests of a group go to one engine."""
+    """True if all requests of a group go to one engine (`rollout.replicate_prompts = false`, for comparison)."""
     swap_s: float
-    """Seconds that aborted requests have to leave an engine."""
+    """Seconds that aborted requests have to leave an engine before a swap (`abort`), or after the engine has died."""
     drain_s: float
-    """Seconds that the requests of a drained engine have to end."""
+    """Seconds that the requests of an engine have to end before a swap (`drain`)."""
 
     @staticmethod
     def of(config: Config) -> ProxySettings:
@@ -68,7 +79,10 @@ class ProxySettings(msgspec.Struct, frozen=True):
 
 
 class PartialResponse:
-    """The tokens of a response so far, from all engines that have worked on it.
+    """The tokens of a response so far, from all engines that have worked on it. `LLMProxy.generate` has one per
+    request.
+
+    A token's *kept set* has the tokens that settings such as top_k left in the distribution from which it was sampled.
 
     Invariant: tokens, log-probs, versions and kept sets stay aligned, and each token stays as its engine gave it.
     """
@@ -88,7 +102,11 @@ class PartialResponse:
         return len(self._tokens)
 
     def rest(self) -> ResponseRequest:
-        """Return the request for the next engine, which continues after the tokens so far."""
+        """Return the request for the next engine, which continues after the tokens so far.
+
+        Called once for each engine that gets the request. `complete` needs to know where that engine begins, so this
+        notes the number of tokens so far.
+        """
         self._moved_at = len(self._tokens)
         if not self._tokens:
             return self._request
@@ -109,7 +127,10 @@ class PartialResponse:
             self._kept.append(piece.kept)
 
     def exhausted(self) -> Completion | None:
-        """Return the whole response if it has reached its token limit, else None."""
+        """Return the whole response if it has reached its token limit, else None.
+
+        An engine may give the last token and then die before it gives the completion. No engine has to continue then.
+        """
         if len(self._tokens) < self._request.max_new_tokens:
             return None
         return Completion(self._tokens, self._logprobs, self._versions, "length", self._kept_until(len(self._tokens)))
@@ -117,11 +138,12 @@ class PartialResponse:
     def complete(self, last: Completion) -> Completion:
         """Return the whole response. `last` is the completion of the last engine, with all tokens of that engine.
 
-        These replace the pieces of that engine that were added before.
+        The pieces of that engine that `add` has appended are dropped first, because `last` contains them again.
         """
         at = self._moved_at
         self._tokens = self._tokens[:at] + last.token_ids
         if at == 0:
+            # One engine has sampled everything.
             return last
         (versions,) = divide_versions(self._versions, [at])
         append_versions(versions, last.versions)
@@ -131,23 +153,21 @@ class PartialResponse:
         return Completion(self._tokens, self._logprobs[:at] + last.logprobs, versions, last.finish, kept, last.routes)
 
     def _kept_until(self, tokens: int) -> Kept | None:
-        """Return the kept sets of the first `tokens` tokens; None if no engine has given any.
-
-        A kept set has the tokens that settings such as top_k left in the distribution from which a token was sampled.
-        """
+        """Return the kept sets of the first `tokens` tokens; None if the engines have given none."""
         return join_kept(self._kept).part(0, tokens) if self._kept else None
 
 
 class _Wait:
-    """The wait of one request in the queue.
+    """The wait of one request in the queue. The task of the request waits for `over` (`LLMProxy._wait_in_queue`).
 
-    It is over when an engine has taken the request (`engine`), or when the request has to ask the router again.
+    `over` is set when the router has placed the request on an engine (`engine`), or when the request has to ask the
+    router again, because the engines have changed.
     """
 
     def __init__(self) -> None:
         self.over = anyio.Event()
         self.engine: EngineRecord | None = None
-        """Engine that has taken the request; None while it waits, or if it has to ask again."""
+        """Engine on which the request was placed; None while it waits, or if it has to ask again."""
 
 
 class LLMProxy:
@@ -157,9 +177,9 @@ class LLMProxy:
         engines: the node's engines, in the order of their places; they need not have started.
         first_index: number in the run of the node's first engine.
         settings: settings of the run.
-        outages: clock of the time without any engine. It is notified when the last engine dies, and when one serves
-            again.
-        on_room: called whenever `capacity` may have grown.
+        outages: clock of the time without any engine. The proxy calls `begin` when the last engine dies, and `end` when
+            one serves again.
+        on_room: called whenever `capacity` may have grown. The node's scheduler then starts further episodes.
         now: returns Unix seconds on the loop's clock.
     """
 
@@ -183,14 +203,16 @@ class LLMProxy:
         """State of the engine in each of the node's places, in their order."""
         self._router = Router(self.records, bind_groups=settings.bind_groups)
         self._waits: dict[RequestRecord, _Wait] = {}
-        """Requests in the queue, and requests that have just left it and whose task has not run since."""
+        """Requests in the queue, and requests that have just left it but whose task has not run since."""
         self._on_room = on_room
         self._now = now
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, request: ResponseRequest) -> Completion:
-        """Sample one response.
+        """Sample one response. `Episode` calls this.
+
+        Several engines may work on the response, one after the other. Each turn of the loop gives it to one engine.
 
         Raises:
             PoisonError: `MAX_DEATHS` engines died under the request, so it probably kills engines.
@@ -211,7 +233,7 @@ class LLMProxy:
             return completion
 
     async def _acquire_engine(self, record: RequestRecord) -> EngineRecord:
-        """Wait until an engine holds the request, and return the engine.
+        """Wait until an engine holds the request, and return the engine. `_stream` gives the engine's room back.
 
         Raises:
             PoisonError: `MAX_DEATHS` engines died under the request. Other suspects of its group then fail, too.
@@ -228,13 +250,15 @@ class LLMProxy:
                 continue
             if engine.alive and not engine.closed:
                 return engine
-            # The engine has died or begun a swap since it took the request, before this task went on.
+            # The request was placed on the engine while this task waited. Before the task ran again, the engine has
+            # died or has begun a swap for which it must be empty. So the request asks the router again.
             self._release(engine, record)
 
     async def _wait_in_queue(self, record: RequestRecord) -> EngineRecord | None:
-        """Wait in the queue. Returns the engine that has taken the request; None if it has to ask the router again.
+        """Wait until the request leaves the queue.
 
-        If the caller is cancelled, the request leaves the queue, or gives up the room that it has just got.
+        Returns the engine on which it was placed, or None if it has to ask the router again. If the caller is
+        cancelled, the request leaves the queue, or gives back the room on an engine that it has just got.
         """
         wait = self._waits[record] = _Wait()
         try:
@@ -253,9 +277,10 @@ class LLMProxy:
     async def _stream(
         self, engine: EngineRecord, record: RequestRecord, response: PartialResponse
     ) -> Completion | None:
-        """Make one engine sample the rest of a response.
+        """Make one engine sample the rest of a response, and release the engine's room at the end.
 
-        Returns the whole response. None if the engine has not completed it and another engine has to continue.
+        Returns the whole response, or None if another engine has to continue: the engine has died, it has failed the
+        request, or `scope` was cancelled, which is how the proxy makes a request leave an engine.
 
         Raises:
             EngineError: the engine has failed the request, and no other engine may try.
@@ -265,7 +290,8 @@ class LLMProxy:
         own = rest.generated
         concurrency.begin(scope, len(rest.prompt) - own, own, own + rest.max_new_tokens)
         self._adapt_limit_and_fill(engine)
-        # This request was moved to balance the load. Other engines may have got room meanwhile.
+        # `_balance` has moved this request, and does nothing while a request moves. Engines that have got room
+        # meanwhile get requests now.
         if not record.sticky:
             for other in self.records:
                 self._balance(other)
@@ -292,6 +318,7 @@ class LLMProxy:
         except EngineError as error:
             self._on_failure(engine, error)
             record.barred |= {engine.index}
+            # If `_on_failure` has just retired the engine, the failure is the engine's fault, so others may try.
             if engine.alive and (len(record.barred) >= MAX_FAILURES or self._router.failed_by_all(record)):
                 raise
         finally:
@@ -301,7 +328,10 @@ class LLMProxy:
         return None
 
     def _release(self, engine: EngineRecord, record: RequestRecord) -> None:
-        """Remove a request from an engine. Waiting requests, the oldest first, get the room."""
+        """Note that an engine no longer holds a request, and give the room to waiting requests, the oldest first.
+
+        Wakes `_wait_until_empty` if it was the engine's last request.
+        """
         self._adapt_limit(engine)
         engine.release(record)
         if engine.held == 0:
@@ -309,22 +339,28 @@ class LLMProxy:
         self._fill(engine)
 
     def _adapt_limit_and_fill(self, engine: EngineRecord) -> None:
-        """Update an engine's limit after a request has begun or has got its first tokens, and fill any new room."""
+        """Update an engine's limit after a request has begun or has got its first tokens, and fill any new room.
+
+        `_fill` is skipped without new room, because it runs for every request.
+        """
         before = engine.limit
         self._adapt_limit(engine)
         if engine.limit > before:
             self._fill(engine)
 
     def _adapt_limit(self, engine: EngineRecord) -> None:
-        """Adapt the number of requests that an engine may hold to the load that it reports, such as its KV cache."""
+        """Set the number of requests that an engine may hold by the load that it reports, such as its KV cache.
+
+        The limit keeps the cache full without overflow (`flash.rollout.concurrency`).
+        """
         engine.concurrency.observe(engine.backend.pressure)
         engine.limit = engine.concurrency.limit
 
     def _fill(self, engine: EngineRecord) -> None:
-        """Fill the room of an engine, which may have grown.
+        """Fill the room of an engine: with waiting requests, then with requests that fuller engines run.
 
-        It is filled with waiting requests, then with requests that fuller engines run.
-        The scheduler is notified (`on_room`), because it can use the remaining room for new episodes.
+        Called whenever the room may have grown. At the end `on_room` notifies the scheduler, which can use the
+        remaining room for new episodes.
         """
         for record in self._router.fill(engine.index):
             wait = self._waits[record]
@@ -334,8 +370,10 @@ class LLMProxy:
         self._on_room()
 
     def _on_failure(self, engine: EngineRecord, error: EngineError) -> None:
-        """Count a request that an engine has failed. An engine that fails too many in a row counts as dead."""
-        # A refusal is the fault of the request, not of the engine.
+        """Count a request that an engine has failed. An engine that fails too many in a row is retired.
+
+        Refusals do not count: they are the fault of the request, not of the engine.
+        """
         if isinstance(error, EngineRefusal):
             return
         engine.failed_in_a_row += 1
@@ -344,11 +382,11 @@ class LLMProxy:
             self.retire(engine.index, EngineDeadError(f"engine {engine.number} failed {times}; the last: {error}"))
 
     def _timeout_advice(self, min_version: int) -> str:
-        """Return the advice in the DeadlineError of a response that was too late.
+        """Return the advice in the DeadlineError that `generate` raises for a response that was too late.
 
         The advice names the settings that the user may change, the state of each living engine, and the number of
         requests in the router's wait queue. `self.waiting` may be larger than this number, because it also counts
-        requests that have just left the queue. `generate` calls this.
+        requests that have just left the queue.
 
         `min_version`: oldest version that may serve the request.
         """
@@ -362,19 +400,24 @@ class LLMProxy:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that no engine has taken."""
+        """Number of requests that wait for an engine, and of requests that have just left the queue. For status
+        reports."""
         return len(self._waits)
 
     def capacity(self) -> int:
-        """Return how many more requests could start now on engines that have a version."""
+        """Return how many more requests could start now on engines that have a version.
+
+        The node's scheduler starts that many episodes.
+        """
         return self._router.room()
 
     # -- engines -----------------------------------------------------------------------------------------------------
 
     async def load(self, index: int, published: Published) -> None:
-        """Load a version into the engine in place `index` (a swap).
+        """Load a version into the engine in place `index` (a swap). The supervisor calls this for each new version.
 
-        After an error, an engine that was closed for the swap stays closed, since its weights are undefined.
+        With `abort` and `drain` the engine takes no request until the load is over. After an error it stays closed to
+        requests, because its weights are undefined; the supervisor then starts another engine or ends the run.
 
         Raises:
             WeightsError: the engine got damaged weights, or its log-probs differ too much from the trainer's.
@@ -389,6 +432,7 @@ class LLMProxy:
         elif mode == "drain":
             await self._wait_until_empty(engine, "to end before its swap", self._settings.drain_s)
         start = self._now()
+        # The first version replaces the weights of the model folder, with which nothing was sampled: no cache to keep.
         keep_cache = mode == "keep" and engine.backend.version >= 0
         engine.canary_error = await engine.backend.load(published, keep_cache=keep_cache)
         engine.loaded = start, self._now()
@@ -401,8 +445,9 @@ class LLMProxy:
     def _balance(self, engine: EngineRecord) -> None:
         """Move requests from fuller engines to `engine`, if it has room, because the fullest engine is the slowest.
 
-        The requests with the shortest contexts move, since they cost the least to compute again. No further request
-        moves until these have left their engines.
+        The requests with the shortest contexts move, since they cost the least to compute again. Cancelling the scope
+        of a request makes it leave its engine; it then asks the router, which places it on the emptiest engine. No
+        further request moves until these have left, because the loads would be wrong meanwhile.
         """
         gives = self._router.surplus(engine.index)
         if not gives or any(scope.cancel_called for each in self.records for scope in each.running):
@@ -415,7 +460,7 @@ class LLMProxy:
                 scopes[record].cancel()
 
     async def _wait_until_empty(self, engine: EngineRecord, purpose: str, seconds: float) -> None:
-        """Wait until an engine, which gets no new requests, holds none.
+        """Wait until an engine holds no request. The caller has made sure that it gets no new ones.
 
         Raises:
             DeadlineError: this takes longer than `seconds`. `purpose` completes the message.
@@ -430,12 +475,15 @@ class LLMProxy:
                 await engine.emptied.wait()
 
     def _move_all(self, engine: EngineRecord) -> None:
-        """Make all running requests leave an engine; other engines will continue them."""
+        """Make all running requests leave an engine, before a swap or after its death; other engines continue them."""
         for scope in engine.running:
             scope.cancel()
 
     def _on_first_token(self, engine: EngineRecord, record: RequestRecord) -> None:
-        """Note that an engine has given the first token of a request, which shows that the request does not kill it."""
+        """Note that an engine has given its first token of a request, which shows that the request does not kill it.
+
+        A suspect is thereby cleared, so the engine may get another suspect.
+        """
         record.proven = True
         if record.deaths:
             record.deaths = 0
@@ -443,9 +491,10 @@ class LLMProxy:
             self._fill(engine)
 
     def _fail_suspects(self, group: int) -> None:
-        """Fail the waiting suspects of a group after one of its requests has killed `MAX_DEATHS` engines.
+        """Make the waiting suspects of a group fail after one of its requests has killed `MAX_DEATHS` engines.
 
-        They have the same prompt as that request, so they would probably kill more engines.
+        They have the same prompt as that request, so they would probably kill more engines. With this number of deaths
+        they raise a PoisonError in `_acquire_engine` as soon as they are woken.
         """
         for record, wait in self._waits.items():
             if record.suspected and record.order[0] == group:
@@ -455,7 +504,7 @@ class LLMProxy:
                 wait.over.set()
 
     def _on_death(self, engine: EngineRecord, error: EngineDeadError) -> None:
-        """Note that an engine has died by itself. Each of its requests may be the cause."""
+        """Note that an engine has died by itself, and retire it. Each of its requests may be the cause."""
         if engine.alive:
             for record in engine.running.values():
                 record.died_under(str(error))
@@ -464,8 +513,9 @@ class LLMProxy:
     def retire(self, index: int, error: EngineDeadError) -> None:
         """Take an engine out of service. `error` says how it died.
 
-        Its requests, and requests that wait for it alone, go to other engines or wait for the next one. Does nothing if
-        the engine is out of service already.
+        The supervisor calls this, too, if an engine was killed while it started or could not load a version. The
+        requests of the engine, and requests that wait for it alone, go to other engines or wait for the next one. Wakes
+        `wait_dead`. Does nothing if the engine is out of service already.
         """
         engine = self.records[index]
         if not engine.alive:
@@ -481,7 +531,7 @@ class LLMProxy:
     async def replace(self, index: int, new: Engine) -> None:
         """Put a new engine into the place `index`, whose engine is dead and closed.
 
-        `new` has started and has no version yet.
+        `new` has started and has no version yet, so it gets requests only after its first `load`.
 
         Raises:
             DeadlineError: requests of the dead engine did not leave it in time.
@@ -495,14 +545,15 @@ class LLMProxy:
         self._ask_again(self._router.replace(index, self._settings.max_sequences, new.version))
 
     def _ask_again(self, records: Sequence[RequestRecord]) -> None:
-        """Wake requests that have left the queue: each asks the router again, in this order."""
+        """Wake requests that the router has taken out of its queue: each asks the router again, in this order."""
         for record in records:
             self._waits[record].over.set()
 
     async def wait_dead(self, index: int) -> EngineDeadError:
         """Wait until the engine in place `index` is dead, and return the error that says how it died.
 
-        It is dead if the engine itself reports so, or if `retire` was called for it.
+        It is dead if the engine itself reports so, or if `retire` was called for it. The supervisor waits for this, and
+        then starts another engine.
         """
         engine = self.records[index]
 
@@ -517,31 +568,38 @@ class LLMProxy:
         return engine.death
 
     def renumber(self, first_index: int) -> None:
-        """Give the engines the numbers that they have at the next hub, from `first_index` on."""
+        """Give the engines the numbers that they have at the next hub, from `first_index` on.
+
+        Called when the node has lost its hub and moves to the next one.
+        """
         for engine in self.records:
             engine.renumber(first_index + engine.index)
 
     def versions(self) -> list[int]:
-        """Return the version of each engine; −1 for an engine that is dead or has none."""
+        """Return the version of each engine; −1 for an engine that is dead or has no version yet."""
         return [engine.backend.version if engine.alive else -1 for engine in self.records]
 
     # -- usage -------------------------------------------------------------------------------------------------------
 
     def _add_running(self, engine: EngineRecord, scope: anyio.CancelScope, record: RequestRecord) -> None:
-        """Note that a request begins to run on an engine. Cancelling `scope` makes it leave the engine."""
+        """Note that a request begins to run on an engine. Cancelling `scope` later makes it leave the engine."""
         engine.running[scope] = record
         record.proven = False
         if len(engine.running) == 1:
             engine.usage.busy(self._now())
 
     def _remove_running(self, engine: EngineRecord, scope: anyio.CancelScope) -> None:
-        """Note that the request with `scope` no longer runs on an engine."""
+        """Note that the request with `scope` no longer runs on an engine, which is idle if it was the last one."""
         del engine.running[scope]
         if not engine.running:
             engine.usage.idle(self._now())
 
     def report(self) -> tuple[list[EngineStatus], list[Activity]]:
-        """Return the state of the living engines, and the activities of all engines since the last report."""
+        """Return the state of the living engines, and the activities of all engines since the last report.
+
+        An activity is a bar of the run's timeline, such as a swap. `NodeReports` sends both to the hub. The activities
+        are removed, so a report that is lost loses them.
+        """
         now = self._now()
         statuses: list[EngineStatus] = []
         activities: list[Activity] = []

@@ -1,7 +1,13 @@
 """Reports of a node to its hub: the activities and deaths of its engines, and the status of the node.
 
-`send` reports the engines after each swap, death and restart: the hub books the seconds and the restarts, and shows the
-notes to people. `run` also sends a status every few seconds; it is only for people, and nothing is decided by it.
+`EngineSupervisor` calls `add_death` and `note` for events, and `send` after an engine has loaded a version (a *swap*),
+has died or has started again. The hub adds up the idle and blocked seconds and the restarts, leases tasks for new
+versions, and shows the notes to people. A node that moves to another hub sends a report there, too.
+
+`run` sends a status every few seconds. It is only for people (`cluster.json`), and nothing is decided by it.
+
+A node has a fixed number of *places*, with one engine after another in each. An *activity* is a bar of the run's
+timeline, such as a swap.
 """
 
 from __future__ import annotations
@@ -29,11 +35,12 @@ from flash.rollout.scheduler import Scheduler
 
 
 class _Deaths(NamedTuple):
-    """The deaths of the engines in one place. A node has a fixed number of places, and one engine at a time in each."""
+    """The deaths of the engines in one place, for the status."""
 
     number: int
+    """Number of deaths so far."""
     last: float
-    """When the last engine died, in Unix seconds."""
+    """Time of the last death, in Unix seconds."""
     why: str
     """Text that says how the last engine died."""
     returns: bool
@@ -41,13 +48,13 @@ class _Deaths(NamedTuple):
 
 
 class NodeReports:
-    """Gathers what the node has to report, and sends it.
+    """Collects the reports of one node, and sends them.
 
     Args:
         hub: receives the reports.
-        proxy: knows the engines.
-        scheduler: knows the episodes.
-        now: Unix seconds on the loop's clock.
+        proxy: has the state of the engines.
+        scheduler: has the number of episodes.
+        now: returns Unix seconds on the loop's clock.
         blocked_s: returns the seconds in which the event loop was blocked so far.
     """
 
@@ -68,15 +75,18 @@ class NodeReports:
         self._numbers = count(1)
         """Numbers of the reports. The hub ignores the engines of a report that arrives after a later one."""
         self._notes: list[str] = []
+        """Lines for people since the last report."""
         self._restarts = 0
-        """Restarts of engines since the last report."""
+        """Number of restarts of engines since the last report."""
         self._reported = blocked_s(), UserTask.abandoned
-        """Blocked seconds and abandoned calls of users' code, as of the last report."""
+        """Blocked seconds and number of abandoned calls, at the last report. A call of users' code is abandoned if it
+        goes on although it was cancelled."""
         self._started = self._last_status = now()
         self._host, self._process = socket.gethostname(), os.getpid()
         self._tokens = [0 for _ in proxy.records]
-        """Tokens that each place had given at the last status."""
+        """Number of tokens that each place had given at the last status."""
         self._deaths: dict[int, _Deaths] = {}
+        """Deaths of engines by the index of their place."""
 
     # -- engine reports ----------------------------------------------------------------------------------------------
 
@@ -85,7 +95,11 @@ class NodeReports:
         self._notes.append(text)
 
     def add_death(self, place: int, why: str, *, returns: bool) -> None:
-        """Add the death of a place's engine to the next report; `returns` is True if another engine starts there."""
+        """Add the death of an engine to the next report, and to each later status.
+
+        `place`: index of the place; `why`: text that says how the engine died and what follows; `returns`: True if
+        another engine starts in the place.
+        """
         before = self._deaths[place].number if place in self._deaths else 0
         self._deaths[place] = _Deaths(before + 1, self._now(), shortened(why, FAILURE_TEXT), returns)
         self._restarts += returns
@@ -93,6 +107,8 @@ class NodeReports:
 
     async def send(self) -> None:
         """Send an engine report.
+
+        If the hub is lost meanwhile, the same report goes to the next hub.
 
         Raises:
             FlashError: the hub refuses the report, or it is lost and no other hub follows it.
@@ -102,9 +118,12 @@ class NodeReports:
     def next_report(self) -> Callable[[int], p.EngineReport]:
         """Return a function that makes the next engine report, given the node's number at the hub.
 
-        It is a function because the report goes to the next hub if this one is lost, and the node has another number
-        there. The report has the notes, restarts and seconds since the report before. They are in no later report, so a
-        report that is never sent loses them.
+        It is a function, because the report goes to the next hub if this one is lost, and the node may have another
+        number there. `send` uses it, and `RolloutNode.move`, which reports over its new connection.
+
+        The report has what happened since the last one: activities, notes, restarts, seconds in which the event loop
+        was blocked, and abandoned calls. Calling this method takes them out of this object, so they are lost if the
+        caller does not send the report.
         """
         engines, activities = self._proxy.report()
         notes, self._notes = self._notes, []
@@ -121,13 +140,14 @@ class NodeReports:
     async def run(self, every_s: float | None) -> None:
         """Send the node's status every `every_s` seconds, until cancelled. Send nothing if `every_s` is None."""
         while every_s is not None:
-            # A status that cannot be sent is no reason to end anything.
+            # The status is only for people, so the node does not end if it cannot be sent.
             with suppress(TransportError):
                 await self._hub.call(lambda node: p.StatusReport(node, self.status()))
             await anyio.sleep(every_s)
 
     def status(self) -> NodeStatus:
-        """Return the state of the node. Its rates are averages over the time since the last call of this method."""
+        """Return the state of the node for people. Rates are averages over the time since the last call of this
+        method."""
         now, records = self._now(), self._proxy.records
         seconds, self._last_status = now - self._last_status, now
         engines = [self._engine(record, seconds) for record in records]
@@ -145,6 +165,10 @@ class NodeReports:
         )
 
     def _engine(self, record: EngineRecord, seconds: float) -> EngineNow:
+        """Return the state of one engine for people. `seconds`: time since the last status, for the rates.
+
+        The figures are those of the columns of `flash.observe.columns.table`, as far as their values are known.
+        """
         place = record.index
         deaths = self._deaths.get(place)
         start, loaded_at = record.loaded or (0.0, None)
@@ -168,7 +192,7 @@ class NodeReports:
 
 
 def _engine_state(record: EngineRecord, deaths: _Deaths | None) -> EngineState:
-    """Return the state of an engine, as people see it."""
+    """Return the word for the state of an engine that the status shows to people."""
     if not record.alive:
         return "gone" if deaths is not None and not deaths.returns else "returning"
     if record.swapping:

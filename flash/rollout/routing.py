@@ -1,18 +1,21 @@
 """Router: decides which engine serves which request. A pure state machine.
 
-`flash.rollout.proxy.LLMProxy` calls `ask` for each request, and `fill` when an engine has room.
+`flash.rollout.proxy.LLMProxy` calls `ask` for each request, `fill` when an engine has room, and `retire` and `replace`
+when an engine has died or a new engine has its place. The proxy carries out the decisions.
 
-A request goes to the least loaded engine whose version is new enough. The engine that served the same task before is
-preferred as long as it is not much fuller. Among engines that are equally full, the engine that served another sample
-of the same group is preferred. If no engine can take a request, it waits in a queue, from which the requests of the
-oldest tasks are taken first. When an engine has room and no request waits for it, it is given requests that clearly
-fuller engines run, so that the loads become equal. With bound groups all requests of a group go to one engine, and wait
-for that engine.
+A *version* is the state of the policy's weights after one training step. Each request has a `min_version`, the oldest
+version that may serve it: with older weights its tokens would be too old when they are trained.
+
+A request goes to the least loaded engine whose version is new enough. A *task* is one sample, which sends a request for
+each turn. A *group* has the samples of one prompt. The engine that served the same task before is preferred as long as
+it is not much fuller, and then the engine that served the group: their caches hold a part of the context. If no engine
+can take a request, it waits in a queue, from which the requests of the oldest tasks are taken first. When an engine has
+room and no request waits for it, it is given requests that clearly fuller engines run. With *bound groups* all requests
+of a group go to one engine, and wait for that engine.
 
 An engine that dies by itself may have been killed by one of its requests. A request is a *suspect* if `SUSPECTED`
 engines have died under it and none of them had given a token of it. It is cleared when an engine gives a token of it
-(the request is then *proven*). An engine has at most one suspect at a time, so that its death shows which request was
-the cause.
+(the request is then *proven*). An engine has at most one suspect at a time, so its death shows which one is the cause.
 
 Invariant (work conservation): no request waits while an engine that may serve it has room.
 """
@@ -28,24 +31,27 @@ from typing import NamedTuple
 from flash.rollout.engine import ResponseRequest
 
 TASK_SLACK = 0.25
-"""Share of its requests by which the engine that served a task before may be fuller than the emptiest one and still be
-preferred: it has the whole context of the task in its cache. The engine that served another sample of the group has
-only the prompt in its cache, so it is preferred only among engines that are equally full."""
+"""Share of its requests by which the engine that served a task before may be fuller than the emptiest engine and still
+be preferred, besides one request. It has the whole context of the task in its cache. The engine that served another
+sample of the group has only the prompt in its cache, so it is preferred only among engines that are equally full."""
 UNEVEN = 0.25
-"""Share of its requests by which an engine must be fuller than another one before requests are moved. A move is not
-free: the other engine has to prefill the context of the request again."""
+"""Share of its requests by which an engine must be fuller than another engine before requests are moved. A move costs
+time: the other engine has to compute the context of the request again."""
 SUSPECTED = 2
 """Number of deaths of engines that make a request a suspect. One is too few: a single death may be chance, and suspects
 are served more slowly, because they may have to wait for one another."""
 MAX_DEATHS = 3
 """Number of deaths of engines after which a request is given to no other engine. Only engines that had given no token
-of it count."""
+of the request count."""
 REMEMBERED = 1 << 16
 """Number of tasks, and of groups, whose engine is remembered. This is more than a node runs at once."""
 
 
 class RequestRecord:
-    """The router's record of one request: its place in the queue, and the engines that have died under it. Mutable."""
+    """The router's record of one request: its place in the queue, and the engines that have failed or died under it.
+
+    The proxy makes one for each `generate` call, and changes it when an engine gives a token, fails or dies.
+    """
 
     def __init__(self, request: ResponseRequest) -> None:
         self.request = request
@@ -53,16 +59,18 @@ class RequestRecord:
         """Order in the wait queue: requests with smaller numbers are taken first."""
         self.min_version = request.min_version
         self.barred: frozenset[int] = frozenset()
-        """Engines that have failed the request. They do not get it again before all living engines have failed it."""
+        """Indices of engines that have failed the request. They get it again only when all living engines have failed
+        it."""
         self.arrival: int | None = None
-        """Number in the order of arrival in the queue; None unless the request waits."""
+        """Number in the order of arrival in the queue; None if the request does not wait."""
         self.need: Need | None = None
-        """Requirements on the engine; None unless the request waits."""
+        """Requirements on the engine; None if the request does not wait."""
         self.sticky = True
         """True if the engine that served the task or group before is preferred. False after the request was moved to
-        balance the load, because the preference would move it back."""
+        balance the load: with the preference it would go back to the engine that it has left."""
         self.proven = False
-        """True if the engine that holds the request has given a token of it. It has thereby not killed this engine."""
+        """True if the engine that holds the request has given a token of it. So the request does not kill this
+        engine."""
         self.deaths = 0
         """Number of engines that have died under the request since an engine last gave a token of it."""
         self.death = ""
@@ -80,7 +88,7 @@ class RequestRecord:
 
 
 class EngineView:
-    """State of one engine, as far as the router's decisions depend on it."""
+    """State of one engine that the router's decisions depend on. The proxy's `EngineRecord` adds the rest."""
 
     def __init__(self, index: int, limit: int, version: int) -> None:
         self.index = index
@@ -93,7 +101,8 @@ class EngineView:
         """Number of requests that wait for this engine alone, because their group is bound to it."""
         self.alive = True
         self.closed = False
-        """True if the engine takes no request before its swap, the load of a new version, is over."""
+        """True if the engine takes no request until its swap, the load of a new version, is over. The proxy closes an
+        engine that must be free of requests before the load."""
         self.swapping = False
         """True while the engine loads a version."""
         self.suspect: RequestRecord | None = None
@@ -101,24 +110,24 @@ class EngineView:
 
     @property
     def open(self) -> bool:
-        """True if the engine takes one more request."""
+        """True if the engine has room for one more request that is no suspect."""
         return self.alive and not self.closed and self.held < self.limit
 
     def takes(self, suspect: bool) -> bool:
-        """Return True if the engine takes one more request. `suspect` is True if that request is a suspect."""
+        """Return True if the engine has room for one more request. `suspect` is True if that request is a suspect."""
         return self.open and not (suspect and self.suspect is not None)
 
     @property
     def load(self) -> float:
-        """Requests that the engine holds or that wait for it alone, as a share of the limit."""
+        """Requests that the engine holds or that wait for it alone, divided by the limit."""
         return (self.held + self.bound_waiting) / self.limit
 
     def begin_swap(self, *, closed: bool) -> None:
-        """Note that the engine begins to load a version. With `closed` it takes no request meanwhile."""
+        """Note that a swap of the engine begins. If `closed` is True, the engine takes no request until it is over."""
         self.swapping, self.closed = True, closed
 
     def end_swap(self, version: int) -> None:
-        """Note that the engine has loaded a version."""
+        """Note that the engine has loaded a version, and takes requests again."""
         self.swapping, self.closed, self.version = False, False, version
 
     def release(self, record: RequestRecord) -> None:
@@ -127,23 +136,24 @@ class EngineView:
         self.clear_suspect(record)
 
     def clear_suspect(self, record: RequestRecord) -> None:
-        """Note that a request is no danger to this engine: the engine gave a token of it, or no longer holds it.
+        """If a request is the engine's suspect, note that it cannot kill the engine, which may then get another
+        suspect.
 
-        The engine may then get another suspect.
+        Called when the engine has given a token of the request, or no longer holds it.
         """
         if self.suspect is record:
             self.suspect = None
 
 
 class Need(NamedTuple):
-    """Requirements of a waiting request on its engine."""
+    """Requirements of a waiting request on its engine. Requests with equal needs wait in one queue."""
 
     engine: int | None
-    """The only engine that may serve the request. None: any engine."""
+    """Index of the only engine that may serve the request, because its group is bound to it. None: any engine."""
     min_version: int
     """Oldest version that the engine may have."""
     barred: frozenset[int]
-    """Engines that may not serve the request."""
+    """Indices of engines that have failed the request and may not serve it."""
     suspect: bool
     """True if the request is a suspect."""
 
@@ -157,21 +167,24 @@ class Router:
 
     Args:
         views: the engines of the node.
-        bind_groups: True if all requests of a group go to one engine.
+        bind_groups: True if all requests of a group go to one engine (for comparison).
     """
 
     def __init__(self, views: Sequence[EngineView], *, bind_groups: bool) -> None:
         self.views = views
         self._bind = bind_groups
         self._queues: dict[Need, list[_Entry]] = {}
-        """Heaps of waiting requests, one for each need. A request that no longer waits may still have an entry."""
+        """Heaps of waiting requests, one for each need. A request that no longer waits may still have an entry, because
+        an entry in the middle of a heap cannot be removed cheaply."""
         self._waiting_by_need: Counter[Need] = Counter()
-        """Number of requests in each queue that still wait; never 0."""
+        """Number of requests that still wait with each need; needs with which no request waits are left out."""
         self._arrivals = 0
+        """Number of requests that have entered the queue so far."""
         self._task_engine: dict[int, int] = {}
-        """Engine that last served each task; the entry that was set last is at the end."""
+        """Index of the engine that last served each task. The newest entry is at the end; old ones are forgotten."""
         self._group_engine: dict[int, int] = {}
-        """Engine that last served each group, or to which the group is bound; in the order of `_task_engine`."""
+        """Index of the engine that last served each group, or to which the group is bound. Ordered as
+        `_task_engine`."""
 
     @property
     def waiting(self) -> int:
@@ -184,24 +197,32 @@ class Router:
         return any(view.alive for view in self.views)
 
     def failed_by_all(self, record: RequestRecord) -> bool:
-        """Return True if every living engine has failed this request."""
+        """Return True if every living engine has failed this request, and also if no engine is alive."""
         return all(view.index in record.barred for view in self.views if view.alive)
 
     def room(self) -> int:
-        """Return how many more requests could start now, in addition to the waiting requests that could start."""
+        """Return how many more requests could start now, besides the waiting requests. The scheduler asks through the
+        proxy.
+
+        Engines without a version do not count. Room that waiting requests will take is subtracted.
+        """
         ready = [view for view in self.views if view.open and view.version >= 0]
         free = sum(view.limit - view.held for view in ready)
-        # Requests that only wait for a version take room, too: tasks that the hub leases next will need this version as
-        # well.
+        # `_suits` ignores versions, so requests that wait for a newer version take room, too: tasks that the hub leases
+        # next will need this version as well, so they could not start either.
         first = sum(count for need, count in self._waiting_by_need.items() if any(_suits(view, need) for view in ready))
         return max(0, free - first)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def ask(self, record: RequestRecord) -> int | None:
-        """Place a request on an engine and return the engine's index, or put it into the queue and return None."""
+        """Place a request on an engine and return the engine's index, or put it into the queue and return None.
+
+        The proxy calls this for a new request, and for a request that has left its engine or the queue.
+        """
         if self.failed_by_all(record):
-            # All living engines have failed the request, so each of them may try again.
+            # All living engines have failed the request, so each of them may try again: it would otherwise wait for
+            # ever.
             record.barred = frozenset()
         # With bound groups the request waits for its engine, even if another one has room.
         bound = self._bound_view(record) if self._bind and self.alive else None
@@ -217,7 +238,10 @@ class Router:
         return view.index
 
     def fill(self, engine: int) -> list[RequestRecord]:
-        """Place waiting requests on an engine as long as it has room, the oldest first, and return them."""
+        """Place waiting requests on an engine as long as it has room, the oldest first, and return them.
+
+        The proxy calls this when the engine may have more room or a newer version, and wakes the tasks of the requests.
+        """
         view = self.views[engine]
         placed: list[RequestRecord] = []
         while view.open and self._waiting_by_need and (record := self._oldest(view)) is not None:
@@ -229,8 +253,9 @@ class Router:
     def surplus(self, engine: int) -> list[tuple[int, int]]:
         """Return how many requests fuller engines should give to `engine`, as (engine, count) pairs.
 
-        Empty if `engine` has no room or loads a version, if a request waits that it could serve, or if no engine is
-        clearly fuller. Empty with bound groups.
+        The proxy moves them, because the fullest engine is the slowest. The result is empty if `engine` has no room or
+        loads a version, if a request waits that it could serve, if no engine is clearly fuller, or with bound groups.
+        Engines with a newer version than `engine` give none, because their responses would continue with older weights.
         """
         view = self.views[engine]
         if self._bind or not view.open or view.swapping:
@@ -249,7 +274,7 @@ class Router:
             giver = max(fuller, key=lambda index: (load(index), index))
             if load(giver, -1) - load(engine, 1) < least * load(giver):
                 break
-            # Only the first move needs a clear difference; the others then make the loads equal.
+            # Only the first move needs a clear difference. Further moves go on until the loads are equal.
             least = 0.0
             held[giver] -= 1
             held[engine] += 1
@@ -259,7 +284,8 @@ class Router:
     def movable(self, engine: int, records: Iterable[RequestRecord], count: int) -> list[RequestRecord]:
         """Return the first `count` of `records` that may move to `engine` to balance the load.
 
-        `records` are requests that a fuller engine runs.
+        `records` are requests that a fuller engine runs. Suspects stay where they are, and so do requests that `engine`
+        has failed before.
         """
 
         def may_move(record: RequestRecord) -> bool:
@@ -275,22 +301,22 @@ class Router:
     def retire(self, engine: int) -> list[RequestRecord]:
         """Note that an engine is gone, and return the waiting requests that only this engine could have served.
 
-        The caller lets each of them `ask` again.
+        They leave the queue, and the proxy lets each of them `ask` again.
         """
         self.views[engine].alive = False
         alive = {view.index for view in self.views if view.alive}
         return self._remove_waiting(lambda need: engine == need.engine or alive <= need.barred)
 
     def replace(self, engine: int, limit: int, version: int) -> list[RequestRecord]:
-        """Note that another engine has taken the place of one that is gone.
+        """Note that another engine has taken the place of an engine that is gone.
 
-        If it is the only one alive, returns all waiting requests, and the caller lets each of them `ask` again: they
-        could not be bound to an engine while none was alive.
+        If it is the only living engine, this returns all waiting requests. They leave the queue, and the proxy lets
+        each of them `ask` again: while no engine was alive, their groups could not be bound to an engine.
         """
         first = not self.alive
         view = self.views[engine]
-        assert not view.alive, "a place is taken when it is empty"
-        assert not view.held, "a place is taken when it is empty"
+        assert not view.alive, "only a dead engine is replaced"
+        assert not view.held, "a dead engine is replaced when its requests have left it"
         view.limit, view.version = limit, version
         view.alive, view.closed, view.swapping = True, False, False
         return self._remove_waiting(lambda need: first)
@@ -298,7 +324,7 @@ class Router:
     def _remove_waiting(self, which: Callable[[Need], bool]) -> list[RequestRecord]:
         """Take all requests whose need `which` accepts out of the queue, and return them.
 
-        Requests with the same need are in the order of their age, the oldest first.
+        Requests with the same need are sorted by age, the oldest first, so that they ask again in this order.
         """
         left: list[RequestRecord] = []
         for need in [need for need in self._queues if which(need)]:
@@ -310,7 +336,7 @@ class Router:
     # -- choice ------------------------------------------------------------------------------------------------------
 
     def _choose(self, record: RequestRecord) -> EngineView | None:
-        """Return the best engine for a request, or None if no engine can take it now."""
+        """Return the best engine for a request by the rules of the module's docstring; None if none can take it now."""
         best: EngineView | None = None
         best_key = (True, 0.0, True)
         suspect = record.suspected
@@ -320,7 +346,8 @@ class Router:
         for view in self.views:
             if not view.takes(suspect) or view.version < record.min_version or view.index in record.barred:
                 continue
-            # An engine that loads a version is the last choice, because the request would have to wait for the load.
+            # The smallest key wins. An engine that loads a version is the last choice, because the request would have
+            # to wait for the load.
             slack = 1 + TASK_SLACK * view.held if view.index == task_engine else 0.0
             key = (view.swapping, view.load - slack / view.limit, view.index != group_engine)
             if best is None or key < best_key:
@@ -328,9 +355,10 @@ class Router:
         return best
 
     def _bound_view(self, record: RequestRecord) -> EngineView:
-        """Return the engine to which the request's group is bound. It binds a group that has none.
+        """Return the engine to which the request's group is bound, even if that engine has no room now.
 
-        A group gets another engine only if its engine has died or has failed the request. Some engine must be alive.
+        Binds the group to an engine if it has none yet, or if its engine has died or has failed this request. At least
+        one engine must be alive.
         """
         group = record.order[0]
         engine = self._group_engine.get(group)
@@ -342,7 +370,7 @@ class Router:
         return view
 
     def _assign(self, view: EngineView, record: RequestRecord) -> None:
-        """Place a request on an engine."""
+        """Place a request on an engine, and remember the engine for later requests of the task and the group."""
         view.held += 1
         if record.suspected:
             view.suspect = record
@@ -354,7 +382,8 @@ class Router:
     # -- queue -------------------------------------------------------------------------------------------------------
 
     def _enqueue(self, record: RequestRecord, bound: EngineView | None) -> None:
-        """Put a request into the queue; `bound` is the only engine that may serve it, if there is one."""
+        """Put a request into the queue. `bound`: the engine to which its group is bound; None if any engine may serve
+        it."""
         record.arrival = self._arrivals
         self._arrivals += 1
         only = None if bound is None else bound.index
@@ -365,7 +394,10 @@ class Router:
             bound.bound_waiting += 1
 
     def withdraw(self, record: RequestRecord) -> None:
-        """Take a request out of the queue. Its entry in the heap is removed later, when it comes to the top."""
+        """Take a waiting request out of the queue: it was placed, has to ask again, or was cancelled.
+
+        Its entry stays in the heap until it comes to the top (`_oldest`).
+        """
         need = record.need
         assert need is not None, "only a waiting request can leave the queue"
         record.arrival = record.need = None
@@ -376,7 +408,10 @@ class Router:
             self.views[need.engine].bound_waiting -= 1
 
     def _oldest(self, view: EngineView) -> RequestRecord | None:
-        """Return the oldest waiting request that an engine may serve."""
+        """Return the oldest waiting request that an engine may serve now; None if there is none.
+
+        Drops entries of requests that no longer wait from the tops of the heaps, and heaps that are empty.
+        """
         oldest: _Entry | None = None
         for need, queue in list(self._queues.items()):
             while queue and not _waits(queue[0]):
@@ -390,25 +425,26 @@ class Router:
 
 
 def _suits(view: EngineView, need: Need) -> bool:
-    """Return True if an engine may serve requests with this need as soon as its version is new enough."""
+    """Return True if an engine has room for a request with this need, and may serve it once its version is new
+    enough."""
     only = need.engine in (None, view.index) and view.takes(need.suspect)
     return only and view.index not in need.barred
 
 
 def _waits(entry: _Entry) -> bool:
-    """Return True if the request still waits with this entry. It may have left the queue, and entered it again with a
-    new entry."""
+    """Return True if the request still waits with this entry. A request that has left the queue may have entered it
+    again, with a new entry and arrival number."""
     return entry[2].arrival == entry[1]
 
 
 def _by_age(entry: _Entry) -> tuple[tuple[int, int], int]:
-    """Return the sort key of an entry. The record itself cannot be compared."""
+    """Return the sort key of an entry: the age of the task, then the arrival. The record itself cannot be compared."""
     return entry[:2]
 
 
 def _remember(engine_of: dict[int, int], key: int, engine: int) -> None:
-    """Remember the engine of a task or group. The newest entry is the last, and the oldest is forgotten when there are
-    too many."""
+    """Set the engine of a task or group as the newest entry of `engine_of`. Forget the oldest entry if there are more
+    than `REMEMBERED`."""
     engine_of.pop(key, None)
     engine_of[key] = engine
     if len(engine_of) > REMEMBERED:

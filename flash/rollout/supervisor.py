@@ -1,8 +1,10 @@
 """EngineSupervisor: keeps the places of a node filled with engines, and each engine on the newest policy version.
 
-Lifecycle of a place: an engine starts. It loads each version that the hub publishes, while the proxy sends it requests.
+A *version* is the state of the weights after one training step. A *swap* is the load of a version into an engine.
+
+Lifecycle of a place: an engine starts. It loads each version that the hub announces, while the proxy sends it requests.
 When it dies, it is closed, and after a pause another engine starts in its place, until the restarts are used up. An
-engine that is killed while it starts counts as dead too. The node ends when no place can be filled any more.
+engine that is killed while it starts counts as dead, too. The node ends when no place can be filled any more.
 
 The node calls `start` and then `run`. The supervisor calls `load`, `retire` and `replace` of the proxy, and reports
 deaths and swaps to the hub.
@@ -33,36 +35,40 @@ STEADY_STARTS, MIN_STEADY_S, MAX_STEADY_S = 10.0, 60.0, 600.0
 """An engine that has served for `STEADY_STARTS` times the seconds of its start, within these bounds, was healthy: a
 later death has another cause, so the count of its restarts begins at 0 again."""
 LOOK_AT = "the engines' output and deadlines.engine_start"
+"""Advice in the error message of a start that took too long."""
 
 
 class Restart(NamedTuple):
-    """Decision to start another engine in a place."""
+    """Decision of a `RestartBudget` to start another engine in a place."""
 
     pause_s: float
     """Seconds to wait before the start."""
     number: int
-    """Number of restarts in a row, with this one."""
+    """Number of restarts in a row, including this one."""
 
 
 class RestartBudget:
-    """Decides if and when another engine starts after a death. Pure state.
+    """Decides if and when another engine starts after a death. Each place has one. Pure state.
+
+    Deaths in a row probably have one cause, so each pause is longer than the last one, to give the cause time to pass.
+    An engine that has served for long begins a new row.
 
     Args:
-        max_restarts: most restarts in a row.
+        max_restarts: largest number of restarts in a row.
     """
 
     def __init__(self, max_restarts: int) -> None:
         self._max_restarts = max_restarts
         self._in_a_row = 0
         self._healthy_at = math.inf
-        """When the engine that serves now counts as healthy."""
+        """Time from which on the serving engine counts as healthy; infinite if no engine serves."""
 
     def started(self, now: float, start_s: float) -> None:
-        """Note that an engine has started, which took `start_s` seconds."""
+        """Note that an engine has started, which took `start_s` seconds. `now`: seconds on the loop's clock."""
         self._healthy_at = now + min(max(STEADY_STARTS * start_s, MIN_STEADY_S), MAX_STEADY_S)
 
     def died(self, now: float) -> Restart | None:
-        """Note that the engine died, or did not start. Returns None if no other engine may start."""
+        """Note that the engine died, or did not start. Returns the decision to restart; None if no restart is left."""
         if now >= self._healthy_at:
             self._in_a_row = 0
         self._healthy_at = math.inf
@@ -73,13 +79,13 @@ class RestartBudget:
 
 
 class EnginePlace:
-    """A place of a node, which has one engine after the other.
+    """A place of a node, which has one engine after another.
 
     Args:
-        index: number of the place on its node.
+        index: number of the place on its node, from 0.
         number: number of its engine among all engines of the run.
-        make_engine: makes an engine that has a number, not started.
-        start_s: deadline of a restart, in seconds.
+        make_engine: makes an engine with the given number. The engine is not started.
+        start_s: seconds that a restart may take.
     """
 
     def __init__(self, index: int, number: int, make_engine: Callable[[int], Engine], start_s: float) -> None:
@@ -90,28 +96,29 @@ class EnginePlace:
         self.engine = make_engine(number)
         """The newest engine of the place."""
         self.open = True
-        """True if the place has an engine, or will have one."""
+        """True if the place has an engine, or will have one. False after its last restart was used up."""
         self.died_at: float | None = None
-        """When the place lost its engine, in Unix seconds. None before that, and again as soon as a later engine has
-        loaded a version."""
+        """Time at which the place lost its engine, in Unix seconds. None while an engine serves: a later engine sets it
+        back to None when it has loaded a version."""
         self.served = False
-        """True if an engine of the place has ever loaded a version."""
+        """True if an engine of the place has ever loaded a version. Only then a failed swap may be chance."""
         self.killed_at_start: EngineDeadError | None = None
-        """Death of the first engine, if it was killed while it started."""
+        """Error that says how the first engine was killed while it started; None if it was not."""
         self.took_s = 0.0
         """Seconds that the start of the newest engine took."""
         self._has_started = False
-        """True if an engine of the place has ever started."""
+        """True if an engine of the place has ever started. Only then a failed start may be chance."""
 
     def renumber(self, number: int) -> None:
-        """Give the place's engines the number that they have at the next hub."""
+        """Set the number of the place's engines at the next hub. The node calls this when it moves to that hub."""
         self.number = number
         self.engine.reassign(number)
 
     async def start_first(self) -> None:
         """Start the first engine, under the caller's deadline.
 
-        If the engine is killed meanwhile, this raises no error: `killed_at_start` keeps how it died.
+        If the engine is killed meanwhile, this raises no error. `killed_at_start` keeps the error, so that
+        `_fill_place` can start another engine, while the other places start theirs.
 
         Raises:
             EngineError: the engine cannot start.
@@ -122,7 +129,7 @@ class EnginePlace:
             self.killed_at_start = death
 
     async def start_next(self) -> EngineDeadError | None:
-        """Start another engine in the place. Returns the error if the start failed, else None.
+        """Make and start another engine in the place. Returns the error if the start failed, else None.
 
         Raises:
             EngineError, DeadlineError: the engine could not start, and no engine of this place has ever started.
@@ -142,21 +149,22 @@ class EnginePlace:
         return None
 
     async def _start(self) -> None:
+        """Start the newest engine, and measure the time of the start."""
         begin = anyio.current_time()
         await self.engine.start()
         self._has_started, self.took_s = True, anyio.current_time() - begin
 
 
 class EngineSupervisor:
-    """See the module's docstring.
+    """Starts the engines of a node, lets them load versions, and replaces the dead ones.
 
     Args:
         places: the node's places, whose engines are not started.
-        proxy: serves requests with the engines.
-        hub: publishes versions.
-        reports: reports swaps, deaths and restarts.
-        now: Unix seconds on the loop's clock.
-        max_restarts: most restarts of a place in a row (`engine.max_restarts`).
+        proxy: serves requests with the engines. Its engine records have the indices of the places.
+        hub: announces versions.
+        reports: sends swaps, deaths and restarts to the hub.
+        now: returns Unix seconds on the loop's clock.
+        max_restarts: largest number of restarts of a place in a row (`engine.max_restarts`).
     """
 
     def __init__(
@@ -176,10 +184,17 @@ class EngineSupervisor:
         self._now = now
         self._max_restarts = max_restarts
         self._leaving = False
+        """True if deaths are not reported any more, because the node leaves."""
         self._death = anyio.Event()
+        """Event that the next death of an engine sets. `no_engine_left` makes a new one for each wait."""
 
     async def start(self, seconds: float) -> None:
-        """Start the first engines of all places at once. Raises DeadlineError, EngineError."""
+        """Start the first engines of all places in parallel.
+
+        Raises:
+            DeadlineError: not all engines have started after `seconds`.
+            EngineError: an engine cannot start, and was not killed.
+        """
         with deadline(seconds, "the engines to start", LOOK_AT):
             async with anyio.create_task_group() as group:
                 for place in self._places:
@@ -196,11 +211,17 @@ class EngineSupervisor:
                 group.start_soon(self._fill_place, place)
 
     def stop_reporting_deaths(self) -> None:
-        """Report no more deaths of engines. Called when the node leaves: if its machine ends, engines die too."""
+        """Report no more deaths of engines. Called when the node leaves.
+
+        The machine may be ending, so that engines are killed, and these deaths are no news.
+        """
         self._leaving = True
 
     async def no_engine_left(self) -> None:
-        """Wait until no place has an engine. After a death a place has none until the next engine loads a version."""
+        """Wait until no place has an engine that serves. `RolloutNode.drain` then gives up the remaining episodes.
+
+        After a death a place has no such engine until the next one has loaded a version.
+        """
         while any(place.open and place.died_at is None for place in self._places):
             self._death = anyio.Event()
             await self._death.wait()
@@ -211,13 +232,16 @@ class EngineSupervisor:
             await place.engine.close()
 
     async def _fill_place(self, place: EnginePlace) -> None:
-        """Fill a place with one engine after the other.
+        """Fill a place with one engine after another.
 
-        Waits for deaths, pauses and starts. Ends when the place has no restarts left.
+        Waits for the death of each engine, for the pause after it, and for the start of the next engine. Ends when the
+        place has no restarts left.
 
         Raises:
             EngineDeadError: no place can be filled any more.
-            EngineError, DeadlineError: no engine of this place has ever started, and not because it was killed.
+            EngineError, DeadlineError: the engine did not start or load its first version, without being killed, and
+                no engine of this place ever has.
+            WeightsError: a version is damaged.
         """
         budget = RestartBudget(self._max_restarts)
         budget.started(anyio.current_time(), place.took_s)
@@ -225,7 +249,7 @@ class EngineSupervisor:
         while True:
             restart = budget.died(anyio.current_time())
             await self._on_death(place, death, restart)
-            # The last engine is closed too: the remains of a dead engine hold memory.
+            # Also the last engine is closed, because the processes that remain of a dead engine hold memory.
             await place.engine.close()
             if restart is None:
                 break
@@ -244,7 +268,10 @@ class EngineSupervisor:
             raise death
 
     async def _serve_until_dead(self, place: EnginePlace) -> EngineDeadError:
-        """Keep an engine on the newest version until it is dead, and return how it died."""
+        """Keep an engine on the newest version until it is dead, and return how it died.
+
+        If the engine dies while it loads a version, `follow` notices it and retires the engine, which ends the wait.
+        """
 
         async def follow() -> None:
             try:
@@ -262,8 +289,9 @@ class EngineSupervisor:
     async def _follow(self, place: EnginePlace) -> None:
         """Keep one engine on the newest version.
 
-        Asks the hub for a version newer than that of the engine, waits for it, loads it, and sends a report after each
-        swap. Ends when the hub has no more versions.
+        Asks the hub for a version newer than the engine's, and waits for the reply, which is empty if there is none for
+        a while. Loads the version, and reports the swap: the hub announces no further version before. Ends when the hub
+        says that there will be no more versions.
         """
         engine = place.engine
         while True:
@@ -274,20 +302,23 @@ class EngineSupervisor:
                 await self._reports.send()
 
     async def _load(self, place: EnginePlace, published: Published) -> bool:
-        """Swap an engine to a version.
+        """Let an engine load a version.
 
-        Returns False if nobody holds the version any more; the engine then waits for the next publisher.
+        Returns False if the trainer ranks that published the version are gone, so that nobody holds it any more. The
+        engine is then healthy, and waits for the version that the next ranks publish.
 
         Raises:
             EngineDeadError: the engine died, or the swap failed in a place that has loaded a version before. Another
                 engine may be able to load it.
-            EngineError, DeadlineError: the first swap of this place failed.
+            EngineError, DeadlineError: the first swap of this place failed, for which the model or the options are at
+                fault.
             WeightsError: the version itself is damaged.
         """
         try:
             await self._proxy.load(place.index, published)
         except (EngineError, DeadlineError) as error:
             if not isinstance(error, EngineDeadError):
+                # The fault may be the publisher's. The hub knows if it is lost.
                 reply = await self._hub.call(lambda node: p.LoadFailed(node, published.incarnation))
                 if reply.gone:
                     return False
@@ -303,7 +334,10 @@ class EngineSupervisor:
         return True
 
     async def _on_death(self, place: EnginePlace, death: EngineDeadError, restart: Restart | None) -> None:
-        """Move the requests of a dead engine, and report the death to people and to the hub."""
+        """Let the proxy retire a dead engine, and report the death to the hub and to people.
+
+        `restart`: decision about the place. If it is None, the place is closed and stays empty.
+        """
         if place.died_at is None:
             place.died_at = self._now()
         # The proxy does not know yet of an engine that was killed while it started.
@@ -321,7 +355,8 @@ class EngineSupervisor:
                 await self._reports.send()
 
     def _consequence(self, restart: Restart | None) -> str:
-        """Return a sentence that says what happens after a death: a restart, or the end of the place or of the node."""
+        """Return the sentence in the report of a death that says what follows: a restart, or the end of the place or of
+        the node."""
         if restart is not None:
             count = f"{restart.number} of {self._max_restarts} restarts in a row"
             return f"It starts again in {restart.pause_s:g} s ({count})"
@@ -332,5 +367,7 @@ class EngineSupervisor:
 
 
 def same_engine(engine: Engine) -> Callable[[int], Engine]:
-    """Return a maker of engines that returns this one whatever its number, so that the caller can inspect it."""
+    """Return a `make_engine` for tests and benchmarks, which always returns this engine, so that the caller can
+    inspect
+    it."""
     return lambda number: engine

@@ -1,8 +1,10 @@
 """ServedTeacher: log-probs of a teacher model on a vLLM server, which travel with the samples.
 
-When an episode has ended, and while others go on, the node asks the server for the log-probs of the sample's own tokens
-as a prompt: one request per branch. A sample for which the server has no answer fails like a sample without a reward:
-it is tried again, and a run in which all samples fail is stopped.
+A *teacher* is a model that the policy is trained to imitate (distillation). When an episode has ended, the node
+(`flash.rollout.node`) calls `score`, while other episodes go on. `score` sends the sample's own tokens to the server as
+a prompt, and the server returns their log-probs: one request for each branch (sequence) of the sample. A sample for
+which the server has no answer fails as a sample without a reward does: it is tried again, and a run in which all
+samples fail is stopped.
 """
 
 from __future__ import annotations
@@ -20,28 +22,38 @@ from flash.errors import ConfigError, RewardError
 from flash.types import Failure, Outcome, Trajectory
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 5.0
-"""Seconds between two tries: the first pause and the longest one. Each is twice as long as the one before."""
+"""First and longest pause between two tries, in seconds. Each pause is twice as long as the one before."""
 MAX_CONNECTIONS = 64
-"""Most requests at once; others wait for their turn."""
+"""Largest number of requests at once. Further requests wait."""
 SLICE = 512
-"""Tokens whose numbers are decoded before the loop may go on: less than a millisecond."""
+"""Number of tokens whose log-probs are decoded before other tasks of the event loop may run: less than 1 ms."""
 MINUS_INFINITY = -9999.0
 """Number that vLLM writes for a log-prob of −∞."""
 QUOTED = 300
-"""Letters of the server's answer that an error quotes."""
+"""Number of characters of the server's answer that an error quotes."""
 
 
 class _Token(msgspec.Struct):
+    """One token of the prompt in the server's answer."""
+
     logprob: float
+    """Log-prob of the token, given all tokens before it."""
     decoded_token: str | None = None
+    """Text of the token by the server's tokenizer."""
 
 
 class _Choice(msgspec.Struct):
+    """The part of the server's answer that is about the prompt."""
+
     prompt_logprobs: list[msgspec.Raw]
+    """One JSON object for each token of the prompt. It maps token ids, as texts, to `_Token`."""
 
 
 class _Answer(msgspec.Struct):
+    """The server's answer to one request."""
+
     choices: list[_Choice]
+    """Exactly one element."""
 
 
 _TOKENS = msgspec.json.Decoder(dict[str, _Token])
@@ -52,15 +64,16 @@ class ServedTeacher:
     """A client of the teacher's server.
 
     Args:
-        url: address of the server.
-        seconds: time for an answer, with all tries.
-        transport: used in place of the network.
+        url: address of the server (`algorithm.teacher.url`).
+        seconds: time limit of an answer in seconds, over all tries (`deadlines.env_step`).
+        transport: used in place of the network, for tests.
     """
 
     def __init__(self, url: str, seconds: float, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self._url, self._seconds = url, seconds
         limits = httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS)
         self._turns = anyio.Semaphore(MAX_CONNECTIONS)
+        """Limits the requests at once. A request that waits here does not use up its seconds yet."""
         self._client = httpx.AsyncClient(base_url=url, timeout=None, limits=limits, transport=transport)
 
     async def aclose(self) -> None:
@@ -68,12 +81,14 @@ class ServedTeacher:
         await self._client.aclose()
 
     async def check(self, length: int, vocabulary: int, texts: Callable[[Sequence[int]], list[str]]) -> None:
-        """Check that the server reads `length` tokens and has the policy's tokenizer.
+        """Check at the start of a run that the server reads `length` tokens and has the policy's tokenizer.
+
+        With another tokenizer the same token ids would stand for other texts.
 
         Args:
-            length: tokens of the longest sample.
-            vocabulary: number of tokens of the policy; the tokens of the check are spread over all of them.
-            texts: returns the texts of tokens, by the policy's tokenizer.
+            length: number of tokens of the longest sample.
+            vocabulary: number of tokens of the policy. The tokens of the check are spread over all of them.
+            texts: returns the texts of tokens by the policy's tokenizer.
 
         Raises:
             ConfigError: the server cannot read so many tokens, or has other texts for them.
@@ -87,7 +102,8 @@ class ServedTeacher:
             ) from error
         for token, mine, answer in zip(tokens[1:], texts(tokens[1:]), answers, strict=True):
             theirs = mine if answer.decoded_token is None else answer.decoded_token
-            # Tokenizers differ in how they write a part of a letter, and blanks at the ends of a token.
+            # Not compared: blanks at the ends of a token, and parts of a character (shown as U+FFFD), which equal
+            # tokenizers may write differently.
             if theirs.strip(" ") != mine.strip(" ") and "\ufffd" not in f"{mine}{theirs}":
                 raise ConfigError(
                     f"algorithm.teacher.url: token {token} is {mine!r} to the policy and {answer.decoded_token!r} to "
@@ -95,9 +111,10 @@ class ServedTeacher:
                 )
 
     async def score(self, result: Trajectory | Failure) -> Trajectory | Failure:
-        """Return a trajectory with the teacher's log-probs of its action tokens, or a failure if there are none.
+        """Return a trajectory with the teacher's log-probs of its action tokens, which the policy has sampled.
 
-        Failures and trajectories of evaluations are returned unchanged.
+        If the server has no answer, this returns a failure. Failures are returned unchanged, and so are trajectories of
+        evaluations, which are not trained.
         """
         if isinstance(result, Failure) or result.task.split == "eval":
             return result
@@ -114,7 +131,7 @@ class ServedTeacher:
         """Return the server's log-probs of the tokens at these positions, each given all tokens before it.
 
         Raises:
-            RewardError: there is no answer, or it has no log-prob for one of the tokens.
+            RewardError: there is no answer, it has no log-prob for one of the tokens, or a probability is 0.
         """
         content = await self._ask(msgspec.json.encode({"prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0}))
         found: list[_Token] = []
@@ -131,7 +148,10 @@ class ServedTeacher:
         return found
 
     async def _ask(self, content: bytes) -> bytes:
-        """Send a request until the server answers it, and return the answer.
+        """Send a request, again and again until the server answers it, and return the answer.
+
+        Errors of the connection, of the server, and HTTP 429 (too many requests) are tried again. HTTP 501 and other
+        errors of the client are not, because the same request would fail again.
 
         Raises:
             RewardError: the server refuses the request, or does not answer in time.
@@ -160,4 +180,5 @@ class ServedTeacher:
         raise self._error(f"gives no answer within {self._seconds:g} s (deadlines.env_step): {problem}")
 
     def _error(self, text: str) -> RewardError:
+        """Return an error whose message names the server. `text` is a clause that says what is wrong."""
         return RewardError(f"algorithm.teacher.url: {self._url} {text}")
