@@ -1,4 +1,9 @@
-"""Abandoned coroutines: their cancel scopes, tasks and references, so that nothing resumes or deletes them."""
+"""Functions for abandoned coroutines, which use private parts of asyncio and anyio.
+
+A call of a user's code (an environment, a reward) may swallow its cancellation and go on. `flash.environment.calls`
+then *abandons* the call: nothing waits for it any more, and these functions make sure that nothing cancels it again and
+again, and that Python does not delete it, which would print errors.
+"""
 
 from __future__ import annotations
 
@@ -19,50 +24,61 @@ TOUCHED = (
         for name in ("_parent_scope", "_child_scopes", "_tasks", "_cancel_handle", "_timeout_handle")
     ),
 )
-"""In the form of `flash.foreign.vllm.TOUCHED`."""
+"""Attributes of asyncio and anyio that this module uses, in the form of `flash.foreign.vllm.TOUCHED`."""
 
 
 def keep_for_ever(one: object) -> None:
-    """Never delete an object. Python complains on stderr when it deletes a coroutine that ignores GeneratorExit."""
+    """Keep an object until the process ends. Python prints an error when it deletes a coroutine that ignores
+    GeneratorExit, which is how an abandoned coroutine may react."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
 
 
 def unregister(task: asyncio.Task[Any]) -> None:
-    """Let the end of the loop not wait for a task, which would hang there if its code swallows cancellations."""
+    """Remove an abandoned task from the tasks for which the event loop waits at its end, and keep the task for ever.
+
+    The loop would cancel the task and wait for it, and hang if the task's code swallows cancellations.
+    """
     keep_for_ever(task)
     asyncio._unregister_task(task)  # pyright: ignore[reportPrivateUsage]
 
 
 def scopes_within(scope: CancelScope, task: asyncio.Task[Any]) -> list[Any]:
-    """Return `scope` and all scopes that `task` or its child tasks have entered inside of it."""
+    """Return `scope` and all scopes that `task` or its child tasks have entered inside of it.
+
+    `task` is the task of an abandoned call, and `scope` the scope around the call.
+    """
     found: list[Any] = []
     state = backend._task_states.get(task)  # pyright: ignore[reportPrivateUsage]
     inner: Any = None if state is None else state.cancel_scope
     while inner is not None and inner is not scope:
         found.append(inner)
         inner = inner._parent_scope
+    # The scopes of child tasks are children of these.
     for each in [*found, scope]:
         found += [one for one in _children(each) if one not in found]
     return found
 
 
 def _children(scope: Any) -> Iterator[Any]:
-    """Yield a scope and all scopes below it."""
+    """Yield a scope and, recursively, all scopes inside it."""
     yield scope
     for child in scope._child_scopes:
         yield from _children(child)
 
 
 def are_delivering(scopes: list[Any]) -> bool:
-    """Return True if one of these scopes is about to cancel a task, which has swallowed the last cancellation."""
+    """Return True if one of these scopes is about to cancel a task once more.
+
+    A cancelled scope does so until its tasks have ended. So this is True if a task has swallowed the last cancellation.
+    """
     return any(scope._cancel_handle is not None for scope in scopes)
 
 
 def disarm(scopes: list[Any], task: asyncio.Task[Any]) -> list[asyncio.Task[Any]]:
-    """Stop the timers and cancellations of scopes that `task` has abandoned, and return the other tasks in them.
+    """Stop the timers and cancellations of the scopes of an abandoned call, and return the other tasks in them.
 
-    A cancelled scope throws its cancellation into its tasks on every turn of the loop until they end. A task that
-    swallows it, or never runs again, would keep the loop busy for the rest of the run.
+    `task` is the task of the call. A cancelled scope cancels its tasks on every turn of the loop until they end. A task
+    that swallows the cancellation, or never runs again, would keep the loop busy for the rest of the run.
     """
     for scope in scopes:
         for handle in (scope._cancel_handle, scope._timeout_handle):

@@ -1,7 +1,11 @@
 """Tensor and expert parallelism by transformers' own plans, of transformers 5.19 or newer.
 
-Earlier releases divide models in another way. This module is imported only where layers are divided, so that everything
-else runs with the installed release.
+With *tensor parallelism* several ranks compute each layer together; each has a part of its weights. With *expert
+parallelism* each rank has some of the experts of a mixture, and tokens are sent to the ranks of their experts. A model
+of transformers has a *plan*, which says how each of its modules is divided.
+
+`flash.trainer.model.model` imports this module only where layers are divided. Earlier releases divide models in another
+way, and everything else must also run with them.
 """
 
 from __future__ import annotations
@@ -42,21 +46,25 @@ TOUCHED = (
 """Attributes of transformers that this module uses, in the form of `flash.foreign.vllm.TOUCHED`."""
 
 DISPATCHED = "ep_dispatch_experts"
-"""transformers' name of the parallel style in which tokens are sent to the ranks of their experts."""
+"""transformers' name of the parallel style of modules whose tokens are sent to the ranks of their experts."""
 
 
 def divide_layers(model: PreTrainedModel, tensor: DeviceMesh | None, expert: DeviceMesh | None) -> list[nn.Module]:
-    """Divide the decoder layers over the ranks of the meshes, in place, by the model's own plans.
+    """Divide the decoder layers among the ranks, in place, by the model's own plans.
 
-    At least one of the meshes is given.
+    Args:
+        model: the model, before it is sharded with FSDP.
+        tensor: ranks of tensor parallelism; None without it.
+        expert: ranks of expert parallelism; None without it. At least one of the two is given.
 
     Returns:
-        The modules that hold divided experts; none without `expert`.
+        The modules that hold divided experts; empty without `expert`.
     """
     sizes = [1 if mesh is None else mesh.size() for mesh in (tensor, expert)]
     config = DistributedConfig(tp_size=sizes[0], ep_size=sizes[1], fsdp_size=get_world_size() // sizes[0])
     layers, experts = resolve_parallel_plans(model, config)
     if tensor is not None:
+        # Only layers are divided: the embedding and the output layer stay whole.
         plan = {name: style for name, style in layers.items() if "layers" in name.split(".")}
         apply_tensor_parallelism(model, tensor, plan)
     # FSDP shards divided tensors once more, and torch warns that gathering them takes two steps.
@@ -70,7 +78,15 @@ def divide_layers(model: PreTrainedModel, tensor: DeviceMesh | None, expert: Dev
 
 
 class _EvenDispatch(TorchFunctionMode):
-    """Answers `Tensor.item` with token counts per rank, for tensors without data: first sent, then received, evenly."""
+    """Mode in which `Tensor.item` returns the number of tokens that a rank sends or receives, as if they were even.
+
+    Tensors without data have no such numbers. transformers reads, in this order, the numbers of tokens that are sent to
+    each rank, and the numbers that are received from each.
+
+    Args:
+        choices: number of (token, expert) pairs on this rank.
+        ranks: number of ranks that divide the experts.
+    """
 
     def __init__(self, choices: int, ranks: int) -> None:
         super().__init__()
@@ -82,20 +98,25 @@ class _EvenDispatch(TorchFunctionMode):
 
 
 class _DispatchedExperts(EpDispatchExpertsParallel):
-    """transformers' dispatch of tokens to experts, which also works for tensors without data and with FSDP."""
+    """The dispatch of tokens to experts of transformers, changed so that it works for tensors without data and with
+    FSDP.
+
+    transformers calls the two methods around the forward pass of a module with divided experts.
+    """
 
     def _dispatch_tokens(
         self, hidden_states: Tensor, top_k_index: Tensor, num_local_experts: int, ep_group: Any, ep_size: int
     ) -> Any:
-        # The sizes of the messages must be numbers, also when the memory of a step is only estimated without data.
+        # The sizes of the messages must be numbers. Tensors have no data when the memory of a step is only estimated.
         with nullcontext() if has_data(top_k_index) else _EvenDispatch(top_k_index.numel(), ep_size):
             return super()._dispatch_tokens(hidden_states, top_k_index, num_local_experts, ep_group, ep_size)
 
     def transform_output_post_forward(self, module: nn.Module, output: Tensor, mesh: DeviceMesh, **how: Any) -> Tensor:
         found = super().transform_output_post_forward(module, output, mesh, **how)
-        # A copy and no view, since FSDP warns of outputs that are views.
+        # A copy, because FSDP warns of outputs that are views.
         return found if how["tp_mesh"] is None else found.clone()
 
 
+# transformers uses our class from here on.
 _dispatched: Any = _DispatchedExperts()
 ALL_PARALLEL_STYLES.register(DISPATCHED, _dispatched)

@@ -1,4 +1,8 @@
-"""peft: adapters in a model, and the model without them. peft is imported where it is used, which takes seconds."""
+"""LoRA adapters in a model, with peft, and the model without them.
+
+An *adapter* is a pair of small trained matrices beside a frozen linear layer. The *base* is the model without adapters.
+peft is imported inside the functions, because the import takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,20 @@ TOUCHED = (
 """Attributes of peft and torch that this module uses, in the form of `flash.foreign.vllm.TOUCHED`."""
 
 ADAPTER = "default"
-"""peft's name of a model's first adapter."""
+"""Name that peft gives to a model's first adapter. Flash uses no other one."""
 PREFIX = "base_model.model."
-"""Prefix of the names of tensors in peft's files."""
+"""Prefix of the names of tensors in files of peft."""
 
 
 def adapter_config(*, base: str, rank: int, alpha: float, targets: Sequence[str]) -> Any:
-    """Return peft's configuration of adapters for the model at `base`, for `save_config`."""
+    """Return peft's configuration of adapters, for `insert_adapters` and `save_config`.
+
+    Args:
+        base: folder or hub id of the base.
+        rank: rank of the matrices.
+        alpha: the product of the matrices is multiplied by alpha / rank.
+        targets: last names of the linear layers that get adapters.
+    """
     from peft import LoraConfig
 
     # peft declares alpha as an integer but only computes with it, so other numbers work too.
@@ -35,11 +46,18 @@ def adapter_config(*, base: str, rank: int, alpha: float, targets: Sequence[str]
 
 
 def insert_adapters(model: nn.Module, config: Any) -> None:
-    """Put adapters in float32 into a model, in place, and freeze everything else. Empty models get empty adapters."""
+    """Put adapters in float32 into a model, in place, and freeze everything else.
+
+    A model whose parameters are on the meta device, without memory, gets such adapters.
+
+    Raises:
+        ValueError: peft does not support one of the layers.
+    """
     from peft import inject_adapter_in_model
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-    # peft moves the tensors that it makes, which fails for fake tensors.
+    # peft moves the tensors that it makes. Inside `flash.foreign.torch.counted`, where new tensors have no data, this
+    # would fail.
     with unset_fake_temporarily():
         inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
         for parameter in model.parameters():
@@ -48,23 +66,26 @@ def insert_adapters(model: nn.Module, config: Any) -> None:
 
 
 def config_in(model: nn.Module) -> Any:
-    """Return the configuration with which `insert_adapters` was called for this model; None: it has no adapters."""
+    """Return the configuration with which `insert_adapters` was called for a model; None if it has no adapters."""
     return getattr(model, "peft_config", {}).get(ADAPTER)
 
 
 def file_name(name: str) -> str:
-    """Return the name of an adapter's tensor in peft's files."""
+    """Return the name that a tensor of an adapter has in files of peft, where the adapter's name is left out."""
     return PREFIX + name.replace(f".{ADAPTER}.", ".")
 
 
 def save_config(folder: Path, config: Any) -> None:
-    """Write the configuration of adapters into a folder."""
+    """Write the configuration of adapters into a folder. With the tensors beside it, peft can load the folder."""
     config.save_pretrained(str(folder))
 
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Generator[None]:
-    """Let the model compute as its base, without adapters, inside this block. No backward pass may run there."""
+    """Let the model compute as its base, without adapters, inside this block.
+
+    So one model serves as policy and as reference model. No backward pass may run inside.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers: list[Any] = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]

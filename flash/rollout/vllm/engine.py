@@ -1,13 +1,17 @@
 """VLLMEngine: a vLLM engine in the node loop, behind the `Engine` protocol.
 
 On the road of a sample: `flash.rollout.proxy.LLMProxy` calls `generate`, which hands the request to vLLM and yields its
-tokens. The proxy also calls `load`, which swaps weights: it pauses, loads the version, queues the canary and resumes.
-The canary is a few tokens whose log-probs must agree with the trainer's. vLLM's engine core is a child process and its
-workers are grandchildren; this object owns them. They end with `close` and with this process. If one of them dies, all
-requests of the engine fail.
+tokens. The functions at the end of the file translate the request, and the pieces that vLLM returns.
 
-vLLM stamps each token with the version label that was set at the end of the last weight update. The label changes only
-while no step is running, so the stamps are exact.
+The proxy also calls `load` for each policy version (the weights after one training step). A *swap* pauses the engine,
+lets its workers fetch the weights from the trainer, and resumes. It proves that the weights are right: by a
+*fingerprint* (a checksum of all tensors), and by the *canary*, a fixed text whose log-probs must agree with the
+trainer's. vLLM labels each token with the version that was set at the end of the last swap. The label changes only
+while no step runs, so it is exact.
+
+vLLM's `AsyncLLM` is in this process. Its *core*, which schedules steps, is a child process, and the *workers*, which
+compute, are children of the core. This object owns them: they end with `close` and with this process. If one of them
+dies, all requests of the engine fail.
 """
 
 from __future__ import annotations
@@ -51,26 +55,27 @@ CANARY_PRIORITY = -1
 GOOD_ENDS = ("stop", "length")
 """vLLM's finish reasons that a response should have."""
 SEEDS = 1 << 63
-"""Number of seeds that torch's generators accept."""
+"""Number of different seeds that torch's generators accept."""
 TOKENS_PER_LETTER = 8
-"""Most tokens that one letter of a text may take: four of its bytes, and as many special tokens that have no text."""
+"""Largest number of tokens that one character of a text may take: one for each of its four bytes, and as many special
+tokens that have no text."""
 SECOND_LOOK_S = 1.0
-"""Seconds after which an engine that seems to hang is looked at once more. If the event loop was blocked, it first has
-to read the reports of steps that the engine has sent meanwhile."""
+"""Seconds until an engine that seems to hang is checked once more. If the event loop was blocked, it first has to read
+the reports of steps that the engine has sent meanwhile."""
 
 
 class VLLMEngine:
-    """Engine of one AsyncLLM of vLLM. See the module's docstring.
+    """An inference engine that vLLM runs in processes of its own, with the weights of one policy version at a time.
 
     Args:
-        config: the run.
-        index: number of this engine among all engines of the run.
-        gpus: GPUs of the engine, counted among those visible to this process; empty on the CPU.
-        remember: called in a thread with the process id of the engine's core, so that a later process can end the core
-            if this process dies. Called repeatedly while the engine starts, because whatever kills the engine may kill
-            this process too, and once when it has started.
-        cpus: CPU cores of all engines, if they compute on cores; None: those of this process.
-        ends: tokens that end a response, beside those that the model's files name.
+        config: the configuration of the run.
+        index: number of this engine among all engines of the run. `reassign` changes it.
+        gpus: indices of the engine's GPUs among those visible to this process; empty on the CPU.
+        remember: called in a thread with the process id of the engine's core. It records which shared memory the
+            engine's processes use, so that this memory is freed with the job if they are killed. Called repeatedly
+            while the engine starts, because this process may be killed together with the core, and once at the end.
+        cpus: CPU cores of all engines, if they compute on the CPU; None: those of this process.
+        ends: tokens that end a response, in addition to those that the model's files name.
     """
 
     def __init__(
@@ -88,23 +93,28 @@ class VLLMEngine:
         self._remember = remember
         self._cpus = cpus
         self._llm: Any = None
+        """vLLM's `AsyncLLM`; None before the start and after `close`."""
         self._version = FIRST_VERSION
         self._salt = FIRST_VERSION
-        """Version whose weights a new request will meet. From the pause of a swap on, this is the version that is being
-        loaded."""
+        """Version whose weights will compute a new request. As soon as a swap has paused the engine, this is the
+        version
+        that is being loaded. vLLM shares its KV cache only between requests with the same salt."""
         self._joined: dict[str, Any] | None = None
+        """`UpdateInfo.init` of the trainer ranks for which the workers are initialised; None before the first swap."""
         self._adapters = Adapters(config.adapters)
-        # A single worker holds an adapter exactly as it was published.
+        # `exact`: the fingerprint must equal the published one. This holds for an adapter in a single worker. Otherwise
+        # the first load shows if it can hold.
         self._loaded = LoadedWeights(exact=True if config.adapters and config.engine.tensor_parallel == 1 else None)
         self._request_ids = itertools.count()
         self._sampling = SamplingParameters(ends)
         self._closing = False
+        """True if the engine is being closed, so that failing requests are no sign of a death."""
         self._processes = EngineProcesses(self._die)
         self._steps = StepWatch(waits.hang_s(config))
         self._death: EngineDeadError | None = None
         self._died = anyio.Event()
         self._answer_scope: anyio.CancelScope | None = None
-        """Scope of the start or swap that waits for vLLM's answers."""
+        """Scope of the start or swap that waits for vLLM's answers. `_die` cancels it."""
         self._gauge = PressureGauge()
 
     @property
@@ -118,10 +128,12 @@ class VLLMEngine:
         return self._gauge.pressure
 
     async def start(self) -> None:
-        """Load the model and be ready to generate.
+        """Start the processes and load the model. The engine is then ready to generate.
+
+        If the start fails or is cancelled, all processes are ended.
 
         Raises:
-            ConfigError: vLLM has no attention for this model on this machine.
+            ConfigError: vLLM has no attention for this model on this machine, or refuses an argument.
             DeadlineError: the engine was not ready within deadlines.engine_start.
             EngineDeadError: a process of the engine was killed; another start may work.
             EngineError: vLLM refused its configuration or failed; the reason is in its log.
@@ -142,7 +154,8 @@ class VLLMEngine:
                 await self._llm.update_weight_version(str(FIRST_VERSION))
                 await anyio.to_thread.run_sync(self._remember, self._processes.core)
         except Exception as error:
-            # vLLM's start fails with errors of any type, from ValueError to those of pydantic.
+            # vLLM's start raises errors of any type, from ValueError to those of pydantic. The cause must be found
+            # before `_abandon_start` kills the processes.
             killed = self._processes.killed_in_start(error)
             await self._abandon_start()
             if killed is not None:
@@ -159,9 +172,9 @@ class VLLMEngine:
             self._answer_scope = None
 
     async def generate(self, request: ResponseRequest) -> AsyncGenerator[Progress | Completion, None]:
-        """See `Engine`.
+        """Stream one response; see `Engine`.
 
-        The response ends with an end token or stop text, at a limit, or at the end of the context.
+        The response ends with an end token or a stop text, or when it reaches the token limit or the context length.
         """
         self._check_alive()
         check_prompt(request.prompt, self._config.model.max_length)
@@ -175,11 +188,12 @@ class VLLMEngine:
         self._steps.begin_request(anyio.current_time())
         adapter = self._adapters.begin_request()
         try:
-            # The salt keeps new requests away from cached prefixes of older weights, which a swap may have kept.
+            # With the salt a new request does not use the cache of older weights, which a swap may have kept.
             prompt = {"type": "token", "prompt_token_ids": request.prompt, "cache_salt": str(self._salt)}
             parameters = self._sampling.of(request, vocabulary)
             # From here on the request is in the engine's process; its tokens come back through `queue`.
             queue = await llm.add_request(request_id, prompt, parameters, lora_request=adapter.lora_request)
+            # A stop text may have begun in the tokens that another engine has sampled.
             vllm.search_stop_text_in_prompt(llm, queue, request.prompt, stop_text_tokens(request))
             starts = vllm.version_starts(llm, queue)
             forget = vllm.trim_logprobs(llm, queue) if request.sampling.has_kept_sets else None
@@ -193,6 +207,7 @@ class VLLMEngine:
                 if new_kept is not None:
                     kept.append(new_kept)
                 if forget is not None:
+                    # Frees memory of vLLM for log-probs that were just read.
                     forget()
                 if output.finished:
                     break
@@ -200,14 +215,15 @@ class VLLMEngine:
                 yield Progress(piece.token_ids, new, versions, new_kept)
             finished = True
         except Exception as error:
-            # vLLM's errors have no common base.
+            # vLLM's errors have no common base class.
             raise self._flash_error(error) from error
         finally:
             self._steps.end_request()
+            # Not finished: vLLM has failed, or the caller has closed or cancelled this iterator.
             if not finished:
                 await self._abort(request_id, queue, request.tally)
             self._adapters.end_request(adapter)
-        # All requests of an engine that is closed or dead are ended by vLLM as well.
+        # When an engine is closed or dies, vLLM also ends its requests as if they were finished.
         if piece.finish_reason not in GOOD_ENDS:
             self._check_alive()
         finish = read_finish(piece, request, len(token_ids), f"request {request_id} of engine {self._index}")
@@ -218,10 +234,11 @@ class VLLMEngine:
         yield Completion(token_ids, logprobs, version_runs(spans, 0, len(token_ids)), finish, all_kept, routes)
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
-        """See `Engine`.
+        """Replace the weights by those of a published version; see `Engine`.
 
-        New requests never use the KV cache of older weights. After an error the engine's weights are undefined. An
-        engine that was paused then stays paused until it is closed or has loaded a version.
+        New requests never use the KV cache of older weights. After an error the engine's weights are undefined. If it
+        was paused, it stays paused until it is closed or has loaded a version. If the caller is cancelled, the engine
+        counts as dead, because nobody knows its weights.
         """
         self._check_alive()
         version = published.version
@@ -229,6 +246,7 @@ class VLLMEngine:
         waited_for, look_at = f"engine {self._index} to load version {version}", "vLLM's log and the trainer's rank 0"
         try:
             info = decode_update(published.update_info)
+            # An engine with several adapters may have to wait until the requests under an old adapter have ended.
             emptying = waits.emptying_s(self._config) if self._adapters.several else 0.0
             with self._answer_deadline(emptying + self._config.deadlines.swap, waited_for, look_at):
                 tokens = published.canary.token_ids
@@ -253,6 +271,9 @@ class VLLMEngine:
     def _answer_deadline(self, seconds: float, what: str, look_at: str) -> Generator[None]:
         """End the block, which waits for vLLM's answers, at a deadline or when the engine dies.
 
+        When the engine dies, `_die` cancels the scope, because vLLM never answers calls to a dead engine. `what` and
+        `look_at` are the parts of the DeadlineError's message.
+
         Raises:
             DeadlineError: vLLM took longer than `seconds`.
             EngineDeadError: the engine has died meanwhile.
@@ -271,9 +292,10 @@ class VLLMEngine:
         self._index = number
 
     async def wait_dead(self) -> EngineDeadError:
-        """See `Engine`.
+        """Wait until the engine is dead, and return how it died; see `Engine`.
 
-        Waits for the death of a process, or until the engine could have made no step for too long.
+        Waits for the death of a process, and watches that the engine makes steps while it has requests. If it makes
+        none for `waits.hang_s`, it counts as dead.
         """
         while self._death is None:
             with anyio.move_on_after(self._steps.seconds_left(anyio.current_time())):
@@ -301,15 +323,16 @@ class VLLMEngine:
             gc.collect()
 
     def _shut_down(self, llm: Any) -> None:
-        """End all processes; blocks.
+        """End all processes; blocks, so it runs in a thread.
 
-        Half of deadlines.close is for an orderly end, which frees shared memory; the rest is for an end by force.
+        Half of deadlines.close is for an orderly end, which frees shared memory. After that the processes are killed.
         """
         llm.shutdown(timeout=self._config.deadlines.close / 2)
         self._processes.end(self._config.deadlines.close / 2)
 
     def _construct(self) -> None:
-        """Build the AsyncLLM; blocks until the model is loaded. Runs in a thread."""
+        """Build the AsyncLLM; blocks until the model is loaded. Runs in a thread, which a failed start leaves
+        behind."""
         with engine_environment(self._config, self._cpus), self._processes.starting():
             make_llm = configure(self._config, self._index, self._gpus, self._on_step)
             vllm_processes.start_cores_with(CORES)
@@ -320,12 +343,19 @@ class VLLMEngine:
             self._llm.shutdown(timeout=0)
 
     def _on_step(self, stats: Any) -> None:
-        """Keep the numbers that vLLM reports after each step, for the load of the engine and the watch for hangs."""
+        """Note a step: its numbers for the engine's load, and its time for the watch for hangs.
+
+        vLLM calls this with its `SchedulerStats` after each step.
+        """
         self._gauge.read(**vllm.step_numbers(stats))
         self._steps.step(anyio.current_time())
 
     def _die(self, cause: str) -> EngineDeadError:
-        """Note that the engine is gone for good, and return how it died. The first cause counts."""
+        """Note that the engine is dead, end its requests, and return the error that says how it died.
+
+        Wakes `wait_dead` and a waiting start or swap. If it is dead already, the error with the first cause is
+        returned.
+        """
         if self._death is None:
             self._processes.unwatch()
             self._death = EngineDeadError(f"engine {self._index} is dead: {cause}; vLLM's log above may say more")
@@ -338,7 +368,7 @@ class VLLMEngine:
         return self._death
 
     async def _abandon_start(self) -> None:
-        """End all processes of a start that has failed."""
+        """End all processes of a start that has failed, also those that its thread is about to start."""
         self._closing = True
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self._processes.end_starting, self._config.deadlines.close)
@@ -347,24 +377,35 @@ class VLLMEngine:
     async def _swap(
         self, info: UpdateInfo, version: int, canary: Sequence[int], *, keep_cache: bool
     ) -> tuple[list[float], list[list[int]], Adapter]:
-        """Pause, load a version, resume.
+        """Pause the engine, load a version, and resume. `load` calls this, and checks the results.
 
-        Returns the engine's log-probs of the canary tokens after the first, the fingerprint of each worker's weights,
-        and the adapter of the version. If the engine holds several adapters, a new one is loaded without a pause, and
-        gets requests only after the caller has verified it.
+        If the engine holds several adapters, a new one is loaded without a pause, and gets requests only when `load`
+        has checked it.
+
+        Args:
+            info: where the workers get the version.
+            version: number of the version.
+            canary: token ids of the canary.
+            keep_cache: see `load`.
+
+        Returns:
+            The engine's log-probs of the canary tokens after the first one, the fingerprint of each worker's weights,
+            and the adapter of the version (number 0 for a whole model).
         """
         llm, pauses = self._llm, not self._adapters.several
         adapter, dropped = await self._adapters.wait_and_add(version)
         if pauses:
-            # The pause is sent without giving up the loop: requests that come from now on are behind it in vLLM's
-            # queue, and meet the new weights.
+            # No other task runs between these two lines: requests that come from now on are behind the pause in vLLM's
+            # queue, so they are computed with the new weights, as the new salt says.
             self._salt, self._adapters.newest = version, adapter
             await vllm.pause(llm, keep_cache=keep_cache)
         # The watch for hangs stops only after the pause, because the pause waits for the running step, which may hang.
         self._steps.pause()
         if pauses and not keep_cache:
+            # vLLM preempts all sequences to drop their cache. This is no lack of room.
             self._gauge.excuse_preemptions()
         if info.init is not None and info.init != self._joined:
+            # Once for each publisher: after a restart, the trainer ranks have another one.
             await vllm.join_transfer(llm, info.init)
             self._joined = info.init
         failure = await vllm.update_weights(llm, info.update, str(version), adapter.number, dropped)
@@ -386,30 +427,38 @@ class VLLMEngine:
         return observed, await vllm.held_fingerprints(llm, adapter.number), adapter
 
     async def _abort(self, request_id: str, queue: Any, tally: TokenTally) -> None:
-        """Abort a request, also while the caller is cancelled, and report its tokens that were in no piece yet."""
+        """Abort a request in vLLM, and add its sampled tokens that were in no piece yet to `tally.lost`.
+
+        Also works while the caller is cancelled. `queue` has the request's output; None if vLLM has not accepted it.
+        """
         if self._llm is None or self._death is not None:
             return
-        # An engine that cannot be reached has nothing left to abort.
+        # If the engine cannot be reached, there is nothing left to abort.
         with anyio.CancelScope(shield=True), suppress(Exception):
             await self._llm.abort(request_id)
             if queue is not None:
                 tally.lost += vllm.take_undelivered(queue)
 
     def _check_death(self) -> None:
+        """Raise EngineDeadError if the engine has died."""
         if self._death is not None:
             raise self._death
 
     def _check_alive(self) -> None:
+        """Raise EngineDeadError if the engine has died, is closed or was not started."""
         self._check_death()
         if self._llm is None:
             raise EngineDeadError(f"engine {self._index} is closed, or was not started")
 
     def _flash_error(self, error: Exception) -> FlashError:
-        """Return the `FlashError` for an error of vLLM; if the engine's core has died, mark the engine as dead."""
+        """Return the `FlashError` that tells an error of vLLM to the proxy.
+
+        If the error shows that the engine's core has died, the engine is also marked as dead.
+        """
         if isinstance(error, FlashError):
             return error
         if vllm.is_core_death(error):
-            # The requests of an engine that is closed end with the same error.
+            # Requests of an engine that is being closed end with the same error.
             if self._closing:
                 return EngineDeadError(f"engine {self._index} is closed")
             return self._die(self._processes.how_core_ended())
@@ -418,20 +467,21 @@ class VLLMEngine:
         return EngineError(f"engine {self._index} failed a request: {type(error).__name__}: {error}")
 
     def _swap_error(self, error: Exception, version: int) -> FlashError:
-        """Return the error to raise for an error in a swap to `version`."""
+        """Return the error that `load` raises for an error of vLLM in a swap to `version`."""
         typed = self._flash_error(error)
         if isinstance(typed, EngineDeadError):
             return typed
         return self._load_error(LoadFailure("failed", vllm.worker_error(error)), version)
 
     def _load_error(self, failure: LoadFailure, version: int) -> FlashError:
-        """Return the error to raise for a failure that a worker reported.
+        """Return the error that `load` raises for a failure that a worker reported.
 
-        If the failure is `gone`, the engine is also marked as dead, so that its requests fail and it is restarted.
+        If the failure is `gone` (the trainer no longer holds the version), the engine is also marked as dead, so that
+        its requests move to other engines and it is restarted.
         """
         if failure.kind == "gone":
-            # The trainer holds only newer versions by now: the engine was too slow, for example because its processes
-            # were stopped for some time. The weights are not damaged, and a restart loads the newest version.
+            # The engine was too slow, for example because its processes were stopped for some time. A restarted engine
+            # loads the newest version.
             return self._die(f"it came too late for version {version} ({failure.message})")
         message = f"engine {self._index} could not load version {version}: {failure.message}"
         # A damaged version is damaged for every engine, so it stops the run. Any other failure is this engine's own.
@@ -439,10 +489,13 @@ class VLLMEngine:
 
 
 class FixedEngine(VLLMEngine):
-    """A `VLLMEngine` that always serves the weights of the model folder, for runs that train nothing."""
+    """A `VLLMEngine` that always serves the weights of the model folder, for runs that train nothing.
+
+    Such runs only sample, with a model or a checkpoint (`flash.run.sampling`).
+    """
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
-        """See `Engine`. Takes over the number of the version, and loads no weights."""
+        """Take over the number of the version, with which tokens are labelled, and load no weights. Returns 0."""
         self._check_alive()
         await self._llm.update_weight_version(str(published.version))
         self._version = self._salt = published.version
@@ -453,10 +506,10 @@ class FixedEngine(VLLMEngine):
 
 
 class SamplingParameters:
-    """Makes vLLM's parameters of requests; requests that sample alike share one object.
+    """Makes vLLM's parameters for requests. Equal parameters are one object, because making them takes time.
 
     Args:
-        end_tokens: tokens that end a response, beside those that the model's files name.
+        end_tokens: tokens that end a response, in addition to those that the model's files name.
     """
 
     def __init__(self, end_tokens: Sequence[int] = ()) -> None:
@@ -466,7 +519,7 @@ class SamplingParameters:
     def of(self, request: ResponseRequest, vocabulary: int) -> Any:
         """Return vLLM's parameters of a request, for a model with `vocabulary` tokens."""
         sampling = request.sampling
-        # vLLM counts new tokens only: the first tokens of a response that moved here are prompt to it.
+        # vLLM counts new tokens only. To it, tokens that another engine has sampled are part of the prompt.
         min_tokens = min(max(sampling.min_tokens - request.generated, 0), request.max_new_tokens)
         if request.stop or min_tokens != sampling.min_tokens:
             stop = (*sampling.stop, *request.stop)
@@ -479,19 +532,23 @@ class SamplingParameters:
                 "logit_bias": dict(fields["logit_bias"])
             }
             fields["stop_token_ids"] += self._end_tokens
+            # Their log-probs show which tokens could have been drawn (`read_logprobs`).
             likeliest = min(sampling.top_k + TIES, vocabulary) if sampling.has_kept_sets else 0
             parameters = vllm.sampling_parameters(fields, request.max_new_tokens, likeliest=likeliest)
-            # Agents may invent any number of stop texts, which would fill the cache.
+            # Environments and agents may use any number of different stop texts, which would fill the cache.
             if not request.stop:
                 self._cache[key] = parameters
         if request.seed is None or sampling.temperature == 0:
             return parameters
-        # A response that moved here must not draw the numbers again that its first tokens were drawn with.
+        # A response that has moved here must not use the random numbers of its first tokens again.
         return vllm.with_seed(parameters, (request.seed + request.generated) % SEEDS)
 
 
 def stop_text_tokens(request: ResponseRequest) -> int:
-    """Return how many of the last `request.generated` tokens of the prompt may begin a text that ends the response."""
+    """Return how many tokens at the end of the prompt may hold the beginning of a text that ends the response.
+
+    Only the `request.generated` tokens count, which other engines have sampled. vLLM has to search in them, too.
+    """
     longest = max(map(len, (*request.sampling.stop, *request.stop)), default=1)
     return min(request.generated, TOKENS_PER_LETTER * (longest - 1))
 
@@ -501,12 +558,13 @@ def read_logprobs(
 ) -> tuple[list[float], Kept | None]:
     """Return the log-probs of sampled tokens and, if sampling leaves tokens out, the others that it could have drawn.
 
-    A token could have been drawn if its probability is above 0.
+    A token could have been drawn if its probability is above 0. The trainer normalises over these tokens. The second
+    result is None if sampling leaves no token out.
 
     Args:
-        flat: vLLM's `FlatLogprobs`: for each position the sampled token, then the most likely ones.
+        flat: vLLM's `FlatLogprobs`: for each position the sampled token, then the most likely tokens.
         token_ids: the sampled tokens.
-        sampling: the distribution that they were drawn from.
+        sampling: settings of the distribution that they were drawn from.
         vocabulary: number of tokens of the model.
 
     Raises:
@@ -517,20 +575,24 @@ def read_logprobs(
     # vLLM lists the sampled token again among the most likely ones, except in pieces that it has joined.
     ids, logprobs, starts, ends = map(np.array, (flat.token_ids, flat.logprobs, flat.start_indices, flat.end_indices))
     kept = np.isfinite(logprobs)
-    # If the last returned token could have been drawn, tokens that were not returned could perhaps be drawn too.
+    # The returned tokens are sorted. If even the last one could have been drawn, then perhaps also tokens that were not
+    # returned.
     if kept[ends - 1].any() and sampling.top_k + TIES < vocabulary:
         raise EngineError(
             f"more than {TIES} tokens are exactly as likely as the last one that top_k = {sampling.top_k} keeps, so it "
             "is not known which tokens could have been drawn; use a model.head_dtype or dtype in which logits differ, "
             "or another top_k"
         )
-    # The sampled token is not one of the others.
+    # Leaves the sampled token out of its kept set, both times that it is listed.
     kept &= ids != np.repeat(ids[starts], ends - starts)
     return logprobs[starts].tolist(), Kept.of(ids[kept], np.add.reduceat(kept, starts, dtype=np.int64))
 
 
 def read_routes(piece: Any, computed: int) -> Routes:
-    """Return the experts of the `computed` tokens of a request, from its last piece (vLLM's `CompletionOutput`).
+    """Return the experts that the engine chose for each of the `computed` tokens of a request.
+
+    The trainer uses the same experts (`rollout.routing_replay`). `piece` is the last piece of the request, vLLM's
+    `CompletionOutput`. The last token is not computed, because no token follows it.
 
     Raises:
         EngineError: vLLM returned the experts of another number of tokens.
@@ -543,7 +605,7 @@ def read_routes(piece: Any, computed: int) -> Routes:
 
 
 def check_prompt(prompt: Sequence[int], max_length: int) -> None:
-    """Raise EngineRefusal if a prompt does not fit a context of `max_length` tokens."""
+    """Raise EngineRefusal if a prompt is empty, or leaves no room for a token in a context of `max_length` tokens."""
     if not 0 < len(prompt) < max_length:
         raise EngineRefusal(
             f"a prompt of {len(prompt)} tokens does not fit: it needs at least 1 token and has to leave room for "
@@ -552,7 +614,10 @@ def check_prompt(prompt: Sequence[int], max_length: int) -> None:
 
 
 def version_runs(starts: Sequence[tuple[str, int]], first: int, stop: int) -> list[VersionRun]:
-    """Return the versions of the tokens [first, stop), given vLLM's version labels, each with its first token."""
+    """Return the versions of the response's tokens [first, stop), run-length encoded.
+
+    `starts`: vLLM's version labels in ascending order, each with the index of the first token that it holds for.
+    """
     ends = [start for _, start in starts[1:]] + [stop]
     return [
         VersionRun(version=int(label), count=min(end, stop) - max(start, first))
@@ -562,16 +627,16 @@ def version_runs(starts: Sequence[tuple[str, int]], first: int, stop: int) -> li
 
 
 def read_finish(piece: Any, request: ResponseRequest, tokens: int, name: str) -> Literal["stop", "length", "text"]:
-    """Return why a response ended.
+    """Return the reason for the end of a response, as `Completion.finish` has it.
 
     Args:
-        piece: its last piece, vLLM's `CompletionOutput`.
+        piece: the last piece of the response, vLLM's `CompletionOutput`.
         request: the request.
-        tokens: number of its tokens.
-        name: names the engine and the request in the error.
+        tokens: number of tokens of the response.
+        name: names the engine and the request in the error message.
 
     Raises:
-        EngineError: vLLM has ended the response for a reason of its own.
+        EngineError: vLLM has ended the response for another reason, such as an abort.
     """
     if piece.finish_reason in GOOD_ENDS:
         by_text = isinstance(piece.stop_reason, str) or piece.stop_reason in request.sampling.stop_token_ids

@@ -1,7 +1,7 @@
-"""Module that the fork server imports once: everything that a node loop or an engine would import for itself.
+"""Module that a fork server imports once: it imports everything of vLLM that a node loop or an engine needs.
 
-The imports take seconds of a processor. Node loops and engines are forked from the fork server, so a restart needs none
-of them.
+These imports take seconds of CPU time. Node loops and the processes of engines are forked from the fork server, so they
+start without imports. `flash.rollout.vllm.processes` and `flash.run.processes.forked` name this module.
 """
 
 from flash.foreign import vllm_processes

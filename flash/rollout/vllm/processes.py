@@ -1,11 +1,14 @@
-"""The processes of one vLLM engine: its core, and the core's workers.
+"""The processes of one vLLM engine: its *core*, which schedules steps, and the core's *workers*, which compute.
 
-The core is forked from a process that has imported vLLM (`flash.rollout.vllm.fork_server`), and forks its workers; all
-of them are in one process group. They end by themselves when the node loop ends, however it ended. When one of them
-ends, the engine is dead and `EngineProcesses` reports how; when the engine is closed, all of them are ended.
+vLLM starts processes through contexts of multiprocessing. `VLLMEngine` gives it `CORES` for the core, and the core
+gives it `_Workers`, so our own code runs first in each process. The core is forked from a *fork server*, a process that
+has imported vLLM (`flash.rollout.vllm.fork_server`), and it forks its workers. All of them are in one process group.
+
+They end by themselves when the node loop (the process of `VLLMEngine`) ends, however it ended. When one of them ends,
+the engine is dead, and `EngineProcesses` reports how. When the engine is closed, all of them are ended.
 
 A core whose worker was killed by a signal ends at once, with an exit code that names the signal. So the node loop can
-report the cause; vLLM would only report its consequences.
+report the cause. vLLM would only report the consequences.
 """
 
 from __future__ import annotations
@@ -32,22 +35,23 @@ from flash.foreign.forking import SERVER_GONE, ForkedProcess, ForkServer
 from flash.weights.plugin import NODE_PID, follow
 
 WORKER_KILLED = 128
-"""Base of a core's exit code if a worker was killed: the number of the signal is added to it."""
+"""Exit code of a core whose worker was killed by a signal, minus the number of the signal."""
 FIND_CORE_S = 0.1
-"""Seconds between two checks if the core has been started."""
+"""Seconds between two checks whether vLLM has started the core, in another thread."""
 REMEMBER_S = 0.5
 """Seconds between two calls of `remember` while an engine starts."""
 CORE_FOLLOWS_S = 2.0
-"""Seconds that a core has to end after one of its workers has; its exit code then says how the worker ended."""
+"""Seconds that a core has to end after one of its workers has ended. Its exit code then says how the worker ended."""
 CORE_ENDS_S = 0.05
-"""Seconds to wait for the end of a core that vLLM reports as dead. This blocks the loop, once in an engine's life."""
+"""Seconds to wait for the exit code of a core that vLLM reports as dead. Blocks the loop, but once per engine only."""
 
 SERVER = ForkServer("flash.rollout.vllm.fork_server")
-"""Process from which cores are forked. The node loop is forked from it too, if a launcher has started the node loop."""
+"""Fork server of cores. If a launcher has started the node loop, the node loop itself was forked from a fork server,
+and cores are forked from that one, too."""
 
 
 class _Starting(threading.local):
-    """The engine that the current thread is about to start."""
+    """The engine that the current thread is about to start. vLLM starts the core, and does not say for which engine."""
 
     engine: EngineProcesses | None = None
 
@@ -65,7 +69,11 @@ class Core(ForkedProcess):
     server = SERVER
 
     def start(self) -> None:
-        """See `Process`."""
+        """Start the process, and give it to the engine that this thread starts.
+
+        Raises:
+            ForkServerGoneError: the fork server has ended.
+        """
         try:
             super().start()
         except (EOFError, ConnectionError) as error:
@@ -74,11 +82,15 @@ class Core(ForkedProcess):
             _starting.engine.set_core(self)
 
     def enter(self) -> None:
-        """See `ForkedProcess`. Runs in the new process."""
+        """Set up the core before any other code runs in it; called in the new process.
+
+        It leads a process group, so that it can be killed together with its workers. It ends when the node loop ends.
+        """
         super().enter()
         os.setpgid(0, 0)
         follow(int(os.environ[NODE_PID]))
         vllm_processes.apply_offline_mode()
+        # Python has read the variable in the fork server, which may have another value.
         if os.environ.get("PYTHONWARNINGS") == "ignore":
             warnings.simplefilter("ignore")
         vllm_processes.start_workers_with(_Workers())
@@ -95,9 +107,10 @@ class _Worker(ForkProcess):
     """A worker process of a core, which forks it."""
 
     def run(self) -> None:
-        """See `Process`. Runs in the new process."""
+        """Let the worker end with the node loop, and bind it to its CPU cores; called in the new process."""
         follow(int(os.environ[NODE_PID]))
-        # OpenMP has read these variables in the process that all are forked from, so the threads are bound here.
+        # OpenMP has read its variables in the fork server, before this worker existed, so the worker is bound to its
+        # cores here. The variable has the cores of each worker, in the order of their ranks, separated by |.
         bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         if bound != "nobind":
             share = bound.split("|")[vllm_processes.worker_rank(self.name)]
@@ -116,50 +129,62 @@ CORES = _Cores()
 
 
 def _end_as_worker(number: int) -> None:
-    """End this core at once, after a worker was killed by signal `number`. The other workers end with it."""
+    """End this core at once, after a worker was killed by signal `number`. The exit code says so to the node loop.
+
+    The other workers end with the core.
+    """
     os._exit(WORKER_KILLED + number)
 
 
 def _killed_worker(code: int) -> bool:
-    """Return True if a core's exit code says that a worker was killed by a signal. 255 says nothing."""
+    """Return True if a core's exit code says that a worker was killed by a signal.
+
+    `SERVER_GONE` (255) is no such code: it only says that the fork server is gone.
+    """
     return WORKER_KILLED < code <= WORKER_KILLED + signal.NSIG
 
 
 class EngineProcesses:
-    """Starts, watches and ends the processes of one engine. See the module's docstring.
+    """Starts, watches and ends the processes of one engine.
+
+    Lifecycle: `starting` and `set_core` while vLLM's constructor runs, then `watch`, `unwatch` and `end`. A start that
+    fails ends with `killed_in_start` and `end_starting`.
 
     Args:
-        on_end: called once, with a text that says which process has ended and how.
+        on_end: called at most once, with a text that says which process has ended and how.
     """
 
     def __init__(self, on_end: Callable[[str], object]) -> None:
         self._report = on_end
         self._core: BaseProcess | None = None
         self._given_up = False
-        """True once the start was given up: a core that starts afterwards is killed at once."""
+        """True if the start was given up. A core that starts afterwards is killed at once."""
         self._lost_worker: int | None = None
-        """Process id of the first worker that ended."""
+        """Process id of the first worker that has ended; None while all run."""
         self._workers: dict[int, int] = {}
-        """Descriptors that become readable when a worker ends, by its process id."""
+        """Descriptor (pidfd) of each worker, by its process id. It becomes readable when the worker ends."""
         self._core_end: int | None = None
-        """Descriptor that becomes readable when the core ends. The core may outlive the process that gets its exit
-        code."""
+        """Descriptor (pidfd) of the core, which becomes readable when the core ends. The core may live longer than the
+        fork server, its parent, which passes on its exit code: the sentinel then says too early that the core ended."""
         self._watching = False
+        """True while the ends of processes are reported."""
         self._started = False
+        """True if the start was complete, so that the core is ended by `end` and not by `end_starting`."""
 
     @property
     def core(self) -> int:
-        """Process id of the core, which must have started."""
+        """Process id of the core. The core must have been started."""
         return self._started_core.pid or 0
 
     @property
     def _started_core(self) -> BaseProcess:
+        """The core, which must have been started."""
         assert self._core is not None, "the core has started"
         return self._core
 
     @contextmanager
     def starting(self) -> Generator[None]:
-        """Within the block, a core that this thread starts belongs to this engine."""
+        """Let a core that this thread starts within the block belong to this engine. vLLM's constructor runs inside."""
         _starting.engine = self
         try:
             yield
@@ -167,7 +192,10 @@ class EngineProcesses:
             _starting.engine = None
 
     def set_core(self, core: BaseProcess) -> None:
-        """Remember the core that was started. The thread that started it waits until the core is ready or has ended."""
+        """Note the core that the thread has just started. If the start was given up meanwhile, kill the core.
+
+        The thread then waits until the core is ready or has ended.
+        """
         self._core = core
         if self._given_up:
             self._kill(core)
@@ -175,7 +203,8 @@ class EngineProcesses:
     async def follow_start(self, remember: Callable[[int], None]) -> None:
         """Call `remember` with the core's process id every `REMEMBER_S` seconds, in a thread, until cancelled.
 
-        Whatever kills a starting engine may kill this process too, so this cannot wait until the engine serves.
+        `remember` records what must be cleaned up after the engine. This cannot wait until the engine serves: whatever
+        kills a starting engine may kill this process, too.
         """
         while self._core is None:  # noqa: ASYNC110 (another thread starts it)
             await anyio.sleep(FIND_CORE_S)
@@ -184,9 +213,10 @@ class EngineProcesses:
             await anyio.sleep(REMEMBER_S)
 
     def killed_in_start(self, error: Exception) -> str | None:
-        """Return a text that says which process was killed during a start that ended with `error`.
+        """Return a text that says which process was killed during a start that failed with `error`.
 
-        None if the start failed by itself. Must be called before `end_starting`, which kills the processes too.
+        Returns None if no process was killed: then another start would fail in the same way. Must be called before
+        `end_starting`, which kills the processes itself.
         """
         if isinstance(error, ForkServerGoneError):
             return str(error)
@@ -196,9 +226,10 @@ class EngineProcesses:
         return text if code is not None and (code < 0 or code == SERVER_GONE or _killed_worker(code)) else None
 
     def watch(self) -> None:
-        """Report from now on when the core or one of its workers ends. The core must have started.
+        """Report from now on when the core or one of its workers ends. Called when the engine is ready.
 
-        Without this, the death of a worker would only show as failing requests.
+        Without this, the death of a worker would only show as failing requests. If a process has ended already, this is
+        reported at once.
         """
         self._started = True
         try:
@@ -216,7 +247,11 @@ class EngineProcesses:
             loop.add_reader(descriptor, self._on_worker_end, pid)
 
     def unwatch(self) -> None:
-        """Report no more ends of processes."""
+        """Stop reporting the ends of processes.
+
+        Called when the engine is closed or has died, always before `end`, which closes the descriptors that the loop
+        watches. A second call does nothing.
+        """
         if not self._watching:
             return
         self._watching = False
@@ -224,7 +259,10 @@ class EngineProcesses:
             asyncio.get_running_loop().remove_reader(descriptor)
 
     def end(self, seconds: float) -> None:
-        """Kill the processes of a started engine and wait until their memory is free; blocks."""
+        """Kill the processes of an engine, and wait at most `seconds` until they have ended; blocks.
+
+        Their memory is then free for another engine. Does nothing if the core was never started.
+        """
         if self._core is None:
             return
         _kill_group(self._core.pid)
@@ -238,21 +276,29 @@ class EngineProcesses:
         self._workers, self._core_end = {}, None
 
     def end_starting(self, seconds: float) -> None:
-        """Kill the core of an engine that has not started yet, also one that its thread is about to start; blocks."""
+        """Kill the core of an engine whose start is given up, and wait at most `seconds` for its end; blocks.
+
+        If the thread of the start is only about to start the core, `set_core` will kill it.
+        """
         self._given_up = True
         if self._core is not None and not self._started:
             self._kill(self._core)
             self._core.join(seconds)
 
     def _kill(self, core: BaseProcess) -> None:
+        """Kill a core, and its process group if the core has formed it already."""
         core.kill()
         _kill_group(core.pid)
 
     def _on_core_end(self) -> None:
+        """Report the end of the core. The loop calls this when the core's sentinel becomes readable."""
         self._on_end(self.how_core_ended())
 
     def _on_worker_end(self, pid: int) -> None:
-        """Wait for the core to end too: as the worker's parent it alone learns how the worker ended."""
+        """Note the end of a worker, and give the core `CORE_FOLLOWS_S` seconds to end, too.
+
+        Only the core, its parent, learns how the worker ended. The core's exit code then says it (`_on_core_end`).
+        """
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._workers[pid])
         if self._lost_worker is None:
@@ -260,15 +306,17 @@ class EngineProcesses:
             loop.call_later(CORE_FOLLOWS_S, self._on_core_late)
 
     def _on_core_late(self) -> None:
+        """Report the end of a worker whose core has not ended in time."""
         self._on_end(f"its worker process {self._lost_worker} has ended")
 
     def _on_end(self, cause: str) -> None:
+        """Report the first end of a process. Later ends follow from it, so they are not reported."""
         if self._watching:
             self.unwatch()
             self._report(cause)
 
     def how_core_ended(self) -> str:
-        """Return a text that says how the dead core has ended."""
+        """Return a text for error messages that says how the dead core has ended, or which worker ended before it."""
         connection.wait([self._started_core.sentinel], CORE_ENDS_S)
         code = self._started_core.exitcode
         if code == SERVER_GONE:
@@ -279,7 +327,7 @@ class EngineProcesses:
         named = "one of its worker processes" if worker is None else f"its worker process {worker}"
         if _killed_worker(code):
             return f"{named} {describe_exit_code(WORKER_KILLED - code)}"
-        # A core also ends, with an exit code of its own, after a worker that ended without a signal.
+        # A core also ends, with another exit code, after a worker that has ended without a signal.
         if code >= 0 and self._lost_worker is not None:
             return f"{named} has ended, and its core, process {self.core}, with it"
         return f"its process {self.core} {describe_exit_code(code)}"
@@ -291,7 +339,7 @@ def _ended(descriptor: int) -> bool:
 
 
 def _kill_group(core: int | None) -> None:
-    """Kill the process group of a core."""
+    """Kill the process group that a core leads, so the core and its workers. Does nothing if there is no such group."""
     if core is not None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(core, signal.SIGKILL)

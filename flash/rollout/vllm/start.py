@@ -1,9 +1,11 @@
 """Arguments of vLLM, and the environment variables of its processes.
 
-vLLM's processes inherit the environment that this process has when they start. So it is changed for that time
-(`engine_environment`) and then restored exactly. All engines of a process share one environment, so that they can start
-at the same time. When an engine restarts during a run, programs that users' environments start meanwhile inherit the
-changed environment too.
+`VLLMEngine` calls `configure` inside `engine_environment` when it starts: in the node loop, in a thread of its own.
+
+vLLM's processes inherit the environment variables that this process has when they start. So `engine_environment`
+changes them for that time, and restores them exactly. All engines of a process share one environment, so that they can
+start at the same time. When an engine restarts during a run, programs that users' environments start meanwhile inherit
+the changed variables, too.
 """
 
 from __future__ import annotations
@@ -29,33 +31,34 @@ from flash.weights.plugin import NODE_PID, RECEIVER
 
 LAUNCHER_NAMES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"})
 """torchrun's variables that describe this process. An engine that inherited them would act as a rank of the trainer:
-its seeded sampling fails, and its tensor parallel workers wait for peers that do not exist."""
+its seeded sampling would fail, and its tensor parallel workers would wait for peers that do not exist."""
 LAUNCHER_PREFIXES = ("GROUP_", "MASTER_", "ROLE_", "TORCHELASTIC_")
 """Prefixes of torchrun's other variables."""
 
 SCRATCH = "FLASH_SCRATCH"
-"""Variable that names the job's folder for temporary files (`flash.run.processes.scratch`)."""
+"""Variable with the path of the job's folder for temporary files (`flash.run.processes.scratch`)."""
 
 UNLOADABLE = re.compile(r"[\s:]")
-"""Characters that end a path in LD_PRELOAD."""
+"""Characters that end a path in LD_PRELOAD, so that a path must not contain them."""
 
 CPU_BLOCK = 32
 """Tokens in a block of the KV cache on the CPU: the smallest size with which its fast attention works. Prompts are
 shared by whole blocks, and vLLM's 128 are more than most prompts have."""
 
 TIES = 8
-"""Tokens beyond `top_k` whose log-probs are requested: vLLM also keeps those that are exactly as likely as the last."""
+"""Number of tokens beyond `top_k` whose log-probs are requested: vLLM also keeps tokens that are exactly as likely as
+the last one of the `top_k`."""
 MAX_LOGPROBS = HIGHEST_TOP_K + TIES
-"""Most log-probs that an engine returns for one position."""
+"""Largest number of log-probs that an engine returns for one position."""
 
 _configuring = threading.Lock()
-"""Held while vLLM is imported and configured, which both use state of the whole process."""
+"""Lock held while vLLM is imported and configured, because both change state of the whole process."""
 _environment_lock = threading.Lock()
-"""Held while `os.environ` or the two variables below change."""
+"""Lock held while `os.environ` or the two variables below change."""
 _starting = 0
-"""Number of engines that are being started now."""
+"""Number of engines that are inside `engine_environment` now."""
 _saved: dict[str, str] = {}
-"""Environment to restore when no engine is being started any more."""
+"""Environment variables to restore when the last engine leaves `engine_environment`."""
 
 
 def configure(
@@ -67,17 +70,18 @@ def configure(
     maker: Callable[[dict[str, Any]], Callable[..., Any]] = vllm.engine_maker,
     prefix: str = sys.prefix,
 ) -> Callable[[], Any]:
-    """Check the arguments of an engine, and return a function that builds its AsyncLLM.
+    """Check the arguments of an engine, and return a function that builds its AsyncLLM, which starts its processes.
 
-    Both have to be called inside `engine_environment`.
+    This function and the returned one must be called inside `engine_environment`. The check is apart from the start, so
+    that only the check holds a lock: several engines can start at the same time.
 
     Args:
-        config: the run.
+        config: the configuration of the run.
         index: number of the engine in the run.
-        gpus: GPUs of the engine.
+        gpus: indices of the engine's GPUs among those that this process sees.
         stepped: called with vLLM's statistics after each step.
-        maker: checks vLLM's arguments and returns its constructor.
-        prefix: folder in which vLLM is installed.
+        maker: checks vLLM's arguments and returns its constructor; tests replace it.
+        prefix: folder in which vLLM is installed; tests replace it.
 
     Raises:
         ConfigError: vLLM has no attention for the model on this machine, or refuses an argument of engine.vllm.
@@ -92,6 +96,7 @@ def configure(
         except vllm.NoAttentionError as error:
             raise ConfigError(f"model.path: {error}") from error
         except (TypeError, ValueError, NotImplementedError, AssertionError) as error:
+            # Without arguments of the user, a refusal is an error of Flash.
             if not config.engine.vllm:
                 raise
             passed = ", ".join(config.engine.vllm)
@@ -102,10 +107,11 @@ def configure(
 
 
 def _fix_preload(prefix: str) -> None:
-    """Let ld.so find the libraries that vLLM preloads into its processes on the CPU.
+    """Let the dynamic linker find the libraries that vLLM preloads into its processes on the CPU.
 
-    For ld.so a space or a colon ends a path. A path with such characters is replaced by one through a link. If there is
-    no folder for a link, no library is preloaded.
+    vLLM has just set LD_PRELOAD in this process, in which a space or a colon ends a path. A path with such characters
+    is replaced by a path through a link. If there is no folder for a link, LD_PRELOAD gets the value that it had
+    before.
     """
     libraries = os.environ.get("LD_PRELOAD", "")
     if fixed := _loadable_paths(libraries, prefix):
@@ -116,7 +122,10 @@ def _fix_preload(prefix: str) -> None:
 
 
 def _loadable_paths(libraries: str, prefix: str) -> str:
-    """Return the libraries with paths that ld.so can read; empty if there are none."""
+    """Return the value of LD_PRELOAD with paths that the dynamic linker can read; empty if that is not possible.
+
+    A link `environment` to `prefix`, in the job's temporary folder, replaces `prefix` if it has a space or a colon.
+    """
     if not UNLOADABLE.search(prefix) or prefix not in libraries:
         return libraries
     folder = os.environ.get(SCRATCH, "")
@@ -129,13 +138,14 @@ def _loadable_paths(libraries: str, prefix: str) -> str:
 
 
 def _build(make_llm: Callable[..., Any], stepped: Callable[[Any], None]) -> Any:
+    """Build the AsyncLLM, which calls `stepped` after each step and makes no other statistics in this process."""
     llm = make_llm(stat_loggers=[vllm.stat_logger(stepped)])
     vllm.disable_statistics(llm)
     return llm
 
 
 def engine_args(config: Config, index: int, gpus: Sequence[int]) -> dict[str, Any]:
-    """Return vLLM's arguments for the engine of number `index`."""
+    """Return vLLM's arguments for the engine with number `index`. Those in `engine.vllm` replace ours."""
     args: dict[str, Any] = {
         "model": config.model.path,
         "dtype": config.model.dtype,
@@ -148,11 +158,13 @@ def engine_args(config: Config, index: int, gpus: Sequence[int]) -> dict[str, An
         "enforce_eager": runs_eagerly(config),
         "stream_interval": config.engine.stream_interval,
         "enable_prefix_caching": True,
-        # Log-probs of the distribution that tokens are drawn from: tokens that cannot be drawn have minus infinity.
+        # Log-probs of the distribution that tokens are drawn from, which the trainer needs. Tokens that cannot be drawn
+        # have minus infinity.
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": MAX_LOGPROBS,
-        # The canary goes before waiting samples.
+        # With priorities the canary (the text that checks new weights) goes before waiting samples.
         "scheduling_policy": "priority",
+        # Our weight receiver gets new weights inside the workers. With ipc, vLLM's own receiver does.
         "weight_transfer_config": {"backend": "ipc" if config.weights_backend == "ipc" else RECEIVER},
         "worker_extension_cls": "flash.weights.worker.WorkerExtension",
         "disable_log_stats": True,
@@ -161,7 +173,7 @@ def engine_args(config: Config, index: int, gpus: Sequence[int]) -> dict[str, An
     if config.rollout.routing_replay:
         args["enable_return_routed_experts"] = True
     if config.gpus_per_node == 0 and config.seeded:
-        # When vLLM prefills a prompt in parts it rewinds the request's random generator. torch's generator for the CPU
+        # If vLLM computes a prompt in parts, it rewinds the request's random generator. torch's generator for the CPU
         # cannot do that, and the engine would die.
         args["enable_chunked_prefill"] = False
     args |= adapter_arguments(config)
@@ -173,7 +185,7 @@ def engine_args(config: Config, index: int, gpus: Sequence[int]) -> dict[str, An
 
 
 def adapter_arguments(config: Config) -> dict[str, Any]:
-    """Return vLLM's arguments for adapters; empty if the run trains whole models."""
+    """Return vLLM's arguments for LoRA adapters; empty if the run trains whole models."""
     lora = config.lora
     if lora is None:
         return {}
@@ -181,7 +193,7 @@ def adapter_arguments(config: Config) -> dict[str, Any]:
     if not targets:
         from flash.foreign.transformers import linear_layers, without_weights
 
-        # Without names vLLM would also multiply by adapters of the output layer, though they are 0.
+        # Without names vLLM would also compute with adapters of the output layer, which are 0 and only cost time.
         targets = linear_layers(without_weights(config.model.path, trusted=config.model.trust_remote_code))
     return {
         "enable_lora": True,
@@ -194,24 +206,24 @@ def adapter_arguments(config: Config) -> dict[str, Any]:
 def engine_variables(
     config: Config, inherited: Mapping[str, str], cpus: Sequence[int], node_pid: int
 ) -> dict[str, str]:
-    """Return all environment variables of an engine.
+    """Return all environment variables of an engine's processes.
 
     Args:
-        config: the run.
-        inherited: this process's environment.
+        config: the configuration of the run.
+        inherited: environment variables of this process.
         cpus: CPU cores that engines may use.
-        node_pid: process whose end also ends the engine.
+        node_pid: process id of the node loop. The engine ends when this process ends.
     """
     variables = {
         name: value
         for name, value in inherited.items()
         if name not in LAUNCHER_NAMES and not name.startswith(LAUNCHER_PREFIXES)
     }
-    # It would override the size of the KV cache in the engine's arguments.
+    # This variable would override the size of the KV cache in the engine's arguments.
     variables.pop("VLLM_CPU_KVCACHE_SPACE", None)
-    # Only `_cpu_binding` may set it: a worker on a GPU would bind itself to these cores.
+    # Only `_cpu_binding` may set this variable: a worker on a GPU would bind itself to these cores.
     variables.pop("VLLM_CPU_OMP_THREADS_BIND", None)
-    # It permits pickles from the network. Only the ipc backend needs it: its handles cannot be sent otherwise.
+    # This variable permits pickles from the network. Only the ipc weight backend needs it, to send its handles.
     variables.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)
     if config.weights_backend == "ipc":
         variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
@@ -221,17 +233,17 @@ def engine_variables(
         NODE_PID: str(node_pid),
         "DO_NOT_TRACK": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        # vLLM, torch and their imports log warnings at each start, between which people would not see the run's lines.
+        # vLLM, torch and their imports log many warnings at each start, which would hide the lines of the run.
         "VLLM_LOGGING_LEVEL": inherited.get("VLLM_LOGGING_LEVEL", "ERROR"),
         "TORCH_CPP_LOG_LEVEL": inherited.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         "PYTHONWARNINGS": inherited.get("PYTHONWARNINGS", "ignore"),
         "VLLM_ENGINE_READY_TIMEOUT_S": str(int(config.deadlines.engine_start)),
     }
     if config.rollout.routing_replay:
-        # vLLM's first model runner does not return experts.
+        # Only vLLM's second model runner returns the experts that it chose.
         variables["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     if SCRATCH in inherited:
-        # vLLM would leave its sockets in /tmp.
+        # Otherwise vLLM would leave its sockets in /tmp.
         variables["VLLM_RPC_BASE_PATH"] = inherited[SCRATCH]
     if config.gpus_per_node == 0 and runs_eagerly(config):
         # Even if vLLM runs eagerly, its sampler compiles a comparison of two tensors in the first swap, for which a C++
@@ -240,16 +252,16 @@ def engine_variables(
     if config.gpus_per_node == 0:
         variables |= _cpu_binding(config, sorted(cpus))
     elif config.model.dtype == "float32":
-        # By default Triton's matrix products, which float32 attention uses, have the 10 bits of TF32 only.
+        # By default Triton's matrix products, which float32 attention uses, have only the 10 bits of TF32.
         variables["TRITON_F32_DEFAULT"] = inherited.get("TRITON_F32_DEFAULT", "ieee")
     return variables
 
 
 def server_variables(config: Config, node: int) -> dict[str, str]:
-    """Return the environment variables of the fork server that differ from those of this process.
+    """Return the environment variables of the fork server that differ from those of this process, the launcher.
 
-    This machine's node loop and engines are forked from the fork server. It has the variables that are read when vLLM
-    and OpenMP are loaded, but none that a node loop must not have.
+    The node loop of machine `node` and its engines are forked from the fork server, which has imported vLLM already. So
+    it must have the variables that vLLM and OpenMP read when they are loaded, but none that a node loop must not have.
     """
     cpus = engine_cpus(config, node, config.cluster.node_cpus or sorted(os.sched_getaffinity(0)))
     variables = engine_variables(config, os.environ, cpus, os.getpid())
@@ -262,14 +274,15 @@ def server_variables(config: Config, node: int) -> dict[str, str]:
 
 
 def _cpu_binding(config: Config, cpus: Sequence[int]) -> dict[str, str]:
-    """Return the variables that decide on which cores the threads of a CPU engine run.
+    """Return the variables that decide how many threads a CPU engine has, and on which cores they run.
 
-    The workers of a single engine are pinned, each to its share of the cores; one core is left for the scheduler and
-    the node loop. Several engines only get a number of threads, because they share these variables.
+    The workers of a single engine are bound, each to its share of the cores. One core is left for the node loop and
+    vLLM's core. Several engines only get a number of threads, because all engines of a process share these variables.
     """
     workers = config.engine.count * config.engine.tensor_parallel
     free = cpus[:-1] if len(cpus) > workers else cpus
-    # Several threads divide a batch by its size, so the last bits of a log-prob would depend on the other requests.
+    # Several threads divide a batch by its size, so the last bits of a log-prob would depend on the other requests, and
+    # a seeded response could not be repeated.
     threads = 1 if config.seeded else max(1, len(free) // workers)
     if config.engine.count > 1:
         return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
@@ -282,11 +295,13 @@ def _cpu_binding(config: Config, cpus: Sequence[int]) -> dict[str, str]:
 
 @contextmanager
 def engine_environment(config: Config, cpus: Sequence[int] | None = None) -> Generator[None]:
-    """Give this process the environment of the engines while at least one of them is being started.
+    """Give this process the environment variables of the engines inside the block.
+
+    Several threads may be inside at the same time. The first one sets the variables, and the last one restores them.
 
     Args:
-        config: the run.
-        cpus: CPU cores of the engines, if they compute on cores; None: those of this process.
+        config: the configuration of the run.
+        cpus: CPU cores of the engines, if they compute on the CPU; None: those of this process.
     """
     global _starting
     with _environment_lock:
@@ -305,7 +320,9 @@ def engine_environment(config: Config, cpus: Sequence[int] | None = None) -> Gen
 
 
 def ready_tokenizer(config: Config) -> HfTokenizer:
-    """Return the model's tokenizer with the parsers of its responses. Blocks for seconds if these are vLLM's.
+    """Return the model's tokenizer with the parsers of its responses.
+
+    If the parsers are vLLM's, this blocks for seconds to import vLLM, which reads the engines' environment variables.
 
     Raises:
         ConfigError: there is no usable tokenizer, or a configured parser cannot work with it.
@@ -315,7 +332,7 @@ def ready_tokenizer(config: Config) -> HfTokenizer:
 
 
 def _set_environment(variables: Mapping[str, str]) -> None:
-    """Make os.environ equal `variables`. It is never empty meanwhile, since other threads read it."""
+    """Make os.environ equal to `variables`. It is never empty meanwhile, because other threads read it."""
     os.environ.update(variables)
     for name in set(os.environ) - set(variables):
         del os.environ[name]

@@ -1,8 +1,13 @@
-"""State of one vLLM engine: the adapters that it holds, its load, and whether it hangs. Pure; `VLLMEngine` drives it.
+"""State of one vLLM engine: the adapters that it holds, its load, and the time of its last step.
 
-The adapters are the versions of a LoRA run. An engine with room for one adapter replaces it by the next version, and
-running requests go on under the next version. With room for several, the next version is put beside the others: a
-request ends under the version that it began with, and new requests begin under the newest version.
+`VLLMEngine` calls these classes. They make no calls themselves, own no tasks, and read no clock.
+
+The adapters are the versions of a LoRA run, one after each training step. An engine with room for one adapter replaces
+it by the next version, and running requests continue under the next version. With room for several, the next version is
+put beside the others: a request ends under the version that it began with, and new requests begin under the newest one.
+A run that trains whole models has the single "adapter" with number 0.
+
+A *swap* is the load of a version.
 
 Law: no adapter that a request runs under is dropped.
 """
@@ -21,7 +26,7 @@ from flash.foreign import vllm
 from flash.rollout.engine import Pressure
 
 SHARE_STEPS = 100
-"""Steps over which shares are reported: enough for a mean, few enough to follow a change."""
+"""Number of steps over which shares are computed: enough for a mean, and few enough to follow a change."""
 
 
 @dataclass(eq=False)
@@ -29,18 +34,20 @@ class Adapter:
     """A version of the adapter in an engine, or, with number 0, a whole model."""
 
     version: int = -1
+    """Policy version; -1 before the first one is loaded."""
     number: int = 0
-    """Number of the adapter in vLLM; 0: a whole model."""
+    """Number of the adapter in vLLM; 0 for a whole model."""
     pinned: bool = False
-    """True if requests end under the version that they began with."""
+    """True if requests end under this version, because it is never replaced in place."""
     requests: int = 0
-    """Number of requests that run under this adapter."""
+    """Number of requests that run under this adapter now."""
 
     @property
     def lora_request(self) -> Any:
         """Argument with which vLLM runs a request under this adapter; None for a whole model.
 
-        The name has the version, by which vLLM keeps the blocks of versions apart in its prefix cache.
+        Its name contains the version. vLLM's prefix cache shares blocks only between requests with equal names, so no
+        request uses the cache of another version.
         """
         return vllm.adapter_request(f"version {self.version}", self.number) if self.number else None
 
@@ -48,25 +55,28 @@ class Adapter:
     def version_starts(self) -> list[tuple[str, int]] | None:
         """Version label of all tokens of a request, in the form of `flash.foreign.vllm.version_starts`.
 
-        None if vLLM's own labels are right, because requests go on under later versions.
+        None if vLLM's own labels are to be used. With several adapters they would be wrong: vLLM labels every token
+        with the newest version, also tokens of requests under an older one.
         """
         return [(str(self.version), 0)] if self.pinned else None
 
 
 class Adapters:
-    """The adapters of an engine. See the module's docstring.
+    """The adapters that one engine holds, and the number of requests under each.
 
     Args:
-        room: adapters that the engine holds at once; 0: it serves whole models.
+        room: number of adapters that the engine holds at once; 0 if it serves whole models.
     """
 
     def __init__(self, room: int) -> None:
         self._room = room
         self._numbers = count(1)
         self._held: list[Adapter] = []
+        """Adapters in the engine, the newest last; unused unless there is room for several."""
         self._freed = anyio.Event()
+        """Event that is set when a request ends. Each wait for room makes a new one."""
         self.newest = Adapter()
-        """Adapter of new requests."""
+        """Adapter of new requests. `VLLMEngine` sets it when a version is loaded."""
 
     @property
     def several(self) -> bool:
@@ -74,19 +84,20 @@ class Adapters:
         return self._room > 1
 
     def begin_request(self) -> Adapter:
-        """Count a new request, and return the adapter that it runs under."""
+        """Count a new request under the newest adapter, and return that adapter."""
         self.newest.requests += 1
         return self.newest
 
     def end_request(self, adapter: Adapter) -> None:
-        """Note that a request under `adapter` has ended."""
+        """Note that a request under `adapter` has ended, and wake a waiting `wait_and_add`."""
         adapter.requests -= 1
         self._freed.set()
 
     def add(self, version: int) -> tuple[Adapter, list[int]] | None:
-        """Make room for the next version.
+        """Make room for the next version, if possible.
 
-        Returns its adapter and the numbers of the adapters to drop. None: requests run under all held adapters.
+        Returns the adapter of the version, and the numbers of the adapters to drop from the engine. Returns None if
+        there is no room, because requests run under all other adapters. The newest adapter is always kept.
         """
         if not self.several:
             # The number is 1 for the only adapter, and 0 for a whole model.
@@ -99,7 +110,7 @@ class Adapters:
         return self._held[-1], dropped
 
     async def wait_and_add(self, version: int) -> tuple[Adapter, list[int]]:
-        """Make room for the next version like `add`. If there is no room, wait until requests have ended."""
+        """Wait until there is room for the next version, and return the results of `add`."""
         while (added := self.add(version)) is None:
             self._freed = anyio.Event()
             await self._freed.wait()
@@ -107,38 +118,48 @@ class Adapters:
 
 
 class _Share:
-    """A share, such as that of cached prompt tokens, over the last `SHARE_STEPS` steps whose whole was not 0."""
+    """Share of a part in a whole, over the last `SHARE_STEPS` steps in which the whole was not 0.
+
+    For example the share of prompt tokens that were in the cache.
+    """
 
     def __init__(self) -> None:
         self._counts: deque[tuple[int, int]] = deque(maxlen=SHARE_STEPS)
+        """Part and whole of each of these steps."""
 
     def add(self, part: int, whole: int) -> float | None:
-        """Add the counts of a step and return the share; None before the first step that counts."""
+        """Add the counts of a step, and return the share; None if the whole was 0 in all steps so far."""
         if whole:
             self._counts.append((part, whole))
         return sum(part for part, _ in self._counts) / sum(whole for _, whole in self._counts) if self._counts else None
 
 
 class PressureGauge:
-    """Load of an engine, computed from the numbers that vLLM reports after each step."""
+    """Computes the load of an engine (`Pressure`) from the numbers that vLLM reports after each step.
+
+    A sequence is *preempted* if vLLM frees its KV cache, to compute it again later: for lack of room, or in a swap.
+    """
 
     def __init__(self) -> None:
         self._pressure = Pressure(running=0, waiting=0, kv_used=0.0, preemptions=0)
         self._excused = 0
-        """Sequences that a swap has preempted and that have not gone on yet."""
+        """Number of sequences that a swap has preempted and that do not run again yet."""
         self._hits, self._accepted = _Share(), _Share()
 
     @property
     def pressure(self) -> Pressure:
-        """Load as of the engine's last step."""
+        """Load of the engine after its last step."""
         return self._pressure
 
     def set_cache(self, tokens: int) -> None:
-        """Note that the engine has started, with a KV cache for `tokens` tokens."""
+        """Set the number of tokens that the KV cache of the started engine can hold."""
         self._pressure = msgspec.structs.replace(self._pressure, kv_tokens=tokens)
 
     def excuse_preemptions(self) -> None:
-        """Do not count the sequences that run now as preempted: a swap drops their cache, not a lack of room."""
+        """Do not count the sequences that run now as preempted. Called when a swap drops their cache.
+
+        `Pressure.preemptions` only counts preemptions for lack of room.
+        """
         self._excused = self._pressure.running
 
     def read(
@@ -153,20 +174,21 @@ class PressureGauge:
         accepted: int = 0,
         **others: float,
     ) -> None:
-        """Update the load by the numbers of one step.
+        """Update the load by the numbers of one step. Counts are those of this step alone.
 
         Args:
-            running: sequences that the engine decodes.
-            waiting: requests that it has not begun, or has preempted.
-            resumed: sequences that went on in this step after a preemption.
-            prompt_tokens: prompt tokens of the requests that began in it.
-            cached_tokens: those of the prompt tokens that the prefix cache held.
-            drafted: draft tokens.
-            accepted: draft tokens that were accepted.
-            others: fields of `Pressure`, unchanged.
+            running: number of sequences that the engine decodes.
+            waiting: number of requests that it has not begun, or has preempted.
+            resumed: number of sequences that run again in this step after a preemption.
+            prompt_tokens: number of prompt tokens of the requests that began in this step.
+            cached_tokens: number of these prompt tokens that the prefix cache held.
+            drafted: number of draft tokens, which are guesses of speculative decoding.
+            accepted: number of draft tokens that the model accepted.
+            others: further fields of `Pressure`, which are taken as they are.
         """
+        # vLLM reports a preempted sequence when it runs again, so preemptions are counted then.
         excused = min(resumed, self._excused)
-        # If nothing waits, all sequences that the swap had preempted have gone on.
+        # If nothing waits, all sequences that the swap had preempted run again or have ended.
         self._excused = self._excused - excused if waiting else 0
         self._pressure = msgspec.structs.replace(
             self._pressure,
@@ -184,7 +206,8 @@ class PressureGauge:
 class StepWatch:
     """Decides if an engine hangs: it has requests, is not paused, and has made no step for too long.
 
-    Each method takes the time of the change in seconds.
+    `VLLMEngine.wait_dead` asks it. An engine that hangs counts as dead. `now` is the time of a change in seconds on the
+    loop's clock.
 
     Args:
         limit_s: seconds that a step may take.
@@ -193,9 +216,11 @@ class StepWatch:
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._since = 0.0
-        """When the engine last made a step, or got its first request."""
+        """Time of the engine's last step, or of its first request after it had none."""
         self._requests = 0
+        """Number of requests that the engine has."""
         self._paused = False
+        """True while no step is expected, because of a swap."""
 
     def begin_request(self, now: float) -> None:
         """Note that the engine has one more request."""
@@ -208,7 +233,7 @@ class StepWatch:
         self._requests -= 1
 
     def pause(self) -> None:
-        """Expect no step before `resume`, as during a swap, which has a deadline of its own."""
+        """Expect no step until `resume`. Called for a swap, which has a deadline of its own."""
         self._paused = True
 
     def resume(self, now: float) -> None:
@@ -220,9 +245,9 @@ class StepWatch:
         self._since = now
 
     def seconds_left(self, now: float) -> float:
-        """Return the seconds after which the engine counts as hanging if it makes no step; 0 if it hangs already.
+        """Return the seconds until the engine counts as hanging if it makes no step; 0 if it hangs already.
 
-        `limit_s` while no step is expected.
+        Returns `limit_s` while no step is expected, so that the caller checks again after that time.
         """
         if self._paused or self._requests == 0:
             return self._limit_s
