@@ -1,11 +1,13 @@
 """Observe the policy's attention at the start of a step, and multiply token advantages by it (`algorithms.rhythm`).
 
-`flash.trainer.step` runs a forward pass with a `RhythmWatch`. In each layer `packed_attention` gives the watch the
-queries and keys as the model made them, whatever kernel computes the attention. The watch computes the attention
-weights of the chosen layers once more, only for action tokens (those that the policy sampled), one block of them at a
-time. It keeps two numbers per head and token: WAAD (windowed average attention distance) and FAI (future attention
-influence). Both are linear in the attention weights, so the mean over local or global heads can be taken after all
-ranks have reported the spans of their heads. The sequences of a micro-batch never influence one another.
+The advantages of *anchors*, to which later tokens attend, and of *plans*, at which the distance that the policy looks
+back changes, are multiplied by a factor. `flash.trainer.step` runs a forward pass with a `RhythmWatch`. In each layer
+`packed_attention` gives the watch the queries and keys as the model made them, whatever kernel computes the attention.
+The watch computes the attention weights of the chosen layers once more, only for action tokens (those that the policy
+sampled), one block of them at a time. It keeps two numbers per head and token: WAAD (windowed average attention
+distance) and FAI (future attention influence). Both are linear in the attention weights, so the mean over local or
+global heads can be taken after all ranks have reported the spans of their heads. The sequences of a micro-batch never
+influence one another.
 
 `flash rhythm` uses `observe_responses` and `attention_maps` to show the same signals without training.
 
@@ -61,7 +63,7 @@ class HeadKinds(NamedTuple):
     local: IntArray
     """Heads with the shortest span; WAAD is averaged over them."""
     far: IntArray
-    """Global heads, which have the longest span; FAI is averaged over them."""
+    """Global heads, which have the longest span; FAI is averaged over them. (`global` is a keyword of Python.)"""
 
 
 @dataclass
@@ -78,7 +80,11 @@ class HeadSignals:
 
 @dataclass
 class RhythmWatch:
-    """Callback that observes the attention of one forward pass over one micro-batch (an `AttentionWatch`)."""
+    """Callback that observes the attention of one forward pass over one micro-batch.
+
+    It is an `AttentionWatch` (`flash.trainer.model.packed`): the model calls it once in each layer. `RhythmPass` makes
+    it, and reads the results after the pass.
+    """
 
     micro: MicroBatch
     layers: Sequence[int]
@@ -98,7 +104,11 @@ class RhythmWatch:
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, scaling: float | None, sliding_window: int | None
     ) -> None:
-        """Compute the signals of one layer. `AttentionWatch` explains the arguments."""
+        """Compute the signals of one layer. `AttentionWatch` explains the arguments.
+
+        The results are in `signals`, except for a layer that is not to be observed. A layer without a number is noted
+        in `unnumbered`.
+        """
         layer = layer_number(module)
         if layer is None:
             self.unnumbered = class_name(module)
@@ -112,6 +122,7 @@ class RhythmWatch:
             all_heads = slice(None)
             self.signals[layer] = self._signals(query, key, all_heads, all_heads, sliding_window, attend)
             return
+        # Compute only the heads that were chosen, and the key head that each of them shares with its neighbours.
         local, far = (torch.from_numpy(heads).to(query.device) for heads in self.kinds[layer])
         observed = torch.cat([local, far])
         queries_per_key = len(query) // len(key)
@@ -134,7 +145,13 @@ class RhythmWatch:
     ) -> HeadSignals:
         """Return the spans of these heads, the WAAD of the heads `local` and the FAI of the heads `far`.
 
-        `window` is the attention window of the layer, and `attend` computes its attention weights for a block of rows.
+        Args:
+            query_HPD: queries of the heads to observe.
+            key_HPD: keys of the layer, or one for each of the heads.
+            local: the heads whose WAAD is computed, as a slice of the heads.
+            far: the heads whose FAI is computed, as a slice of the heads.
+            window: attention window of the layer; None if it has none.
+            attend: computes the attention weights for a block of rows.
         """
         action_tokens = len(self.micro.target_T)
         found = HeadSignals(
@@ -142,17 +159,18 @@ class RhythmWatch:
             waad_HT=query_HPD.new_zeros(len(query_HPD[local]), action_tokens),
             influence_HT=query_HPD.new_zeros(len(query_HPD[far]), action_tokens),
         )
-        responses = [(*response, blocks(response[-1], window)) for response in trained_responses(self.micro)]
+        responses = [(one, blocks(one.position_R, window)) for one in trained_responses(self.micro)]
         # All blocks use the same memory: allocating memory of this size would take longer than the arithmetic.
-        scratch = make_scratch(query_HPD, chain.from_iterable(row_blocks for *_, row_blocks in responses))
-        for tokens, start, stop, position_R, row_blocks in responses if len(query_HPD) else ():
+        scratch = make_scratch(query_HPD, chain.from_iterable(row_blocks for _, row_blocks in responses))
+        # A layer may have none of the chosen heads.
+        for response, row_blocks in responses if len(query_HPD) else ():
             self._add_response(
-                HeadSignals(found.span_H, found.waad_HT[:, tokens], found.influence_HT[:, tokens]),
-                query_HPD[:, start:stop],
-                key_HPD[:, start:stop],
+                HeadSignals(found.span_H, found.waad_HT[:, response.tokens], found.influence_HT[:, response.tokens]),
+                query_HPD[:, response.start : response.stop],
+                key_HPD[:, response.start : response.stop],
                 local,
                 far,
-                position_R,
+                response.position_R,
                 row_blocks,
                 partial(attend, scratch=scratch),
             )
@@ -171,7 +189,15 @@ class RhythmWatch:
     ) -> None:
         """Write the signals of one sequence into `found`. Memory holds the weights of one block of rows at a time.
 
-        `position_R` are the places of the action tokens in the sequence. The other arguments are those of `_signals`.
+        Args:
+            found: views of the results: its spans are added to, and its WAAD and FAI of this sequence are set.
+            query_HLD: queries of the sequence.
+            key_HLD: keys of the sequence.
+            local: as in `_signals`.
+            far: as in `_signals`.
+            position_R: places of the action tokens in the sequence.
+            row_blocks: division of the action tokens into blocks.
+            attend: as in `_signals`.
         """
         options = self.options
         row_R = torch.from_numpy(position_R).to(query_HLD.device)
@@ -198,25 +224,33 @@ class RhythmWatch:
 
 
 def _spread(values: Tensor, heads: Tensor, count: int) -> Tensor:
-    """Return [count, …] with the rows of `values` at the indices `heads`, and zeros elsewhere."""
+    """Return [count, …] with the rows of `values` at the indices `heads`, and zeros for all other heads of a layer."""
     spread = values.new_zeros(count, *values.shape[1:])
     spread[heads] = values
     return spread
 
 
-def trained_responses(micro: MicroBatch) -> Iterator[tuple[slice, int, int, IntArray]]:
-    """Yield the sequences that have a token to train.
+class TrainedResponse(NamedTuple):
+    """Response of a sequence with a token to train: where its tokens are."""
 
-    Yields:
-        The slice of the sequence's action tokens in T; its start and stop in P; and `position_R`, the places of its
-        action tokens in the sequence, including tokens that are too old to train.
-    """
+    tokens: slice
+    """The sequence's action tokens in T."""
+    start: int
+    """First place of the sequence in P."""
+    stop: int
+    """Place in P after the last token of the sequence."""
+    position_R: IntArray
+    """Places of the action tokens in the sequence, including tokens that are too old to train."""
+
+
+def trained_responses(micro: MicroBatch) -> Iterator[TrainedResponse]:
+    """Yield the response of each sequence that has a token to train, in the order of the sequences."""
     starts = np.searchsorted(micro.sequence_T, np.arange(micro.sequences + 1))
     for sequence, (begin, end) in enumerate(pairwise(starts)):
         tokens = slice(int(begin), int(end))
         if micro.mask_T[tokens].any():
             position_R = micro.position_P[micro.before_T[tokens] + 1]
-            yield tokens, int(micro.offset_S[sequence]), int(micro.offset_S[sequence + 1]), position_R
+            yield TrainedResponse(tokens, int(micro.offset_S[sequence]), int(micro.offset_S[sequence + 1]), position_R)
 
 
 @dataclass(frozen=True)
@@ -240,7 +274,7 @@ class LayerHead(NamedTuple):
 
 
 class RhythmPass:
-    """Multiplies the advantages of each step by the rhythm of the policy's attention.
+    """Multiplies the advantages of each step by the rhythm of the policy's attention. One object serves a whole run.
 
     In each step, all ranks make these calls: `watch` and `collect` for every micro-batch, then `choose_heads`, then
     `multiply` for every micro-batch, then `report`. Once the heads are settled, `multiply` may be called for a
@@ -248,9 +282,9 @@ class RhythmPass:
     """
 
     def __init__(self, options: Rhythm, model: PreTrainedModel) -> None:
-        """Find the chosen layers and observe them in one forward pass. A collective.
+        """Find the chosen layers, and count their heads in one forward pass over a dummy micro-batch. A collective.
 
-        The model is left gathered; the caller reshards it.
+        FSDP keeps the gathered weights of the pass; the caller frees them with `reshard`.
 
         Raises:
             ConfigError: the model lacks a chosen layer, a chosen layer is not attention, the attention does not know
@@ -293,11 +327,17 @@ class RhythmPass:
 
     @property
     def settled(self) -> bool:
-        """True if the local and global heads were chosen for the whole run, so that no other head is observed."""
+        """True if the local and global heads were chosen for the whole run, so that no other head is observed.
+
+        It stays False in a run that chooses its heads in each step.
+        """
         return self.kinds_2N is not None and bool(self.kinds_2N.any())
 
     def watch(self, micro: MicroBatch) -> RhythmWatch:
-        """Return a watch for one forward pass over this micro-batch."""
+        """Return a watch for one forward pass over this micro-batch.
+
+        It observes all heads of the chosen layers or, if the heads are settled, only these.
+        """
         if not self.settled:
             return RhythmWatch(micro, self._layers, self._options)
         ends = list(accumulate(self._heads_of_layer.values(), initial=0))
@@ -308,10 +348,10 @@ class RhythmPass:
         return RhythmWatch(micro, self._layers, self._options, kinds)
 
     def collect(self, watch: RhythmWatch) -> MicroSignals:
-        """Return the signals of all chosen layers, and add the spans of their heads to the tally."""
+        """Return the signals that a watch found in all chosen layers, and add the spans of their heads to the tally."""
         found = [watch.signals[layer] for layer in self._layers]
         span_N = torch.cat([one.span_H for one in found]).cpu().numpy()
-        rows = sum(len(position_R) for *_, position_R in trained_responses(watch.micro))
+        rows = sum(len(response.position_R) for response in trained_responses(watch.micro))
         self.tally[:-2] += np.append(span_N, rows)
         return MicroSignals(
             waad_NT=torch.cat([one.waad_HT for one in found]).cpu().numpy(),
@@ -352,13 +392,14 @@ class RhythmPass:
     def multiply(self, advantage_T: FloatArray, signals: MicroSignals, micro: MicroBatch) -> FloatArray:
         """Return the advantages multiplied by γ (`algorithms.rhythm`), float64 [T].
 
-        Unchanged are advantages whose sign is not one of `Rhythm.signs`, and sequences without a token to train. The
+        Advantages whose sign is not one of `Rhythm.signs`, and sequences without a token to train, do not change. The
         multiplied tokens are counted for `report`.
         """
         waad_T, influence_T = self.head_means(signals)
         gamma_T = np.ones(len(micro.target_T))
-        for tokens, _, _, position_R in trained_responses(micro):
-            gamma_T[tokens] = multiplier(self._options, waad_T[tokens], influence_T[tokens], position_R)
+        for response in trained_responses(micro):
+            at = response.tokens
+            gamma_T[at] = multiplier(self._options, waad_T[at], influence_T[at], response.position_R)
         if self._options.signs != "both":
             sign = 1 if self._options.signs == "positive" else -1
             gamma_T[~(sign * advantage_T > 0)] = 1.0
@@ -405,8 +446,8 @@ def observe_responses(
 ) -> tuple[list[LayerHead], list[ResponseSignals]]:
     """Return the heads, chosen over all these responses, and the signals of each response in the micro-batches' order.
 
-    The signals are those of a training step that begins with a forward pass. Entropies are of the distributions that
-    the tokens were sampled from. `model` comes from `shard_model`, with this `mesh`.
+    `flash rhythm` calls this. The signals are those of a training step that begins with a forward pass. Entropies are
+    of the distributions that the tokens were sampled from. `model` comes from `shard_model`, with this `mesh`.
 
     Raises:
         ConfigError: the attention of the chosen layers cannot be observed, or they have fewer than two heads.
@@ -422,16 +463,17 @@ def observe_responses(
     found: list[ResponseSignals] = []
     for micro, micro_signals, entropy_T in passes:
         waad_T, influence_T = rhythm.head_means(micro_signals)
-        for tokens, _, _, position_R in trained_responses(micro):
-            signals = Signals(position_R, waad_T[tokens], influence_T[tokens], entropy_T[tokens])
-            gamma_R = multiplier(options, signals.waad_R, signals.influence_R, position_R)
-            found.append(ResponseSignals(int(micro.index_T[tokens.start]), signals, gamma_R))
+        for response in trained_responses(micro):
+            at = response.tokens
+            signals = Signals(response.position_R, waad_T[at], influence_T[at], entropy_T[at])
+            gamma_R = multiplier(options, signals.waad_R, signals.influence_R, response.position_R)
+            found.append(ResponseSignals(int(micro.index_T[at.start]), signals, gamma_R))
     return rhythm.heads(), found
 
 
 class MapWatch:
     """Callback that observes one forward pass over one sequence, and sums the attention maps of its local heads and of
-    its global heads."""
+    its global heads, for `attention_maps`. It is an `AttentionWatch`, as `RhythmWatch` is."""
 
     def __init__(self, heads: Sequence[LayerHead], part: slice) -> None:
         """Observe those of `heads` that are local or global. `part` is the slice of the sequence whose map is drawn."""
@@ -480,6 +522,7 @@ def attention_maps(model: PreTrainedModel, micro: MicroBatch, heads: Sequence[La
     """Return [2, B, B]: the attention within a part of the only sequence, averaged over the heads of each kind.
 
     Row t holds the weights with which token t attends. Beside the result, memory holds one block of rows at a time.
+    `flash rhythm` draws the maps, and `heads` come from `observe_responses`.
     """
     assert micro.sequences == 1, "a map shows one sequence"
     watch = MapWatch(heads, part)
