@@ -6,6 +6,10 @@
 corrections and the weight multiply the policy's loss only. A token that a correction rejects leaves the mask: it then
 has no loss of any kind. A teacher's log-probs enter the advantage that the objective sees (`algorithms.references`).
 
+An *action token* is one that the policy sampled, and the *behaviour* policy is the one that sampled it. A *correction*
+multiplies the loss of a token, or rejects the token, by the ratio of the policy to the behaviour policy. The *proximal*
+policy is a recent policy to which an objective may keep the new one close.
+
 The objective may be a user's own class, so its results are checked, and `try_objective` calls it before a run starts.
 
 Shape legend: T = action tokens of a micro-batch, M = critics. Tensors are float32 on the policy's device.
@@ -37,9 +41,9 @@ if TYPE_CHECKING:  # the launcher tries an objective, and need not import transf
 
 
 class Method(NamedTuple):
-    """Choices that a method consists of beside its objective. The configuration may set each; else the objective does.
+    """Choices that a method consists of beside its objective, made once for a run by `resolve_method`.
 
-    `algorithms.base` explains the types.
+    The configuration may set some of them; the objective decides the others. `algorithms.base` explains the types.
     """
 
     estimator: Advantage
@@ -51,7 +55,7 @@ class Method(NamedTuple):
 
 
 def make_objective(config: AlgorithmConfig) -> Objective:
-    """Return the configured objective with its options.
+    """Return the configured objective with its options. It may be one of Flash or a user's own class.
 
     Raises:
         ConfigError: there is no such objective, or an option does not fit.
@@ -79,7 +83,7 @@ def resolve_method(config: Config, objective: Objective) -> Method:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Inputs of a micro-batch's loss that are computed before the policy changes.
+    """Inputs of a micro-batch's loss that are computed before the policy changes (`flash.trainer.step`).
 
     Places of tokens that are not trained may hold any value, even NaN.
     """
@@ -103,7 +107,7 @@ class LossInputs:
     value_MT: Tensor | None
     """Value that each critic gives to the state before each token; None without critics."""
     return_T: Tensor | None
-    """Regression target of the critics; None without critics."""
+    """Regression target of the critics (value models); None without critics."""
     deviation_T: Tensor
     """Standard deviation of the critics' values; 0 with fewer than two critics."""
 
@@ -117,7 +121,7 @@ class LossInputs:
 
 
 class TokenLoss(NamedTuple):
-    """Losses of the tokens of a micro-batch before aggregation, and their parts; [T] each."""
+    """Losses of the tokens of a micro-batch before they are summed, and numbers for the statistics; [T] each."""
 
     loss_T: Tensor
     """Loss with gradient; 0 for tokens outside of `mask_T`."""
@@ -142,10 +146,18 @@ def objective_input(
     step: int,
     teacher: Teacher | None = None,
 ) -> PackedTokens:
-    """Return the input of the objective and of the corrections, without limit and bounds.
+    """Return the input of the objective and of the corrections, without limit and bounds, which the caller adds.
 
     The values of tokens that are not trained are set to 0 before any arithmetic, because 0 · NaN in a backward pass
     would still be NaN.
+
+    Args:
+        micro: the micro-batch.
+        now: log-probs under the present weights, with gradient in a training pass.
+        inputs: inputs of the loss that were computed before the policy changed.
+        proximal: source of the proximal policy's log-probs.
+        step: the version that is trained.
+        teacher: the teacher that the policy shall imitate; its log-probs are added to the advantages.
     """
     device = now.logp_T.device
     mask_T = to_device(micro.mask_T, device)
@@ -179,7 +191,7 @@ def objective_input(
 def apply_corrections(algorithm: AlgorithmConfig, tokens: PackedTokens, inputs: LossInputs) -> tuple[Tensor, Tensor]:
     """Return [T] each: the product of the corrections' factors, and True for tokens that no correction rejects.
 
-    Tokens outside of `in_loss_T` count as rejected.
+    Tokens where `in_loss_T` is False count as rejected, with the factor 0.
     """
     correction_T, keep_T = correct(algorithm.corrections, tokens)
     return correction_T.where(inputs.in_loss_T, 0.0), keep_T & inputs.in_loss_T
@@ -193,9 +205,9 @@ def token_loss(
     Args:
         objective: the configured objective.
         algorithm: the configuration of the method.
-        tokens: result of `objective_input`; tokens that a correction rejects are masked here.
+        tokens: result of `objective_input`, with limit and bounds. Tokens that a correction rejects are masked here.
         inputs: inputs of the loss that were computed before the policy changed.
-        entropy_T: entropies of the policy.
+        entropy_T: entropies of the policy's distribution at each token, for the entropy bonus.
 
     Raises:
         ConfigError: the objective raised, or returned a wrong shape.
@@ -212,6 +224,7 @@ def token_loss(
         mask_T=tokens.mask_T & keep_T,
     )
     mask_T = tokens.mask_T
+    # The policy's loss, with its factors; then the terms that no factor multiplies.
     output = apply_objective(objective, tokens)
     loss_T = output.loss_T.where(mask_T, 0.0) * correction_T * inputs.weight_T.where(mask_T, 0.0)
     divergence_T = None
@@ -231,7 +244,7 @@ def token_loss(
 
 
 def apply_objective(objective: Objective, tokens: PackedTokens) -> ObjectiveOutput:
-    """Return the losses that an objective gives to tokens.
+    """Call the objective, check the shapes of its result, and return it.
 
     Raises:
         ConfigError: the objective raised, or returned a wrong shape. A ConfigError ends the run, since a restart would
@@ -242,7 +255,7 @@ def apply_objective(objective: Objective, tokens: PackedTokens) -> ObjectiveOutp
         output: object = objective(tokens)
     except torch.OutOfMemoryError:
         raise
-    except (Exception, SystemExit, GeneratorExit) as error:  # the objective may be a user's
+    except (Exception, SystemExit, GeneratorExit) as error:  # a user's objective may raise anything
         raise ConfigError(f"algorithm.objective: {type(objective).__name__} raised {describe_error(error)}") from error
     return _check_output(output, objective, tokens.mask_T)
 
@@ -275,6 +288,9 @@ def _check_output(output: object, objective: Objective, mask_T: Tensor) -> Objec
 def try_objective(config: Config) -> None:
     """Call the configured objective on a few ordinary tokens before the run starts, and check its loss and gradient.
 
+    So a mistake in a user's objective is reported at once, and not after the first batch was sampled. Nothing is
+    returned if all is well.
+
     Raises:
         ConfigError: the objective raises, returns a wrong shape, gives a number that is not finite or no gradient; or
             it claims to correct for old samples and gives the same result for every behaviour policy.
@@ -290,6 +306,7 @@ def try_objective(config: Config) -> None:
                 f"algorithm.objective: {name} gives {what} of {odd} on ordinary tokens (log-probs from -3 to -0.05, "
                 "ratios of 0.9 and 1.1, advantages of 1 and -1)"
             )
+    # Old samples need a loss that depends on the policy that sampled them. Check that it does.
     if not objective.corrects_staleness or not is_off_policy(config):
         return
     # Ratios from 0.4 to 2.5, on both sides of each clip range that an objective may have.
@@ -304,9 +321,9 @@ def try_objective(config: Config) -> None:
 
 
 def _try_tokens(objective: Objective, log_ratio_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Return loss and gradient of seven trained tokens; an eighth token is masked.
+    """Return loss and gradient of the objective for seven trained tokens; an eighth token is masked.
 
-    `log_ratio_T`, [8], is logp − behaviour of the tokens.
+    The tokens form two sequences, with advantages of 1 and −1. `log_ratio_T`, [8], is logp − behaviour of the tokens.
 
     Raises:
         ConfigError: the objective raises, returns a wrong shape, or its loss does not depend on the policy.

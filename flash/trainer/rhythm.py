@@ -7,9 +7,7 @@ The watch computes the attention weights of the chosen layers once more, only fo
 sampled), one block of them at a time. It keeps two numbers per head and token: WAAD (windowed average attention
 distance) and FAI (future attention influence). Both are linear in the attention weights, so the mean over local or
 global heads can be taken after all ranks have reported the spans of their heads. The sequences of a micro-batch never
-influence one another.
-
-`flash rhythm` uses `observe_responses` and `attention_maps` to show the same signals without training.
+influence one another. `flash rhythm` shows the same signals with `observe_responses` and `attention_maps`.
 
 *Local* heads look back the shortest distance (their *span*), *global* heads the longest. Heads are *settled* if they
 were chosen for the whole run. A *row* of attention weights belongs to the token that attends, a *column* to the token

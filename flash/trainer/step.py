@@ -8,14 +8,13 @@
         _backward     forward and backward pass of each micro-batch (`flash.trainer.objective.token_loss`)
         _update       one optimizer update (`flash.trainer.optimizer.apply_gradient`)
 
-Version n of the policy is the weights after n steps; the step that trains version n makes version n + 1. A *shard* is
-the part of a batch that this rank trains. A *minibatch* is the part of a batch that one update is made from, over all
-ranks. A *micro-batch* is the part of a minibatch that one forward and backward pass of a rank takes. A *correction*
-weights or rejects tokens by the ratio of the policy to the policy that sampled them.
+Version n is the weights after n steps. A *shard* is the part of a batch that this rank trains; a *minibatch* the part
+that one update is made from, over all ranks; a *micro-batch* the part of a minibatch that one pass of a rank takes. A
+*correction* weights or rejects tokens by the ratio of the policy to the policy that sampled them.
 
-Every rank gets its shard of the same batch and makes the same collectives in the same order. A fault that one rank
-finds in its shard is raised on all ranks. Losses are divided by counts of the whole minibatch over all ranks, so the
-gradient does not depend on how the batch was divided among ranks and micro-batches.
+All ranks make the same collectives in the same order. A fault that one rank finds in its shard is raised on all ranks.
+Losses are divided by counts of the whole minibatch over all ranks, so the gradient does not depend on how the batch was
+divided among ranks and micro-batches.
 
 Shape legend: B = samples of the whole batch, S = sequences and T = action tokens of a micro-batch, N = trained tokens
 of a minibatch.
