@@ -44,8 +44,9 @@ BoolArray = npt.NDArray[np.bool_]
 class KeptTokens:
     """The kept sets of some action tokens: the candidates from which each was sampled, and the changes of their logits.
 
-    It is built without a forward pass. The logit biases are settings of the run, and the repetition penalty depends
-    only on the tokens of the context.
+    With it the trainer computes a token's log-prob under the distribution that the engine sampled from. It is built
+    without a forward pass. The logit biases are settings of the run, and the repetition penalty depends only on the
+    tokens of the context.
     """
 
     token_N: Int64Array
@@ -70,7 +71,9 @@ def no_kept_sets(tokens: int) -> KeptTokens:
 
 
 def kept_tokens(trajectory: Trajectory, positions: Int64Array) -> KeptTokens:
-    """Return the kept sets of one sequence's action tokens, which are at `positions`.
+    """Return the kept sets of one sequence's action tokens, which are at `positions` in the sequence.
+
+    Each set has the sampled token first, and then the candidates that the engine reported.
 
     Raises:
         ContractError: the tokens were sampled from kept sets, and the trajectory has none or malformed ones. The error
@@ -85,6 +88,7 @@ def kept_tokens(trajectory: Trajectory, positions: Int64Array) -> KeptTokens:
             f"was sampled with top_k = {sampling.top_k}, and the sets that its tokens were sampled from are not known: "
             f"{fault}"
         )
+    # Put the sampled token before the candidates of its set.
     candidates, counts = trajectory.kept.numbers()
     starts = np.cumsum(counts, dtype=np.int64) - counts
     token_N = np.insert(candidates.astype(np.int64), starts, tokens[positions])
@@ -108,7 +112,7 @@ def kept_tokens(trajectory: Trajectory, positions: Int64Array) -> KeptTokens:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The input of one forward pass of one rank."""
+    """The input of one forward pass of one rank, and of the loss of its action tokens. Nothing in it changes."""
 
     input_P: Int64Array
     """Token ids."""
@@ -191,9 +195,10 @@ the same collectives as the other ranks."""
 
 
 def split_minibatches(shard: Shard, minibatches: int) -> list[list[ShardSample]]:
-    """Return this rank's samples of each minibatch.
+    """Return this rank's samples of each minibatch, the part of a batch that one optimizer update is made from.
 
-    Every rank assigns a group to the same minibatch. All samples of a group are in one minibatch.
+    Every rank assigns a group to the same minibatch. All samples of a group are in one minibatch. The list of a
+    minibatch is empty if this rank has none of its samples.
     """
     place = minibatch_of([entry.group_id for entry in shard.batch], minibatches)
     parts: list[list[ShardSample]] = [[] for _ in range(minibatches)]
@@ -215,9 +220,10 @@ class _Sequence:
 
 
 def _sequences(sample: ShardSample, min_version: int) -> list[_Sequence]:
-    """Return the branches of a sample that have a token to train.
+    """Return the branches of a sample that have a token to train, in the order of the branches.
 
-    A branch without one is left out: it would cost a forward pass and change nothing.
+    A branch without such a token is left out: it would cost a forward pass and change nothing. A token is trained if
+    its version is `min_version` or newer.
     """
     branches = split_branches(sample.trajectory)
     if len(branches) == 1:
@@ -253,6 +259,7 @@ def pack(
         ContractError: a sequence is longer than the budget, is not well-formed, or has a trained token whose behaviour
             log-prob is not a finite number.
     """
+    # Choose the sequences, and check that each fits into a micro-batch.
     trained = [sequence for sample in samples for sequence in _sequences(sample, min_version)]
     for sequence in trained:
         if (length := sequence.trajectory.length) > max_tokens:
@@ -262,11 +269,13 @@ def pack(
             )
     if not share_rows:
         return [_concatenate([sequence], min_version) for sequence in trained]
+    # Sort the sequences so that those with a common beginning are neighbours, and cut them into trees.
     order, shared = run_to_end(sort_by_prefix([sequence.trajectory.tokens() for sequence in trained]))
     lengths = [trained[place].trajectory.length for place in order]
+    trees = _trees(lengths, shared, max_tokens)
+    # Put each tree into the first micro-batch with room; `room` is the number of tokens that still fit into each.
     batches: list[list[_Sequence]] = []
     room: list[int] = []
-    trees = _trees(lengths, shared, max_tokens)
     for tokens, start, stop in sorted(trees, key=lambda tree: -tree[0]):
         place = next((place for place, left in enumerate(room) if tokens <= left), len(room))
         if place == len(room):
@@ -293,6 +302,7 @@ def _trees(lengths: Sequence[int], shared: Sequence[int], max_tokens: int) -> li
     found: list[tuple[int, int, int]] = []
     start = 0
     while start < len(lengths):
+        # `sizes`: number of computed tokens of the run if it ends after its first sequence, its second, and so on.
         stop, tokens, sizes = start, 0, list[int]()
         while stop < len(lengths) and (stop == start or shared[stop] > 0):
             tokens += lengths[stop] - (shared[stop] if stop > start else 0)
@@ -308,13 +318,18 @@ def _trees(lengths: Sequence[int], shared: Sequence[int], max_tokens: int) -> li
 
 
 def select_sequences(micro: MicroBatch, keep_S: BoolArray) -> MicroBatch:
-    """Return a micro-batch with only the sequences where `keep_S` is True; `DUMMY` if there are none."""
+    """Return a micro-batch with only the sequences where `keep_S` is True; `DUMMY` if there are none.
+
+    Each critic (value model) learns from some of the sequences (`flash.trainer.critic`). `DUMMY` lets a rank that has
+    none of them make the same collectives as the other ranks.
+    """
     if keep_S.all():
         return micro
     if not keep_S.any():
         return DUMMY
     length_S = np.diff(micro.offset_S)
     keep_P, keep_T = np.repeat(keep_S, length_S), keep_S[micro.sequence_T]
+    # In fields that are indices, an old index becomes the number of kept entries before it.
     return MicroBatch(
         input_P=micro.input_P[keep_P],
         position_P=micro.position_P[keep_P],
@@ -341,7 +356,12 @@ def _offsets(lengths: Int64Array) -> Int64Array:
 
 
 def _concatenate(sequences: Sequence[_Sequence], min_version: int) -> MicroBatch:
-    """Return one micro-batch of these sequences, in this order."""
+    """Return one micro-batch of these sequences, in this order. There must be at least one.
+
+    Raises:
+        ContractError: a sequence is not well-formed, its kept sets are missing or malformed, or a trained token has a
+            behaviour log-prob that is not finite. The message names the sample.
+    """
     trajectories = [sequence.trajectory for sequence in sequences]
     positions = [_action_positions(sequence) for sequence in sequences]
     kept: list[KeptTokens] = []
@@ -410,7 +430,7 @@ def _check_behaviour(micro: MicroBatch, sequences: Sequence[_Sequence]) -> None:
 
 
 def _action_positions(sequence: _Sequence) -> Int64Array:
-    """Return the positions of a sequence's action tokens in the sequence, int64.
+    """Return the positions of a sequence's action tokens in the sequence, int64, once it is checked.
 
     Raises:
         ContractError: the sequence was sampled greedily, has other numbers of action tokens, log-probs and versions, or
