@@ -1,8 +1,11 @@
 """Ages of tokens, in policy versions. All arithmetic with ages is here.
 
-The age of a token is the version that the trainer holds, less the version of the policy that sampled the token. With
-α = async ratio, the step that trains version n uses tokens of the versions n − ⌈α⌉ … n, or older ones up to
-`train.max_token_age`. Ages are whole numbers: a sample that a fraction of α admits early is one version old.
+The age of a token is the version that the trainer holds, less the version of the policy that sampled the token. α is
+`train.async_ratio`, the asynchronous ratio. The step that trains version n uses tokens of the versions n − ⌈α⌉ … n, or
+older ones if `train.max_token_age` allows more. Ages are whole numbers: with α = 0.5, a sample that begins half a step
+early is one version old.
+
+The hub, the trainer and the simulator use the same functions, so that they agree on which token is too old.
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ import numpy.typing as npt
 Versions = TypeVar("Versions", int, npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.float64])
 
 SLACK = 1e-9
-"""Tolerance of comparisons with α, or with α times a batch, that are whole numbers which floats cannot hold exactly."""
+"""Tolerance of comparisons with α, or with α times a batch size. Such a product may be a whole number that a float does
+not hold exactly, and would then be rounded up or down by one."""
 
 
 def window(async_ratio: float) -> int:
-    """Return ⌈α⌉: how many versions before its step admission alone may let a sample begin."""
+    """Return ⌈α⌉: the number of versions by which a sample may begin before the step that should train it."""
     return math.ceil(async_ratio - SLACK)
 
 
@@ -39,9 +43,9 @@ def young_enough(version: int, min_version: int) -> bool: ...
 @overload
 def young_enough(version: npt.NDArray[Any], min_version: int) -> npt.NDArray[np.bool_]: ...
 def young_enough(version: Any, min_version: int) -> Any:
-    """Return True if tokens of a version are trained, where `min_version` is the oldest trained version.
+    """Return True if tokens of a version are trained. `min_version` is the oldest version whose tokens the step trains.
 
-    For an array of versions, returns an array of bool.
+    For an array of versions, returns an array of bool of the same shape.
     """
     return version >= min_version
 
@@ -52,5 +56,5 @@ def version_of(age: int, step: int) -> int:
 
 
 def last_step(version: int, oldest: int) -> int:
-    """Return the last step in which tokens of a version have at most the age `oldest`."""
+    """Return the last step that can train tokens of a version: the step in which they have the age `oldest`."""
     return version + oldest

@@ -1,11 +1,16 @@
 """Types that cross a boundary between processes: frozen structs, encoded by msgspec, with arrays as raw bytes.
 
-A `Task` asks for one sample. A node holds a `Lease` on it while its episode runs, and answers with a `Trajectory` or a
-`Failure`. The hub deals the groups of a step to trainer ranks, each of which gets a `Shard`. Trainer ranks announce new
-weights as `Published`, and report each token's part in the loss as `TrainedSample`.
+A `Task` asks for one sample. A node holds a `Lease` on it while its *episode* runs, in which an environment and the
+model take turns, and answers with a `Trajectory` or a `Failure`. The hub forms the `Batch` of a step and splits it
+among the trainer ranks, each of which gets a `Shard`. The ranks report each token's part in the loss as
+`TrainedSample`, and announce new weights as `Published`.
+
+*Version* n is the weights after n training steps. An *action token* is a token that the policy sampled; all other
+tokens are prompts and observations. An episode may have *branches*, that is, several histories of messages. The
+*behaviour* log-prob of a token is its log-prob under the distribution from which it was sampled.
 
 Token arrays are little-endian bytes: int32 ids, float32 log-probs. Policy versions are run-length encoded over the
-action tokens. Shape legend: T = all tokens of a trajectory, A = its action tokens, which the policy sampled.
+action tokens. Shape legend: T = all tokens of a trajectory, A = its action tokens.
 
 Structs of which there is at least one per sample are hidden from the garbage collector (`gc=False`). They cannot be
 part of a cycle, and to look through a hundred thousand of them would stop the hub for half a second.
@@ -32,24 +37,29 @@ BoolArray = npt.NDArray[np.bool_]
 Split = Literal["train", "eval"]
 
 ASSISTANT = "assistant"
-"""Role of the model's messages."""
+"""Role of the model's messages in a chat."""
 TOOL = "tool"
-"""Role of the messages with a function's result."""
+"""Role of the messages in a chat that hold the result of a function."""
 
 
 # -- tasks and their results -----------------------------------------------------------------------------------------
 
 
 class Outcome(StrEnum):
-    """The end of a sample. Every outcome but `OK` and `TRUNCATED` is a failure and carries no reward."""
+    """The end of an attempt at a task, and the reason under which the ledger counts tasks and tokens.
+
+    `OK` and `TRUNCATED` are outcomes of trajectories. All others carry no reward. An episode never ends with `STALE` or
+    `FILTERED`: these two are only reasons of the hub.
+    """
 
     OK = "ok"
+    """The environment ended the episode."""
     TRUNCATED = "truncated"
-    """A limit of the run ended the episode."""
+    """A limit of the run ended the episode, or the environment reported the episode as truncated."""
     ENV_ERROR = "env_error"
     """The environment raised an error."""
     ENV_TIMEOUT = "env_timeout"
-    """A call of the environment outlived its deadline."""
+    """A call of the environment took longer than its deadline."""
     TOO_LONG = "too_long"
     """The prompt leaves no room for a response."""
     REWARD_ERROR = "reward_error"
@@ -57,22 +67,23 @@ class Outcome(StrEnum):
     ENGINE_ERROR = "engine_error"
     """An engine could not serve a request."""
     ENGINE_KILLED = "engine_killed"
-    """Several engines died under the same request, so it is given to no other engine."""
+    """Several engines died under the same request, so it is given to no other engine, which it might kill, too."""
     STALE = "stale"
     """The tokens are too old to be trained."""
     CANCELLED = "cancelled"
-    """The sample was withdrawn, or its node was lost."""
+    """The task was withdrawn, or its node was lost."""
     FILTERED = "filtered"
-    """The sample's group is not worth a place in a batch."""
+    """The group of the sample is not worth training, for example because all its rewards are equal."""
 
 
 RETRIED = frozenset({Outcome.ENV_ERROR, Outcome.ENV_TIMEOUT, Outcome.REWARD_ERROR, Outcome.ENGINE_ERROR})
-"""Failures of the infrastructure, which are tried again within `rollout.retries`. A cancelled task is always tried
-again. A task whose prompt is too long is never tried again: it would fail again, as would all samples of its group."""
+"""Failures of the infrastructure, which are tried again at most `rollout.retries` times. A cancelled task is always
+tried again. A task whose prompt is too long is never tried again: it would fail again, as would all tasks of its group.
+"""
 
 
 class Task(msgspec.Struct, frozen=True, gc=False):
-    """A sample to make: member `sample_index` of group `group_id`."""
+    """A request for one sample: member `sample_index` of group `group_id`."""
 
     task_id: int
     """Number of the task, unique in a run and split."""
@@ -81,14 +92,15 @@ class Task(msgspec.Struct, frozen=True, gc=False):
     sample_index: int
     """Index of the task among the members of its group."""
     seed: int
-    """Seed with which the environment is reset. All members of a group have the same seed, and
-    therefore the same prompt."""
+    """Seed with which the environment is reset. All members of a group have the same seed, and therefore the same
+    prompt."""
     split: Split = "train"
     """`train`, or `eval` for a held-out task of an evaluation."""
     attempt: int = 0
     """Number of earlier attempts that failed."""
     kind: str = ""
-    """Kind of environment, in a run that mixes several (`envs.mixture`); else empty."""
+    """Kind of the problem: a name that the environment gives it, such as that of one environment of a mixture. Empty if
+    the environment has no kinds."""
     sampling: Sampling = PLAIN
     """Distribution from which the responses are sampled."""
 
@@ -111,7 +123,7 @@ class VersionRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def append_versions(runs: list[VersionRun], later: Iterable[VersionRun]) -> None:
-    """Append the versions of later tokens to `runs`. Neighbours of the same version become one run."""
+    """Append the versions of later tokens to `runs`, in place. Neighbours of the same version become one run."""
     for run in later:
         if runs and runs[-1].version == run.version:
             run = VersionRun(run.version, runs.pop().count + run.count)
@@ -126,25 +138,29 @@ class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """Tokens that an engine sampled for one prompt. `len(logprobs) == len(token_ids) == sum of version counts`."""
+    """The response that engines sampled for one prompt, or a piece of it.
+
+    Invariant: `len(logprobs) == len(token_ids) == sum of the counts of versions`.
+    """
 
     token_ids: list[int]
+    """Sampled tokens, without the prompt."""
     logprobs: list[float]
-    """Behaviour log-prob of each token: under the distribution from which it was sampled."""
+    """Behaviour log-prob of each token."""
     versions: list[VersionRun]
     """Policy version of each token."""
     finish: Literal["stop", "length", "text"]
     """Reason for the end of the response. `stop`: the model ended it. `length`: it reached the token limit. `text`: it
-    ends with one of the texts or tokens of `Sampling.stop` or `stop_token_ids`."""
+    ends with one of the texts of `Sampling.stop` or one of the tokens of `Sampling.stop_token_ids`."""
     kept: Kept | None = None
-    """Kept set of each token. None if the sampling settings keep all tokens."""
+    """Kept set of each token: the tokens that could have been drawn. None if the sampling settings keep all tokens."""
     routes: Routes | None = None
-    """Experts chosen for the prompt and for all tokens but the last, which the engine has not computed. None if the
-    engine does not report them."""
+    """Experts (of a mixture-of-experts model) chosen for each token of the prompt and of the response, except the last
+    one, which the engine has not computed. None if the engine does not report them."""
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A response, and the step of the environment after it."""
+    """A response of the model, and the step of the environment after it."""
 
     observation: str
     """Text that was shown before the response."""
@@ -169,9 +185,9 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
     """A finished sample: the tokens exactly as they were sampled, and the rewards.
 
-    The tokens are one sequence, to which later turns append. If the history of the episode has branches, they are
-    several sequences, one after another. Each branch has a prompt of its own and is trained as a sequence of its
-    own. Tokens that it shares with another branch are part of its prompt, so that no token is trained twice.
+    The tokens are one sequence, to which each turn has appended. If the episode has branches, they are several
+    sequences, one after another. Each branch has a prompt of its own and is trained as a sequence of its own. Tokens
+    that it shares with an earlier branch are part of its prompt, so that no token is trained twice.
     """
 
     task: Task
@@ -182,7 +198,7 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
     token_ids: bytes
     """int32 [T]: observations and responses of all branches, as the engine saw and sampled them."""
     action_spans: list[Span]
-    """Positions that the policy sampled, ascending, one span per turn. The loss leaves out all other positions."""
+    """Positions of the action tokens, ascending, one span per turn. The loss leaves out all other positions."""
     logprobs: bytes
     """float32 [A]: behaviour log-prob of each action token, in the order of the spans."""
     versions: list[VersionRun]
@@ -190,15 +206,17 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
     turns: list[Turn]
     """Turns in order of time; at least one. The turns of one branch are in the order of the branch's spans."""
     lost_tokens: int = 0
-    """Tokens that were sampled and are not in `token_ids`: their requests were aborted to move to another engine."""
+    """Number of tokens that were sampled and are not in `token_ids`, because their requests were aborted to be sent to
+    another engine."""
     branches: tuple[int, ...] = (0,)
     """Position in `token_ids` at which each branch begins, ascending. Each branch has at least one action token."""
     kept: Kept | None = None
     """Kept set of each action token. None if the sampling settings keep all tokens."""
     routes: Routes | None = None
-    """Experts chosen for each of the T tokens. None if the engines do not report them."""
+    """Experts (of a mixture-of-experts model) chosen for each of the T tokens. None if engines do not report them."""
     teacher: bytes | None = None
-    """float32 [A]: log-prob of each action token under a teacher that runs on a server. None without such a teacher."""
+    """float32 [A]: log-prob of each action token under a teacher, a model from which the policy learns. None unless a
+    teacher runs on a server."""
 
     def tokens(self) -> Int32Array:
         """Return `token_ids` as int32 [T], a view."""
@@ -229,7 +247,7 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
 
     @property
     def size(self) -> int:
-        """Approximate size in bytes."""
+        """Approximate size in bytes, by which a shard is split into messages."""
         text = sum(len(turn.observation) + len(turn.action) for turn in self.turns)
         from_engine = (self.kept.size if self.kept else 0) + (len(self.routes.ids) if self.routes else 0)
         return len(self.token_ids) + len(self.logprobs) + len(self.teacher or b"") + text + from_engine
@@ -249,7 +267,10 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
         )
 
     def trained_tokens(self, min_version: int) -> int:
-        """Return the number of action tokens that `min_version` or a newer version sampled."""
+        """Return the number of action tokens that `min_version` or a newer version sampled.
+
+        A step with this `min_version` trains these tokens and leaves the others out, because they are too old.
+        """
         return sum(run.count for run in self.versions if young_enough(run.version, min_version))
 
     @property
@@ -258,7 +279,10 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
         return min(run.version for run in self.versions)
 
     def batch_sample(self, min_version: int = 0) -> BatchSample:
-        """Return the facts that all ranks get, for a step that trains only tokens of `min_version` or newer."""
+        """Return the facts that all trainer ranks get about this sample (`Shard.batch`).
+
+        The step trains only tokens of `min_version` or newer versions.
+        """
         trained = [run.version for run in self.versions if young_enough(run.version, min_version)]
         return BatchSample(
             group_id=self.task.group_id,
@@ -271,18 +295,19 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 class Failure(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """The end of a lease without a trajectory. It never becomes a reward of 0."""
+    """The end of a lease without a trajectory. It never becomes a reward of 0: the fault is not the policy's."""
 
     task: Task
     outcome: Outcome
+    """Kind of the failure, which decides whether the task is tried again (`RETRIED`)."""
     message: str
     """The error, for people."""
     tokens: int
-    """Sampled tokens that are lost."""
+    """Number of tokens that were sampled for the lease and are lost."""
 
     @property
     def sampled_tokens(self) -> int:
-        """Number of tokens sampled for this sample."""
+        """Number of tokens sampled for the lease. A `Trajectory` has a property of this name, too."""
         return self.tokens
 
 
@@ -290,7 +315,10 @@ class Failure(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 class BatchSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Facts about one sample of a batch that every trainer rank gets, whichever rank trains the sample."""
+    """Facts about one sample of a batch that every trainer rank gets, whichever rank trains the sample.
+
+    From them each rank computes advantages, which compare the rewards of a group.
+    """
 
     group_id: int
     reward: float
@@ -298,28 +326,29 @@ class BatchSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
     oldest_version: int
     """Oldest policy version among the trained tokens; below the step's `min_version` if no token is trained."""
     tokens: int
-    """Action tokens of all branches, including tokens that are too old to be trained."""
+    """Number of action tokens of all branches, including tokens that are too old to be trained."""
     truncated: bool
-    """True if a limit ended the episode, and not the environment."""
+    """True if the outcome is `TRUNCATED`: the episode was cut before its natural end."""
     turns: list[float]
     """Reward of each turn, in order of time over all branches. Their sum is `reward`."""
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """The samples that a step trains, before they are dealt to ranks."""
+    """The samples that a step trains, before they are split among the ranks."""
 
     step: int
-    """Policy version that the trainer holds."""
+    """Policy version that the trainer holds. Training on this batch makes version step + 1."""
     min_version: int
-    """Oldest version whose action tokens are trained. Older tokens are left out of the loss and booked as stale."""
+    """Oldest version whose action tokens are trained. Older tokens are left out of the loss and counted as stale."""
     trajectories: list[Trajectory]
     """Samples, group by group."""
     earlier: list[BatchSample]
-    """Samples that an earlier step has trained, of groups that are continued in this batch. Advantages count them."""
+    """Samples that earlier steps have trained, of groups that are continued in this batch. Advantages compare the
+    rewards of this batch with theirs, too."""
 
 
 class ShardSample(msgspec.Struct, frozen=True, gc=False):
-    """A sample dealt to a rank."""
+    """A sample of a shard."""
 
     index: int
     """Index of the sample in `Shard.batch`."""
@@ -332,27 +361,28 @@ class Shard(msgspec.Struct, frozen=True):
     step: int
     """Policy version that the trainer holds. Training on this batch makes version step + 1."""
     min_version: int
-    """Oldest version whose action tokens are trained. Older tokens are left out of the loss and booked as stale."""
+    """Oldest version whose action tokens are trained. Older tokens are left out of the loss and counted as stale."""
     samples: list[ShardSample]
     """Samples that this rank trains."""
     batch: list[BatchSample]
     """All samples of the batch, over all ranks."""
     total_tokens: int
-    """Trained action tokens over all ranks: the denominator of means over tokens."""
+    """Number of trained action tokens over all ranks: the denominator of means over tokens."""
     total_sequences: int
-    """Branches with at least one trained token over all ranks: the denominator of means over sequences."""
+    """Number of branches with at least one trained token over all ranks: the denominator of means over sequences."""
     earlier: list[BatchSample] = []
-    """Samples that an earlier step has trained, of groups that are continued in this batch. Advantages count them."""
+    """Value of `Batch.earlier`, for all ranks."""
 
 
 class TokenUse(IntEnum):
-    """Use of an action token in the loss."""
+    """Use of an action token in the loss of its step."""
 
     TRAINED = 0
+    """The token contributed to the gradient in full."""
     CLIPPED = 1
-    """The objective removed or cut the token's gradient, in the first pass over its minibatch."""
+    """The objective removed or reduced the token's gradient, in the first pass over its minibatch."""
     REJECTED = 2
-    """A correction left the token out of the loss, or gave it the weight 0."""
+    """A correction of the loss (`algorithms.corrections`) left the token out, or gave it the weight 0."""
     TOO_OLD = 3
     """A policy older than `min_version` sampled the token."""
 
@@ -360,8 +390,8 @@ class TokenUse(IntEnum):
 class TrainedSample(msgspec.Struct, frozen=True, gc=False):
     """Results of training at each action token of one sample, in the order of `Trajectory.logprobs`, little-endian.
 
-    Trainer ranks report it, and the run keeps it with the readable samples. The advantage of a token that is too old is
-    NaN. In a branch without a trained token, all values are NaN.
+    Trainer ranks report it for some samples of each step (`samples_to_show`), and the run keeps it with their text for
+    people. The advantage of a token that is too old is NaN. In a branch without a trained token, all values are NaN.
     """
 
     index: int
@@ -371,15 +401,16 @@ class TrainedSample(msgspec.Struct, frozen=True, gc=False):
     entropies: bytes
     """float32 [A]: entropy of this policy's distribution, in nats."""
     advantages: bytes
-    """float32 [A]: advantage that the objective got."""
+    """float32 [A]: advantage that the objective was given for the token."""
     uses: bytes
-    """uint8 [A]: a `TokenUse` each."""
+    """uint8 [A]: `TokenUse` of each token."""
 
 
 def samples_to_show(trained: Iterable[bool], count: int) -> list[int]:
-    """Return the indices of the samples of a batch that a run keeps readable: the first `count` with a trained token.
+    """Return the indices of the samples of a batch that a run keeps for people: the first `count` with a trained token.
 
-    `trained` is True for each sample of the batch that has a trained token.
+    The trainer ranks and the run's recorder call this independently, and must choose the same samples. `trained` is
+    True for each sample of the batch that has a trained token.
     """
     return list(itertools.islice((index for index, has_tokens in enumerate(trained) if has_tokens), count))
 
@@ -388,12 +419,13 @@ def samples_to_show(trained: Iterable[bool], count: int) -> list[int]:
 
 
 class Canary(msgspec.Struct, frozen=True):
-    """A fixed text, and the trainer's log-probs for it under one version.
+    """A short fixed text, and the trainer's log-probs of its tokens under one version.
 
     An engine that has loaded the version must compute nearly the same log-probs; otherwise its weights are wrong.
     """
 
     token_ids: list[int]
+    """Tokens of the text."""
     logprobs: list[float]
     """Log-prob of token i+1 given tokens 0…i at temperature 1: one fewer than `token_ids`."""
     tolerance: float = 0.0
@@ -401,16 +433,18 @@ class Canary(msgspec.Struct, frozen=True):
 
 
 class Published(msgspec.Struct, frozen=True):
-    """An immutable version of the weights, which engines load."""
+    """Announcement of a version of the weights, which never changes and which engines load."""
 
     version: int
+    """Number of the version."""
     backend: Literal["tcp", "gloo", "nccl", "ipc"]
     """Way in which engines receive the tensors."""
     update_info: bytes
-    """Information that the backend's receiver needs to get the tensors of this version, as msgpack."""
+    """Information that the backend's receiver in an engine needs to get the tensors of this version, as msgpack."""
     canary: Canary
+    """Text with which an engine checks that it has loaded the right weights."""
     incarnation: int = 0
-    """Incarnation of the trainer ranks that hold this version. The hub fills it in."""
+    """Number of the incarnation (the trainer ranks between two restarts) that holds this version. The hub sets it."""
 
 
 # -- messages --------------------------------------------------------------------------------------------------------
@@ -427,7 +461,7 @@ class ToolCall(msgspec.Struct, frozen=True, gc=False):
 
 
 Tool = dict[str, Any]
-"""A function that may be called, as the OpenAI API describes it: `{"type": "function", "function": {"name": …}}`."""
+"""Function that the model may call, as the OpenAI API describes it: `{"type": "function", "function": {"name": …}}`."""
 
 
 RESERVED_ARGUMENTS = frozenset(
@@ -442,7 +476,7 @@ set them."""
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A chat message of a prompt."""
+    """A message of a chat, in a prompt or from the model."""
 
     role: str
     content: str
@@ -473,7 +507,7 @@ Observation = str | list[Message]
 
 
 class Activity(msgspec.Struct, frozen=True, array_like=True):
-    """Something that a worker did, which is drawn as a bar of the run's timeline."""
+    """A bar of the run's timeline: something that a worker did from `start` to `stop`."""
 
     lane: str
     """Worker, such as `trainer 0`."""
@@ -491,12 +525,12 @@ class Stock(msgspec.Struct, frozen=True):
     name: str
     """Name of the resource, for people."""
     in_use: int
-    """Instances that are in use or being started for an environment."""
+    """Number of instances that are in use or being started for an environment."""
     ready: int
-    """Instances that are warm and can be used at once."""
+    """Number of instances that are running without a user and can be used at once."""
     waiting: int
-    """Environments that wait for an instance."""
+    """Number of environments that wait for an instance."""
     most: int
-    """Largest number of instances, in use and ready together."""
+    """Largest allowed number of instances, in use and ready together."""
     made: int
-    """Instances that were started since the node began."""
+    """Number of instances that were started since the node began."""
