@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from flash.run.training import train
     from flash.types import Message, Observation
 
-_HOMES = {
+_NAMES_OF = {
     "flash.config.load": ("load", "dump"),
     "flash.config.tree": ("Config",),
     "flash.run.training": ("train",),
@@ -93,13 +93,15 @@ __all__ = [
     "RewardError",
 ]
 
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
+"""Module that defines each public name."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    """Import a public name when it is used for the first time. Python calls this for names that are not set yet."""
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'flash' has no attribute {name!r}")
-    value = getattr(import_module(_HOME_OF[name]), name)
+    value = getattr(import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value
 

@@ -1,7 +1,11 @@
 """Branches of a trajectory, and common beginnings of sequences.
 
-The trainer trains each branch as a sequence of its own: an action token belongs to one branch alone. Sequences that
-begin with the same tokens, branches or not, form a tree, and a trainer rank computes each token of a tree once.
+An episode may have several *branches*: histories of messages that the environment or an agent continues separately. The
+tokens of a trajectory are those of its branches, one after the other. The trainer trains each branch as a sequence of
+its own, and each action token (a token that the policy sampled) belongs to exactly one branch.
+
+Sequences that begin with the same tokens, branches or not, form a tree. A trainer rank computes each token of such a
+tree once.
 """
 
 from __future__ import annotations
@@ -22,14 +26,17 @@ Int64Array = npt.NDArray[np.int64]
 IntArray = npt.NDArray[np.integer[Any]]
 
 LEAST_SHARED = 0.1
-"""Smallest share of a sequence that must be common with another one to be computed once. For a smaller share it costs
-more than it saves, because attention is then computed in two parts and merged."""
+"""Smallest share of a sequence that must be common with another one to be computed once. A smaller share would cost
+more than it saves, because attention over a shared beginning is computed in two parts, which are then merged."""
 TOKENS_AT_ONCE = 1 << 18
-"""Tokens of sequences that are sorted or compared in one slice. It takes a few milliseconds."""
+"""Number of tokens that are sorted or compared in one slice. A slice takes a few milliseconds."""
 
 
 def divide_versions(runs: Iterable[VersionRun], counts: Sequence[int]) -> list[list[VersionRun]]:
-    """Return the versions of the first `counts[0]` tokens, of the next `counts[1]` tokens, and so on."""
+    """Return the versions of the first `counts[0]` tokens, of the next `counts[1]` tokens, and so on.
+
+    `runs` has the versions of all these tokens, run-length encoded, and may have more.
+    """
     later_runs, parts = iter(runs), list[list[VersionRun]]()
     version = left = 0  # the current run, and its tokens that no part has yet
     for count in counts:
@@ -46,7 +53,7 @@ def divide_versions(runs: Iterable[VersionRun], counts: Sequence[int]) -> list[l
 
 
 def branch_tokens(trajectory: Trajectory) -> list[int]:
-    """Return the number of action tokens of each branch."""
+    """Return the number of action tokens of each branch of a trajectory."""
     counts, number = [0] * len(trajectory.branches), 0
     for span in trajectory.action_spans:
         while number + 1 < len(counts) and span.start >= trajectory.branches[number + 1]:
@@ -64,7 +71,10 @@ def count_trained_branches(trajectory: Trajectory, min_version: int) -> int:
 
 
 def split_branches(trajectory: Trajectory) -> list[Trajectory]:
-    """Return each branch as a trajectory of its own, with the reward of the whole one."""
+    """Return each branch as a trajectory of its own, with the reward of the whole trajectory.
+
+    Positions and turns are those of the branch alone. `lost_tokens` is 0 if there are several branches.
+    """
     if len(trajectory.branches) == 1:
         return [trajectory]
     counts = branch_tokens(trajectory)
@@ -98,7 +108,10 @@ def split_branches(trajectory: Trajectory) -> list[Trajectory]:
 
 
 def spans_by_turn(trajectory: Trajectory) -> list[Span]:
-    """Return the span of each turn, in the order of the turns: `action_spans` has the order of the branches."""
+    """Return the span of each turn, in the order of the turns, which is that of time.
+
+    `Trajectory.action_spans` has the spans of the first branch, then those of the next one, and so on.
+    """
     if len(trajectory.branches) == 1:
         return trajectory.action_spans
     by_branch = sorted(range(len(trajectory.turns)), key=lambda turn: trajectory.turns[turn].branch)
@@ -107,16 +120,16 @@ def spans_by_turn(trajectory: Trajectory) -> list[Span]:
 
 
 def sort_by_prefix(sequences: Sequence[IntArray]) -> Generator[None, None, tuple[list[int], list[int]]]:
-    """Sort sequences by their tokens, and find the tokens that each has in common with the one just before it.
+    """Sort sequences by their tokens, and count the leading tokens that each shares with the one just before it.
 
-    In this order no earlier sequence has more in common with a sequence than the one just before it.
-
-    Yields after each slice of `TOKENS_AT_ONCE` tokens, so that the event loop can serve others in between.
+    In this order, no earlier sequence shares more leading tokens with a sequence than the one just before it. Yields
+    after each slice of `TOKENS_AT_ONCE` tokens, so that the event loop can do other work in between.
 
     Returns:
-        The indices of the sequences in this order, and for each of them the number of common tokens: tokens that need
-        not be computed again. It is 0 below the share `LEAST_SHARED` of the sequence.
+        The indices of the sequences in this order, and for each of them the number of shared tokens, which need not be
+        computed again. A number below the share `LEAST_SHARED` of the sequence is replaced by 0.
     """
+    # Big-endian bytes have the same order as the token ids.
     order, keys = list[int](), list[bytes]()
     seen = 0
     for index, tokens in enumerate(sequences):
@@ -127,7 +140,8 @@ def sort_by_prefix(sequences: Sequence[IntArray]) -> Generator[None, None, tuple
         if (seen := seen + len(tokens)) >= TOKENS_AT_ONCE:
             seen = 0
             yield
-    while keys:  # freeing many large objects at once would block the event loop
+    # The keys are as large as all tokens. Freeing them at once would block the event loop.
+    while keys:
         del keys[-64:]
         yield
     known = [0] * bool(order)

@@ -25,7 +25,7 @@
     │   ├── EngineRefusal    the request is wrong, and the engine is well
     │   ├── PoisonError      several engines died under the same request
     │   └── EngineDeadError  an engine process is gone, and its requests with it
-    ├── BreakerError         too many samples in a row were given up
+    ├── BreakerError         too many tasks in a row were given up, or too many groups filtered out
     ├── AlarmError           an alarm has stopped the run, which left a checkpoint
     └── TransportError       a peer cannot be reached, trusted or understood
         ├── PeerLostError    an established connection broke
@@ -36,7 +36,8 @@
         └── DeadlineError    a wait took longer than its deadline (also a TimeoutError)
 
 A message says what was wrong, what was expected and what to do. It can be sent and printed, whatever text it quotes.
-`fatal` tells the launcher whether a restart can help: a wrong configuration stays wrong, a lost peer may come back.
+`FlashError.fatal` tells the launcher whether a restart of the processes can help: a wrong configuration stays wrong, a
+lost peer may come back. An error that a process reports to another one is rebuilt there by `error_of`.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ from typing import ClassVar
 
 
 def encodable(text: str) -> str:
-    """Return a text with lone surrogates escaped, since they can be neither sent nor printed.
+    """Return a text in which lone surrogates are escaped, because they can be neither sent nor printed.
 
-    Python uses them for bytes of a file's name that are not UTF-8.
+    Python has such characters in a file's name, for bytes that are not UTF-8.
     """
     return text.encode("utf-8", "backslashreplace").decode()
 
@@ -57,14 +58,14 @@ class FlashError(Exception):
     """Base of all errors that Flash raises on purpose."""
 
     fatal: ClassVar[bool] = True
-    """True if restarting the processes cannot help."""
+    """True if a restart of the processes cannot help."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(encodable(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(FlashError, ValueError):
-    """The input is wrong; nothing was started."""
+    """The configuration or another input is wrong; nothing was started."""
 
 
 class CheckpointError(FlashError):
@@ -80,23 +81,23 @@ class RecordingError(FlashError):
 
 
 class RequeueError(FlashError):
-    """A requeued job was stopped again and again before it made any progress."""
+    """SLURM has requeued a job again and again, and each time it was stopped before it made any progress."""
 
 
 class WeightsError(FlashError):
-    """A weight version failed its checksum or its canary."""
+    """A version of the weights has a wrong checksum, or gives wrong log-probs for the canary, a short fixed text."""
 
 
 class VersionGoneError(WeightsError):
-    """A worker of an engine requested a version so late that the trainer holds newer ones only."""
+    """A worker of an engine requested a version of the weights so late that the trainer holds only newer ones."""
 
 
 class ContractError(FlashError):
-    """An invariant of the run does not hold. This is a bug."""
+    """An invariant of the run does not hold. This is a bug of Flash, and the run stops."""
 
 
 class EnvError(FlashError):
-    """An environment raised, or returned something its interface does not allow."""
+    """An environment raised an error, or returned something that its interface does not allow."""
 
 
 class PromptTooLongError(EnvError):
@@ -108,11 +109,11 @@ class RewardError(EnvError):
 
 
 class SandboxError(EnvError):
-    """A sandbox cannot do what was requested. It says nothing about the program that was to run in the sandbox."""
+    """A sandbox cannot do what was requested. An error of the program that runs in the sandbox is not this error."""
 
 
 class SandboxStartError(SandboxError):
-    """A sandbox could not be made or started. Nothing of it is left."""
+    """A sandbox could not be made or started. No part of it is left."""
 
     fatal = False
 
@@ -134,7 +135,7 @@ class SandboxTimeoutError(SandboxError, TimeoutError):
 
 
 class SandboxBusyError(SandboxError):
-    """There is no room now, or the name is taken. Later it may work."""
+    """There is no room for the sandbox now, or its name is taken. A later request may succeed."""
 
     fatal = False
 
@@ -144,15 +145,15 @@ class SandboxLimitError(SandboxError):
 
 
 class SandboxFileError(SandboxError):
-    """A path does not exist, is of the wrong kind, or may not be used."""
+    """A path in a sandbox does not exist, is of the wrong kind, or may not be used."""
 
 
 class SandboxRefusedError(SandboxError):
-    """The request is wrong, or this container engine or configuration does not offer what it needs."""
+    """The request to a sandbox is wrong, or its container engine or configuration does not support the request."""
 
 
 class EngineError(FlashError):
-    """An engine refused or failed one request."""
+    """An engine refused one request, or failed to serve it."""
 
 
 class EngineRefusal(EngineError):
@@ -164,7 +165,7 @@ class PoisonError(EngineError):
 
 
 class EngineDeadError(EngineError):
-    """An engine process is gone."""
+    """An engine process has ended, and its requests with it."""
 
     fatal = False
 
@@ -174,15 +175,15 @@ class AlarmError(FlashError):
 
 
 class BreakerError(FlashError):
-    """Too many samples failed in a row: to continue would only waste compute."""
+    """Too many tasks or groups failed in a row, so the run stops: to continue would only waste compute."""
 
 
 class TransportError(FlashError):
-    """A peer cannot be reached, does not prove that it has the token, or sends what cannot be read."""
+    """A peer cannot be reached, cannot prove that it has the run's token, or sends data that cannot be read."""
 
 
 class PeerLostError(TransportError):
-    """An established connection ended."""
+    """An established connection has ended."""
 
     fatal = False
 
@@ -198,21 +199,21 @@ class RanksGoneError(PeerLostError):
 
 
 class CollectiveError(TransportError):
-    """A collective of the trainer ranks failed, mostly because another rank has ended."""
+    """A collective (an operation that all trainer ranks do together) failed, mostly because a rank has ended."""
 
     fatal = False
 
 
 class ProtocolError(TransportError):
-    """A peer sent what the protocol does not allow. Its connection is closed."""
+    """A peer sent a message that the protocol does not allow. Its connection is closed."""
 
 
 class DeadlineError(TransportError, TimeoutError):
     """A wait took longer than its deadline.
 
     Args:
-        waited_for: what was waited for, as a noun phrase.
-        seconds: the deadline.
+        waited_for: noun phrase for what was waited for.
+        seconds: the deadline, counted from the beginning of the wait.
         look_at: where the user can find the cause.
     """
 
@@ -226,11 +227,12 @@ SIGNAL_CAUSES: dict[int, str] = {
     signal.SIGKILL: ", perhaps because memory ran out: see dmesg",
     signal.SIGABRT: ", perhaps since no thread could be started: see its output, `ulimit -u` and the cgroup's pids.max",
 }
-"""Usual causes of signals that were not sent on purpose. Libraries abort if a thread cannot be started."""
+"""Usual causes of signals that were not sent on purpose, as ends of a sentence. Many libraries abort the process if
+they cannot start a thread."""
 
 
 def describe_exit_code(exit_code: int) -> str:
-    """Return a phrase that says how a process has ended. An exit code below 0 is the signal that killed it."""
+    """Return a phrase that says how a process has ended. An exit code of −n means that signal n has killed it."""
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     number = -exit_code
@@ -239,11 +241,14 @@ def describe_exit_code(exit_code: int) -> str:
 
 
 def error_of(name: str, message: str) -> FlashError | None:
-    """Rebuild the error that another process raised, from the name of its class. None: there is no such class here."""
+    """Rebuild an error that another process raised, from the name of its class and its message.
+
+    So callers catch it by its type, like an error of their own process. Returns None if this module has no such class.
+    """
     kind = globals().get(name)
     if not isinstance(kind, type) or not issubclass(kind, FlashError):
         return None
-    # __init__ is left out: its arguments differ between the classes, and are part of the message already.
+    # `__init__` is not called: its arguments differ between the classes, and the message contains them already.
     error = kind.__new__(kind)
     error.args = (message,)
     return error

@@ -1,9 +1,13 @@
 """Sampling: the distribution from which tokens are drawn, and the data that the trainer needs to compute it again.
 
 Law: engine and trainer both report the log-prob of a token under the distribution from which the token was drawn.
-Sampling settings such as top_k leave tokens out of the distribution. The tokens that remain are the *kept set*, which
-includes the drawn token. It travels with each drawn token, and the trainer normalises over it. In a mixture of experts,
-the experts that the engine chose for each token can travel as *routes*, and the trainer then uses the same experts.
+
+Sampling settings such as `top_k` leave tokens out of the distribution. The tokens that remain are the *kept set*, which
+includes the drawn token. The trainer cannot compute the set again exactly, because its log-probs differ slightly from
+the engine's. So the engine sends the kept set of each drawn token along (`Kept`), and the trainer normalises over it.
+
+In a mixture-of-experts model, a small difference may also choose other experts. The experts that the engine chose for
+each token can travel as *routes* (`Routes`), and the trainer then uses the same experts.
 """
 
 from __future__ import annotations
@@ -20,12 +24,12 @@ Int32Array = npt.NDArray[np.int32]
 class Sampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Settings that turn the policy's logits into the distribution of a sample's tokens, and that end its responses.
 
-    The settings travel with the sample: the engine draws tokens from this distribution, and the trainer computes
-    log-probs under it. Fields have vLLM's names. The encoding has no names, so a new field must be the last one.
+    The settings travel with the task and its sample: the engine draws tokens from this distribution, and the trainer
+    computes log-probs under it. Fields have vLLM's names. The encoding has no names, so a new field must be the last.
     """
 
     temperature: float = 1.0
-    """Divisor of the logits. 0 is greedy; greedy tokens cannot be trained."""
+    """Divisor of the logits. 0 is greedy: the most likely token is always chosen. Such tokens cannot be trained."""
     top_k: int = 0
     """Keep only this many of the most likely tokens, and tokens as likely as the last of them. 0: keep all tokens."""
     top_p: float = 1.0
@@ -39,35 +43,38 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, beside the model's own end tokens."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Values that are added to the logits of tokens, before everything else."""
+    """Pairs of a token and the number that is added to its logit, before everything else."""
     repetition_penalty: float = 1.0
     """Penalty of all tokens that the context has, in the prompt or in responses. Their logits are divided by it if they
     are positive, and multiplied by it if not, after `logit_bias`."""
 
     @property
     def has_kept_sets(self) -> bool:
-        """True if tokens are left out, so that each drawn token comes with its kept set."""
+        """True if `top_k` leaves tokens out, so that each drawn token comes with its kept set.
+
+        `top_p` and `min_p` leave out tokens only together with `top_k`: the configuration refuses them without it.
+        """
         return self.top_k > 0 and self.temperature > 0
 
 
 PLAIN = Sampling()
-"""The policy's own distribution."""
+"""Settings that change nothing: tokens are drawn from the policy's own distribution."""
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Kept sets without the drawn tokens: for each of some sampled tokens, the other tokens that could have been drawn.
+    """Kept sets of some consecutive sampled tokens: for each, the tokens that could have been drawn.
 
-    The drawn token itself belongs to its kept set but is not stored, because it is known.
+    A kept set also has the drawn token itself. It is not stored, because it is known.
     """
 
     ids: bytes = b""
-    """int32: the tokens of the first set, then those of the second one, and so on."""
+    """int32: token ids of the first set without its drawn token, then of the second set, and so on."""
     counts: bytes = b""
-    """int32: number of tokens in each set."""
+    """int32: number of stored tokens of each set."""
 
     @classmethod
     def of(cls, ids: Sequence[int] | Int32Array, counts: Sequence[int] | Int32Array) -> Kept:
-        """Encode the tokens of all sets and the size of each set."""
+        """Encode the token ids of all sets, one set after the other, and the size of each set, without drawn tokens."""
         return cls(np.asarray(ids, dtype="<i4").tobytes(), np.asarray(counts, dtype="<i4").tobytes())
 
     @property
@@ -85,13 +92,16 @@ class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return np.frombuffer(self.ids, dtype="<i4"), np.frombuffer(self.counts, dtype="<i4")
 
     def part(self, start: int, stop: int) -> Kept:
-        """Return the sets of the sampled tokens [start, stop)."""
+        """Return the sets of the sampled tokens with the indices [start, stop)."""
         counts = self.numbers()[1]
         begin, end = int(counts[:start].sum()), int(counts[:stop].sum())
         return Kept(self.ids[4 * begin : 4 * end], self.counts[4 * start : 4 * stop])
 
     def parts(self, sizes: Iterable[int]) -> Iterator[Kept]:
-        """Yield the sets of the first `sizes[0]` sampled tokens, of the next `sizes[1]`, and so on."""
+        """Yield the sets of the first `sizes[0]` sampled tokens, of the next `sizes[1]`, and so on.
+
+        One pass over the counts serves all parts, where `part` would sum them again for each.
+        """
         counts = self.numbers()[1]
         start = begin = 0
         for size in sizes:
@@ -101,9 +111,9 @@ class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
             start, begin = stop, end
 
     def fault(self, tokens: int) -> str | None:
-        """Return what is wrong with this object as the kept sets of `tokens` sampled tokens; None if nothing is.
+        """Check that these are kept sets of `tokens` sampled tokens. Returns a phrase for a fault, or None.
 
-        The hub checks the results of nodes with this.
+        The hub checks the results of nodes with this, and the trainer its samples.
         """
         if len(self.ids) % 4 or len(self.counts) % 4:
             return "kept sets whose bytes are not whole int32 numbers"
@@ -116,19 +126,20 @@ class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def join_kept(parts: Iterable[Kept]) -> Kept:
-    """Join the kept sets of consecutive sampled tokens."""
+    """Join the kept sets of consecutive parts of a response."""
     parts = list(parts)
     return Kept(b"".join(part.ids for part in parts), b"".join(part.counts for part in parts))
 
 
 class Routes(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Routes: for each of some tokens, the experts that its engine chose in each decoder layer.
+    """Routes: the experts that the engine chose for each of some consecutive tokens in each decoder layer.
 
-    Where a layer has no experts, or the engine has not reported them, all bits of the number are set.
+    An expert that is not known has a number with all bits set. This is so where a layer has no experts, or where the
+    engine has not reported them. The trainer then chooses the expert itself.
     """
 
     ids: bytes
-    """uint8 or uint16 [tokens, layers, each]: numbers of experts."""
+    """uint8 or uint16 [tokens, layers, each]: numbers of the chosen experts, little-endian."""
     layers: int
     """Number of decoder layers."""
     each: int
@@ -140,13 +151,14 @@ class Routes(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def of(cls, chosen: npt.NDArray[np.integer]) -> Routes:
         """Encode an array [tokens, layers, each]. Negative numbers mean that the expert is not known."""
         _, layers, each = chosen.shape
+        # 255 in 8 bits means unknown, so an expert of this number needs 16 bits.
         bits = 8 if chosen.max(initial=0) < 255 else 16
         wide = np.where(chosen < 0, (1 << bits) - 1, chosen).astype(f"<u{bits // 8}")
         return cls(wide.tobytes(), layers, each, bits)
 
     @property
     def tokens(self) -> int:
-        """Number of tokens."""
+        """Number of tokens that these routes are for."""
         return len(self.ids) // self._row_bytes
 
     @property
@@ -161,7 +173,7 @@ class Routes(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return flat.reshape(-1, self.layers, self.each)
 
     def part(self, start: int, stop: int) -> Routes:
-        """Return the routes of the tokens [start, stop)."""
+        """Return the routes of the tokens with the indices [start, stop)."""
         return msgspec.structs.replace(self, ids=self.ids[self._row_bytes * start : self._row_bytes * stop])
 
     def padded(self, tokens: int) -> Routes:
@@ -169,7 +181,7 @@ class Routes(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return msgspec.structs.replace(self, ids=self.ids + b"\xff" * (self._row_bytes * tokens - len(self.ids)))
 
     def fault(self, tokens: int) -> str | None:
-        """Return what is wrong with this object as the routes of `tokens` tokens; None if nothing is.
+        """Check that these are routes of `tokens` tokens. Returns a phrase for a fault; None if all is right.
 
         The hub checks the results of nodes with this.
         """
@@ -179,11 +191,11 @@ class Routes(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def join_routes(parts: Sequence[Routes | None], tokens: Sequence[int]) -> Routes | None:
-    """Join the routes of consecutive tokens; None if no part has any.
+    """Join the routes of consecutive parts of a sequence. Returns None if no part has routes.
 
     Args:
-        parts: routes of each part. None if they are not known.
-        tokens: number of tokens of each part.
+        parts: routes of each part. None if they are not known. A part may have routes for its first tokens only.
+        tokens: number of tokens of each part. Tokens without routes get unknown experts.
     """
     first = next((part for part in parts if part is not None), None)
     if first is None:
@@ -191,5 +203,6 @@ def join_routes(parts: Sequence[Routes | None], tokens: Sequence[int]) -> Routes
     empty = msgspec.structs.replace(first, ids=b"")
     padded = [(empty if part is None else part).padded(count) for part, count in zip(parts, tokens, strict=True)]
     if any(part.bits != first.bits for part in padded):
+        # `of` chooses the bits by the largest number in the array, so parts of one response may differ.
         return Routes.of(np.concatenate([part.numbers() for part in padded]))
     return msgspec.structs.replace(first, ids=b"".join(part.ids for part in padded))

@@ -1,8 +1,8 @@
 """Foreign text: text of guests, models, files and other services, made harmless for terminals and logs.
 
-Such text may contain anything: escape sequences that move the cursor or rename the window, line breaks that imitate a
-line of ours, marks that reverse the reading direction. Everything of it that a command prints or a log records passes
-through this module.
+*Foreign* text comes from outside of Flash and may contain anything: escape sequences that move the cursor or rename the
+window, line breaks that imitate a line of ours, marks that reverse the reading direction. Everything of it that a
+command prints or a log records passes through this module.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import logging
 
 
 class OneLine(logging.Formatter):
-    """Format of log records in which foreign text neither looks like another record nor moves a terminal's cursor.
+    """Format of log records in which foreign text can neither imitate another record nor move a terminal's cursor.
 
-    A message is one line. Tracebacks are indented.
+    A message is one line. The lines of a traceback are indented, so that none looks like a record.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
@@ -26,13 +26,13 @@ class OneLine(logging.Formatter):
 
 
 def one_line(text: str) -> str:
-    """Return the text as one line in which every character that cannot be printed is escaped, line breaks too."""
+    """Return the text as one line: line breaks and all other characters that cannot be printed are escaped."""
     # Nearly all texts have nothing to escape.
     return text if text.isprintable() else "".join(map(_shown, text))
 
 
 def harmless(text: str) -> str:
-    """Return the text with its line breaks, and with every other character that cannot be printed escaped."""
+    """Return the text with its line breaks; all other characters that cannot be printed are escaped."""
     return "\n".join(map(one_line, text.split("\n")))
 
 

@@ -1,4 +1,8 @@
-"""Waiting: deadlines that name what was waited for, a loop that is not stopped for long, and errors of task groups."""
+"""Helpers for the event loop: deadlines whose errors name what was waited for, long work in slices, and task groups.
+
+All asynchronous parts of Flash use them. A wait gets a deadline with `deadline`. Work that takes long is a generator,
+which yields after each slice, so that the event loop can run other tasks in between (`run_in_slices`).
+"""
 
 from __future__ import annotations
 
@@ -18,25 +22,32 @@ from flash.errors import DeadlineError, FlashError, TransportError
 T = TypeVar("T")
 
 ITEMS_AT_ONCE = 4096
-"""Items that `free_in_slices` frees in one slice."""
+"""Number of items that `free_in_slices` frees in one slice."""
 
 GC_THRESHOLDS = (500, 3_600, 10)
-"""Thresholds of the garbage collector's three generations while `rare_garbage_collection` is in force.
+"""Thresholds of the garbage collector's three generations inside a block of `rare_garbage_collection`.
 
 Episodes and samples leave no reference cycles, but they live long enough to be scanned again and again: with Python's
-own thresholds a collection stops a loop of 10,000 episodes for a second. Scanning 10,000 new objects takes 30 ms, so
-new objects are scanned in small groups, and objects that survived one scan only after 1.8 million allocations."""
+own thresholds a collection stops a loop of 10,000 episodes for a second. Scanning 10,000 new objects takes 30 ms. So
+new objects are scanned after 500 allocations, and objects that survived one scan only after 500 · 3,600 = 1.8
+million."""
 
 MessagePart = str | Callable[[], str]
-"""Part of an error's message. A function is called once the error has happened, when more may be known."""
+"""Part of an error's message. A function is called only when the error happens, so that it can describe that moment."""
 
 
 @contextmanager
 def deadline(seconds: float, waited_for: MessagePart, look_at: MessagePart) -> Generator[anyio.CancelScope]:
-    """Let the block take at most `seconds`. The scope that it yields may also be cancelled earlier.
+    """Let the block take at most `seconds`. The block gets the scope, and may cancel it to end earlier.
+
+    Args:
+        seconds: largest duration of the block.
+        waited_for: noun phrase for what the block waits for.
+        look_at: where the user can find the cause.
 
     Raises:
-        DeadlineError: the scope was cancelled. A TimeoutError that the block itself raises passes unchanged.
+        DeadlineError: the deadline passed, or the block has cancelled the scope. A TimeoutError that the block itself
+            raises passes unchanged.
     """
     with anyio.move_on_after(seconds) as scope:
         yield scope
@@ -68,16 +79,17 @@ def run_to_end(work: Generator[None, None, T]) -> T:
 
 
 def free_in_slices(items: list[T]) -> Generator[None]:
-    """Empty a list, some items at a time: freeing many objects at once blocks the event loop."""
+    """Empty a list, `ITEMS_AT_ONCE` items in each slice. Freeing many objects at once would block the event loop."""
     while items:
         del items[-ITEMS_AT_ONCE:]
         yield
 
 
 def run_apart(function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
-    """Run a coroutine function with `anyio.run`, also where an event loop runs already, as in a notebook.
+    """Run a coroutine function to its end, from code that is not asynchronous. Returns its result.
 
-    In that case it runs in a thread of its own, and the loop of this thread is blocked until it ends.
+    If an event loop runs in this thread already, as in a notebook, the function runs in another thread, and the loop of
+    this thread is blocked until it ends.
     """
     try:
         asyncio.get_running_loop()
@@ -89,7 +101,10 @@ def run_apart(function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
 
 @asynccontextmanager
 async def unwrapped_group() -> AsyncGenerator[TaskGroup]:
-    """Open a task group that raises an error of the block as it is, and not inside an exception group."""
+    """Open a task group that raises an error of the block as it is, and not inside an exception group.
+
+    So callers can catch the error by its type. Errors of the tasks are still raised in an exception group.
+    """
     body_error: Exception | None = None
     async with anyio.create_task_group() as tasks:
         try:
@@ -103,18 +118,23 @@ async def unwrapped_group() -> AsyncGenerator[TaskGroup]:
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the error of a task group that people should see: the most specific one of Flash, else the first one."""
-    flat = list(_leaves(group))
+    """Return the error of a task group that is shown to people or raised instead of the group.
+
+    An error of Flash that is no `TransportError` comes first, then any error of Flash, then any other error. If there
+    are several of one kind, it is the first of them.
+    """
+    flat = list(_single_errors(group))
     ours = [error for error in flat if isinstance(error, FlashError)]
-    # A lost connection mostly reports the consequence of another error; that one says more, if there is one.
+    # A lost connection is mostly the consequence of another error, which says more.
     causes = [error for error in ours if not isinstance(error, TransportError)]
     return (causes or ours or flat)[0]
 
 
-def _leaves(error: BaseException) -> Generator[BaseException]:
+def _single_errors(error: BaseException) -> Generator[BaseException]:
     """Yield the errors inside nested exception groups, in their order."""
     left = [error]
-    while left:  # not recursive, since a user's code may nest groups deeper than Python recurses
+    # A loop and no recursion, because code of users may nest groups deeper than Python can recurse.
+    while left:
         one = left.pop()
         if isinstance(one, BaseExceptionGroup):
             left += reversed(one.exceptions)
@@ -126,17 +146,17 @@ class _GarbageCollection:
     """State of `rare_garbage_collection` in this process."""
 
     blocks = 0
-    """Number of blocks that are in force."""
+    """Number of blocks that have begun and not ended."""
     thresholds = gc.get_threshold()
-    """Thresholds before the first of these blocks."""
+    """Thresholds before the first of these blocks, which the last one restores."""
 
 
 @contextmanager
 def rare_garbage_collection() -> Generator[None]:
-    """Collect reference cycles rarely inside the block, and never scan objects that existed before it.
+    """Collect reference cycles rarely inside the block, and do not scan objects that existed before it.
 
-    Keeps Python's collector from stopping the event loop. Blocks may overlap; the last one to end restores the former
-    thresholds.
+    Otherwise Python's collector would stop the event loop of a node for up to a second, again and again. The setting is
+    for the whole process. Blocks may overlap; the last one to end restores the former thresholds.
     """
     if _GarbageCollection.blocks == 0:
         _GarbageCollection.thresholds = gc.get_threshold()
