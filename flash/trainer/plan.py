@@ -168,7 +168,8 @@ def plan_step(
         method: the estimator, the critics and the other parts of the method.
         version: the version that the trainer holds.
         mesh: the trainer ranks.
-        share_rows: True packs several sequences into a micro-batch. False gives each sequence one of its own.
+        share_rows: True packs several sequences into a micro-batch. False gives each sequence one of its own, for
+            models that cannot keep packed sequences apart.
 
     Raises:
         ContractError: on every rank, if the shard of any rank has tokens that are too old, is damaged or lacks the
@@ -213,8 +214,9 @@ def plan_step(
     grid = rows[:, 4 + ages :].reshape(len(rows), train.minibatches, 3 + method.critics).numpy()
     minibatches = [
         MinibatchPlan(
-            # Padded to the rank with the most micro-batches, so that all ranks make equally many passes, which are
-            # collectives; and to at least one, so that every rank has the same names of statistics.
+            # Padded with micro-batches of one masked token (`DUMMY`): to as many as the rank with the most has, so that
+            # all ranks make equally many passes, which are collectives; and to at least one, so that every rank has the
+            # same names of statistics.
             micro_batches=micros + [DUMMY] * (max(int(grid[:, index, 0].max()), 1) - len(micros)),
             shard_tokens=grid[:, index, 1].tolist(),
             total_sequences=int(grid[:, index, 2].sum()),

@@ -92,14 +92,15 @@ class Trainer:
         Raises:
             ConfigError: a model or the objective cannot be made from the configuration.
         """
+        # The method, and the groups of ranks.
         self._config = config
         self._objective = make_objective(config.algorithm)
         self._method = resolve_method(config, self._objective)
         device: Literal["cpu", "cuda"] = "cuda" if config.gpus_per_node > 0 else "cpu"
         offloads = "weights" in config.train.offload
         self.mesh = mesh = trainer_mesh(device, config.parallel, config.deadlines.collective, offloads=offloads)
-        # The weights at `model.path` in float32, from which the policy is filled. The canary, a short text on which
-        # engines are checked, is drawn from them.
+        # The policy. It is filled with `plain`, the weights at `model.path` in float32. The canary, a short text on
+        # which engines are checked, is drawn from them.
         plain = load_plain(config.model, mesh)
         text = draw_canary(plain, config)
         policy = empty_policy(config)
@@ -122,6 +123,7 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, config.train)
         self.scale = LossScale(config.model.dtype)
         """Factor of the loss in float16; 1 in other dtypes."""
+        # All else that a step computes with: critics, average, rhythm, lag, reference and teacher.
         if self._method.critics and config.critic is not None and config.critic.path is not None:
             check_tokenizer(config, "critic.path", config.critic.path)
         self.critics = [Critic(config, mesh) for _ in range(self._method.critics)]
@@ -145,8 +147,8 @@ class Trainer:
         """Limits learning rates by the distance of the policy from the policies that sampled; None if not configured,
         or if there can be no such distance."""
         # Without old tokens and with one update per batch, all tokens come from the policy that the update changes.
-        lags = config.train.max_age > 0 or config.train.minibatches * config.train.updates_per_batch > 1
-        if config.algorithm.lag is not None and lags:
+        can_lag = config.train.max_age > 0 or config.train.minibatches * config.train.updates_per_batch > 1
+        if config.algorithm.lag is not None and can_lag:
             self.lag = LagLimiter(config.algorithm.lag, config.train, config.run.steps, mesh)
         self.reference = load_reference(config, mesh, self.model)
         """Reference of the KL, sharded like the policy. With `kl.refresh`, it is a copy of an earlier policy."""
