@@ -211,7 +211,7 @@ def _new_moment_bytes(model: nn.Module, train: TrainConfig) -> tuple[int, int]:
 
 def _moment_bytes(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     """Return the bytes of this rank's moments in an optimizer: on the device and on the host."""
-    found = [0, 0]
+    found = [0, 0]  # on the device, on the host
     # Tensors without a dimension are counters of updates.
     for one in (one for state in optimizer.state.values() for one in state.values() if one.dim() > 0):
         part = getattr(one, "_local_tensor", one)

@@ -47,7 +47,7 @@ class Trainer(step.Trainer):
             use_own_attention(self.model)
 
 
-def kept(content: bytes) -> checkpoint.KeepHubState:
+def kept(content: bytes) -> checkpoint.WriteHubState:
     """Return a function that writes `content` as the hub's state."""
 
     def write(file: Path) -> checkpoint_files.FileEntry:
