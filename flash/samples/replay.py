@@ -44,20 +44,20 @@ class Replay:
         self._store: SampleStore | None = None
         """Store of the hub process whose events are being applied; None before the first event of a new run."""
         if state is not None:
-            self._begin(state.settings, state, same_incarnation=True)
+            self._begin(state.settings, state, same_process=True)
 
-    def _begin(self, settings: BufferSettings, state: BufferState | None, *, same_incarnation: bool = False) -> None:
+    def _begin(self, settings: BufferSettings, state: BufferState | None, *, same_process: bool = False) -> None:
         """Make the store of the hub process whose events follow.
 
         Args:
             settings: settings of that process.
             state: the state with which it began; None if it began a new run.
-            same_incarnation: True if that process wrote the state into a checkpoint, and so continues in it.
+            same_process: True if that process wrote the state into a checkpoint, and so continues in it.
         """
         members, cursor = settings.rules.sizes(settings.contract.group_size), state.cursor if state else None
         # The seed and the kinds do not matter, because the events hold the problems that were issued.
         source = TaskSource(0, members, cursor=cursor, samplings=settings.rules.samplings())
-        self._store = SampleStore(settings, source, step=self.reached, state=state, same_incarnation=same_incarnation)
+        self._store = SampleStore(settings, source, step=self.reached, state=state, same_process=same_process)
 
     def apply(self, event: Event) -> None:
         """Apply the next event.

@@ -153,7 +153,7 @@ class SampleStore:
         source: gives the tasks of groups. Its cursor is the cursor of `state`.
         step: the version from which the run continues.
         state: the state to continue from. None in a new run.
-        same_incarnation: True if the events that follow are of the hub process that wrote `state`, as in a replay.
+        same_process: True if the events that follow are of the hub process that wrote `state`, as in a replay.
             False if a new hub process starts from the state: it counts streaks of failures from zero, ends the
             quarantine of kinds (a kind whose tasks keep failing gets no more tasks), and does not keep the reasons of
             withdrawn leases. Leases that nodes hold stay leased in both cases.
@@ -167,7 +167,7 @@ class SampleStore:
         *,
         step: int,
         state: BufferState | None,
-        same_incarnation: bool = False,
+        same_process: bool = False,
         lease_ids: Iterator[int] | None = None,
     ) -> None:
         contract, rules = settings.contract, settings.rules
@@ -182,9 +182,9 @@ class SampleStore:
         self.pool = GroupPool(settings.slice_size)
         self.batches = FormedBatches(state.formed)
         self.backlog = Backlog(settings.slice_size)
-        streaks = state.streaks if same_incarnation else None
+        streaks = state.streaks if same_process else None
         # A new hub process tries all kinds again: the user may have repaired an environment before resuming the run.
-        tried_again = [] if same_incarnation else source.end_quarantine()
+        tried_again = [] if same_process else source.end_quarantine()
         self._breaker = Breaker(rules.breaker, rules.quarantine, FILTER_BREAKER * contract.groups_per_batch, streaks)
         self.leases = LeaseTable(lease_ids or count(), rules.retries, by_issue)
         next_step = max(step, self.batches.next_unformed)
@@ -209,9 +209,9 @@ class SampleStore:
             self.notes.append(f"environments of these kinds were in quarantine and are tried again: {kinds}")
         self._noted_failures: set[Outcome] = set()
         """Outcomes of failures for which `notes` has got an example, so that each is noted once."""
-        self._restore(state, unreached, same_incarnation)
+        self._restore(state, unreached, same_process)
 
-    def _restore(self, state: BufferState, unreached: set[int], same_incarnation: bool) -> None:
+    def _restore(self, state: BufferState, unreached: set[int], same_process: bool) -> None:
         """Put the groups of an earlier state into the pool, and decide about each under the present settings.
 
         Each group is withdrawn, ended because the run has other problems, put among the waiting or ready groups, or
@@ -221,9 +221,9 @@ class SampleStore:
             state: the earlier state. Its groups become the groups of the pool and may be changed.
             unreached: numbers of the groups with tokens of versions newer than the version from which the run
                 continues. The run will make other weights under these numbers, so the groups are withdrawn.
-            same_incarnation: as in the constructor.
+            same_process: as in the constructor.
         """
-        if same_incarnation:
+        if same_process:
             self.leases.withdrawal_reasons.update(state.withdrawn)
         # `problems` is a fingerprint of the environment's set of problems. An empty one means that the set is unknown.
         # Then the set counts as unchanged.
@@ -248,11 +248,11 @@ class SampleStore:
                 self._put_waiting(group)
             # The previous hub process has removed all groups that its filter did not keep. A new process may have
             # another filter, so it asks the filter again.
-            elif same_incarnation or self.rules.filter_of(group.kind).keeps(group):
+            elif same_process or self.rules.filter_of(group.kind).keeps(group):
                 self.pool.mark_ready(group)
             else:
                 self._filter_out(group)
-        if not same_incarnation:
+        if not same_process:
             # The settings may allow a smaller age now, so more groups may be too old.
             self._decide_all_by_age()
         if other_problems:
