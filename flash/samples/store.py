@@ -446,7 +446,7 @@ class SampleStore:
             self._give_up_pending(group, "beaten", Outcome.CANCELLED)
             self._count_ended(group)
         if self.pool.is_ready(group.group_id):
-            # A step has chosen the group and takes it in one of the next slices, with the member that finished now.
+            # It was ready before, or a step has chosen it and takes it in one of the next slices, with this member.
             self.pool.recount(group)
         elif group.alive == 0:
             # All members have failed.
@@ -506,7 +506,7 @@ class SampleStore:
         for group_id in event.groups:
             self._count_ended(self.pool[group_id])
             self.domains.trained(self.pool[group_id].kind)
-        # The groups are taken in slices. Meanwhile no decision may remove them or make them wait.
+        # The groups are taken in slices. Results that arrive meanwhile must not make a chosen group wait again.
         self.pool.mark_chosen(groups)
         self.backlog.add(lambda group_id: self.batches.add_to_step(self.pool.take(group_id)), groups)
         if step + 1 > self.admission.next_step:
