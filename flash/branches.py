@@ -129,7 +129,7 @@ def sort_by_prefix(sequences: Sequence[IntArray]) -> Generator[None, None, tuple
         The indices of the sequences in this order, and for each of them the number of shared tokens, which need not be
         computed again. A number below the share `LEAST_SHARED` of the sequence is replaced by 0.
     """
-    # Big-endian bytes have the same order as the token ids.
+    # `order` and `keys` are sorted by the tokens: big-endian bytes have the same order as token ids.
     order, keys = list[int](), list[bytes]()
     seen = 0
     for index, tokens in enumerate(sequences):
@@ -144,14 +144,15 @@ def sort_by_prefix(sequences: Sequence[IntArray]) -> Generator[None, None, tuple
     while keys:
         del keys[-64:]
         yield
-    known = [0] * bool(order)
+    # The first sequence has none before it.
+    shared = [0] * bool(order)
     for before, after in pairwise(order):
-        same, length = _common_tokens(sequences[before], sequences[after]), len(sequences[after])
-        known.append(same if same >= LEAST_SHARED * length else 0)
+        common, length = _common_tokens(sequences[before], sequences[after]), len(sequences[after])
+        shared.append(common if common >= LEAST_SHARED * length else 0)
         if (seen := seen + length) >= TOKENS_AT_ONCE:
             seen = 0
             yield
-    return order, known
+    return order, shared
 
 
 def _common_tokens(one: IntArray, other: IntArray) -> int:

@@ -86,7 +86,9 @@ class SampleBuffer:
         self.samples.apply(event)
 
     def do_slice(self) -> bool:
-        """Do one slice of the backlog. Returns True if work is left.
+        """Do one slice of the backlog, the store's postponed work. Returns True if work is left.
+
+        The hub calls this until no work is left, and serves other requests after each slice.
 
         Raises:
             BreakerError: too many groups were filtered out in a row.
@@ -106,7 +108,10 @@ class SampleBuffer:
         return self.samples.admission.available(newest)
 
     def lease(self, versions: Sequence[int], node: int = 0, *, nodes: Collection[int] = ()) -> Lease | None:
-        """Lease the next task that a node may run, from the queue or from a new group. Returns None if there is none.
+        """Lease the next task that a node may run, from the queue or from a new group.
+
+        Returns None if there is no such task, for example because the engines of the node run versions that are too
+        old. A new group is issued only if no task of the queue can go to this node.
 
         Args:
             versions: versions that the node's engines run.
@@ -119,6 +124,7 @@ class SampleBuffer:
         """
         newest, admission = max(versions, default=-1), self.samples.admission
         if (member := self.samples.leases.queue.first_for(node, nodes)) is not None:
+            # If the engines are too old for this task, they are too old for a new group, too.
             return self._lease_members([member], versions, node)[0] if admission.admits(member, newest) else None
         if not admission.room_for_group(newest):
             return None
@@ -172,7 +178,10 @@ class SampleBuffer:
     # -- batches -----------------------------------------------------------------------------------------------------
 
     def has_batch(self, version: int) -> bool:
-        """Return True if `next_batch` would return a batch, or begin to form one. False while a backlog is left."""
+        """Return True if `next_batch` would return a batch, or begin to form one. False while a backlog is left.
+
+        The hub asks this after each result, to wake the trainer ranks that wait for a batch.
+        """
         samples = self.samples
         if samples.backlog:
             return False

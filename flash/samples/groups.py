@@ -111,8 +111,8 @@ class Group(msgspec.Struct, gc=False):
     def split_done(self) -> Group:
         """Move the finished members into a group of their own, which a step trains now, and return that group.
 
-        In this group they become `trained` and lose their trajectories. `earlier` keeps the facts about them that the
-        advantages of later parts need.
+        `self` still has these members, as `trained` and without their trajectories. `self.earlier` keeps the facts
+        about them that the advantages of later parts need.
         """
         part = [msgspec.structs.replace(member) for member in self.members if member.state == "done"]
         entries = [trajectory.batch_sample() for trajectory in self.trajectories()]
@@ -282,8 +282,9 @@ class GroupPool:
     def take(self, group_id: int) -> Group:
         """Take the members that a step trains out of the pool, and return them as a group.
 
-        These are all members if the group is complete and no part was trained before. Otherwise they are the finished
-        members, and the rest of the group stays in the pool if any member is queued or leased.
+        The store calls this for each group of a new batch. All members are taken if the group is complete and no part
+        was trained before. Otherwise the finished members are taken, and the rest of the group stays in the pool if any
+        member is queued or leased.
         """
         group = self._groups[group_id]
         whole = group.complete and not group.partly_trained

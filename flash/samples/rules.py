@@ -250,7 +250,10 @@ class BufferRules(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, config: Config, domains: Mapping[str, DomainSettings] = ONE_KIND.domains) -> BufferRules:
-        """Return the settings of a run with this configuration, whose environment has these domains."""
+        """Return the settings of a run with this configuration, whose environment has these domains.
+
+        The hub calls this once, when it starts.
+        """
         rollout = config.rollout
         return cls(
             retries=rollout.retries,
@@ -259,7 +262,9 @@ class BufferRules(msgspec.Struct, frozen=True, kw_only=True):
             on_expire=rollout.on_expire,
             fifo_window=rollout.fifo_window,
             extra_per_group=rollout.extra_per_group,
+            # With `replicate_prompts` each task of a group may go to another node.
             whole_groups=not rollout.replicate_prompts,
+            # With `queue_scheduling` each group starts as soon as there is room for it.
             waves=not rollout.queue_scheduling,
             filter=GroupFilter(rollout.drop_equal_rewards, rollout.accuracy_bounds),
             sampling=config.sampling,

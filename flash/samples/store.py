@@ -344,7 +344,8 @@ class SampleStore:
         """Lease the members that the event names to the event's node. Returns the leases, in the order of the event.
 
         The members must be queued. They leave the queue, and count as leased until their results are delivered or their
-        leases are withdrawn. The buffer calls this directly, without `apply`, because it needs the leases.
+        leases are withdrawn or revoked. Each member keeps the number of its node. The buffer calls this directly,
+        without `apply`, because it needs the leases.
         """
         group = self.pool[event.group_id]
         leases = [self.leases.grant(group.members[index], oldest, number) for number, index, oldest in event.leases]
@@ -516,6 +517,8 @@ class SampleStore:
 
     def _commit(self, event: Committed) -> None:
         """Count the groups of the running step as trained in the ledger, in slices. The step is over.
+
+        The ledger is checked against the tasks and tokens that the store still has.
 
         Raises:
             ContractError: the ledger does not account for each task and token.
