@@ -54,6 +54,7 @@ def divide_versions(runs: Iterable[VersionRun], counts: Sequence[int]) -> list[l
 
 def branch_tokens(trajectory: Trajectory) -> list[int]:
     """Return the number of action tokens of each branch of a trajectory."""
+    # The spans are in the order of the branches, so one pass over both is enough.
     counts, number = [0] * len(trajectory.branches), 0
     for span in trajectory.action_spans:
         while number + 1 < len(counts) and span.start >= trajectory.branches[number + 1]:

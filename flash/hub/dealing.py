@@ -1,8 +1,9 @@
 """The choice of the node that gets the next leases. To *deal* is to distribute leases to waiting nodes.
 
-A lease is the right and the duty of a node to run one task. `NodeShares` decides how many of the available tasks each
-waiting node gets. `LeaseDealer` owns a `NodeShares` and fills the replies to the nodes by these shares. It calls
-`NodeWork._lease_next` to lease a task. Both are pure state: they own no tasks, clocks or files.
+A lease is the right and the duty of a node to run one task. `Holders` records which node holds which lease.
+`NodeShares` decides how many of the available tasks each waiting node gets. `LeaseDealer` owns both, and fills the
+replies to the nodes by these shares. It calls `NodeWork._lease_next` to lease a task. All three are pure state: they
+own no anyio task, clock or file.
 
 `flash.hub.work.NodeWork` owns the dealer. It calls `deal` whenever tasks may have become available or nodes may have
 room, and wakes the nodes whose replies have leases. `NodeWork` and `flash.hub.nodes.WeightVersions` also report to
@@ -43,18 +44,22 @@ this number is reached still gets its whole share, up to `LEASES_AT_ONCE`."""
 
 
 class Holders:
-    """Records which node holds which lease, and which leases each node has to cancel."""
+    """Records which node holds which lease, and which leases each node has to cancel.
+
+    It has training and evaluation leases alike. The sample buffer and the evaluations know the tasks that are leased,
+    but need not know the nodes.
+    """
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[int, Lease, float]] = {}
-        """Node, lease and time at which it was granted, by the number of the lease, in the order of the times."""
+        """Node, lease, and time at which it was granted, by the number of the lease, in the order of the times."""
         self._of_node: dict[int, dict[int, Lease]] = {}
         """Leases of each node, by the number of the lease."""
         self._cancels: dict[int, list[int]] = {}
         """Numbers of the leases to cancel, by node."""
 
     def granted(self, node: int, leases: Iterable[Lease], now: float) -> None:
-        """Record that a node was given leases."""
+        """Record that a node was given leases at the time `now`."""
         for lease in leases:
             self._held[lease.lease_id] = node, lease, now
             self._of_node.setdefault(node, {})[lease.lease_id] = lease
@@ -64,21 +69,24 @@ class Holders:
         return len(self._of_node.get(node, ()))
 
     def granted_before(self, then: float) -> list[tuple[int, Lease]]:
-        """Return the leases that were lent before a time, each with its node."""
+        """Return the leases that were granted before a time, each with its node. The hub takes back those that hang."""
         held = self._held.values()
         return [(node, lease) for node, lease, _ in takewhile(lambda each: each[2] < then, held)]
 
     def oldest(self, most: int) -> list[tuple[int, Lease, float]]:
-        """Return up to `most` leases that were lent first, each with its node and the time of lending."""
+        """Return the `most` oldest leases, each with its node and the time at which it was granted."""
         return list(islice(self._held.values(), most))
 
     def oldest_of(self, node: int) -> float | None:
-        """Return the time at which the oldest lease of a node was lent; None if the node holds no lease."""
+        """Return the time at which the oldest lease of a node was granted; None if the node holds no lease."""
         first = next(iter(self._of_node.get(node, ())), None)
         return None if first is None else self._held[first][2]
 
     def ended(self, lease_id: int) -> None:
-        """Record that a node has delivered the result of a lease. An unknown lease changes nothing."""
+        """Record that a lease is over: its result was delivered, or the hub has taken it back.
+
+        An unknown lease is ignored.
+        """
         if (held := self._held.pop(lease_id, None)) is not None:
             del self._of_node[held[0]][lease_id]
 
@@ -91,7 +99,10 @@ class Holders:
         return leases
 
     def withdraw(self, lease_ids: Iterable[int]) -> set[int]:
-        """Record that nodes have to cancel these leases, whose results are not needed. Returns these nodes."""
+        """Record that the nodes of these leases have to cancel them. Returns the nodes.
+
+        Leases that no node holds any more are ignored.
+        """
         nodes: set[int] = set()
         for lease_id in lease_ids:
             if lease_id in self._held:
@@ -105,7 +116,7 @@ class Holders:
         return node in self._cancels
 
     def take_cancels(self, node: int) -> list[int]:
-        """Return the leases that a node has to cancel, and forget them: a node is notified once."""
+        """Return the leases that a node has to cancel, and forget them, because a node is notified once."""
         return self._cancels.pop(node, [])
 
 

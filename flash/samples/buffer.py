@@ -282,8 +282,9 @@ def _all_in_time(
 ) -> bool:
     """Return True if all groups except the chosen ones can be trained from `step` on before their first tokens expire.
 
-    The steps from `step` to s have room for s - step + 1 batches. So, for every s, the groups whose oldest token can be
-    trained in step s at the latest must fit into this room. `begun` and `chosen` have groups by this oldest version.
+    `step` is the step after the one that takes the chosen groups. The steps from `step` to s have room for s - step + 1
+    batches. So, for every s, the groups whose oldest token can be trained in step s at the latest must fit into this
+    room. `begun` (as in `choose`) and `chosen` have the groups by the version of their oldest token.
     """
     total, any_incomplete = 0, False
     for oldest in sorted(begun):

@@ -86,6 +86,7 @@ class AgeContract(msgspec.Struct, frozen=True):
         """
         # Redundant members need no version of their own: they may start with the last regular member.
         member = min(sample_index, self.group_size - 1)
+        # Redundant groups are in flight in addition, so the count begins after the first `extra_groups` places.
         k = (place - self.extra_groups) * self.group_size + member + 1
         return max(0, math.ceil(k / self.batch_size - 1 - self.async_ratio - SLACK))
 
