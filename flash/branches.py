@@ -28,7 +28,7 @@ IntArray = npt.NDArray[np.integer[Any]]
 LEAST_SHARED = 0.1
 """Smallest share of a sequence that must be common with another one to be computed once. A smaller share would cost
 more than it saves, because attention over a shared beginning is computed in two parts, which are then merged."""
-TOKENS_AT_ONCE = 1 << 18
+TOKENS_PER_SLICE = 1 << 18
 """Number of tokens that are sorted or compared in one slice. A slice takes a few milliseconds."""
 
 
@@ -124,7 +124,7 @@ def sort_by_prefix(sequences: Sequence[IntArray]) -> Generator[None, None, tuple
     """Sort sequences by their tokens, and count the leading tokens that each shares with the one just before it.
 
     In this order, no earlier sequence shares more leading tokens with a sequence than the one just before it. Yields
-    after each slice of `TOKENS_AT_ONCE` tokens, so that the event loop can do other work in between.
+    after each slice of `TOKENS_PER_SLICE` tokens, so that the event loop can do other work in between.
 
     Returns:
         The indices of the sequences in this order, and for each of them the number of shared tokens, which need not be
@@ -138,7 +138,7 @@ def sort_by_prefix(sequences: Sequence[IntArray]) -> Generator[None, None, tuple
         place = bisect_right(keys, key)
         keys.insert(place, key)
         order.insert(place, index)
-        if (seen := seen + len(tokens)) >= TOKENS_AT_ONCE:
+        if (seen := seen + len(tokens)) >= TOKENS_PER_SLICE:
             seen = 0
             yield
     # The keys are as large as all tokens. Freeing them at once would block the event loop.
@@ -150,7 +150,7 @@ def sort_by_prefix(sequences: Sequence[IntArray]) -> Generator[None, None, tuple
     for before, after in pairwise(order):
         common, length = _common_tokens(sequences[before], sequences[after]), len(sequences[after])
         shared.append(common if common >= LEAST_SHARED * length else 0)
-        if (seen := seen + length) >= TOKENS_AT_ONCE:
+        if (seen := seen + length) >= TOKENS_PER_SLICE:
             seen = 0
             yield
     return order, shared

@@ -21,7 +21,7 @@ from flash.errors import DeadlineError, FlashError, TransportError
 
 T = TypeVar("T")
 
-ITEMS_AT_ONCE = 4096
+ITEMS_PER_SLICE = 4096
 """Number of items that `free_in_slices` frees in one slice."""
 
 GC_THRESHOLDS = (500, 3_600, 10)
@@ -79,9 +79,9 @@ def run_to_end(work: Generator[None, None, T]) -> T:
 
 
 def free_in_slices(items: list[T]) -> Generator[None]:
-    """Empty a list, `ITEMS_AT_ONCE` items in each slice. Freeing many objects at once would block the event loop."""
+    """Empty a list, `ITEMS_PER_SLICE` items in each slice. Freeing many objects at once would block the event loop."""
     while items:
-        del items[-ITEMS_AT_ONCE:]
+        del items[-ITEMS_PER_SLICE:]
         yield
 
 

@@ -467,9 +467,9 @@ class Ledger(msgspec.Struct):
         Raises:
             ContractError: a task or a token is unaccounted for.
         """
-        booked = self.trained + self.filtered + sum(self.given_up.values()) + in_flight
-        if booked != self.issued:
-            raise ContractError(f"tasks are not conserved: issued {self.issued}, accounted for {booked}: {self}")
+        accounted = self.trained + self.filtered + sum(self.given_up.values()) + in_flight
+        if accounted != self.issued:
+            raise ContractError(f"tasks are not conserved: issued {self.issued}, accounted for {accounted}: {self}")
         tokens = self.trained_tokens + sum(self.discarded_tokens.values()) + buffered_tokens
         if tokens != self.generated_tokens:
             raise ContractError(

@@ -80,7 +80,7 @@ class Replay:
         if isinstance(event, Committed):
             if event.counts != store.counts:
                 raise ContractError(
-                    f"before step {event.step} the run had booked {event.counts} (tasks issued, tasks in flight, "
+                    f"before step {event.step} the run had counted {event.counts} (tasks issued, tasks in flight, "
                     f"tokens generated), and its replay comes to {store.counts}"
                 )
             oldest = store.contract.min_token_version(event.step)

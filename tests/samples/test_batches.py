@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from flash.branches import TOKENS_AT_ONCE, sort_by_prefix
+from flash.branches import TOKENS_PER_SLICE, sort_by_prefix
 from flash.samples.batches import gather, split_into_messages, split_into_shards
 from flash.samples.groups import Group, Member
 from flash.types import Batch, BatchSample, Shard, Span, Task, Trajectory, Turn, VersionRun
@@ -129,4 +129,4 @@ def test_a_group_of_many_branches_is_dealt_in_slices() -> None:
         branches=tuple(range(0, branches * length, length)),
     )
     slices = list(split_into_shards(Batch(0, 0, [whole, one], []), 2))
-    assert len(slices) > 2 * branches * length // TOKENS_AT_ONCE
+    assert len(slices) > 2 * branches * length // TOKENS_PER_SLICE
