@@ -128,7 +128,7 @@ class SampleBuffer:
             return self._lease_members([member], versions, node)[0] if admission.admits(member, newest) else None
         if not admission.room_for_group(newest):
             return None
-        domain = self.samples.domains.next(self.samples.quarantined)
+        domain = self.samples.domains.next_domain(self.samples.quarantined)
         # `apply` would not return the group and the leases that these events make, so they are applied directly.
         issued = Issued(self.samples.source.next_problem(domain))
         self.journal.record(issued)

@@ -135,7 +135,7 @@ class Group(msgspec.Struct, gc=False):
         self.closed = self.closed or part.closed
 
     @property
-    def newest(self) -> int:
+    def newest_version(self) -> int:
         """Newest policy version among the tokens of finished members; -1 if there are none."""
         return max((run.version for each in self.trajectories() for run in each.versions), default=-1)
 

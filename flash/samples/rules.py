@@ -372,7 +372,7 @@ class DomainShares:
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
-    def next(self, quarantined: Collection[str]) -> str | None:
+    def next_domain(self, quarantined: Collection[str]) -> str | None:
         """Return the domain of the next group. None if there are no domains, or all are in `quarantined`."""
         shares = self._shares(quarantined)
         if not shares:
@@ -381,9 +381,9 @@ class DomainShares:
         # order in which groups left, and a synchronous run could not be repeated.
         if (owed := next((name for name in shares if self._owed[name]), None)) is not None:
             return owed
-        had = {name: self._turns(name) + self._alive[name] for name in shares}
-        total = 1 + sum(had.values())  # With the next group.
-        return max(shares, key=lambda name: shares[name] * total - had[name])
+        counted = {name: self._turns(name) + self._alive[name] for name in shares}
+        total = 1 + sum(counted.values())  # With the next group.
+        return max(shares, key=lambda name: shares[name] * total - counted[name])
 
     def limits(self, quarantined: Collection[str]) -> dict[str, int] | None:
         """Return the largest number of groups of each domain that the next step may take.

@@ -140,7 +140,7 @@ class BufferState(msgspec.Struct):
                 totals.trained[part.kind] -= 1
         self.groups = [groups[group_id] for group_id in sorted(groups)]
         self.formed = []
-        return {group.group_id for group in self.groups if group.newest > step}
+        return {group.group_id for group in self.groups if group.newest_version > step}
 
 
 class SampleStore:

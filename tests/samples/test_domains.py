@@ -72,7 +72,7 @@ def test_issues_follow_the_weights_closely() -> None:
     domains = DomainShares(rules(a=3, b=1), batch=4, drift=1)
     issued = Counter[str]()
     for number in range(1, 401):
-        name = domains.next([])
+        name = domains.next_domain([])
         assert name is not None
         domains.issued(name)
         issued[name] += 1
@@ -82,12 +82,12 @@ def test_issues_follow_the_weights_closely() -> None:
 def test_what_leaves_untrained_is_made_up_for_in_its_own_domain() -> None:
     domains = DomainShares(rules(a=1, b=1), batch=4, drift=1)
     for _ in range(20):
-        domains.issued(domains.next([]) or "")
+        domains.issued(domains.next_domain([]) or "")
     for _ in range(5):
         domains.left_untrained("b")
     again = Counter[str]()
     for _ in range(5):
-        name = domains.next([]) or ""
+        name = domains.next_domain([]) or ""
         domains.issued(name)
         again[name] += 1
     assert again == {"b": 5}
@@ -95,9 +95,9 @@ def test_what_leaves_untrained_is_made_up_for_in_its_own_domain() -> None:
 
 def test_a_domain_in_quarantine_has_no_share_and_the_others_have_its() -> None:
     domains = DomainShares(rules(a=1, b=1, c=2), batch=4, drift=0)
-    assert domains.next(["c"]) in ("a", "b")
+    assert domains.next_domain(["c"]) in ("a", "b")
     assert domains.limits(["c"]) == {"a": 3, "b": 3}
-    assert domains.next(["a", "b", "c"]) is None
+    assert domains.next_domain(["a", "b", "c"]) is None
 
 
 def test_a_domain_may_be_ahead_by_the_drift_and_a_group_and_no_more() -> None:
@@ -115,7 +115,7 @@ def test_counts_go_on_from_a_checkpoint_and_begin_anew_under_other_weights() -> 
     domains = DomainShares(rules(a=1, b=1), batch=4, drift=1)
     domains.issued("a")
     domains.trained("a")
-    assert DomainShares(rules(a=1, b=1), 4, 1, domains.totals).next([]) == "b"
+    assert DomainShares(rules(a=1, b=1), 4, 1, domains.totals).next_domain([]) == "b"
     assert DomainShares(rules(a=2, b=1), 4, 1, domains.totals).row([]) == {}
 
 
@@ -123,7 +123,7 @@ def test_a_domain_that_is_only_filtered_out_has_its_turns_until_a_group_of_it_is
     domains = DomainShares(rules(a=1, b=1), batch=8, drift=0)
 
     def issue() -> str:
-        name = domains.next([])
+        name = domains.next_domain([])
         assert name is not None
         domains.issued(name)
         return name

@@ -266,7 +266,7 @@ def test_what_the_versions_have_sampled_that_a_run_goes_back_from_is_trained_by_
     for step in range(1, 5):
         while (groups := again.next_batch(step)) is None:
             finish_all(again, lease_all(again, step), step)
-        assert [group.newest for group in groups] == [step, step]
+        assert [group.newest_version for group in groups] == [step, step]
         again.commit(step)
         while again.do_slice():
             pass
