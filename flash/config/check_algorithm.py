@@ -304,7 +304,8 @@ def supervised(config: Config) -> Config:
     train, checkpoint = replace(config.train, async_ratio=0.0, max_token_age=None), config.checkpoint
     config = replace(config, train=train, checkpoint=replace(checkpoint, batches="none"))
     alarms, rollout = config.alarms, replace(config.rollout, routing_replay=False)
-    stop, kept = (tuple(one for one in some if one != "entropy") for some in (alarms.stop, alarms.checkpoint))
+    # Lists, as the fields are: a configuration that is written and read back must equal the one that was written.
+    stop, kept = ([one for one in some if one != "entropy"] for some in (alarms.stop, alarms.checkpoint))
     alarms = replace(alarms, entropy=None, stop=stop, checkpoint=kept)
     return replace(config, algorithm=SUPERVISED, critic=None, tiny_model=None, alarms=alarms, rollout=rollout)
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from flash.config.load import dump, load
+from flash.config.load import dump, load, load_checked
 from flash.config.tree import Config, ModelConfig
 from flash.data.shapes import example_of
 from flash.data.tables import read_rows
@@ -375,6 +375,7 @@ def test_the_settings_of_samples_have_no_say_and_what_is_recorded_reads_back(tmp
     recorded = tmp_path / "recorded.toml"
     recorded.write_text(dump(config))
     assert load(recorded) == config
+    assert load_checked(recorded) == config
 
 
 def test_tables_that_say_nothing_of_rows_are_refused(tmp_path: Path) -> None:
