@@ -93,7 +93,7 @@ class SequenceMask(
 
     def __call__(self, tokens: PackedTokens) -> Tensor:
         """Return the factor of each token, [T], detached."""
-        return _keep(tokens, sequence_sum(tokens, _log_weight(tokens)).exp(), self.low, self.high)
+        return _accepted(tokens, sequence_sum(tokens, _log_weight(tokens)).exp(), self.low, self.high)
 
 
 class Geometric(
@@ -116,7 +116,7 @@ class Geometric(
 
     def __call__(self, tokens: PackedTokens) -> Tensor:
         """Return the factor of each token, [T], detached."""
-        return _keep(tokens, sequence_mean(tokens, _log_weight(tokens)).exp(), self.low, self.high)
+        return _accepted(tokens, sequence_mean(tokens, _log_weight(tokens)).exp(), self.low, self.high)
 
 
 Correction = TokenTis | IcePop | SequenceMask | Geometric
@@ -129,20 +129,20 @@ class Corrected(NamedTuple):
 
     weight_T: Tensor
     """Product of all factors."""
-    keep_T: Tensor
+    accepted_T: Tensor
     """bool: True if no correction rejects the token. A sequence is always rejected as a whole."""
 
 
 def correct(corrections: Iterable[Correction], tokens: PackedTokens) -> Corrected:
     """Return the product of the corrections' factors, and the tokens that none of them rejects."""
     weight_T = tokens.behaviour_T.new_ones(tokens.behaviour_T.shape)
-    keep_T = weight_T > 0
+    accepted_T = weight_T > 0
     for correction in corrections:
         factor_T = correction(tokens)
         weight_T = weight_T * factor_T
         if correction.rejects:
-            keep_T = keep_T & (factor_T > 0)
-    return Corrected(weight_T, keep_T)
+            accepted_T = accepted_T & (factor_T > 0)
+    return Corrected(weight_T, accepted_T)
 
 
 def _log_weight(tokens: PackedTokens) -> Tensor:
@@ -155,10 +155,10 @@ def _weight(tokens: PackedTokens) -> Tensor:
     return _log_weight(tokens).exp()
 
 
-def _keep(tokens: PackedTokens, ratio_S: Tensor, low: float, high: float) -> Tensor:
+def _accepted(tokens: PackedTokens, ratio_S: Tensor, low: float, high: float) -> Tensor:
     """Return [T]: 1 for each token of a sequence whose ratio lies in [low, high], else 0."""
-    keep_S = (ratio_S >= low) & (ratio_S <= high)
-    return keep_S[tokens.sequence_T].to(tokens.behaviour_T.dtype)
+    accepted_S = (ratio_S >= low) & (ratio_S <= high)
+    return accepted_S[tokens.sequence_T].to(tokens.behaviour_T.dtype)
 
 
 def _ordered(low: float, high: float) -> None:

@@ -193,8 +193,8 @@ def apply_corrections(algorithm: AlgorithmConfig, tokens: PackedTokens, inputs: 
 
     Tokens where `in_loss_T` is False count as rejected, with the factor 0.
     """
-    correction_T, keep_T = correct(algorithm.corrections, tokens)
-    return correction_T.where(inputs.in_loss_T, 0.0), keep_T & inputs.in_loss_T
+    correction_T, accepted_T = correct(algorithm.corrections, tokens)
+    return correction_T.where(inputs.in_loss_T, 0.0), accepted_T & inputs.in_loss_T
 
 
 def token_loss(
@@ -212,16 +212,16 @@ def token_loss(
     Raises:
         ConfigError: the objective raised, or returned a wrong shape.
     """
-    correction_T, keep_T = apply_corrections(algorithm, tokens, inputs)
+    correction_T, accepted_T = apply_corrections(algorithm, tokens, inputs)
     # The objective must see a rejected token as if it had never been sampled.
     tokens = tokens._replace(
-        logp_T=tokens.logp_T.where(keep_T, 0.0),
-        behaviour_T=tokens.behaviour_T.where(keep_T, 0.0),
-        proximal_T=tokens.proximal_T.where(keep_T, 0.0),
-        advantage_T=tokens.advantage_T.where(keep_T, 0.0),
-        reward_T=tokens.reward_T.where(keep_T, 0.0),
-        deviation_T=tokens.deviation_T.where(keep_T, 0.0),
-        mask_T=tokens.mask_T & keep_T,
+        logp_T=tokens.logp_T.where(accepted_T, 0.0),
+        behaviour_T=tokens.behaviour_T.where(accepted_T, 0.0),
+        proximal_T=tokens.proximal_T.where(accepted_T, 0.0),
+        advantage_T=tokens.advantage_T.where(accepted_T, 0.0),
+        reward_T=tokens.reward_T.where(accepted_T, 0.0),
+        deviation_T=tokens.deviation_T.where(accepted_T, 0.0),
+        mask_T=tokens.mask_T & accepted_T,
     )
     mask_T = tokens.mask_T
     # The policy's loss, with its factors; then the terms that no factor multiplies.

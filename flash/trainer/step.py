@@ -393,8 +393,8 @@ class Trainer:
                 now = TokenLogprobs(micro_inputs.start_T, torch.zeros_like(micro_inputs.start_T))
             tokens = self._objective_input(micro, now, micro_inputs, step)
             # A rejected token must count as if it had never been sampled: without an advantage, no rule counts it.
-            _, keep_T = apply_corrections(self._config.algorithm, tokens, micro_inputs)
-            pair = torch.stack([tokens.logp_T - tokens.behaviour_T, tokens.advantage_T.where(keep_T, 0.0)])
+            _, accepted_T = apply_corrections(self._config.algorithm, tokens, micro_inputs)
+            pair = torch.stack([tokens.logp_T - tokens.behaviour_T, tokens.advantage_T.where(accepted_T, 0.0)])
             pairs.append(pair[:, tokens.mask_T])
         log_ratio_N, advantage_N = self.mesh.gather_ragged(torch.cat(pairs, dim=1), minibatch.shard_tokens)
         return self._objective.limit(log_ratio_N, advantage_N)

@@ -141,7 +141,7 @@ def step(
     the denominators are global.
     """
     corrected = [correct(corrections, part) for part in parts]
-    parts = [part._replace(mask_T=part.mask_T & one.keep_T) for part, one in zip(parts, corrected, strict=True)]
+    parts = [part._replace(mask_T=part.mask_T & one.accepted_T) for part, one in zip(parts, corrected, strict=True)]
     total_tokens = sum(int(part.mask_T.sum()) for part in parts)
     total_sequences = sum(len(part.sequence_T[part.mask_T].unique()) for part in parts)
     loss, gradients = 0.0, list[Tensor]()

@@ -100,8 +100,8 @@ AGGREGATED = pytest.mark.parametrize("aggregation", AGGREGATIONS)
 
 
 def accepted(correction: Correction, tokens: PackedTokens) -> list[int]:
-    keep_T = correct([correction], tokens).keep_T & tokens.mask_T
-    return sorted(set(tokens.sequence_T[keep_T].tolist()))
+    accepted_T = correct([correction], tokens).accepted_T & tokens.mask_T
+    return sorted(set(tokens.sequence_T[accepted_T].tolist()))
 
 
 @REJECTING
