@@ -68,10 +68,8 @@ ROAD = (
     "trainer/packing.py",
     "trainer/references.py",
     "trainer/model/logprobs.py",
-    "trainer/model/prefixes.py",
     "trainer/model/packed.py",
     "trainer/model/attention.py",
-    "trainer/model/output_layer.py",
     "trainer/objective.py",
     "trainer/optimizer.py",
 )

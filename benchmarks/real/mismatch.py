@@ -152,7 +152,7 @@ def trained_differences(config: Config, answers: Sequence[Sampled]) -> Tensor:
     from flash.trainer.mesh import trainer_mesh
     from flash.trainer.model.logprobs import token_logprobs
     from flash.trainer.model.model import load_model, shard_model
-    from flash.trainer.model.prefixes import in_one_row
+    from flash.trainer.packing import in_one_row
 
     whole = load_model(config.model)
     rounded(whole)

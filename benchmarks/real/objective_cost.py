@@ -107,7 +107,7 @@ def in_chunks(hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor) -> tuple[T
     """As training does it."""
     import torch
 
-    from flash.trainer.model.output_layer import selected_logprobs
+    from flash.trainer.model.logprobs import selected_logprobs
 
     temperature_T = torch.full_like(target_T, TEMPERATURE, dtype=torch.float32)
     return selected_logprobs(hidden_TD, weight_VD, None, target_T, temperature_T=temperature_T, entropy_gradient=False)

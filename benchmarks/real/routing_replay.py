@@ -77,7 +77,7 @@ def measure(args: Args) -> list[Row]:
     from flash.trainer.model.logprobs import token_logprobs
     from flash.trainer.model.model import shard_model
     from flash.trainer.model.packing_check import replay_routing
-    from flash.trainer.model.prefixes import in_one_row
+    from flash.trainer.packing import in_one_row
 
     def made(dtype: torch.dtype) -> PreTrainedModel:
         torch.manual_seed(1)

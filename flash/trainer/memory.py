@@ -33,13 +33,12 @@ from flash.foreign.torch import absent_ranks, counted
 from flash.foreign.transformers import head_width, layer_configs, layer_count, layer_types
 from flash.trainer.mesh import TrainerMesh, trainer_mesh
 from flash.trainer.model.adapters import empty_policy
-from flash.trainer.model.logprobs import token_logprobs
+from flash.trainer.model.logprobs import KeptSets, token_logprobs
 from flash.trainer.model.model import Recompute, empty_model, recompute_mode, shard_model
-from flash.trainer.model.output_layer import KeptSets
 from flash.trainer.model.packed import takes_packed_rows
-from flash.trainer.model.prefixes import in_one_row
 from flash.trainer.objective import make_objective, resolve_method
 from flash.trainer.optimizer import make_optimizer
+from flash.trainer.packing import in_one_row
 
 FEW = 3
 """Number of decoder layers that are run. One is too few, because the first layer differs from the others: its input

@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -149,6 +149,15 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """Return the array as a tensor on `device`, without waiting for work that a GPU still has to do."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device on which a model computes.
+
+    With offloading, sharded weights are on the host, but this is still the device to which they are gathered.
+    """
+    parameter = next(model.parameters())
+    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
 
 
 def gather_full(part: DTensor) -> Tensor:

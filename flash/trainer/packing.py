@@ -1,19 +1,24 @@
 """Turn the trajectories of a shard into packed micro-batches, in numpy.
 
-`flash.trainer.plan` calls `split_minibatches` and `pack`; `flash.trainer.step` trains the result.
+`flash.trainer.plan` calls `split_minibatches` and `pack`; `flash.trainer.step` trains the result. This module imports
+no torch.
 
-A micro-batch holds whole sequences one after another, without padding. Sequences that begin with the same tokens share
-the computation of that beginning (`flash.trainer.model.prefixes`), and the shared tokens count once against the token
-budget. Logits are computed only at positions that predict an action token, that is, a token that the policy sampled. A
-sample is one sequence, or one sequence per branch. Each sequence has the index of its sample in the batch, so all
-branches of a sample get the advantage of the sample.
+A micro-batch holds whole sequences one after another, without padding. Logits are computed only at positions that
+predict an action token, that is, a token that the policy sampled. A sample is one sequence, or one sequence per branch.
+Each sequence has the index of its sample in the batch, so all branches of a sample get the advantage of the sample.
+
+The hidden state of a token depends only on the tokens up to it. So a *shared prefix*, the tokens with which several
+sequences begin (the prompt of a group, or the turns before branches of a sample part), is computed once, and counts
+once against the token budget. `flash.trainer.model.packed` lays the computed tokens out in one row.
 
 A *kept set* has the tokens that settings such as top_k left in the distribution from which a token was sampled. A
 *turn* is one response of the policy with the environment's step after it.
 
-Conservation: every trained token of the samples given to `pack` is in exactly one micro-batch.
+Conservation: every trained token of the samples given to `pack` is in exactly one micro-batch. For any token of a
+sequence, the tokens up to it equal those up to the token that is computed in its place.
 
-Shape legend: P = packed tokens, T = action tokens, S = sequences, N = tokens of all kept sets, one set after another.
+Shape legend: P = packed tokens, U = computed tokens, T = action tokens, S = sequences, N = tokens of all kept sets, one
+set after another.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +37,6 @@ from flash.branches import Int64Array, sort_by_prefix, split_branches
 from flash.errors import ContractError
 from flash.samples.batches import minibatch_of
 from flash.sampling import PLAIN, Routes, Sampling, join_routes
-from flash.trainer.model.prefixes import Computed, shared_prefixes
 from flash.types import Shard, ShardSample, Trajectory
 from flash.waiting import run_to_end
 
@@ -108,6 +113,66 @@ def kept_tokens(trajectory: Trajectory, positions: Int64Array) -> KeptTokens:
         first_position[present] = at
         penalty_N[first_position[token_N] < np.repeat(positions, count_T)] = sampling.repetition_penalty
     return KeptTokens(token_N, count_T, bias_N, penalty_N)
+
+
+class Computed(NamedTuple):
+    """The tokens that are computed, and the places at which each token finds its result."""
+
+    place_U: Int64Array
+    """Place in P of each computed token; the computed tokens of a sequence are neighbours."""
+    row_P: Int64Array
+    """Place in U at which each token of the sequences is computed."""
+
+
+class PackedSequences(Protocol):
+    """Sequences one after another, such as a micro-batch."""
+
+    @property
+    def input_P(self) -> Int64Array:
+        """Token ids."""
+        ...
+
+    @property
+    def position_P(self) -> Int64Array:
+        """Position of each token in its own sequence."""
+        ...
+
+    @property
+    def offset_S(self) -> Int64Array:
+        """Cumulative lengths, [S + 1], from 0 to P."""
+        ...
+
+    @property
+    def computed(self) -> Computed:
+        """Result of `shared_prefixes` for the sequences."""
+        ...
+
+    @property
+    def routes(self) -> Routes | None:
+        """Experts that engines chose for each token; None if the engines do not report them."""
+        ...
+
+
+def shared_prefixes(sequences: Sequence[Int64Array]) -> Computed:
+    """Return the layout in which each shared prefix is computed once.
+
+    Of the sequences with this prefix, the first one in the order of their tokens computes it.
+    """
+    order, known = run_to_end(sort_by_prefix(sequences))
+    starts = np.cumsum([0, *map(len, sequences)])
+    if not any(known):
+        # Nothing is shared. The sequences keep their order, so that attention need not gather their tokens.
+        return Computed(np.arange(starts[-1]), np.arange(starts[-1]))
+    row_P = np.empty(starts[-1], dtype=np.int64)
+    places: list[Int64Array] = []
+    count, previous = 0, 0
+    for index, shared in zip(order, known, strict=True):
+        start, stop = int(starts[index]), int(starts[index + 1])
+        row_P[start : start + shared] = row_P[starts[previous] : starts[previous] + shared]
+        row_P[start + shared : stop] = np.arange(count, count + stop - start - shared)
+        places.append(np.arange(start + shared, stop))
+        count, previous = count + stop - start - shared, index
+    return Computed(np.concatenate(places), row_P)
 
 
 @dataclass(frozen=True)
@@ -452,3 +517,23 @@ def _action_positions(sequence: _Sequence) -> Int64Array:
     if positions[0] == 0:
         raise ContractError(f"sample {sequence.index} starts with an action token; expected a prompt before it")
     return positions
+
+
+class SequenceRow(NamedTuple):
+    """Token sequences one after another; a plain implementation of `PackedSequences`."""
+
+    input_P: Int64Array
+    position_P: Int64Array
+    offset_S: Int64Array
+    computed: Computed
+    routes: Routes | None = None
+
+
+def in_one_row(sequences: Sequence[Int64Array]) -> SequenceRow:
+    """Return the sequences one after another, with their prefixes shared."""
+    return SequenceRow(
+        input_P=np.concatenate(sequences),
+        position_P=np.concatenate([np.arange(len(ids)) for ids in sequences]),
+        offset_S=np.cumsum([0, *map(len, sequences)]),
+        computed=shared_prefixes(sequences),
+    )

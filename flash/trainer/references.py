@@ -33,9 +33,9 @@ from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.foreign.peft import without_adapters
 from flash.trainer.critic import Critic
-from flash.trainer.mesh import TrainerMesh, to_device
+from flash.trainer.mesh import TrainerMesh, device_of, to_device
 from flash.trainer.model.logprobs import policy_logprobs, watch_attention
-from flash.trainer.model.model import device_of, load_sharded, published_parameters, reshard
+from flash.trainer.model.model import load_sharded, published_parameters, reshard
 from flash.trainer.model.packing_check import check_packing
 from flash.trainer.packing import MicroBatch
 from flash.trainer.rhythm import MicroSignals, RhythmPass

@@ -23,8 +23,8 @@ from flash.trainer.mesh import TrainerMesh, trainer_mesh
 from flash.trainer.model.adapters import empty_policy, engine_tensors
 from flash.trainer.model.logprobs import token_logprobs
 from flash.trainer.model.model import empty_model, named_full_tensors, shard_model
-from flash.trainer.model.prefixes import in_one_row
 from flash.trainer.optimizer import global_norm, make_optimizer
+from flash.trainer.packing import in_one_row
 from flash.trainer.step import Trainer
 from tests.trainer.parallel_ranks import TABLES
 from tests.trainer.trainer_cases import aged_shard, local, make_config, make_shard, part_of

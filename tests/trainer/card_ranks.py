@@ -22,8 +22,8 @@ from flash.trainer.mesh import trainer_mesh
 from flash.trainer.model.adapters import empty_policy, engine_tensors
 from flash.trainer.model.logprobs import token_logprobs
 from flash.trainer.model.model import recompute_mode, shard_model
-from flash.trainer.model.prefixes import in_one_row
 from flash.trainer.optimizer import make_optimizer
+from flash.trainer.packing import in_one_row
 from tests.trainer.trainer_cases import local, make_config
 
 CARD: Any = "card"

@@ -16,7 +16,7 @@ from flash.config.tree import ModelConfig
 from flash.trainer.mesh import trainer_mesh
 from flash.trainer.model.logprobs import token_logprobs
 from flash.trainer.model.model import load_model, shard_model
-from flash.trainer.model.prefixes import in_one_row
+from flash.trainer.packing import in_one_row
 from tests.trainer.trainer_cases import VOCABULARY
 
 LENGTHS = (9, 3, 17, 2, 6)

@@ -10,8 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flash.trainer.model.canary import canary_logprobs
-from flash.trainer.model.logprobs import token_logprobs
-from flash.trainer.model.output_layer import OutputLayer
+from flash.trainer.model.logprobs import OutputLayer, token_logprobs
 from tests.trainer import two_logprob_ranks
 from tests.trainer.packed_cases import (
     EVEN_LENGTHS,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flash.foreign.transformers import LogitChange
-from flash.trainer.model.output_layer import UNCHANGED, KeptSets, LogprobRequest, OutputLayer, selected_logprobs
+from flash.trainer.model.logprobs import UNCHANGED, KeptSets, LogprobRequest, OutputLayer, selected_logprobs
 from flash.trainer.packing import KeptTokens
 
 VOCABULARY, WIDTH = 23, 6

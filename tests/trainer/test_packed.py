@@ -20,8 +20,7 @@ from flash.foreign.kernels import AttentionOptions
 from flash.trainer.model.attention import RaggedKernels, RaggedPart, RowIndex, ScoreOptions, row_index
 from flash.trainer.model.logprobs import policy_logprobs, token_logprobs
 from flash.trainer.model.packed import attend_in_parts, packed_row
-from flash.trainer.model.prefixes import Computed, SequenceRow, in_one_row
-from flash.trainer.packing import pack
+from flash.trainer.packing import Computed, SequenceRow, in_one_row, pack
 from tests.trainer.packed_cases import one_by_one, packed_batch, sharded
 from tests.trainer.trainer_cases import (
     VOCABULARY,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash.branches import LEAST_SHARED, Int64Array
-from flash.trainer.model.prefixes import in_one_row, shared_prefixes
+from flash.trainer.packing import in_one_row, shared_prefixes
 
 FEW = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 """Sequences over three different tokens, so that many have a common prefix."""

@@ -22,8 +22,7 @@ from flash.trainer.mesh import trainer_mesh
 from flash.trainer.model.logprobs import token_logprobs
 from flash.trainer.model.model import shard_model
 from flash.trainer.model.packing_check import replay_routing
-from flash.trainer.model.prefixes import in_one_row
-from flash.trainer.packing import pack, select_sequences
+from flash.trainer.packing import in_one_row, pack, select_sequences
 from flash.types import Completion, Outcome, Task, Trajectory, Turn, VersionRun
 from tests.rollout.test_episode import CharTokenizer
 from tests.trainer.packed_cases import packed_batch, random_sequences, tiny

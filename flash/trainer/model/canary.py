@@ -31,10 +31,11 @@ from transformers import PreTrainedModel
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.foreign.torch import collective_failed
+from flash.trainer.mesh import device_of
 from flash.trainer.model.logprobs import token_logprobs
-from flash.trainer.model.model import device_of, reshard
+from flash.trainer.model.model import reshard
 from flash.trainer.model.packed import class_name
-from flash.trainer.model.prefixes import in_one_row
+from flash.trainer.packing import in_one_row
 from flash.types import Canary
 
 ROUNDING_FACTOR = 6.0

@@ -7,7 +7,7 @@ seconds more. The part of a layer before attention and the part after it are com
 packed attention differ from micro-batch to micro-batch. TORCHDYNAMO_DISABLE=1, torch's own variable, turns all
 compilation off.
 
-`shard_model` calls `fuse_layers` before it shards; `flash.trainer.model.output_layer` calls `fused`.
+`shard_model` calls `fuse_layers` before it shards; `flash.trainer.model.logprobs` calls `fused`.
 """
 
 from __future__ import annotations

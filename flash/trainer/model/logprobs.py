@@ -2,37 +2,56 @@
 
 The training step, and every forward pass before it, call `policy_logprobs` with a micro-batch. The canary and the
 packing check call `token_logprobs` with sequences of their own. `token_logprobs` puts the sequences into one row
-(`flash.trainer.model.packed`), runs the model, and collects the answer of its output layer
-(`flash.trainer.model.output_layer`). The answer is log-probs and entropies, which transformers returns under the name
-`logits`.
+(`flash.trainer.model.packed`), gives a `LogprobRequest` to the model's `OutputLayer`, and runs the model. `shard_model`
+has put this layer in place of the model's own output layer. It answers with log-probs and entropies, which transformers
+returns under the name `logits`.
 
-A *kept set* has the tokens that a setting such as top_k left in the distribution from which a token was sampled. A
-*question* is a computed position with a target token and a temperature.
+The logits of a micro-batch, positions × vocabulary, are often larger than all its other activations together. So they
+exist for a chunk of positions at a time, and the backward pass computes them again. Neither the logits of all positions
+nor their gradient is ever held. With z = logits / temperature, p = softmax(z) and H = −Σ p log p:
+d log p[target] / dz = 1[target] − p  and  dH / dz = −p (log p + H).
 
-Shape legend: P = tokens of the packed sequences, U = computed tokens, T = predicted tokens, N = distinct questions,
-M = questions in this rank's slice of the row.
+The *kept set* of a position has the tokens that settings such as top-k left in the distribution. All others get
+z = `LEFT_OUT`, so p = 0. A *question* is a computed position with a target token and a temperature.
+
+Shape legend: P = tokens of the packed sequences, U = computed tokens, T = predicted tokens, N = distinct questions (or
+tokens of all kept sets), M = questions in this rank's slice of the row, C = positions of a chunk, V = vocabulary,
+D = width of a hidden state, W = largest kept set of a position.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from flash.branches import Int64Array
 from flash.errors import ConfigError
-from flash.foreign.transformers import logits_unchanged
-from flash.trainer.mesh import to_device
-from flash.trainer.model.model import device_of
-from flash.trainer.model.output_layer import UNCHANGED, KeptSets, LogprobRequest, OutputLayer
+from flash.foreign.transformers import LogitChange, logit_change, logits_unchanged
+from flash.trainer.mesh import device_of, to_device
+from flash.trainer.model.fused import fused
 from flash.trainer.model.packed import AttentionWatch, class_name, model_inputs, packed_row
-from flash.trainer.model.prefixes import PackedSequences
-from flash.trainer.packing import MicroBatch
+from flash.trainer.model.routing_replay import RoutingReplay
+from flash.trainer.packing import Float64Array, KeptTokens, MicroBatch, PackedSequences
 
-Float64Array = npt.NDArray[np.float64]
+CHUNK_BYTES = 256 * 2**20
+"""Bytes of one chunk's logits in float32. Up to three tensors of this size exist at once. Every chunk reads the whole
+weight and adds to its whole gradient. So a chunk needs some hundred positions to keep the processor busy; with a
+vocabulary of 150,000 it has 440."""
+
+UNCHANGED = LogitChange()
+"""The change of a model that leaves its logits as they are."""
+
+LEFT_OUT = -1e9
+"""Logit of a token that could not have been sampled. It is finite, since 0 · ∞ would be NaN."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -170,3 +189,381 @@ def _distinct_questions(row_T: Int64Array, target_T: Int64Array, scale_T: Float6
     question_T = np.empty(len(order), dtype=np.int64)
     question_T[order] = np.cumsum(new_T) - 1
     return _DistinctQuestions(order[new_T], question_T)
+
+
+class KeptLogits(NamedTuple):
+    """Result of `KeptSets.restrict`."""
+
+    logits_CV: Tensor
+    """Logits from which the targets were sampled."""
+    token_CW: Tensor
+    """int64: ids of the kept tokens. A position with fewer than W of them repeats the first."""
+    slope_CW: Tensor
+    """Derivative of each kept token's logit with respect to the output layer's logit."""
+
+
+@dataclass(frozen=True)
+class KeptSets:
+    """The tokens that could have been sampled at each position: tensors of a `flash.trainer.packing.KeptTokens`."""
+
+    token_N: Tensor
+    """int64: token ids of all kept sets."""
+    bias_N: Tensor
+    """Number added to the logit of each kept token."""
+    penalty_N: Tensor
+    """Repetition penalty of each kept token, applied after the bias."""
+    count_T: Tensor
+    """int64: size of each position's kept set; 0: the whole vocabulary."""
+    start_T: Tensor
+    """int64: index in N of the first kept token of each position."""
+    largest: int
+    """W."""
+
+    @classmethod
+    def from_tokens(cls, kept: KeptTokens) -> KeptSets | None:
+        """Return kept sets as tensors. None if every token was sampled from the whole vocabulary."""
+        if not len(kept.token_N):
+            return None
+        token_N, bias_N, penalty_N, count_T = (
+            torch.from_numpy(each) for each in (kept.token_N, kept.bias_N, kept.penalty_N, kept.count_T)
+        )
+        return cls(token_N, bias_N, penalty_N, count_T, count_T.cumsum(0) - count_T, int(kept.count_T.max()))
+
+    def select(self, position_T: Int64Array, device: torch.device) -> KeptSets:
+        """Return the kept sets of some positions, on `device`."""
+        chosen_T = torch.from_numpy(position_T)
+        token_N, bias_N, penalty_N, count_T, start_T = (
+            tensor.to(device)
+            for tensor in (self.token_N, self.bias_N, self.penalty_N, self.count_T[chosen_T], self.start_T[chosen_T])
+        )
+        return KeptSets(token_N, bias_N, penalty_N, count_T, start_T, self.largest)
+
+    def restrict(self, logits_CV: Tensor, rows: slice, target_C: Tensor) -> KeptLogits:
+        """Return the logits from which the positions `rows` were sampled: `LEFT_OUT` outside of the kept set.
+
+        The result is in float32 or wider. The memory of `logits_CV` is reused if it has this dtype.
+        """
+        limited_C1, start_C1 = self.count_T[rows, None] > 0, self.start_T[rows, None]
+        place_W = torch.arange(self.largest, device=self.count_T.device)
+        # All positions get W places. The places beyond a position's kept set repeat its first token, the target. For a
+        # position that was sampled from the whole vocabulary, all places have its target, and nothing is changed.
+        place_CW = (start_C1 + place_W).where(place_W < self.count_T[rows, None], start_C1)
+        place_CW.clamp_(max=len(self.token_N) - 1)
+        token_CW = self.token_N[place_CW].where(limited_C1, target_C[:, None])
+        wide_CV = logits_CV.to(_wide(logits_CV))
+        bias_CW = self.bias_N[place_CW].where(limited_C1, 0.0).to(wide_CV)
+        penalty_CW = self.penalty_N[place_CW].where(limited_C1, 1.0).to(wide_CV)
+        kept_CW = wide_CV.gather(-1, token_CW) + bias_CW
+        slope_CW = penalty_CW.where(kept_CW <= 0, 1 / penalty_CW)
+        restricted_CV = wide_CV.masked_fill_(limited_C1, LEFT_OUT).scatter_(-1, token_CW, kept_CW * slope_CW)
+        return KeptLogits(restricted_CV, token_CW, slope_CW)
+
+
+@dataclass
+class LogprobRequest:
+    """Description of the numbers that the output layer has to compute in one forward pass, and the layer's answer."""
+
+    target_T: Tensor
+    """int64: the token whose log-prob is wanted at each position."""
+    temperature_T: Tensor
+    """float: divisor of the logits at each position."""
+    entropy_gradient: bool
+    """True if the entropy needs a gradient."""
+    kept: KeptSets | None = None
+    """Kept sets of the positions; None: all were sampled from the whole vocabulary."""
+    answer: Tensor | None = None
+    """Log-prob and entropy, [1, T, 2]; None until the layer has run."""
+
+
+class OutputLayer(nn.Module):
+    """Linear output layer that returns log-probs and entropies in place of logits.
+
+    It holds the parameters of the layer that it replaces, under the same names. The work is done in `forward`, which
+    runs inside the model's forward pass, where FSDP has gathered the parameters.
+    """
+
+    def __init__(
+        self, layer: nn.Linear, *, wide: bool, context: DeviceMesh | None = None, change: LogitChange = UNCHANGED
+    ) -> None:
+        super().__init__()
+        self.weight = layer.weight
+        self.bias = layer.bias
+        self.wide = wide
+        """True to compute logits in float32 from hidden states and weights of a smaller dtype."""
+        self.context = context
+        """Ranks over which a row is divided; each computes the log-probs of its own slice. None: rows are whole."""
+        self.change = change
+        """Change (scale and cap) that the model makes to logits. The layer makes it, and the model is kept from doing
+        so."""
+        self.chunk_bytes = CHUNK_BYTES
+        self.replay: RoutingReplay | None = None
+        """Replay of the experts that engines chose; None if the model chooses its own."""
+        self._request: LogprobRequest | None = None
+
+    @contextmanager
+    def answering(self, request: LogprobRequest) -> Generator[None]:
+        """Make the layer answer `request` in the model's forward pass inside this block.
+
+        The layer cannot be called outside of such a block.
+        """
+        self._request = request
+        try:
+            yield
+        finally:
+            self._request = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return log-prob and entropy [1, T, 2] from hidden states [1, T, D]."""
+        request = self._request
+        assert request is not None, "call the model through token_logprobs"
+        assert hidden.shape[1] == len(request.target_T), "the model passes other positions on than were requested"
+        logp_T, entropy_T = selected_logprobs(
+            hidden[0],
+            self.weight,
+            self.bias,
+            request.target_T,
+            temperature_T=request.temperature_T,
+            kept=request.kept,
+            entropy_gradient=request.entropy_gradient,
+            wide=self.wide,
+            change=self.change,
+            chunk_bytes=self.chunk_bytes,
+        )
+        # A new tensor and not a view, since FSDP warns of outputs that are views.
+        request.answer = torch.stack((logp_T[None], entropy_T[None]), dim=-1)
+        return request.answer
+
+
+def replace_output_layer(model: PreTrainedModel, *, wide: bool, context: DeviceMesh | None = None) -> None:
+    """Replace a model's output layer by an `OutputLayer` with the same parameters.
+
+    A model without an output layer, such as a critic's backbone, stays as it is. With `wide`, logits are computed in
+    float32 whatever the dtype of the forward pass. `context` are the ranks that rows are divided over.
+
+    Raises:
+        ConfigError: the output layer is not a plain linear one.
+    """
+    layer = model.get_output_embeddings()
+    if layer is None:
+        return
+    if type(layer) is not nn.Linear:
+        raise ConfigError(
+            f"model.path: the output layer of {type(model).__name__} is a {type(layer).__name__}; training computes "
+            "log-probs from a plain linear one, choose another model"
+        )
+    model.set_output_embeddings(OutputLayer(layer, wide=wide, context=context, change=logit_change(model)))
+
+
+def selected_logprobs(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    target_T: Tensor,
+    *,
+    temperature_T: Tensor,
+    entropy_gradient: bool,
+    kept: KeptSets | None = None,
+    wide: bool = False,
+    change: LogitChange = UNCHANGED,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> tuple[Tensor, Tensor]:
+    """Return the log-prob [T] of each target under p, and the entropy [T] of p in nats.
+
+    p = softmax((hidden · weightᵀ + bias) / temperature), over the kept set where `kept` has one, else over the whole
+    vocabulary. The model's own `change` of logits is applied first, then the bias and penalty of kept tokens.
+
+    The product is computed in the dtype of its factors or, with `wide`, in float32. Everything after it is in float32
+    (float64 for float64 factors). The products of the backward pass are in the dtype of the factors. The entropy has a
+    gradient only with `entropy_gradient`.
+    """
+    return _SelectedLogprobs.apply(  # pyright: ignore[reportReturnType]
+        hidden_TD, weight_VD, bias_V, target_T, temperature_T, kept, entropy_gradient, wide, change, chunk_bytes
+    )
+
+
+class _SelectedLogprobs(torch.autograd.Function):
+    """Forward and backward pass of `selected_logprobs`; the formulas are at the top of this file."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        target_T: Tensor,
+        temperature_T: Tensor,
+        kept: KeptSets | None,
+        entropy_gradient: bool,
+        wide: bool,
+        change: LogitChange,
+        chunk_bytes: int,
+    ) -> tuple[Tensor, Tensor]:
+        logp_T = hidden_TD.new_empty(len(target_T), dtype=_wide(hidden_TD))
+        norm_T, entropy_T = torch.empty_like(logp_T), torch.empty_like(logp_T)
+        temperature_T1 = temperature_T.to(logp_T)[:, None]
+        product = _wide_product if wide and weight_VD.dtype != logp_T.dtype else linear
+        reduce_logits = fused(_reduce_logits, cuda=hidden_TD.is_cuda)
+        for rows in _chunks(logp_T, weight_VD, chunk_bytes):
+            logits_CV = apply_change(product(hidden_TD[rows], weight_VD, bias_V), change)
+            if kept is not None:
+                logits_CV = kept.restrict(logits_CV, rows, target_T[rows]).logits_CV
+            logp_T[rows], norm_T[rows], entropy_T[rows] = reduce_logits(logits_CV, target_T[rows], temperature_T1[rows])
+        ctx.save_for_backward(hidden_TD, weight_VD, bias_V, target_T, temperature_T1, norm_T, entropy_T)
+        ctx.entropy_gradient, ctx.chunk_bytes = entropy_gradient, chunk_bytes
+        ctx.product, ctx.kept, ctx.change = product, kept, change
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy_T)
+        return logp_T, entropy_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads_T: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden_TD, weight_VD, bias_V, target_T, temperature_T1, norm_T, entropy_T = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad_hidden_TD = torch.empty_like(hidden_TD) if needs_hidden else None
+        # Sums over all chunks are kept in a wide dtype. The sum over one chunk is computed inside the matrix product.
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=norm_T.dtype) if needs_weight else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=norm_T.dtype) if needs_bias else None
+        grad_logits = fused(_grad_logits, cuda=hidden_TD.is_cuda)
+        for rows in _chunks(norm_T, weight_VD, ctx.chunk_bytes):
+            logits_CV = apply_change(ctx.product(hidden_TD[rows], weight_VD, bias_V), ctx.change)
+            slope = _change_slope(logits_CV, ctx.change)
+            kept = None if ctx.kept is None else ctx.kept.restrict(logits_CV, rows, target_T[rows])
+            if kept is not None:
+                logits_CV = kept.logits_CV
+            temperature_C1 = temperature_T1[rows]
+            # g · (1[target] − p) / temperature = (g / −temperature) · (p − 1[target]), and likewise for the entropy.
+            grad_logp_C1, grad_entropy_C1 = (grad_T[rows, None] / -temperature_C1 for grad_T in grads_T)
+            index_C1 = target_T[rows, None]
+            entropy_C1 = (entropy_T[rows, None], grad_entropy_C1) if ctx.entropy_gradient else None
+            narrow_CV, target_C1 = grad_logits(
+                logits_CV, norm_T[rows, None], index_C1, grad_logp_C1, entropy_C1, temperature_C1, weight_VD.dtype
+            )
+            del logits_CV
+            narrow_CV.scatter_(-1, index_C1, target_C1)
+            if kept is not None:
+                grad_CW = narrow_CV.gather(-1, kept.token_CW) * kept.slope_CW
+                narrow_CV.scatter_(-1, kept.token_CW, grad_CW.to(narrow_CV.dtype))
+            if ctx.change != UNCHANGED:
+                narrow_CV *= slope
+            if grad_bias_V is not None:
+                grad_bias_V += narrow_CV.sum(0, dtype=grad_bias_V.dtype)
+            if grad_hidden_TD is not None:
+                torch.mm(narrow_CV, weight_VD, out=grad_hidden_TD[rows])
+            if grad_weight_VD is not None:
+                _add_product(grad_weight_VD, narrow_CV.T, hidden_TD[rows])
+        sums = (grad_hidden_TD, grad_weight_VD, grad_bias_V)
+        grads = [None if total is None else total.to(weight_VD.dtype) for total in sums]
+        return (*grads, *[None] * 7)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """Return float32, or the tensor's dtype if that is wider."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _chunks(number_T: Tensor, weight_VD: Tensor, chunk_bytes: int) -> Iterator[slice]:
+    """Yield the positions of each chunk, as a slice: as many as fit into `chunk_bytes`, and at least one.
+
+    `number_T` has the length and the dtype of the positions' numbers.
+    """
+    rows = max(chunk_bytes // (len(weight_VD) * number_T.element_size()), 1)
+    for start in range(0, len(number_T), rows):
+        yield slice(start, start + rows)
+
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Function that multiplies hidden states by the output layer's weight and adds its bias."""
+
+
+def _wide_product(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+    """Return [C, V]: logits in float32 from factors of a smaller dtype. No product of numbers is rounded to it."""
+    if hidden_CD.is_cuda:
+        logits_CV = torch.mm(hidden_CD, weight_VD.T, out_dtype=torch.float32)
+        return logits_CV if bias_V is None else logits_CV.add_(bias_V)
+    return linear(hidden_CD.float(), weight_VD.float(), None if bias_V is None else bias_V.float())
+
+
+def apply_change(logits_CV: Tensor, change: LogitChange) -> Tensor:
+    """Return [C, V]: the logits, scaled and capped as the model does it, in float32 or wider.
+
+    If the model does not change its logits, the given tensor is returned as it is.
+    """
+    if change == UNCHANGED:
+        return logits_CV
+    scaled_CV = logits_CV.to(_wide(logits_CV)) * change.scale
+    return scaled_CV if change.cap is None else scaled_CV.div_(change.cap).tanh_().mul_(change.cap)
+
+
+def _change_slope(changed_CV: Tensor, change: LogitChange) -> Tensor | float:
+    """Return the derivative of the changed logits with respect to those of the output layer."""
+    return change.scale if change.cap is None else (1 - (changed_CV / change.cap).square_()).mul_(change.scale)
+
+
+def _scaled_logits(logits_CV: Tensor, temperature_C1: Tensor) -> Tensor:
+    """Return [C, V]: logits / temperature, in float32 or wider. The memory of the logits is reused if it has this
+    dtype."""
+    if torch.compiler.is_compiling():
+        return logits_CV.to(_wide(logits_CV)) / temperature_C1
+    return logits_CV.to(_wide(logits_CV)).div_(temperature_C1)
+
+
+def _reduce_logits(logits_CV: Tensor, target_C: Tensor, temperature_C1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return three tensors [C]: log-prob of the target, norm = scaled logit − log-prob, and entropy."""
+    scaled_CV = _scaled_logits(logits_CV, temperature_C1)
+    # Relative to the largest logit, so that large logits do not cost digits of the small differences between them.
+    peak_C = scaled_CV.amax(-1)
+    scaled_CV -= peak_C[:, None]
+    share_CV = scaled_CV.exp()
+    total_C = share_CV.sum(-1)
+    log_total_C = total_C.log()
+    logp_C = scaled_CV.gather(-1, target_C[:, None])[:, 0] - log_total_C
+    share_CV *= scaled_CV
+    return logp_C, peak_C + log_total_C, log_total_C - share_CV.sum(-1) / total_C
+
+
+def _grad_logits(
+    logits_CV: Tensor,
+    norm_C1: Tensor,
+    index_C1: Tensor,
+    grad_logp_C1: Tensor,
+    entropy_C1: tuple[Tensor, Tensor] | None,
+    temperature_C1: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of the logits in two tensors: [C, V] without the term 1[target], and [C, 1] with it.
+
+    The second tensor has the entry of the target, which the caller writes into the first tensor, after the cast to
+    `dtype`.
+
+    Args:
+        logits_CV: the logits.
+        norm_C1: norm of each position, from `_reduce_logits`.
+        index_C1: the targets.
+        grad_logp_C1: gradient of the loss by log p[target], divided by −temperature.
+        entropy_C1: the entropy, and the gradient of the loss by it, divided by −temperature. None: no gradient.
+        temperature_C1: divisor of the logits.
+        dtype: dtype of the results.
+    """
+    log_share_CV = _scaled_logits(logits_CV, temperature_C1)
+    log_share_CV -= norm_C1
+    if entropy_C1 is None:
+        grad_CV = log_share_CV.exp_()
+        grad_CV *= grad_logp_C1
+    else:
+        entropy, grad_entropy = entropy_C1
+        grad_CV = log_share_CV.exp()
+        log_share_CV += entropy
+        log_share_CV *= grad_entropy
+        log_share_CV += grad_logp_C1
+        grad_CV *= log_share_CV
+    return grad_CV.to(dtype), (grad_CV.gather(-1, index_C1) - grad_logp_C1).to(dtype)
+
+
+def _add_product(sum_VD: Tensor, left_VC: Tensor, right_CD: Tensor) -> None:
+    """Add a matrix product to a sum of a wider dtype, in place."""
+    if sum_VD.dtype == left_VC.dtype:
+        sum_VD.addmm_(left_VC, right_CD)
+    elif sum_VD.is_cuda:
+        torch.addmm(sum_VD, left_VC, right_CD, out_dtype=sum_VD.dtype, out=sum_VD)
+    else:
+        sum_VD += left_VC @ right_CD

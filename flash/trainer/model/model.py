@@ -55,7 +55,7 @@ from flash.foreign.transformers import (
 )
 from flash.trainer.mesh import TrainerMesh, gather_full
 from flash.trainer.model.fused import can_fuse, fuse_layers
-from flash.trainer.model.output_layer import replace_output_layer
+from flash.trainer.model.logprobs import replace_output_layer
 from flash.trainer.model.packed import PACKED_ATTENTION, packed_attention, takes_packed_rows
 
 TENSOR_PARALLEL_KINDS = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
@@ -429,15 +429,6 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device on which a model computes.
-
-    With offloading, sharded weights are on the host, but this is still the device to which they are gathered.
-    """
-    parameter = next(model.parameters())
-    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
 
 
 def kept_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:

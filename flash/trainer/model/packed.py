@@ -2,7 +2,7 @@
 
 A *row* has the sequences of a micro-batch one after another, without padding. A *prefix* is the tokens with which
 several sequences begin (a group's prompt, or the turns before branches part). It is in the row once
-(`flash.trainer.model.prefixes`), so that all work on single tokens is done once for it.
+(`flash.trainer.packing`), so that all work on single tokens is done once for it.
 
 The attention of a token is computed in up to two *parts*, which are merged as one softmax over both. In the first part,
 the own tokens of each sequence attend to one another causally. In the second part, the own tokens of all sequences with
@@ -39,7 +39,7 @@ from flash.foreign.transformers import attention
 from flash.trainer.mesh import to_device
 from flash.trainer.model.attention import AttentionPart, RowAttention, ScoreOptions, States
 from flash.trainer.model.context import RowSlice
-from flash.trainer.model.prefixes import PackedSequences
+from flash.trainer.packing import PackedSequences
 
 PACKED_ATTENTION = "packed"
 """Name of `packed_attention` in transformers' attention interface. It is not in the mask interface, so that no dense

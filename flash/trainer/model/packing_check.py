@@ -35,13 +35,13 @@ from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.foreign.torch import collective_failed
 from flash.foreign.transformers import default_attention, recurrent_layers, windows
-from flash.trainer.model.logprobs import changes_logits, token_logprobs
-from flash.trainer.model.model import device_of, reshard
-from flash.trainer.model.output_layer import LogprobRequest, OutputLayer, apply_change
+from flash.trainer.mesh import device_of
+from flash.trainer.model.logprobs import LogprobRequest, OutputLayer, apply_change, changes_logits, token_logprobs
+from flash.trainer.model.model import reshard
 from flash.trainer.model.packed import PACKED_ATTENTION, class_name, takes_packed_rows
-from flash.trainer.model.prefixes import in_one_row
 from flash.trainer.model.routing_replay import RoutingReplay
 from flash.trainer.optimizer import global_norm
+from flash.trainer.packing import in_one_row
 
 LENGTHS = (9, 24, 5, 16)
 """Tokens of the short sequences. Each sequence but the first has other sequences before it in the row."""
