@@ -1,9 +1,12 @@
 """Advantages from rewards: estimators that compare the samples of a group or of a whole batch.
 
-`flash.trainer.plan` calls them once per batch, with the rewards of all its samples. Each sample comes with the id of
-its group, so groups may have different sizes, and their samples any order. A group with one member, or with equal
-rewards, contains no comparison: its advantages are exactly 0. The estimators raise ValueError if a reward is not finite
-or lengths differ.
+An *estimator* is one way to compute an *advantage*, the number that says how much better a sample is than expected.
+`flash.trainer.plan` calls the estimator that is configured once per batch, with the rewards of all its samples. A
+*group* is the samples of one prompt, its *members*. Each sample comes with the id of its group, so groups may have
+different sizes, and their samples any order. A group with one member, or with equal rewards, contains no comparison:
+its advantages are exactly 0. The estimators raise ValueError if a reward is not finite or lengths differ.
+
+`flash.samples` uses `are_equal` to find groups that would teach nothing.
 
 A *turn* is one response of the policy with the environment's step after it.
 
@@ -40,7 +43,11 @@ class _CentredRewards(NamedTuple):
 
 
 def group_advantages(rewards: Sequence[float] | FloatArray, group_ids: Sequence[int] | IntArray) -> FloatArray:
-    """Return float64 [B]: (R − mean) / std of the sample's group, std over its members (GRPO, arXiv 2402.03300)."""
+    """Return float64 [B]: (R − mean) / std of the sample's group, std over its members (GRPO, arXiv 2402.03300).
+
+    Raises:
+        ValueError: a reward is not finite, or there are not as many rewards as group ids.
+    """
     centred = _centred(rewards, group_ids)
     variance_G = np.bincount(centred.group_B, centred.centred_B**2) / np.bincount(centred.group_B)
     std_B = np.sqrt(variance_G)[centred.group_B]
@@ -51,6 +58,9 @@ def group_mean_advantages(rewards: Sequence[float] | FloatArray, group_ids: Sequ
     """Return float64 [B]: R − mean of the sample's group (Dr. GRPO, arXiv 2503.20783).
 
     A division by std would make very easy and very hard prompts count more than others.
+
+    Raises:
+        ValueError: a reward is not finite, or there are not as many rewards as group ids.
     """
     centred = _centred(rewards, group_ids)
     return _unscaled(centred.centred_B, centred.exponent_B)
@@ -74,7 +84,7 @@ def leave_one_out_advantages(rewards: Sequence[float] | FloatArray, group_ids: S
 def _unscaled(centred_B: FloatArray, exponent_B: IntArray) -> FloatArray:
     """Return centred rewards on their original scale, centred · 2^exponent."""
     # Rewards near both ends of the range of floats differ by more than the largest float. The result is then infinite,
-    # which the caller refuses.
+    # which `flash.trainer.plan` refuses.
     with np.errstate(over="ignore"):
         return np.ldexp(centred_B, exponent_B)
 
@@ -82,14 +92,14 @@ def _unscaled(centred_B: FloatArray, exponent_B: IntArray) -> FloatArray:
 def turn_advantages(
     turns: Sequence[Sequence[float]], group_ids: Sequence[int] | IntArray, gamma: float
 ) -> list[FloatArray]:
-    """Return for each sample float64 [turns of the sample]: the normalised return of each turn.
+    """Return the advantages of the turns of each sample, one float64 array for each sample.
 
-    The return of a turn is Σ_{j ≥ 0} γ^j · (reward of the turn j turns later). Its advantage is (return − mean) / std
-    over the samples of the group that have a turn of the same number. Samples of a group may have different numbers of
-    turns.
+    The return of a turn is Σ_{j ≥ 0} γ^j · (reward of the turn j turns later). The turn's advantage is
+    (return − mean) / std, with the mean and std of the returns of all samples of the group that have a turn of the same
+    number. Samples of a group may have different numbers of turns.
 
     Args:
-        turns: rewards of the turns of each sample.
+        turns: rewards of the turns of each sample, in order.
         group_ids: group of each sample.
         gamma: γ, the discount of a turn.
 
@@ -105,6 +115,7 @@ def turn_advantages(
     reward_BK = np.zeros((len(turns), deepest))
     for row_K, rewards in zip(reward_BK, turns, strict=True):
         row_K[: len(rewards)] = rewards
+    # The discounted returns, from the last turn to the first.
     return_BK = np.zeros_like(reward_BK)
     following_B = np.zeros(len(turns))
     for turn in reversed(range(deepest)):
@@ -119,7 +130,10 @@ def turn_advantages(
 
 
 def moments(values: FloatArray) -> tuple[float, float, float]:
-    """Return the count, the mean, and the sum of squared differences from the mean; zeros if there are no values."""
+    """Return the count, the mean, and the sum of squared differences from the mean; zeros if there are no values.
+
+    Each rank calls this for its part of a batch. The ranks exchange the results for `whiten`.
+    """
     mean = float(values.mean()) if len(values) else 0.0
     return float(len(values)), mean, float(np.square(values - mean).sum())
 
@@ -127,9 +141,9 @@ def moments(values: FloatArray) -> tuple[float, float, float]:
 def whiten(parts: Sequence[Sequence[float]] | FloatArray) -> tuple[float, float]:
     """Return the mean and 1 / std of the numbers of a batch, from the `moments` of its parts, [P, 3].
 
-    A part is the numbers of one data shard. REINFORCE++ (arXiv 2501.03262): advantage = (raw − mean) · (1 / std), over
-    all trained tokens. If the numbers are equal, or there are none, 0 is returned for 1 / std, so that the advantages
-    are 0.
+    A part is the numbers of one data shard, the samples that one rank trains. The estimator `batch` needs this
+    (REINFORCE++, arXiv 2501.03262): advantage = (raw − mean) · (1 / std), over all trained tokens. If the numbers are
+    equal, or there are none, 0 is returned for 1 / std, so that the advantages are 0.
 
     Raises:
         ValueError: a moment is not finite.
@@ -141,19 +155,26 @@ def whiten(parts: Sequence[Sequence[float]] | FloatArray) -> tuple[float, float]
     if count <= 0:
         return 0.0, 0.0
     mean = float(count_P @ mean_P / count)
-    # Squares of centred numbers (Chan et al., 1979): E[x²] − E[x]² would lose small differences of large numbers.
+    # The squares of centred numbers are summed (Chan et al., 1979), because E[x²] − E[x]² would lose small differences
+    # of large numbers.
     std = math.sqrt((squares_P.sum() + count_P @ np.square(mean_P - mean)) / count)
     return mean, 1 / std if std > EQUAL * abs(mean) else 0.0
 
 
 def are_equal(rewards: Collection[float]) -> bool:
-    """Return True if the rewards of a group are equal up to rounding, so that its advantages are 0."""
+    """Return True if the rewards of a group are equal up to rounding, so that its advantages are 0.
+
+    `rewards` must not be empty. `flash.samples` leaves such groups out if `rollout.drop_equal_rewards` is set, and
+    counts them.
+    """
     least, most = min(rewards), max(rewards)
     return most - least <= EQUAL * max(abs(least), abs(most))
 
 
 def _centred(rewards: Sequence[float] | FloatArray, group_ids: Sequence[int] | IntArray) -> _CentredRewards:
     """Subtract the mean of its group from each reward, and scale the results.
+
+    The results are scaled by a power of two, which is exact, so that estimators can square them without overflow.
 
     Raises:
         ValueError: a reward is not finite, or the number of ids differs from the number of rewards.
@@ -166,6 +187,7 @@ def _centred(rewards: Sequence[float] | FloatArray, group_ids: Sequence[int] | I
         raise ValueError(f"reward {bad} (group {group_ids[bad]}) is {reward_B[bad]}; expected a finite number")
 
     group_B = np.unique(np.asarray(group_ids, dtype=np.int64), return_inverse=True)[1]
+    # Smallest and largest reward of each group, and the exponent that scales the larger size of both to about 1.
     count_G = np.bincount(group_B).astype(np.float64)
     least_G, most_G = np.full(len(count_G), math.inf), np.full(len(count_G), -math.inf)
     np.minimum.at(least_G, group_B, reward_B)
@@ -175,5 +197,6 @@ def _centred(rewards: Sequence[float] | FloatArray, group_ids: Sequence[int] | I
     scaled_B = np.ldexp(reward_B, -exponent_G[group_B])
     differ_G = np.ldexp(most_G, -exponent_G) - np.ldexp(least_G, -exponent_G) > EQUAL * np.ldexp(size_G, -exponent_G)
     centred_B = scaled_B - (np.bincount(group_B, scaled_B) / count_G)[group_B]
+    # Rounding would leave differences in a group of equal rewards, which a division by std would make large.
     centred_B = np.where(differ_G[group_B], centred_B, 0.0)
     return _CentredRewards(group_B, count_G[group_B], centred_B, exponent_G[group_B])

@@ -4,17 +4,20 @@ All corrections are functions of w = exp(proximal − behaviour), the ratio of a
 policy (`algorithms.base.Proximal`) and under the policy that sampled the token. w does not depend on the policy that is
 trained, so it multiplies the loss without changing the meaning of the gradient. w covers the difference between engine
 and trainer at equal weights, and the distance that the proximal policy has moved since the token was sampled. The
-factors of several corrections are multiplied. `flash.trainer.objective` calls `correct` for each micro-batch.
+factors of several corrections are multiplied. `flash.trainer.objective.apply_corrections` calls `correct` for each
+micro-batch.
 
-Filters (`sequence_mask`, `geometric`) have the factors 0 and 1 and can be used with every objective. A filter rejects
-sequences: the mean is over the accepted sequences, E[… | accepted], as if the rejected sequences had not been sampled
-(in verl's rollout correction, rejected sequences leave the response mask; THUDM/slime#657).
+Filters (`sequence_mask`, `geometric`) have the factors 0 and 1 and can be used with every objective. A filter *accepts*
+or *rejects* whole sequences: the mean is over the accepted sequences, E[… | accepted], as if the rejected sequences had
+not been sampled (in verl's rollout correction, rejected sequences leave the response mask; THUDM/slime#657). So the
+tokens of a rejected sequence are *masked* (have no part in the loss) in addition to the tokens that were masked before.
 
-Weights (`token_tis`, `icepop`) keep every token in the mean, even tokens with weight 0: the formula is Σ w(…) / Σ |y|.
-A weight is for an objective without w, such as `rloo`. With an objective that has w in its formula, or in its ratio to
-the behaviour policy, a weight would correct the same difference twice.
+Weights (`token_tis`, `icepop`) keep every token in the mean, even tokens with weight 0: the formula is Σ w(…) / Σ |y|,
+where |y| is the number of tokens of a response. A weight is for an objective without w, such as `rloo`. With an
+objective that has w in its formula, or in its ratio to the behaviour policy, a weight would correct the same difference
+twice.
 
-Shape legend: T = packed tokens of a micro-batch, S = sequences.
+Shape legend: T = action tokens of a micro-batch, S = its sequences.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ class TokenTis(
     """Truncated importance sampling (Yao et al. 2025): the weight min(w, cap) for each token."""
 
     rejects: ClassVar[bool] = False
+    """A token with a small weight still counts in the denominators of the loss."""
 
     cap: Annotated[float, Meta(gt=0)] = 2.0
     """Largest weight."""
@@ -57,6 +61,7 @@ class IcePop(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     rejects: ClassVar[bool] = False
+    """A token with weight 0 still counts in the denominators of the loss."""
 
     low: Bound = 0.5
     """Smallest weight that is used."""
@@ -82,6 +87,7 @@ class SequenceMask(
     """
 
     rejects: ClassVar[bool] = True
+    """A token with factor 0 leaves the denominators of the loss."""
 
     low: Bound = 0.1
     """Smallest product that is accepted."""
@@ -101,10 +107,13 @@ class Geometric(
 ):
     """Filter by sequence: factor 1 if the geometric mean of w over the unmasked tokens lies in [low, high], else 0.
 
-    Rejection by the ratio per token: E[… | low ≤ (Π w)^(1/n) ≤ high] (verl's rollout_rs = "geometric").
+    Rejection by the ratio per token: E[… | low ≤ (Π w)^(1/n) ≤ high], where n is the number of unmasked tokens of the
+    sequence (verl's rollout_rs = "geometric"). Unlike bounds on the product, these bounds mean the same for sequences
+    of all lengths.
     """
 
     rejects: ClassVar[bool] = True
+    """A token with factor 0 leaves the denominators of the loss."""
 
     low: Bound = 0.999
     """Smallest geometric mean that is accepted."""
@@ -120,8 +129,7 @@ class Geometric(
 
 
 Correction = TokenTis | IcePop | SequenceMask | Geometric
-"""A correction; the field `kind` selects the class. With `rejects`, a token with factor 0 also leaves the denominators
-of the aggregation."""
+"""A correction; the field `kind` selects the class."""
 
 
 class Corrected(NamedTuple):
@@ -130,11 +138,16 @@ class Corrected(NamedTuple):
     weight_T: Tensor
     """Product of all factors."""
     accepted_T: Tensor
-    """bool: True if no correction rejects the token. A sequence is always rejected as a whole."""
+    """bool: True if every filter accepts the token. A sequence is always accepted or rejected as a whole. The trainer
+    masks the other tokens."""
 
 
 def correct(corrections: Iterable[Correction], tokens: PackedTokens) -> Corrected:
-    """Return the product of the corrections' factors, and the tokens that none of them rejects."""
+    """Return the product of the corrections' factors, and the tokens that every filter accepts.
+
+    `tokens` has the mask of the micro-batch, before any of these corrections. So the corrections do not depend on their
+    order. Without corrections, all factors are 1 and all tokens are accepted.
+    """
     weight_T = tokens.behaviour_T.new_ones(tokens.behaviour_T.shape)
     accepted_T = weight_T > 0
     for correction in corrections:

@@ -1,13 +1,13 @@
 """Statistics on whether signals of attention occur together: plans with entropy, plans with FAI, anchors with plans.
 
-The signals (`algorithms.rhythm`) are numbers for each token. WAAD is the mean distance that the model looked back at
-the token, Δ is the change of WAAD to the next token, and FAI is the attention that later tokens pay to the token. A
-*plan* is a token whose Δ is among the largest share q of its response. An *anchor* is a token whose FAI is among the
-largest share q.
+The signals (`algorithms.rhythm`) are numbers for each token of a response, the action tokens of one sequence. WAAD is
+the mean distance that the model looked back at the token, Δ is the change of WAAD to the next token, and FAI is the
+attention that later tokens pay to the token. A *plan* is a token whose Δ is among the largest share q of its response.
+An *anchor* is a token whose FAI is among the largest share q.
 
 Li et al. 2025 (arXiv 2510.13554) describe a rhythm: at a plan the model is uncertain, and at the plan or soon after it
-there is an anchor. `couplings` measures this in given responses and compares each number with chance; `flash rhythm`
-prints the result. The choice of plans and anchors is the paper's. The meaning of "soon after", the shifts, the
+there is an anchor. `couplings`, which the command `flash rhythm` calls, measures this in given responses and compares
+each number with chance. The choice of plans and anchors is the paper's. The meaning of "soon after", the shifts, the
 intervals and p are defined here.
 
 Chance: the plans of each response are shifted by some number of tokens, cyclically within the response. A shift keeps
@@ -113,12 +113,12 @@ class _Tokens(NamedTuple):
 
 
 def plans(options: Rhythm, signals: Signals) -> BoolArray:
-    """Return bool [R]: the plans, the top q of Δ."""
+    """Return bool [R]: True for the plans, the tokens among the top q of Δ."""
     return top_share(changes(signals.waad_R, signals.position_R), options.top)
 
 
 def anchors(options: Rhythm, signals: Signals) -> BoolArray:
-    """Return bool [R]: the anchors, the top q of FAI."""
+    """Return bool [R]: True for the anchors, the tokens among the top q of FAI."""
     return top_share(signals.influence_R, options.top)
 
 
@@ -138,13 +138,18 @@ def couplings(options: Rhythm, responses: Sequence[Signals], seed: int = 0, shif
     The paper describes peaks of WAAD, where entropy is high and FAI is high at or after the peak. Plans here are the
     tokens at which WAAD changes most, as in the paper's rules of credit.
 
-    `seed` draws the random shifts; there are at most `shifts` of them.
+    Args:
+        options: the rule by which plans and anchors are chosen.
+        responses: signals of each response.
+        seed: seed of the random shifts.
+        shifts: number of random shifts. If there are no more different shifts than this, each is used once instead.
 
     Raises:
         ValueError: there is no response.
     """
     if not responses:
         raise ValueError("expected at least one response")
+    # The same four differences of means, for the observed plans and for the plans of every shift.
     tokens = _concatenate(options, responses)
     observed = _measure(tokens, tokens.plan_A, options.reach)
     exhaustive = math.prod(tokens.lengths) <= shifts
@@ -187,6 +192,8 @@ def _draw_shifts(lengths: Sequence[int], seed: int, shifts: int) -> Iterator[Seq
 def _shifted_plans(tokens: _Tokens, shifts: Iterable[Sequence[int]]) -> Iterator[BoolArray]:
     """Yield bool [A] for each shift: the plans, moved cyclically to later tokens by the shift's number for their
     response."""
+    # For each of the E tokens that have a Δ: the length of its response, the first place of its response among the E,
+    # and its own place within its response.
     lengths = np.array(tokens.lengths, dtype=np.int64)
     length_E = np.repeat(lengths, lengths)
     start_E = np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -200,7 +207,8 @@ def _shifted_plans(tokens: _Tokens, shifts: Iterable[Sequence[int]]) -> Iterator
 
 
 def _measure(tokens: _Tokens, plan_A: BoolArray, reach: int) -> tuple[_Means, ...]:
-    """Return the means of the four comparisons of `couplings`, with `plan_A` as the plans."""
+    """Return the means of the four comparisons of `couplings`, with `plan_A` as the plans and k = `reach`."""
+    # after_A: the token follows a plan of the same turn by at most k tokens. Places are consecutive within a turn.
     after_A = np.zeros_like(plan_A)
     for back in range(1, min(reach, len(plan_A) - 1) + 1):
         same_turn_A = tokens.place_A[back:] - tokens.place_A[:-back] == back
@@ -222,11 +230,16 @@ def _means(value_A: FloatArray, marked_A: BoolArray, other_A: BoolArray) -> _Mea
 
 
 def _coupling(name: str, means: _Means, null_S: FloatArray, *, exhaustive: bool) -> Coupling:
-    """Compare the observed means with the null distribution. Shifts whose difference is NaN are left out."""
+    """Compare the observed means with the null distribution, the differences under the shifts.
+
+    Shifts whose difference is NaN are left out. If the observed difference is NaN, or no shift is left, everything
+    about the null distribution is NaN. `exhaustive` is True if all shifts are used.
+    """
     seen, null_S = means.marked - means.others, null_S[np.isfinite(null_S)]
     if math.isnan(seen) or not len(null_S):
         return Coupling(name, means.marked, means.others, means.tokens, math.nan, math.nan, math.nan, math.nan)
     near = ROUNDING * max(float(np.abs(null_S).max()), abs(seen))
+    # With random shifts, the observed plans count as one more shift, so that p is never 0.
     extra = 0 if exhaustive else 1
     shares = [(int(count) + extra) / (len(null_S) + extra) for count in _beyond(null_S, seen, near)]
     low, high = np.quantile(null_S, INTERVAL)

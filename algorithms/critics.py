@@ -1,10 +1,16 @@
 """Advantages and targets from critics, and the assignment of responses to several critics.
 
-Advantages are estimated by generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438) over packed
-sequences. Only unmasked tokens are time steps. A masked token has no value, no reward and no discount: an unmasked
-token before it is followed directly by the next unmasked token. So a reward must be placed on an unmasked token.
+A *critic* is a model that gives a *value* to the state before each action token (a token that the policy sampled): the
+sum of the rewards that may be expected from there on. `flash.trainer.plan` calls these functions in each step, before
+the policy changes.
 
-Shape legend: T = action tokens, K = unmasked action tokens, S = sequences, B = samples of the whole batch.
+Advantages are estimated by generalised advantage estimation (GAE, Schulman et al. 2016, arXiv 1506.02438) over packed
+sequences. A token is *masked* if it is not trained, for example because it is too old. Only unmasked tokens are time
+steps. A masked token has no value, no reward and no discount: an unmasked token before it is followed directly by the
+next unmasked token. So a reward must be placed on an unmasked token.
+
+Shape legend: T = action tokens of a micro-batch, K = unmasked action tokens, S = sequences, B = samples of the whole
+batch.
 """
 
 from __future__ import annotations
@@ -33,10 +39,18 @@ def gae(
 
         δ_t = r_t + γ V_{t+1} − V_t      A_t = Σ_{k ≥ t} (γλ)^{k−t} δ_k      return_t = A_t + V_t
 
-    `value_T` is V before each token; `sequence_T` is non-decreasing. V after a sequence's last step is 0, because the
-    episode ended there. This holds also if a limit on the length ended the episode, since its reward has been given. If
-    episodes continue beyond their sequences, `bootstrap_S` holds V of the state after the last step; it is 0 for
-    sequences whose episode ended.
+    V after a sequence's last step is 0, because the episode ended there. This holds also if a limit on the length ended
+    the episode, since its reward has been given.
+
+    Args:
+        reward_T: r, the reward that arrives at each token.
+        value_T: V, the value of the state before each token.
+        mask_T: True for tokens that are time steps.
+        sequence_T: index of each token's sequence, non-decreasing.
+        gamma: γ, the discount of one time step.
+        lam: λ. 0 relies on the next value alone, 1 on the rewards alone.
+        bootstrap_S: V of the state after the last step of each sequence, if episodes continue beyond their sequences; 0
+            for a sequence whose episode ended. None: all episodes ended.
 
     Raises:
         ValueError: γ or λ lies outside of [0, 1], or an unmasked reward or value is not finite.
@@ -48,6 +62,7 @@ def gae(
     reward_K = _finite(np.asarray(reward_T, dtype=np.float64)[kept_K], "reward")
     value_K = _finite(np.asarray(value_T, dtype=np.float64)[kept_K], "value")
 
+    # V_{t+1}: the value of the next step of the same sequence, or after its last step the bootstrap.
     next_K = np.zeros_like(value_K) if bootstrap_S is None else np.asarray(bootstrap_S, dtype=np.float64)[sequence_K]
     has_next = sequence_K[1:] == sequence_K[:-1]
     next_K[:-1][has_next] = value_K[1:][has_next]
@@ -62,6 +77,8 @@ def gae(
 def monte_carlo(reward_T: npt.ArrayLike, mask_T: BoolArray, sequence_T: IntArray, *, gamma: float) -> FloatArray:
     """Return float64 [T]: Σ_{k ≥ t} γ^{k−t} r_k over the unmasked tokens of each sequence; 0 at masked tokens.
 
+    These are the targets of critics whose `critic.target` is "monte_carlo". The arguments are those of `gae`.
+
     Raises:
         ValueError: an unmasked reward is not finite.
     """
@@ -75,9 +92,9 @@ def monte_carlo(reward_T: npt.ArrayLike, mask_T: BoolArray, sequence_T: IntArray
 def discounted_sums(term_K: FloatArray, sequence_K: IntArray, factor: float) -> FloatArray:
     """Return float64 [K]: Σ_{k ≥ t} factor^{k−t} · term_k over the rest of each sequence; factor is in [0, 1].
 
-    The sum is taken by doubling: after j passes each step holds its next 2^j terms. The work is K · log2(longest
-    sequence), where a loop over tokens in Python would be far slower. Every factor is at most 1, so nothing overflows,
-    and no term is divided by a power that has underflowed to 0.
+    The sum is taken by doubling: after j passes, each step holds the sum of its next 2^j terms. This takes
+    log2(longest sequence) passes over arrays, where a loop over tokens in Python would be far slower. Every power of
+    the factor is at most 1, so nothing overflows, and nothing is divided by a power that has underflowed to 0.
     """
     sum_K = np.array(term_K, dtype=np.float64)
     longest = int(np.bincount(np.unique(sequence_K, return_inverse=True)[1]).max(initial=0))
@@ -90,11 +107,12 @@ def discounted_sums(term_K: FloatArray, sequence_K: IntArray, factor: float) -> 
 
 
 def assign_critics(group_ids_B: Sequence[int], critics: int, seed: int) -> IntArray:
-    """Return int64 [B]: the index of the one critic that learns from each response of a batch (AsyPPO, 2510.01656).
+    """Return int64 [B]: the index of the one critic that learns from each response (AsyPPO, arXiv 2510.01656).
 
-    The responses of a group are put into an order that depends on the seed and the group's id, and are assigned to the
-    critics in turn. So the critics' counts differ by at most one in each group. The first response goes to critic
-    (id mod critics), so that over many groups no critic gets more responses than the others.
+    A group is the responses to one prompt. They are put into an order that depends on the seed and the group's id, and
+    are assigned to the critics in turn. So the critics' counts differ by at most one in each group. The first response
+    goes to critic (id mod critics), so that over many groups no critic gets more responses than the others. Every rank
+    gets the same result. With one critic, or without critics, all indices are 0.
     """
     group_B = np.asarray(group_ids_B, dtype=np.int64)
     critic_B = np.zeros(len(group_B), dtype=np.int64)
@@ -107,7 +125,11 @@ def assign_critics(group_ids_B: Sequence[int], critics: int, seed: int) -> IntAr
 
 
 def _finite(number_K: FloatArray, name: str) -> FloatArray:
-    """Return the numbers; raise ValueError with their `name` if one is not finite."""
+    """Return the numbers.
+
+    Raises:
+        ValueError: a number is not finite. The message calls the numbers by `name`.
+    """
     if not np.isfinite(number_K).all():
         bad = int(np.flatnonzero(~np.isfinite(number_K))[0])
         raise ValueError(f"{name} of unmasked token {bad} is {number_K[bad]}; expected a finite number")

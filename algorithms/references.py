@@ -1,5 +1,7 @@
 """Comparisons with another policy: KL to a reference, distillation from a teacher, and an interpolated proximal policy.
 
+`flash.trainer.objective` calls these functions for each micro-batch; for a KL in the reward, `flash.trainer.plan` does.
+
 KL divergence from a reference policy is estimated at the sampled tokens (Schulman 2020, "Approximating KL divergence").
 With δ = log π − log π_ref at a token that π sampled:
 
@@ -13,8 +15,7 @@ An estimator with the right value may have the wrong gradient. k1 is right when 
 where the policy gradient supplies ∇ log π; in the loss it is refused. On samples of an older policy all three
 estimators are biased by the distance to that policy.
 
-On-policy distillation: the policy samples, and a teacher π_T scores each sampled token. At each token, the estimated
-KL divergence of the policy from the teacher lowers the advantage (`distilled`).
+On-policy distillation: the policy samples, and a teacher π_T scores each sampled token (`distilled`).
 
 Shape legend: T = packed action tokens of a micro-batch.
 """
@@ -36,14 +37,14 @@ class Kl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Pull of the policy towards a reference policy."""
 
     estimator: Estimator = "k3"
-    """k1: the log-ratio δ, refused in the loss. k2: half the square of δ. k3: the estimator of GRPO, which is never
-    negative."""
+    """Estimator of the KL, as in the table at the top of this file. k1: the log-ratio δ, refused in the loss. k2: half
+    the square of δ. k3: the estimator of GRPO, which is never negative."""
     coefficient: Annotated[float, Meta(gt=0)]
     """β, the factor of the estimate."""
     place: Literal["loss", "reward"] = "loss"
     """loss: add the estimate to the token's loss. reward: subtract it from the token's reward."""
     reference: str | None = None
-    """Folder or hub id of the reference model. None: the policy at the start of the run."""
+    """Folder of the reference model, or its id on the Hugging Face hub. None: the policy at the start of the run."""
     refresh: Annotated[int, Meta(gt=0)] | None = None
     """Steps after which the current policy becomes the reference (arXiv 2505.24864). None: never."""
 
@@ -52,9 +53,10 @@ class Teacher(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Teacher of on-policy distillation: a model that scores the tokens that the policy samples."""
 
     path: str | None = None
-    """Folder or hub id of a model with the policy's tokenizer, which the trainer holds in memory."""
+    """Folder, or id on the Hugging Face hub, of a model with the policy's tokenizer, which the trainer holds in memory.
+    None: `url` must be set."""
     url: str | None = None
-    """Address of a vLLM server that serves the teacher, `http://HOST:PORT`."""
+    """Address of a vLLM server that serves the teacher, `http://HOST:PORT`. None: `path` must be set."""
     coefficient: Annotated[float, Meta(gt=0)] = 1.0
     """β, the factor of log π − log π_teacher."""
     reward: bool = False
@@ -63,7 +65,11 @@ class Teacher(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def kl(estimator: Estimator, logp_T: Tensor, reference_T: Tensor) -> Tensor:
-    """Return [T]: the KL estimate at each token. The gradient flows through `logp_T`."""
+    """Return [T]: the KL estimate at each token. The gradient flows through `logp_T`.
+
+    δ = `logp_T` − `reference_T`. In k3, `expm1` computes exp(−δ) − 1, because the plain difference would lose digits of
+    a small δ.
+    """
     delta_T = logp_T - reference_T
     if estimator == "k1":
         return delta_T

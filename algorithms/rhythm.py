@@ -1,9 +1,9 @@
 """Multipliers of advantages from the rhythm of attention (Li et al. 2025, arXiv 2510.13554).
 
 The span of an attention head is the mean distance that it looks back. Two averages of attention maps, over local heads
-with a short span (A_loc) and over global heads with a long span (A_glob), give two signals for each token of a
-response. WAAD (windowed average attention distance) is the distance that the model looked back at the token. FAI
-(future attention influence) is the attention that later tokens pay to the token.
+with a short span (A_loc) and over global heads with a long span (A_glob), give two signals for each token of a response
+(the action tokens of one sequence, in one or several turns). WAAD (windowed average attention distance) is the distance
+that the model looked back at the token. FAI (future attention influence) is the attention that later tokens pay to it.
 
     WAAD_t = Σ_{s ≤ t} A_loc[t, s] · min(t − s, W)        Δ_t = |WAAD_t − WAAD_{t+1}|
     FAI_s  = mean of A_glob[t, s] over the response's t in [s + nearest, s + farthest]
@@ -12,9 +12,9 @@ The advantage of a token is multiplied by γ = g if the token is a *plan* (`loca
 (`global`: among the top q of FAI). With `coupled`, an anchor t that follows a plan u, where WAAD_t ≤ τ_waad and
 Δ_u ≥ τ_Δ with u in t − k … t − 1, passes the share α of its extra credit to that u.
 
-WAAD and FAI are linear in A, so the mean over heads can be taken afterwards. `flash.trainer.rhythm` computes the
-signals block by block; `row_B` and `column_C` are the places of a block's rows and columns in the sequence, ascending,
-columns without gaps.
+`flash.trainer.rhythm` observes the policy's attention in each step and calls these functions, with one block of
+attention weights at a time. `row_B` are the places in the sequence of the tokens that attend, `column_C` the places
+that they look at, both ascending, columns without gaps. WAAD and FAI are linear in A, so the mean over heads is last.
 
 Shape legend: H = heads, B = rows of a block, C = its columns, R = tokens of a response.
 """
@@ -103,11 +103,14 @@ USED_BY: dict[str, tuple[Credit, ...]] = {
     "low_distance": ("coupled",),
     "high_change": ("coupled",),
 }
-"""Options that only some kinds of `credit` use, and these kinds."""
+"""Options that only some kinds of `credit` use, and these kinds. The check of the configuration refuses a changed
+option that the configured kind does not use."""
 
 
 def chosen_layers(layers: int | list[int], count: int) -> list[int]:
-    """Return the indices of the layers whose attention is used, in a model with `count` layers.
+    """Return the indices of the layers whose attention is used, ascending, in a model with `count` layers.
+
+    A number of layers is reduced if there are not so many from ⌊L/3⌋ to ⌊2L/3⌋.
 
     Raises:
         ValueError: a listed layer does not exist in the model.
@@ -121,31 +124,37 @@ def chosen_layers(layers: int | list[int], count: int) -> list[int]:
 
 
 def head_kinds(span_H: FloatArray, options: Rhythm) -> tuple[IntArray, IntArray]:
-    """Return the indices of the local heads (shortest spans) and of the global heads (longest spans).
+    """Return the indices of the local heads (shortest spans) and of the global heads (longest spans), ascending.
 
-    There is at least one of each.
+    There is at least one of each, and no head is both. `span_H` must have at least two heads.
     """
     order_H = np.argsort(span_H, kind="stable")
     heads = len(span_H)
     local = max(min(round(options.local_heads * heads), heads - 1), 1)
-    # With two shares of one half and an odd number of heads, both may be rounded up: no head may be of both kinds.
+    # With two shares of one half and an odd number of heads, both counts may be rounded up, and a head would be both.
     far = max(min(round(options.global_heads * heads), heads - local), 1)
     return np.sort(order_H[:local]), np.sort(order_H[-far:])
 
 
 def spans(attention_HBC: Tensor, row_B: Tensor, column_C: Tensor) -> Tensor:
-    """Return [H, B]: the mean distance that each row looks back, Σ_s A[t, s] (t − s)."""
+    """Return [H, B]: the mean distance that each row looks back, Σ_s A[t, s] (t − s).
+
+    Its sum over all rows decides which heads are local and which are global (`head_kinds`).
+    """
     # Distances are taken from the last row t', as Σ_s A[t, s] (t' − s) − (t' − t), since the weights of a row add up to
-    # 1. So one matrix product serves all rows, and no number is larger than the result and the block.
+    # 1. So one matrix product serves all rows, and its result is larger than the answer only by the distance from the
+    # row to the last row of the block, which costs hardly any digits.
     return attention_HBC @ (row_B[-1] - column_C).to(attention_HBC.dtype) + (row_B - row_B[-1])
 
 
 def windowed_distance(attention_HBC: Tensor, row_B: Tensor, column_C: Tensor, window: int) -> Tensor:
     """Return [H, B]: the WAAD of each row, Σ_s A[t, s] min(t − s, W).
 
-    The weights of a row add up to 1, so this equals W − Σ_s A[t, s] (W − t + s)⁺: only the W columns up to the row
-    count. The block must contain each row's own column, and no row may have attention outside of the block's columns.
+    The weights of a row add up to 1, so this equals W − Σ_s A[t, s] (W − t + s)⁺, and only the W columns up to the row
+    are needed. The block must contain each row's own column, and no row may have attention outside of the block's
+    columns.
     """
+    # back_W = t − s of these columns. Places before the block's first column have the weight 0.
     back_W = row_B.new_ones(min(window, len(column_C))).cumsum(0) - 1
     place_BW = (row_B - column_C[0])[:, None] - back_W
     rest_BW = ((window - back_W) * (place_BW >= 0)).to(attention_HBC.dtype)
@@ -156,16 +165,21 @@ def windowed_distance(attention_HBC: Tensor, row_B: Tensor, column_C: Tensor, wi
 def future_influence(attention_HBC: Tensor, row_B: Tensor, column_C: Tensor, nearest: int, farthest: int) -> Tensor:
     """Return [H, C]: the attention that each column gets from the rows `nearest` to `farthest` tokens after it.
 
-    Add the results of all blocks of rows and divide by `followers` to get FAI.
+    The caller adds the results of all blocks of rows and divides by `followers` to get FAI.
     """
-    # Places relative to the first row, as floats: faster to compare than integers, and exact up to 2²⁴ tokens.
+    # Places are relative to the first row and floats, which are faster to compare than integers, and exact up to 2²⁴
+    # tokens. A row counts if its distance from the middle of the range is at most half the range.
     middle = (row_B - row_B[0]).to(attention_HBC.dtype) - (nearest + farthest) / 2
     off_BC = (middle[:, None] - (column_C - row_B[0]).to(attention_HBC.dtype)).abs_()
     return (attention_HBC * (off_BC <= (farthest - nearest) / 2).to(attention_HBC.dtype)).sum(-2)
 
 
 def followers(position_R: IntArray, nearest: int, farthest: int) -> IntArray:
-    """Return [R]: the number of tokens of the response that lie `nearest` to `farthest` tokens after each token."""
+    """Return [R]: the number of tokens of the response that lie `nearest` to `farthest` tokens after each token.
+
+    FAI is the mean over these tokens. `position_R` are the places of the response's tokens in their sequence,
+    ascending.
+    """
     begin_R = np.searchsorted(position_R, position_R + nearest, side="left")
     return np.searchsorted(position_R, position_R + farthest, side="right") - begin_R
 
@@ -173,7 +187,7 @@ def followers(position_R: IntArray, nearest: int, farthest: int) -> IntArray:
 def changes(waad_R: FloatArray, position_R: IntArray) -> FloatArray:
     """Return [R]: Δ of each token; 0 for a token whose next token is not part of the response.
 
-    `position_R` are the places of the tokens in their sequence: a response may have several parts, one for each turn.
+    `position_R` are the places of the tokens in their sequence, ascending. A gap is the end of a turn.
     """
     delta_R = np.zeros_like(waad_R)
     delta_R[:-1] = np.where(np.diff(position_R) == 1, np.abs(np.diff(waad_R)), 0.0)
@@ -192,9 +206,13 @@ def top_share(signal_R: FloatArray, share: float) -> BoolArray:
 
 
 def multiplier(options: Rhythm, waad_R: FloatArray, influence_R: FloatArray, position_R: IntArray) -> FloatArray:
-    """Return [R]: γ of each token of one response, from WAAD of the local heads and FAI of the global heads.
+    """Return [R]: γ of each token of one response, by which the trainer multiplies the token's advantage.
 
-    `position_R` are the places of the tokens in their sequence.
+    Args:
+        options: the rule.
+        waad_R: WAAD of each token, averaged over the local heads.
+        influence_R: FAI of each token, averaged over the global heads.
+        position_R: places of the tokens in their sequence, ascending.
     """
     delta_R = changes(waad_R, position_R)
     if options.credit == "local":
@@ -203,6 +221,8 @@ def multiplier(options: Rhythm, waad_R: FloatArray, influence_R: FloatArray, pos
     if options.credit == "global":
         return np.where(anchor_R, options.gain, 1.0)
     plan_of_R = _plan_before(options, waad_R, delta_R, position_R)
+    # Anchors that have a plan lose the share α of their extra credit, g − 1. Each plan gets this share once, however
+    # many anchors follow it.
     dominated_R = anchor_R & (plan_of_R >= 0)
     plan_R = np.zeros_like(anchor_R)
     plan_R[plan_of_R[dominated_R]] = True
@@ -213,14 +233,15 @@ def multiplier(options: Rhythm, waad_R: FloatArray, influence_R: FloatArray, pos
 def _plan_before(options: Rhythm, waad_R: FloatArray, delta_R: FloatArray, position_R: IntArray) -> IntArray:
     """Return [R]: for each token, the index of the plan to which it would pass credit if it is an anchor; −1 for none.
 
-    The plan is the token with the largest Δ among the `reach` tokens of the same turn before this token; of equal ones,
-    the nearest. There is none if that Δ is below τ_Δ, or if the WAAD of this token is above τ_waad.
+    The plan is the token with the largest Δ among the `reach` tokens of the same turn before this token; among equal
+    ones, the nearest. There is none if that Δ is 0 or below τ_Δ, or if the WAAD of this token is above τ_waad.
     """
     low, high = np.quantile(waad_R, options.low_distance), np.quantile(delta_R, options.high_change)
     plan_R = np.full(len(waad_R), -1)
     best_R = np.zeros_like(delta_R)
     for back in range(1, min(options.reach, len(waad_R) - 1) + 1):
         earlier_R, here = delta_R[:-back], slice(back, None)
+        # Within a turn, the places are consecutive.
         same_turn_R = position_R[here] - position_R[:-back] == back
         better_R = same_turn_R & (earlier_R >= high) & (earlier_R > best_R[here])
         plan_R[here][better_R] = np.flatnonzero(better_R)

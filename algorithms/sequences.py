@@ -1,14 +1,18 @@
 """Reductions over packed sequences: sums and means within a sequence, and the weights that aggregate token losses.
 
-`token_weights` gives each token a weight. The loss of the batch is then the plain sum of weight · loss over all
-micro-batches of all ranks, however the batch is divided. The denominators are those of the whole batch, and a sequence
-is never divided.
+`flash.trainer.step` calls `token_weights` for each micro-batch, the part of a minibatch that a rank computes at a time.
+`algorithms.objectives` and `algorithms.corrections` use the sums and means.
 
-The mask decides which tokens count in a denominator. A correction that rejects a sequence takes it out of the mask, and
-so out of the denominators (`algorithms.corrections`). A token to which an objective or a weight gives 0 stays in: a cap
-that masks (`decoupled_ppo`, as in AReaL), `icepop` and `m2po` are defined as sums over all tokens.
+`token_weights` gives each token a weight. The loss of a minibatch is then the plain sum of weight · loss over all its
+micro-batches on all ranks, however it is divided. The denominators are those of the whole minibatch, and a sequence is
+never divided.
 
-Shape legend: T = packed tokens, S = sequences.
+A token is *masked* if it has no part in the loss. The mask decides which tokens count in a denominator. A correction
+that rejects a sequence masks its tokens, and so takes them out of the denominators (`algorithms.corrections`). A token
+to which an objective or a weight gives 0 stays in: a cap that masks (`decoupled_ppo`, as in AReaL), `icepop` and `m2po`
+are defined as sums over all tokens.
+
+Shape legend: T = action tokens of a micro-batch, S = its sequences.
 """
 
 from __future__ import annotations
@@ -31,7 +35,8 @@ def sequence_sum(tokens: PackedTokens, value_T: Tensor) -> Tensor:
 
 
 def sequence_lengths(tokens: PackedTokens) -> Tensor:
-    """Return float64 [S]: the number of unmasked tokens of each sequence, at least 1 so that it can be a divisor."""
+    """Return float64 [S]: the number of unmasked tokens of each sequence; 1 instead of 0, so that it can be a
+    divisor."""
     return sequence_sum(tokens, tokens.mask_T.double()).clamp(min=1)
 
 
@@ -52,14 +57,22 @@ def token_weights(
 ) -> Tensor:
     """Return float64 [T]: the weight of each token's loss; 0 where `mask_T` is False.
 
-    `sequences` is the number of sequences in this micro-batch. `total_tokens` (unmasked tokens) and `total_sequences`
-    (sequences with an unmasked token) are counts over the whole batch. `constant` is Dr. GRPO's L, in tokens. With n_s
-    unmasked tokens in the token's sequence, the weight of an unmasked token is:
+    With n_s unmasked tokens in the token's sequence, the weight of an unmasked token is:
 
         token_mean             1 / total_tokens
         seq_mean_token_mean    1 / (n_s · total_sequences)
         seq_mean_token_sum     1 / total_sequences
         constant               1 / (constant · total_sequences)
+
+    Args:
+        aggregation: the row of the table.
+        mask_T: bool, True for tokens that count.
+        sequence_T: index of each token's sequence.
+        sequences: number of sequences in this micro-batch.
+        total_tokens: trained tokens of the whole minibatch over all ranks. Tokens that corrections reject are still
+            counted here, because they are not known yet; the trainer divides the gradient by the accepted share later.
+        total_sequences: sequences of the whole minibatch that have a trained token, counted in the same way.
+        constant: divisor of `constant`, in tokens; Dr. GRPO's L.
     """
     present_T = mask_T.double()
     if aggregation == "token_mean":

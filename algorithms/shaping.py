@@ -3,7 +3,8 @@
 `flash.trainer.plan` calls the configured shapings once per batch, in the order in which they are listed. Each shaping
 gets the rewards that the shaping before it returned.
 
-Shape legend: B = samples of the whole batch. Lengths are action tokens.
+Shape legend: B = samples of the whole batch, G = groups (the samples of one prompt). A length is the number of action
+tokens of a sample, the tokens that the policy sampled.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Overlong(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def shaped(
         self, rewards_B: FloatArray, tokens_B: IntArray, truncated_B: BoolArray, group_ids_B: Sequence[int]
     ) -> FloatArray:
-        """Return float64 [B]: the rewards minus the penalty."""
+        """Return float64 [B]: the rewards minus the penalty, which depends on the length alone."""
         excess_B = (np.asarray(tokens_B) - (self.limit - self.buffer)) / self.buffer
         return np.asarray(rewards_B, dtype=np.float64) - self.penalty * excess_B.clip(0, 1)
 

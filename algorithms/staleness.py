@@ -1,12 +1,18 @@
 """Two ways to reduce the effect of old data: weights of samples by age, and a learning rate that depends on the lag.
 
-Weights by age. The age of a sample is the trainer's version minus the oldest version among its trained tokens. Weights
-have mean 1 over the batch. So they change the influence of samples relative to each other, and leave the scale of the
-gradient to the learning rate. If all samples have the same age, nothing changes.
+Version n is the weights after n training steps. The *age* of a sample is the trainer's version minus the oldest version
+among its trained tokens. α is `train.async_ratio`: a trained token is at most ⌈α⌉ versions old, unless
+`train.max_token_age` allows more.
 
-Learning rate by lag (`Lag`): the rate is reduced by how far the policy has moved away from the policies that sampled.
+Weights by age: `flash.trainer.plan` calls `weights` of the configured class once per batch, for the samples that have a
+trained token. The weight of a sample multiplies the loss of each of its tokens. Weights have mean 1 over these samples.
+So they change the influence of samples relative to each other, and leave the scale of the gradient to the learning
+rate. If all samples have the same age, nothing changes.
 
-Shape legend: B = samples of the whole batch.
+Learning rate by lag: `flash.trainer.optimizer.LagLimiter` calls `Lag.scale` before each update. The rate is reduced by
+how far the policy has moved away from the policies that sampled.
+
+Shape legend: B = samples of the batch that have a trained token.
 """
 
 from __future__ import annotations
@@ -24,17 +30,21 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class NoStaleness(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="none"):
-    """Every sample has the same weight."""
+    """Equal weights for all samples: the age has no effect."""
 
     def weights(self, age_B: FloatArray, async_ratio: float) -> FloatArray:
-        """Return float64 [B]: 1 for each sample."""
+        """Return float64 [B]: 1 for each sample.
+
+        Raises:
+            ValueError: an age is negative or not finite.
+        """
         return np.ones_like(_checked(age_B))
 
 
 class ExponentialStaleness(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="exponential"
 ):
-    """Weight g = decay^age."""
+    """Weight g = decay^age, before it is divided by the mean over the batch."""
 
     decay: Annotated[float, Meta(gt=0, le=1)]
     """Factor of the weight per version of age."""
@@ -46,23 +56,24 @@ class ExponentialStaleness(
             ValueError: an age is negative or not finite.
         """
         age_B = _checked(age_B)
-        # Ages are counted from the youngest sample. This keeps the ratios, and weights of an old batch do not
-        # underflow.
+        # Ages are counted from the youngest sample. This does not change the ratios of the weights, and the weights of
+        # a batch of old samples do not underflow to 0.
         return _with_mean_one(np.exp((age_B - age_B.min(initial=math.inf)) * math.log(self.decay)))
 
 
 class LinearStaleness(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="linear"
 ):
-    """Weight g = max(0, 1 − age / (α + 1)), with α the larger of `train.async_ratio` and `train.max_token_age`.
+    """Weight g = max(0, 1 − age / (α + 1)), before it is divided by the mean over the batch.
 
-    g is above 0 for every sample whose age the contract permits (at most α).
+    α is here the larger of `train.async_ratio` and `train.max_token_age`. g is above 0 for every sample whose age is
+    allowed (at most ⌈α⌉).
     """
 
     def weights(self, age_B: FloatArray, async_ratio: float) -> FloatArray:
         """Return float64 [B]: g divided by its mean over the batch; all 1 if no sample has a g above 0.
 
-        Only samples with tokens outside of the age contract, which are masked, can be so old that g is 0.
+        `async_ratio` is α. Only a sample that is older than allowed, whose tokens the loss leaves out, can have g = 0.
 
         Raises:
             ValueError: an age is negative or not finite.
@@ -75,7 +86,11 @@ Staleness = NoStaleness | ExponentialStaleness | LinearStaleness
 
 
 def _checked(age_B: FloatArray) -> FloatArray:
-    """Return the ages as float64; raise ValueError if one is negative or not finite."""
+    """Return the ages as float64.
+
+    Raises:
+        ValueError: an age is negative or not finite.
+    """
     age_B = np.asarray(age_B, dtype=np.float64)
     if not ((age_B >= 0) & np.isfinite(age_B)).all():
         raise ValueError(f"ages run from {age_B.min()} to {age_B.max()}; expected finite numbers of at least 0")
@@ -83,17 +98,19 @@ def _checked(age_B: FloatArray) -> FloatArray:
 
 
 def _with_mean_one(weight_B: FloatArray) -> FloatArray:
-    """Return the weights divided by their mean; all 1 if all are 0."""
+    """Return the weights divided by their mean; all 1 if all are 0, since they cannot be scaled to mean 1."""
     if not weight_B.any():
         return np.ones_like(weight_B)
-    weight_B = weight_B / weight_B.max()  # equal weights become exactly 1
+    # Divided by the largest weight first, so that equal weights become exactly 1.
+    weight_B = weight_B / weight_B.max()
     return weight_B / weight_B.mean()
 
 
 class Lag(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limit of the distance between the policy and the policies that sampled, kept by lowering the learning rate.
 
-    Before each update, the distance is measured on the tokens of that update:
+    *Lag* is the time, in versions, between the sampling of a token and the update that trains on it. Before each
+    update, the distance is measured on the tokens of that update:
 
         distance² = mean over the trained tokens of (log π_θ − log π_behaviour)², minus that at tokens of the current
                     weights
@@ -126,14 +143,22 @@ class Lag(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ) -> float:
         """Return the factor of the scheduled `rate`, from 1 / (1 + √(mean a²)) to 1.
 
-        `square` is the sum of (log π − log π_behaviour)² over the tokens, minus the disagreement of engine and trainer
-        at equal weights. `counts`, `lags` and `moved` have one entry per age: the number of tokens, a and R. The factor
-        is 1 if no update has moved the policy since the tokens were sampled, or if no distance is measured.
+        The factor is 1 if no update has moved the policy since the tokens were sampled, if `square` is not a positive
+        finite number, or if the rate is 0.
+
+        Args:
+            rate: the scheduled learning rate of the update.
+            square: sum of (log π − log π_behaviour)² over the trained tokens of the update, minus the same sum for the
+                disagreement of engine and trainer at equal weights.
+            counts: for each age from 0, the number of tokens.
+            lags: for each age from 0, the lag a in versions.
+            moved: for each age from 0, R: the sum of the learning rates applied since the tokens were sampled.
         """
         tokens = sum(counts)
         lag_square = sum(count * lag**2 for count, lag in zip(counts, lags, strict=True))
         moved_square = sum(count * rates**2 for count, rates in zip(counts, moved, strict=True))
         if not (rate > 0 and lag_square > 0 and moved_square > 0 and square > 0 and math.isfinite(square)):
             return 1.0
+        # past rate · √(budget / distance²), as a share of the scheduled rate.
         held = math.sqrt(self.budget * tokens / square * moved_square / lag_square) / rate
         return min(1.0, max(held, 1 / (1 + math.sqrt(lag_square / tokens))))

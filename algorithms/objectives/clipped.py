@@ -1,10 +1,12 @@
 """The clipped surrogate of PPO with one ratio per token, r = π_θ / π_behaviour, and the methods that use it.
 
-`flash.trainer.objective.apply_objective` calls the objective for each micro-batch.
+`flash.trainer.objective.apply_objective` calls the objective for each micro-batch. In the formulas, E is the mean over
+tokens that the objective's `aggregation` names, A is the advantage that its `advantage` estimator gives, and R is the
+reward of a sample. A *group* is the samples of one prompt.
 
-The denominator is the policy that sampled the token, not the policy at the start of the step. So data of an older
-version is corrected from the first update on. In this update, the ratio to the policy at the start of the step is 1 and
-would correct nothing.
+The denominator of r is the behaviour policy, which sampled the token, and not the policy at the start of the step. So
+data of an older version is corrected from the first update on. In this update, the ratio to the policy at the start of
+the step is 1 and would correct nothing.
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ ClipHigh = Annotated[float, Meta(ge=0)]
 def clipped_surrogate(ratio_T: Tensor, advantage_T: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     """Return [T] min(r A, clip(r, 1 − ε_low, 1 + ε_high) A), and [T] 1 where the clip removed the gradient, else 0.
 
-    PPO (Schulman et al. 2017, arXiv 1707.06347), eq. 7.
+    PPO (Schulman et al. 2017, arXiv 1707.06347), eq. 7. All objectives with a clip use it, each with the ratio of its
+    own formula.
     """
     free_T = ratio_T * advantage_T
     bound_T = ratio_T.clamp(1 - low, 1 + high) * advantage_T
+    # Where the bound is smaller, it is the minimum, and a clamped ratio has no gradient.
     return free_T.minimum(bound_T), (bound_T < free_T).to(ratio_T.dtype)
 
 
@@ -66,15 +70,16 @@ class Dapo(Grpo, frozen=True):
     aggregation = "token_mean"
 
     clip_high: ClipHigh = 0.28
-    """ε_high: unlikely tokens may rise further than they may fall, which keeps the entropy up."""
+    """ε_high. It is larger than `clip_low`, so that the probability of an unlikely token can rise further than it can
+    fall, which keeps the entropy of the policy up."""
 
 
 class DrGrpo(Grpo, frozen=True):
     """GRPO without its two biases: max E[min(r A, clip(r, 1 − ε_low, 1 + ε_high) A)] with A = R − mean of the group.
 
-    Dr. GRPO (Liu et al. 2025, arXiv 2503.20783). Dividing the advantage by the group's standard deviation favours very
-    easy and very hard prompts, so it is left out. Dividing token losses by the length of their response favours long
-    wrong answers, so they are divided by a constant instead.
+    Dr. GRPO (Liu et al. 2025, arXiv 2503.20783). A division of the advantage by the group's standard deviation would
+    favour very easy and very hard prompts, so there is none. A division of token losses by the length of their response
+    would favour long wrong answers, so they are divided by a constant instead.
     """
 
     advantage = "group_mean"
@@ -82,11 +87,11 @@ class DrGrpo(Grpo, frozen=True):
 
 
 class ReinforcePp(Grpo, frozen=True):
-    """The clipped surrogate, without groups and without a critic: A is the reward whitened over all trained tokens.
+    """max E[min(r A, clip(r, 1 − ε_low, 1 + ε_high) A)], A = (R − mean) / std over all trained tokens of the batch.
 
-    max E[min(r A, clip(r, 1 − ε_low, 1 + ε_high) A)]. REINFORCE++ (Hu et al. 2025, arXiv 2501.03262). On policy, r is
-    1 and the gradient is that of REINFORCE. The token-level KL of the paper is `algorithm.kl` with `estimator = "k1"`
-    and `place = "reward"`.
+    REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): the clipped surrogate without groups and without a critic. On
+    policy, r is 1 and the gradient is that of REINFORCE. The token-level KL of the paper is a separate setting:
+    `algorithm.kl` with `estimator = "k1"` and `place = "reward"`.
     """
 
     advantage = "batch"
@@ -94,9 +99,10 @@ class ReinforcePp(Grpo, frozen=True):
 
 
 class Ppo(Objective, frozen=True):
-    """max E[min(r A, clip(r, 1 − ε_low, 1 + ε_high) A)], A from a critic (GAE); where A < 0, at least c A.
+    """max E[min(r A, clip(r, 1 − ε_low, 1 + ε_high) A)], where A < 0 E[max(min(r A, clip(r, …) A), c A)]; A by GAE.
 
-    PPO (Schulman et al. 2017, arXiv 1707.06347), eq. 7, with the dual clip (Ye et al. 2020, arXiv 1912.09729).
+    PPO (Schulman et al. 2017, arXiv 1707.06347), eq. 7, with the dual clip (Ye et al. 2020, arXiv 1912.09729), eq. 5. A
+    critic gives the values for A, the generalised advantage estimate (`algorithms.critics.gae`).
     """
 
     advantage = "gae"
@@ -114,8 +120,8 @@ class Ppo(Objective, frozen=True):
         ratio_T = (tokens.logp_T - tokens.behaviour_T).exp()
         surrogate_T, clipped_T = clipped_surrogate(ratio_T, tokens.advantage_T, self.clip_low, self.clip_high)
         if self.dual_clip is not None:
-            # Without this bound the loss of a token with A < 0 grows with its ratio without end, and stale data has
-            # large ratios.
+            # Where A < 0, min(r A, clip(r) A) is below c A exactly if r > c, because c > 1. Without this bound the loss
+            # of such a token grows with its ratio without end, and data of older versions has large ratios.
             beyond_T = (ratio_T > self.dual_clip) & (tokens.advantage_T < 0)
             surrogate_T = (self.dual_clip * tokens.advantage_T).where(beyond_T, surrogate_T)
             clipped_T = clipped_T.masked_fill(beyond_T, 1.0)

@@ -1,7 +1,12 @@
-"""REINFORCE and its off-policy forms: A · log π, with a bounded importance weight per token that has no gradient.
+"""REINFORCE and its off-policy forms: A · log π_θ, with a bounded importance weight per token that has no gradient.
 
-No token loses its gradient to a clip: if its ratio is extreme, only its weight is cut. The forms differ only in the
-bounds of the weight. `Supervised` is the loss with A = 1, for answers that are given.
+`flash.trainer.objective.apply_objective` calls the objective for each micro-batch. In the formulas, A is the advantage,
+R the reward of a sample, r = π_θ / π_behaviour the ratio of one token to the policy that sampled it, and sg(x) is x
+without gradient.
+
+No token loses its gradient to a clip: if its ratio is extreme, only its weight is cut. `TisReinforce`, `Cispo` and
+`Aipo` differ only in the bounds of the weight; `Rloo` has the weight 1. `Supervised` is the loss with A = 1 and the
+weight 1, for answers that are given.
 """
 
 from __future__ import annotations
@@ -17,8 +22,9 @@ from algorithms.objectives.clipped import ClipHigh, ClipLow
 class Rloo(Objective, frozen=True):
     """max E[A log π_θ(response)] with A = R − mean of the group's other samples.
 
-    RLOO (Ahmadian et al. 2024, arXiv 2402.14740). It is an on-policy method without a ratio, so data of an older
-    version is not corrected and an asynchronous run is refused. Off policy, use `tis_reinforce` or `aipo` with
+    RLOO (Ahmadian et al. 2024, arXiv 2402.14740). log π_θ(response) is the sum of log π_θ over the tokens of a
+    response; the aggregation adds them up. It is an on-policy method without a ratio, so it does not correct data of an
+    older version, and an asynchronous run is refused. Off policy, use `tis_reinforce` or `aipo` with
     advantage = "leave_one_out".
     """
 
@@ -56,8 +62,9 @@ class TisReinforce(Objective, frozen=True):
 class Cispo(Objective, frozen=True):
     """max E[sg(clip(r, 1 − ε_low, 1 + ε_high)) A log π_θ] with r = π_θ / π_behaviour.
 
-    CISPO (MiniMax-M1, arXiv 2506.13585), eq. 4 and 5: clip the importance weight, not the gradient. Every token keeps
-    a gradient, even the rare tokens at which the reasoning branches, which a clipped surrogate drops first.
+    CISPO (MiniMax-M1, arXiv 2506.13585), eq. 4 and 5: clip the importance weight, not the gradient. Every token keeps a
+    gradient. A clipped surrogate would first drop rare tokens, among them those at which the reasoning changes its
+    course.
     """
 
     advantage = "group"
@@ -80,7 +87,8 @@ class Aipo(Objective, frozen=True):
     """max E[sg(min(r, ρ)) A log π_θ] with r = π_θ / π_behaviour.
 
     AIPO (LlamaRL, arXiv 2505.24034): the weight is bounded from above only. A ratio below 1 is used as it is, so a
-    token that the policy no longer favours counts less. Only large ratios, which carry the variance, are cut.
+    token that has become less likely since it was sampled counts less. Only large ratios, which cause most of the
+    variance, are cut.
     """
 
     advantage = "group"
@@ -100,7 +108,8 @@ class Aipo(Objective, frozen=True):
 class Supervised(Objective, frozen=True):
     """min E[− log π_θ], the mean over all tokens of given answers: supervised fine-tuning.
 
-    `flash sft` uses it. It has no name in `OBJECTIVES`, since it uses neither advantages nor ratios.
+    `flash sft` uses it. It has no name in `algorithms.OBJECTIVES`, because it cannot be chosen for samples: it uses
+    neither advantages nor ratios.
     """
 
     corrects_staleness = False
