@@ -1,8 +1,10 @@
 """LoRA adapters (Hu et al. 2021, arXiv 2106.09685): W + alpha / rank · B A, where only A and B are trained.
 
-The base weights W have the dtype of the run, to which the forward pass would round them anyway. Adapters, their
-gradients and their moments are float32. B begins as 0, so that version 0 equals the base bit for bit. With its adapters
-disabled the policy is its base, which makes a reference policy that costs no memory.
+A run has adapters if its configuration has a `[lora]` table. The policy is then the *base*, the model at `model.path`
+with its weights W, together with the adapters, small matrices A and B for each chosen linear layer. The base weights W
+have the dtype of the run, to which the forward pass would round them anyway. Adapters, their gradients and their
+moments are float32. B begins as 0, so that version 0 equals the base bit for bit. With its adapters disabled the policy
+is its base, which makes a reference policy that costs no memory.
 
 For other modules, an adapted model is a model of which only a part is trained
 (`flash.trainer.model.model.published_parameters`). Adapters are sharded by FSDP and divided in no other way. Names and
@@ -36,6 +38,7 @@ WEIGHTS = "adapter_model.safetensors"
 def empty_policy(config: Config, layers: int | None = None) -> PreTrainedModel:
     """Return the policy with parameters on the meta device, with adapters if the run trains them.
 
+    The trainer then shards it and fills it with `fill_policy`. Predictions of memory, and a dry run, use it as it is.
     With `layers`, the model has only this many of its decoder layers, the first ones.
 
     Raises:
@@ -46,7 +49,9 @@ def empty_policy(config: Config, layers: int | None = None) -> PreTrainedModel:
 
 
 def add_adapters(model: PreTrainedModel, described: ModelConfig, lora: LoraConfig) -> PreTrainedModel:
-    """Put empty adapters into an empty model, and freeze all its other parameters.
+    """Put empty adapters into an empty model, and freeze all its other parameters. Returns the adapted model.
+
+    `model` is changed: its parameters get the dtype of the run.
 
     Raises:
         ConfigError: the model has no layer of a name in `lora.targets`, or peft does not support one of the layers.
@@ -71,7 +76,8 @@ def add_adapters(model: PreTrainedModel, described: ModelConfig, lora: LoraConfi
 def fill_policy(model: PreTrainedModel, plain: PreTrainedModel, seed: int) -> None:
     """Give a sharded policy the weights of a model from `load_plain`. A collective.
 
-    In adapters, A is drawn with the seed, from the distribution that peft uses, and B is 0.
+    Without adapters, the policy takes over the tensors of `plain`. With adapters, the base weights are cast to the
+    dtype of the run. A is drawn with the seed, from the distribution that peft uses, and B is 0.
     """
     state: dict[str, Any] = plain.state_dict()
     if peft.config_in(model) is None:
@@ -94,7 +100,11 @@ def fill_policy(model: PreTrainedModel, plain: PreTrainedModel, seed: int) -> No
 
 
 def fingerprint_of(model: nn.Module) -> tuple[int, ...]:
-    """Return the fingerprint of a sharded model's parameters over all ranks. A collective."""
+    """Return the fingerprint of a sharded model's parameters over all ranks. A collective.
+
+    A fingerprint is numbers that change if any weight changes. Checkpoints of adapters hold that of their base, so that
+    adapters are never combined with another base.
+    """
     fingerprint = Fingerprint()
     for parameter in model.parameters():
         fingerprint.add(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
@@ -109,8 +119,9 @@ def fingerprint_of(model: nn.Module) -> tuple[int, ...]:
 def engine_tensors(model: nn.Module, lora: LoraConfig | None) -> Iterator[tuple[str, Tensor]]:
     """Yield name and tensor of everything that engines load of a version: all parameters, or the adapters alone.
 
-    A collective. Adapters have the names of peft's files. B is multiplied by alpha / rank here and not in the engine,
-    so that the engine holds the published tensors bit for bit.
+    A version is the weights that `flash.trainer.loop` publishes after a step. A collective. Adapters have the names of
+    peft's files. B is multiplied by alpha / rank here and not in the engine, so that the engine holds the published
+    tensors bit for bit.
     """
     if lora is None:
         yield from named_full_tensors(model)
@@ -120,7 +131,11 @@ def engine_tensors(model: nn.Module, lora: LoraConfig | None) -> Iterator[tuple[
 
 
 def write_adapters(folder: Path, described: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Write a folder that peft's `PeftModel.from_pretrained` can read."""
+    """Write a folder that peft's `PeftModel.from_pretrained` can read.
+
+    `described` is peft's configuration of the adapters, which is set to inference. `tensors` has the adapters by their
+    names in the adapted model.
+    """
     from safetensors.torch import save_file
 
     described.inference_mode = True
@@ -132,7 +147,10 @@ def write_adapters(folder: Path, described: Any, tensors: Mapping[str, Tensor]) 
 
 @torch.no_grad()
 def merge_adapters(model: PreTrainedModel, tensors: Mapping[str, Tensor], lora: LoraConfig) -> None:
-    """Add adapters to the weights of their base, in place; `tensors` has them by their names in the adapted model."""
+    """Add adapters to the weights of their base, in place; `tensors` has them by their names in the adapted model.
+
+    The result is the whole model for an export, W + alpha / rank · B A.
+    """
     for name, a in tensors.items():
         layer, found, rest = name.partition(".lora_A.")
         if found:
@@ -141,5 +159,6 @@ def merge_adapters(model: PreTrainedModel, tensors: Mapping[str, Tensor], lora: 
 
 
 def _base_name(name: str) -> str:
-    """Return the name in the base model of a tensor of the adapted model."""
+    """Return the name in the base model of a tensor of the adapted model. peft moves the weights of an adapted
+    layer into a submodule `base_layer`."""
     return name.replace(".base_layer.", ".")

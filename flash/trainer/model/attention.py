@@ -1,15 +1,16 @@
 """Attention of a packed row: how it is divided into parts, the kernel calls of a part, and attention weights.
 
-`flash.trainer.model.packed` calls this in every layer. The attention of a token is computed in up to two parts, which
-`packed` merges. In the first part, the own tokens of each sequence attend to one another causally. In the second part,
-the own tokens of all sequences that continue from the same prefix (a *family*) attend to that prefix.
+A *row* has the tokens of several sequences one after another; `flash.trainer.model.packed` calls this file in every
+layer. The attention of a token is computed in up to two parts, which `packed` merges. In the first part, the own tokens
+of each sequence attend to one another causally. In the second part, the own tokens of all sequences that continue from
+the same prefix (a *family*) attend to that prefix, which is in the row only once.
 
 On a GPU each part is one kernel call: the kernel takes sequences of any lengths one after another (`RaggedPart`). Where
 this kernel cannot be used, sequences of similar length are padded to one batch (`PaddedPart`).
 
-torch's kernels can neither cap scores nor return attention weights. For capped models, and for observers of attention
-(`flash.trainer.rhythm`), this module computes the weights by matrix products, `ROWS_PER_BLOCK` rows at a time, so that
-the weights of a whole layer never exist at once.
+torch's kernels can neither cap scores (some models limit the size of scores) nor return attention weights. For capped
+models, and for `flash.trainer.rhythm`, this module computes the weights by matrix products, `ROWS_PER_BLOCK` rows at a
+time, so that the weights of a whole layer never exist at once.
 
 `answer` is the attention output of a token. `lse` is the log-sum-exp of the token's scores, which is the log of the sum
 of its weights before they are normalised; with it, the outputs of several parts are merged.
@@ -37,6 +38,7 @@ from flash.foreign.kernels import AttentionOptions
 from flash.trainer.mesh import to_device
 
 HALF = (torch.bfloat16, torch.float16)
+"""Dtypes of 16 bits. On a CPU, short sequences are computed in float32 in their place (`SHORT`)."""
 
 SHORT = 512
 """Longest sequence, in tokens, whose attention is computed in float32 on a CPU. In bfloat16, the backward pass of
@@ -89,7 +91,7 @@ class RowIndex(NamedTuple):
             states_UX.index_copy_(0, row_N, part_MX.index_select(0, slot_N).to(states_UX.dtype))
 
     def scatter_add(self, total_UX: Tensor, part_MX: Tensor) -> None:
-        """Add the values of the slots to their rows in `total_UX`."""
+        """Add the values of the slots to their rows in `total_UX`. Several slots may have the same row."""
         if self.contiguous is not None:
             total_UX[self.contiguous] += part_MX
             return
@@ -98,7 +100,10 @@ class RowIndex(NamedTuple):
 
 
 def row_index(slots: int, slot_N: Int64Array, row_N: Int64Array, device: torch.device) -> RowIndex:
-    """Return the index of `slots` slots in which slot `slot_N[i]` holds row `row_N[i]`. No slot may occur twice."""
+    """Return the index of `slots` slots in which slot `slot_N[i]` holds row `row_N[i]`. No slot may occur twice.
+
+    The other slots are empty: they pad a batch.
+    """
     row_M = np.full(slots, -1)
     row_M[slot_N] = row_N
     contiguous = slice(int(row_M[0]), int(row_M[0]) + slots)
@@ -151,7 +156,7 @@ class PaddedPart:
         return _slots(query), _slots(key), _slots(value)
 
     def _options(self, scores: ScoreOptions) -> AttentionOptions:
-        """Return the mask and scale of the kernel call."""
+        """Return the options of the kernel call: mask, causality, scale and cap."""
         return AttentionOptions(self._mask(scores.window), self.causal, scores.scale, scores.cap)
 
     def _mask(self, window: int | None) -> Tensor | None:
@@ -171,6 +176,7 @@ class PaddedPart:
 
     def _batches(self, states: States) -> States:
         """Return query, key and value as padded batches, [S, H, Q or K, D] each."""
+        # On a CPU, short sequences are computed in float32, which is faster there (`SHORT`).
         query, key, value = (
             self._batch(index, state) for index, state in zip((self.queries, self.keys, self.keys), states, strict=True)
         )
@@ -197,7 +203,7 @@ class RaggedKernels(NamedTuple):
 
 @dataclass(frozen=True)
 class RaggedPart:
-    """Sequences or families that attend in one call, one after another and without padding."""
+    """Sequences or families that attend in one call, one after another and without padding. For GPUs only."""
 
     queries: RowIndex
     """Rows of the M slots of queries, all of which are filled."""
@@ -235,6 +241,7 @@ class RaggedPart:
         return scores.cap is None and (self.causal or self._window(scores) is None)
 
     def _options(self, scores: ScoreOptions) -> tuple[AttentionOptions, kernels.RaggedSequences]:
+        """Return the options of the kernel call, and the limits of the sequences with the window."""
         return AttentionOptions(None, self.causal, scores.scale), self.sequences._replace(window=self._window(scores))
 
     def _window(self, scores: ScoreOptions) -> int | None:
@@ -254,7 +261,8 @@ class RowAttention:
     """Attention parts of one packed row: parts for the sequences' own tokens, then parts for shared prefixes.
 
     The order matters: the output of a prefix part is merged with the output over the own tokens. Parts are built when a
-    layer first needs them, and are kept for the other layers.
+    layer first needs them, and are kept for the other layers. Two kinds of layers, for example with and without a
+    window, may need different parts of the same row.
     """
 
     def __init__(
@@ -289,7 +297,8 @@ class RowAttention:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences that have tokens of their own."""
+        """Number of sequences that have tokens of their own. A sequence that equals the beginning of another has
+        none."""
         return sum(len(rows) > 0 for rows in self._own)
 
     def parts(self, query_UHD: Tensor, value_UHD: Tensor, scores: ScoreOptions) -> list[AttentionPart]:
@@ -297,7 +306,10 @@ class RowAttention:
         return self.fewest(scores) if kernels.takes_ragged(query_UHD, value_UHD) else [*self.padded]
 
     def fewest(self, scores: ScoreOptions) -> list[AttentionPart]:
-        """Return the fewest parts: ragged parts where the ragged kernels support the scores, else padded parts."""
+        """Return the fewest parts: ragged parts where the ragged kernels support the scores, else padded parts.
+
+        Own tokens and prefixes are decided separately. `parts` calls this on a GPU, and tests call it on a CPU.
+        """
         own, *prefixes = self.ragged
         found: list[AttentionPart] = [own] if own.supports(scores) else [*self._padded_own_parts]
         return found + (prefixes if all(part.supports(scores) for part in prefixes) else [*self._padded_prefix_parts])
@@ -310,6 +322,7 @@ class RowAttention:
     @cached_property
     def ragged(self) -> list[RaggedPart]:
         """Ragged parts: one for the own tokens of all sequences and, if there are families, one for all prefixes."""
+        # In the order of the row, so that the slots may be all rows in order, which then need no gathering.
         own = sorted((rows for rows in self._own if len(rows)), key=lambda rows: int(rows[0]))
         longest = max(map(len, own))
         parts = [_ragged(own, own, True, longest, self._device)]
@@ -349,6 +362,8 @@ def _padded_own(members: Sequence[Int64Array], device: torch.device) -> PaddedPa
     """Return the part in which the own tokens of each sequence attend to one another; `members` has their rows."""
     length = np.array([len(rows) for rows in members])
     longest = int(length.max())
+    # Sequence i fills the first slots of its block of `longest` slots; padding comes after its tokens, where causal
+    # attention does not look.
     slots = _ranges(np.arange(len(members)) * longest, length)
     index = row_index(len(members) * longest, slots, np.concatenate(members), device)
     place_SQ = torch.arange(longest, device=device).expand(len(members), longest)
@@ -364,6 +379,7 @@ def _padded_prefixes(
     """
     prefix, length = len(families[0][1]), np.array([len(rows) for rows, _ in families])
     longest, query_rows = int(length.max()), np.concatenate([rows for rows, _ in families])
+    # Queries are padded to the longest family. A slot of padding has the place `prefix`, as if it came after all keys.
     slots = _ranges(np.arange(len(families)) * longest, length)
     place_M = np.full(len(families) * longest, prefix)
     place_M[slots] = position_U[query_rows]
@@ -381,7 +397,10 @@ def _padded_prefixes(
 def _ragged(
     queries: Sequence[Int64Array], keys: Sequence[Int64Array], causal: bool, reach: int, device: torch.device
 ) -> RaggedPart:
-    """Return the ragged part in which `queries` attend to `keys`: the rows of each sequence or family."""
+    """Return the ragged part in which `queries` attend to `keys`: the rows of each sequence or family.
+
+    `causal` is True if queries and keys are the same tokens. `reach` is the most tokens that a query sees.
+    """
     sides = list[tuple[RowIndex, Tensor, int]]()
     for rows in (queries, keys):
         lengths, flat = [len(one) for one in rows], np.concatenate(rows)
@@ -393,16 +412,16 @@ def _ragged(
 
 
 def _ranges(starts: Int64Array, lengths: Int64Array) -> Int64Array:
-    """Return the numbers start, start + 1, … of each range, one range after another."""
+    """Return the numbers start, start + 1, … of each range of this length, one range after another."""
     ends = np.cumsum(lengths)
     return np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
-    """Return the attention output [S, H, Q, D] and the log of the sum of weights, [S, H, Q].
+    """Return the attention output [S, H, Q, D] of a padded batch and the log of the sum of weights, [S, H, Q].
 
     Without a cap, torch's kernel computes them. With a cap, they are computed here by matrix products, because no torch
-    kernel caps scores.
+    kernel caps scores. A query that sees no key gets an output of zeros and a log-sum of −inf.
     """
     if options.cap is None:
         return kernels.attend(query, key, value, options)
@@ -411,6 +430,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions)
     for rows in _row_blocks(query):
         scores, _ = _capped_scores(query, key, options, options.cap, rows)
         lse[:, :, rows] = total = scores.logsumexp(-1)
+        # For a query that sees no key, −inf − (−inf) would be NaN.
         share = (scores - total.masked_fill(total == -torch.inf, 0.0)[..., None]).exp_().to(value.dtype)
         answer[:, :, rows] = _by_head(_by_group(share, value) @ value[:, :, : share.shape[-1]], query)
     return answer, lse
@@ -447,8 +467,10 @@ def _capped_scores(
 ) -> tuple[Tensor, Tensor]:
     """Return two tensors [S, H, rows, K]: the capped scores, and the derivative of the cap.
 
-    K are the keys that any of the rows may see. A score is −inf where a row does not see a key.
+    `rows` are places among the queries. K are the keys that any of the rows may see. A score is −inf where a row does
+    not see a key.
     """
+    # Without a mask, causal rows see no keys after the last row.
     last = rows.stop if options.causal and options.mask is None else key.shape[2]
     product = _by_head(_by_group(query[:, :, rows], key) @ key[:, :, :last].transpose(2, 3), query)
     scores = product.to(torch.promote_types(product.dtype, torch.float32)).mul_(options.scale / cap).tanh_()
@@ -496,7 +518,8 @@ class RowBlock(NamedTuple):
 def blocks(position_R: IntArray, window: int | None) -> list[RowBlock]:
     """Divide tokens at the ascending places `position_R` into blocks of `ROWS_PER_BLOCK` rows.
 
-    `window` is the number of places that each token sees, itself included; None: all places up to its own.
+    `flash.trainer.rhythm` computes the attention weights of one block at a time, with `attention_rows`. `window` is the
+    number of places that each token sees, itself included; None: all places up to its own.
     """
     found: list[RowBlock] = []
     for begin in range(0, len(position_R), ROWS_PER_BLOCK):

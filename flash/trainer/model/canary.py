@@ -1,8 +1,9 @@
 """The canary: a text whose log-probs engines are checked against, and the difference that healthy engines may have.
 
-`flash.trainer.step` draws the text before the first step and makes a `CanaryMaker`. For each version,
-`flash.trainer.loop` publishes the canary of the current weights, and engines that load the version are checked against
-it (`flash.weights`).
+An engine that has loaded new weights computes the log-probs of this text. If they differ too much from the trainer's,
+the engine has wrong weights or computes with them in a wrong way. `flash.trainer.step` draws the text before the first
+step and makes a `CanaryMaker`. For each version, `flash.trainer.loop` publishes the canary of the current weights, and
+engines that load the version are checked against it (`flash.weights`).
 
 The text is sampled from the policy itself, in float32, so that rounding changes the text's log-probs as much as it
 changes the log-probs of samples. Random tokens are not suitable: a model of 50,000 tokens gives them log-probs of −12
@@ -40,8 +41,8 @@ from flash.types import Canary
 
 ROUNDING_FACTOR = 6.0
 """Tolerance as a multiple of the trainer's own rounding error. Two independent rounding errors differ by 1.4 times one
-of them; the rest is for policies that become more certain, and for other kernels. Engines that compute with wrong
-weights have differed by 0.6 nats and more."""
+of them. The factor is larger because the policy may become more certain, and because engines use other kernels. Engines
+that compute with wrong weights have differed by 0.6 nats and more."""
 
 MIN_TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 0.15}
 """Smallest tolerance in nats by dtype. The rounding error of an untrained model says little about the trained one."""
@@ -57,7 +58,7 @@ SHORT = 8
 
 @dataclass(frozen=True)
 class CanaryText:
-    """A text that the policy has sampled."""
+    """A text that the policy has sampled, equal on all ranks."""
 
     token_ids: list[int]
     exact: list[float]
@@ -90,10 +91,14 @@ def draw_canary(model: PreTrainedModel, config: Config) -> CanaryText:
 
 
 def _draw_text(model: PreTrainedModel, count: int, seed: int) -> CanaryText:
-    """Return `count` tokens sampled from the model, and their log-probs."""
+    """Return `count` tokens sampled from the model, and their log-probs. A collective.
+
+    The tokens of several short texts stand one after another, as one text; its log-probs are computed in one pass.
+    """
     described = model.config.get_text_config()
     named = (getattr(described, name, None) for name in ("bos_token_id", "eos_token_id"))
     first = next((token for token in named if isinstance(token, int) and 0 <= token < described.vocab_size), 0)
+    # A generator of its own, so that the text does not depend on random numbers that this process has drawn before.
     generator = torch.Generator().manual_seed(seed)
     ids_BP = torch.full((max(count // SHORT, 1), 1), first, device=device_of(model))
     model.eval()
@@ -120,7 +125,10 @@ def _draw_tokens(logits_BV: Tensor, generator: torch.Generator) -> Tensor:
 
 @torch.no_grad()
 def canary_logprobs(model: PreTrainedModel, token_ids: list[int]) -> list[float]:
-    """Return the log-prob of token i + 1 given tokens 0…i, at temperature 1, for each i. A collective."""
+    """Return the log-prob of token i + 1 given tokens 0…i, at temperature 1, for each i. A collective.
+
+    `model` is the policy, prepared by `shard_model`.
+    """
     ids_P = np.array(token_ids, dtype=np.int64)
     result = token_logprobs(model, in_one_row([ids_P]), np.arange(len(ids_P) - 1), ids_P[1:])
     reshard(model)
@@ -128,10 +136,15 @@ def canary_logprobs(model: PreTrainedModel, token_ids: list[int]) -> list[float]
 
 
 class CanaryMaker:
-    """Makes the canary of each version, and holds the tolerance that follows from the first weights."""
+    """Makes the canary of each version, and holds the tolerance that follows from the first weights.
+
+    A version is the weights that the trainer publishes to the engines after a step.
+    """
 
     def __init__(self, text: CanaryText, model: PreTrainedModel, config: Config) -> None:
-        """Measure the trainer's rounding error with `model`, which holds the weights that the text was sampled from.
+        """Measure the trainer's rounding error, and set the tolerance. A collective.
+
+        `model` is the policy in the run's precision, which still has the weights that the text was sampled from.
 
         Raises:
             ConfigError: the model's log-probs are not finite.
@@ -163,12 +176,15 @@ class CanaryMaker:
 
 
 def _mean_size(logprobs: list[float]) -> float:
-    """Return the mean absolute value, in nats."""
+    """Return the mean absolute value of log-probs, in nats."""
     return sum(map(abs, logprobs)) / len(logprobs)
 
 
 def _not_finite(text: CanaryText, dtype: str) -> str:
-    """Return the error message for a model whose log-probs are not finite."""
+    """Return the error message for a model whose log-probs are not finite in the run's precision `dtype`.
+
+    If they are finite in float32, the precision is at fault, else the weights.
+    """
     if all(map(math.isfinite, text.exact)):
         return (
             f'model.dtype = "{dtype}": the log-probs of the model at model.path are not finite in this precision, but '

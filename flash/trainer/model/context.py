@@ -1,4 +1,9 @@
-"""Context parallelism: a packed row divided over the ranks of a context group.
+"""Context parallelism: a packed row divided over the ranks of a context group (`parallel.context` in the
+configuration).
+
+A *row* has the tokens of the sequences of a micro-batch one after another. `flash.trainer.model.packed` divides rows
+and exchanges heads in each layer; `flash.trainer.model.logprobs` and `flash.trainer.critic` gather the answers. Without
+a context group, all functions return what they are given.
 
 Each rank holds a slice of the row for all work on single tokens. Attention needs all tokens, but each head can be
 computed separately. So for attention the ranks exchange all heads of their slices for some heads of the whole row, and
@@ -35,18 +40,18 @@ class RowSlice:
     """Part of a row that this rank holds. The last slices may end with empty places after the row's last token."""
 
     tokens: int
-    """U."""
+    """U, the number of tokens of the whole row."""
     context: DeviceMesh | None = None
     """Ranks of the context group. None: this rank holds the whole row."""
 
     @property
     def ranks(self) -> int:
-        """C."""
+        """C, the number of ranks over which the row is divided."""
         return 1 if self.context is None else self.context.size()
 
     @property
     def length(self) -> int:
-        """L."""
+        """L, the number of places of each slice: U / C, rounded up."""
         return -(-self.tokens // self.ranks)
 
     @property
@@ -62,16 +67,19 @@ class RowSlice:
         return torch.cat([part, part.new_zeros(self.length - len(part), *part.shape[1:])])
 
     def holds(self, row_N: Int64Array) -> Int64Array:
-        """Return [M]: the indices of those places in the row that lie in the slice."""
+        """Return [M]: indices into `row_N`, which has places in the row, of the places that lie in this rank's
+        slice."""
         return np.flatnonzero(row_N // self.length == self.first // self.length)
 
     def gather_answers(self, answer_MX: Tensor, row_N: Int64Array) -> Tensor:
         """Return [N, X]: the answers of all ranks for places in the row. A collective.
 
-        Each rank passes its answers in the order of the places that it `holds`.
+        Each rank passes the answers for the places that it `holds`, in their order. All ranks pass the same `row_N`.
         """
         if self.context is None:
             return answer_MX
+        # Each rank sends as many answers as the rank that has the most. Then the answer to question n is at
+        # `place_N[n]`: after the blocks of earlier ranks, and after the earlier answers of its own rank.
         rank_N = row_N // self.length
         count_C = np.bincount(rank_N, minlength=self.ranks)
         most, order = int(count_C.max()), np.argsort(rank_N, kind="stable")
@@ -85,10 +93,12 @@ class RowSlice:
     def to_heads(self, states: Sequence[Tensor]) -> list[Tensor]:
         """Exchange [L, H, D] of each state for [U, H / C, D]. A collective.
 
-        Where C does not divide H, each head is repeated as often as needed.
+        Each rank gets some heads of all tokens, which attention needs. If C does not divide H, which happens for keys
+        and values, each head is repeated as often as needed.
         """
         if self.context is None:
             return list(states)
+        # The states of all kinds travel in one exchange: block r has the heads for rank r.
         blocks: list[Tensor] = []
         for state in states:
             times = math.lcm(state.shape[1], self.ranks) // state.shape[1]
@@ -100,7 +110,7 @@ class RowSlice:
         return [part.unflatten(-1, (-1, state.shape[2])) for part, state in zip(parts, states, strict=True)]
 
     def own_heads(self, values_H: Tensor) -> Tensor:
-        """Return [H / C]: the entries of the heads that this rank gets from `to_heads`."""
+        """Return [H / C]: the entries of the heads that this rank gets from `to_heads`, for numbers that heads have."""
         if self.context is None:
             return values_H
         repeated = values_H.repeat_interleave(math.lcm(len(values_H), self.ranks) // len(values_H))
@@ -116,7 +126,10 @@ class RowSlice:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Exchange [C, …]: block r goes to rank r, and block r of the result comes from rank r."""
+    """Exchange [C, …]: block r goes to rank r, and block r of the result comes from rank r.
+
+    In the backward pass, the gradients travel back in the same way.
+    """
 
     @staticmethod
     def forward(ctx: Any, blocks: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -137,7 +150,11 @@ def _all_to_all(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _AllGather(torch.autograd.Function):
-    """Gather [M, X] of each rank to [C · M, X] on all ranks."""
+    """Gather [M, X] of each rank to [C · M, X] on all ranks. M must be equal on all ranks.
+
+    In the backward pass, each rank gets the gradient of its own part, times the number of ranks (the conservation law
+    at the top of this file).
+    """
 
     @staticmethod
     def forward(ctx: Any, answer_MX: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

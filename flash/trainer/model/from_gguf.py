@@ -1,5 +1,8 @@
 """Conversion of a GGUF file to a Hugging Face folder, which has bfloat16 weights (not quantized) and the tokenizer.
 
+GGUF is the file format of llama.cpp: one file with a model's weights, mostly *quantised* (stored with few bits each),
+its configuration and its tokenizer. To *dequantise* is to turn such weights into plain numbers, which can be trained.
+
 `flash.run.models` calls `examine` before a run starts and `convert` when it makes the folder. The dry run calls
 `describe` and `save_tokenizer`. transformers reads GGUF files with the packages gguf and accelerate. A file that
 transformers cannot read is refused before any work: `examine` reads the file's header, and `describe` lets transformers
@@ -27,6 +30,7 @@ NAME = "model.gguf"
 PACKAGES = ("gguf", "accelerate")
 """Packages that transformers needs to read GGUF files. Nothing else in Flash needs them."""
 REMEDY = "expected a whole GGUF file of a causal language model that transformers can dequantise"
+"""End of every error message about a file that cannot be used."""
 
 
 class Header(NamedTuple):
@@ -40,6 +44,9 @@ class Header(NamedTuple):
 
 def examine(file: Path) -> Header:
     """Read the file's header, and check that its tensors are complete and of types that can be dequantised.
+
+    `flash.run.models` calls this before a run starts: it needs the longest sequence to check `model.max_length`, and
+    the size of the weights to see whether the disk has room.
 
     Raises:
         ConfigError: the file cannot be read, is damaged, or holds tensors that cannot be dequantised.
@@ -60,6 +67,7 @@ def examine(file: Path) -> Header:
         raise ConfigError(f"{file} is no whole GGUF file ({type(error).__name__}: {error}): {REMEDY}") from error
     if not reader.tensors:
         raise ConfigError(f"{file} holds no tensors: {REMEDY}")
+    # One block of zeros shows whether there is a way to dequantise the type.
     for kind in {tensor.tensor_type for tensor in reader.tensors}:
         try:
             gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
@@ -71,7 +79,7 @@ def examine(file: Path) -> Header:
 
 
 def describe(file: Path) -> str:
-    """Return the model's class and size as a phrase for a message.
+    """Return the model's class and size as a phrase for the messages of a dry run. No weight is read.
 
     Raises:
         ConfigError: the file cannot be read, is damaged, or holds a model that transformers does not know.
@@ -91,6 +99,8 @@ def describe(file: Path) -> str:
 def save_tokenizer(file: Path, folder: Path) -> None:
     """Write the tokenizer of a GGUF file, with the configuration that it needs, into a folder.
 
+    The tokenizer's longest sequence becomes at most that of the model.
+
     Raises:
         ConfigError: the file has no tokenizer that can be read.
     """
@@ -107,6 +117,8 @@ def save_tokenizer(file: Path, folder: Path) -> None:
 
 def convert(file: Path, folder: Path) -> None:
     """Write the model of a GGUF file into an empty folder, and check that it can be loaded from there.
+
+    The folder gets the weights, the configuration and the tokenizer, readable for all users.
 
     Raises:
         ConfigError: the file cannot be converted, lacks tensors, or holds numbers that are not finite.
@@ -177,7 +189,11 @@ def _check_complete(file: Path, model: PreTrainedModel, info: dict[str, Any]) ->
 
 
 def _save(loaded: PreTrainedModel, folder: Path) -> None:
-    """Save the weights through a fresh model: transformers refuses to save one that was loaded in quantised form."""
+    """Save the weights of a dequantised model as a Hugging Face folder.
+
+    They are saved through a fresh model, because transformers refuses to save a model that was loaded in quantised
+    form.
+    """
     import torch
 
     config: Any = loaded.config

@@ -52,7 +52,11 @@ def can_fuse() -> bool:
 
 
 def fused(call: Call, *, cuda: bool) -> Call:
-    """Return the function compiled to fused kernels if it runs on a GPU, else the function itself."""
+    """Return the function compiled to fused kernels if it runs on a GPU, else the function itself.
+
+    `cuda` is True if the function will be given tensors on a GPU. Without a C compiler, the function is returned as it
+    is.
+    """
     return _compiled(call) if cuda and can_fuse() else call
 
 

@@ -76,18 +76,20 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """Return log-prob and entropy of each target under softmax(logits / temperature), in float32.
 
-    A collective if the model is sharded. Ranks of a context group pass the same sequences and get the same result.
+    A collective if the model is sharded. Ranks of a context group, over which a row is divided, pass the same sequences
+    and get the same result. Without a backward pass, the caller must call `flash.trainer.model.model.reshard` after its
+    last forward pass.
 
     Args:
         model: prepared by `shard_model`.
-        sequences: for example a `flash.trainer.packing.MicroBatch`.
+        sequences: the sequences, for example a `flash.trainer.packing.MicroBatch`.
         before_T: places in P of the tokens before the predicted ones. The output layer computes only these. A place
             that several sequences share is computed once for each different token that follows it.
         target_T: ids of the predicted tokens.
         temperature_T: divisor of the logits; None: 1.
         kept: kept sets over which the softmax runs; None: the whole vocabulary.
         entropy_gradient: True if the entropy needs a gradient.
-        watch: callback for the attention of every layer.
+        watch: callback that is given the queries and keys of every layer.
 
     Raises:
         ConfigError: the model changes the logits after its output layer in a way that the layer does not know.
@@ -95,14 +97,17 @@ def token_logprobs(
     layer = model.get_output_embeddings()
     assert isinstance(layer, OutputLayer), "prepare the model with shard_model"
     device = device_of(model)
+    # 1. Lay the sequences out in a row, and take this rank's slice of it.
     row = packed_row(sequences, device).watched(watch).sliced(layer.context)
     part = row.layout.row_slice
     scale_T = np.ones(len(target_T)) if temperature_T is None else temperature_T
-    # With kept sets no questions are merged, since equal tokens at a shared place may come from different kept sets.
+    # 2. Collect the questions, each once. With kept sets no questions are merged, since equal tokens at a shared place
+    # may come from different kept sets.
     merge = row.layout.shared and kept is None
     distinct = _distinct_questions(sequences.computed.row_P[before_T], target_T, scale_T) if merge else None
     first_N = np.arange(len(target_T)) if distinct is None else distinct.first_N
     row_N = row.row_P[before_T[first_N]]
+    # 3. Put the questions in this rank's slice to the output layer, and run the model.
     held_M = part.holds(row_N)
     place_M = first_N[held_M]
     rows, target, scale = (
@@ -113,12 +118,13 @@ def token_logprobs(
         layer.replay.set_routes(row.routes_ULK)
     with layer.answering(request), logits_unchanged(model):
         output = model(**model_inputs(model, row), logits_to_keep=rows)
-    # The model must return the layer's answer itself: any further change of "logits" would have changed log-probs. If
-    # the layer makes the model's known change in its place, the model may still divide by 1, and so return another
+    # 4. The model must return the layer's answer itself: any further change of "logits" would have changed log-probs.
+    # If the layer makes the model's known change in its place, the model may still divide by 1, and so return another
     # tensor; `check_packing` has verified that it does no more.
     if request.answer is None or (layer.change == UNCHANGED and output.logits is not request.answer):
         raise changes_logits(model)
-    # `output.logits` holds no logits: `OutputLayer.forward` has returned log-probs and entropies in their place.
+    # 5. Gather the answers of all slices, and give each predicted token the answer to its question. `output.logits`
+    # holds no logits: `OutputLayer.forward` has returned log-probs and entropies in their place.
     answer_T2 = part.gather_answers(output.logits[0], row_N)
     if distinct is not None:
         answer_T2 = answer_T2[to_device(distinct.question_T, device)]
@@ -135,8 +141,8 @@ def policy_logprobs(
 ) -> TokenLogprobs:
     """Return log-prob and entropy of a micro-batch's action tokens, under the distributions they were sampled from.
 
-    A collective. `entropy_gradient` is True if the entropy needs a gradient. `watch` is called with the attention of
-    every layer.
+    An action token is a token that the policy sampled. A collective. `entropy_gradient` is True if the entropy needs a
+    gradient. `watch` is given the queries and keys of every layer.
 
     Raises:
         ConfigError: the model changes the logits after its output layer in a way that the layer does not know.
@@ -156,13 +162,18 @@ def policy_logprobs(
 def watch_attention(model: PreTrainedModel, micro: MicroBatch, watch: AttentionWatch) -> None:
     """Run a forward pass only so that `watch` sees the attention of every layer. A collective.
 
-    The output layer computes the logits of one token only, because its answer is not used.
+    The rhythm of attention (`flash.trainer.rhythm`) needs such passes. The output layer computes the logits of one
+    token only, because its answer is not used. The caller must free the gathered parameters with
+    `flash.trainer.model.model.reshard`.
     """
     token_logprobs(model, micro, micro.before_T[:1], micro.target_T[:1], watch=watch)
 
 
 def changes_logits(model: PreTrainedModel) -> ConfigError:
-    """Return the error for a model that changes its logits after the output layer in a way that is not known."""
+    """Return the error for a model that changes its logits after the output layer in a way that is not known.
+
+    Its log-probs would not be those of the engines, which use the changed logits.
+    """
     return ConfigError(
         f"model.path: {class_name(model)} caps, scales or otherwise changes the logits after its output layer in a way "
         "that training does not know; choose another model"
@@ -170,7 +181,7 @@ def changes_logits(model: PreTrainedModel) -> ConfigError:
 
 
 class _DistinctQuestions(NamedTuple):
-    """Questions without repetitions."""
+    """Questions without repetitions, so that each is answered once."""
 
     first_N: Int64Array
     """Index in T of the first occurrence of each question."""
@@ -192,7 +203,7 @@ def _distinct_questions(row_T: Int64Array, target_T: Int64Array, scale_T: Float6
 
 
 class KeptLogits(NamedTuple):
-    """Result of `KeptSets.restrict`."""
+    """Logits of a chunk of positions, restricted to their kept sets. The backward pass needs the other fields."""
 
     logits_CV: Tensor
     """Logits from which the targets were sampled."""
@@ -230,7 +241,10 @@ class KeptSets:
         return cls(token_N, bias_N, penalty_N, count_T, count_T.cumsum(0) - count_T, int(kept.count_T.max()))
 
     def select(self, position_T: Int64Array, device: torch.device) -> KeptSets:
-        """Return the kept sets of some positions, on `device`."""
+        """Return the kept sets of some positions, given as indices in T, on `device`.
+
+        All candidates are copied; `start_T` still points to those of each position.
+        """
         chosen_T = torch.from_numpy(position_T)
         token_N, bias_N, penalty_N, count_T, start_T = (
             tensor.to(device)
@@ -241,7 +255,9 @@ class KeptSets:
     def restrict(self, logits_CV: Tensor, rows: slice, target_C: Tensor) -> KeptLogits:
         """Return the logits from which the positions `rows` were sampled: `LEFT_OUT` outside of the kept set.
 
-        The result is in float32 or wider. The memory of `logits_CV` is reused if it has this dtype.
+        A kept token has (logit + bias), then divided by its penalty if positive and multiplied by it otherwise. A
+        position that was sampled from the whole vocabulary is not changed. The result is in float32 or wider. The
+        memory of `logits_CV` is reused if it has this dtype.
         """
         limited_C1, start_C1 = self.count_T[rows, None] > 0, self.start_T[rows, None]
         place_W = torch.arange(self.largest, device=self.count_T.device)
@@ -261,7 +277,10 @@ class KeptSets:
 
 @dataclass
 class LogprobRequest:
-    """Description of the numbers that the output layer has to compute in one forward pass, and the layer's answer."""
+    """Description of the numbers that the output layer has to compute in one forward pass, and the layer's answer.
+
+    It exists because transformers calls the layer, and passes nothing but hidden states.
+    """
 
     target_T: Tensor
     """int64: the token whose log-prob is wanted at each position."""
@@ -278,8 +297,9 @@ class LogprobRequest:
 class OutputLayer(nn.Module):
     """Linear output layer that returns log-probs and entropies in place of logits.
 
-    It holds the parameters of the layer that it replaces, under the same names. The work is done in `forward`, which
-    runs inside the model's forward pass, where FSDP has gathered the parameters.
+    It holds the parameters of the layer that it replaces, under the same names, so that checkpoints and exports do not
+    change. The work is done in `forward`, which transformers calls inside the model's forward pass. There FSDP has
+    gathered the parameters. `token_logprobs` sets the request before.
     """
 
     def __init__(
@@ -297,7 +317,8 @@ class OutputLayer(nn.Module):
         so."""
         self.chunk_bytes = CHUNK_BYTES
         self.replay: RoutingReplay | None = None
-        """Replay of the experts that engines chose; None if the model chooses its own."""
+        """Replay of the experts that engines chose, which `token_logprobs` finds here; None if the model chooses its
+        own."""
         self._request: LogprobRequest | None = None
 
     @contextmanager
@@ -313,7 +334,10 @@ class OutputLayer(nn.Module):
             self._request = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return log-prob and entropy [1, T, 2] from hidden states [1, T, D]."""
+        """Return log-prob and entropy [1, T, 2] from hidden states [1, T, D], and store them in the request.
+
+        transformers passes only the positions on that `logits_to_keep` named.
+        """
         request = self._request
         assert request is not None, "call the model through token_logprobs"
         assert hidden.shape[1] == len(request.target_T), "the model passes other positions on than were requested"
@@ -338,7 +362,8 @@ def replace_output_layer(model: PreTrainedModel, *, wide: bool, context: DeviceM
     """Replace a model's output layer by an `OutputLayer` with the same parameters.
 
     A model without an output layer, such as a critic's backbone, stays as it is. With `wide`, logits are computed in
-    float32 whatever the dtype of the forward pass. `context` are the ranks that rows are divided over.
+    float32 whatever the dtype of the forward pass. `context` are the ranks over which rows are divided; None: rows are
+    whole.
 
     Raises:
         ConfigError: the output layer is not a plain linear one.
@@ -374,7 +399,7 @@ def selected_logprobs(
 
     The product is computed in the dtype of its factors or, with `wide`, in float32. Everything after it is in float32
     (float64 for float64 factors). The products of the backward pass are in the dtype of the factors. The entropy has a
-    gradient only with `entropy_gradient`.
+    gradient only with `entropy_gradient`. `chunk_bytes` bounds the memory of the logits that exist at a time.
     """
     return _SelectedLogprobs.apply(  # pyright: ignore[reportReturnType]
         hidden_TD, weight_VD, bias_V, target_T, temperature_T, kept, entropy_gradient, wide, change, chunk_bytes
@@ -425,6 +450,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         grad_bias_V = torch.zeros_like(bias_V, dtype=norm_T.dtype) if needs_bias else None
         grad_logits = fused(_grad_logits, cuda=hidden_TD.is_cuda)
         for rows in _chunks(norm_T, weight_VD, ctx.chunk_bytes):
+            # The logits of the chunk once more, as in the forward pass.
             logits_CV = apply_change(ctx.product(hidden_TD[rows], weight_VD, bias_V), ctx.change)
             slope = _change_slope(logits_CV, ctx.change)
             kept = None if ctx.kept is None else ctx.kept.restrict(logits_CV, rows, target_T[rows])
@@ -440,6 +466,7 @@ class _SelectedLogprobs(torch.autograd.Function):
             )
             del logits_CV
             narrow_CV.scatter_(-1, index_C1, target_C1)
+            # From the restricted logits back to the model's logits, and then back to those of the output layer.
             if kept is not None:
                 grad_CW = narrow_CV.gather(-1, kept.token_CW) * kept.slope_CW
                 narrow_CV.scatter_(-1, kept.token_CW, grad_CW.to(narrow_CV.dtype))
@@ -495,7 +522,10 @@ def apply_change(logits_CV: Tensor, change: LogitChange) -> Tensor:
 
 
 def _change_slope(changed_CV: Tensor, change: LogitChange) -> Tensor | float:
-    """Return the derivative of the changed logits with respect to those of the output layer."""
+    """Return the derivative of the changed logits with respect to those of the output layer.
+
+    With a cap, y = cap · tanh(scale · x / cap), so dy/dx = scale · (1 − (y / cap)²).
+    """
     return change.scale if change.cap is None else (1 - (changed_CV / change.cap).square_()).mul_(change.scale)
 
 
@@ -508,7 +538,10 @@ def _scaled_logits(logits_CV: Tensor, temperature_C1: Tensor) -> Tensor:
 
 
 def _reduce_logits(logits_CV: Tensor, target_C: Tensor, temperature_C1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return three tensors [C]: log-prob of the target, norm = scaled logit − log-prob, and entropy."""
+    """Return three tensors [C]: log-prob of the target, norm = scaled logit − log-prob, and entropy.
+
+    The norm, the log of the sum of exp(scaled logit), is all that the backward pass needs of the softmax.
+    """
     scaled_CV = _scaled_logits(logits_CV, temperature_C1)
     # Relative to the largest logit, so that large logits do not cost digits of the small differences between them.
     peak_C = scaled_CV.amax(-1)

@@ -2,16 +2,16 @@
 
 The model is created on the meta device, without memory for its weights (`empty_model`), and then sharded
 (`shard_model`). Then each rank reads its own part of one tensor after another (`load_sharded`). So a rank never holds a
-whole model, unless the files cannot be read tensor by tensor (`_StoredWeights`). `flash.trainer.step` loads the policy
-and its reference models, and `flash.trainer.critic` loads the critics. Many sequences go through the model at once, in
-one packed row.
+whole model, unless the files cannot be read tensor by tensor (`_StoredWeights`). `flash.trainer.step` loads the policy,
+`flash.trainer.references` loads the models that it is compared with, and `flash.trainer.critic` loads the critics.
 
-A *collective* is a function that all ranks must call together. Every function here that touches parameters of a sharded
-model is one. Invariants: master weights are float32, while the forward pass runs in the configured dtype. Dropout is
-off.
+A *collective* is a function in which ranks exchange data, so that all of them must call it together. Functions that are
+collectives say so. Invariants: the weights that the optimizer updates (*master weights*) are float32, while the forward
+pass runs in the configured dtype. Dropout is off.
 
-Layers are first divided over ranks by tensor and expert parallelism, with the plans of transformers. FSDP shards each
-part over the remaining ranks.
+Layers are first divided over ranks by tensor and expert parallelism, with the plans of transformers. FSDP (fully
+sharded data parallelism) *shards* each part over the remaining ranks: each rank keeps a part of every parameter, as a
+`DTensor`, and the ranks *gather* the parameters of a layer while it computes.
 """
 
 from __future__ import annotations
@@ -78,12 +78,17 @@ each layer runs again, and its inputs are kept on this device until then."""
 
 
 def recompute_mode(train: TrainConfig, host: str = "cpu") -> Recompute:
-    """Return the activation checkpointing that `[train]` configures. `host`: the device for offloaded inputs."""
+    """Return the activation checkpointing that `[train]` configures.
+
+    `host` is the device to which inputs are offloaded. Only the prediction of memory gives another one than the CPU.
+    """
     return train.activation_checkpointing and (host if "activations" in train.offload else True)
 
 
 def load_model(config: ModelConfig) -> PreTrainedModel:
     """Return the whole model on the CPU, in float32, ready for `shard_model`.
+
+    Commands that work with a whole model in one process use it, and `_StoredWeights`.
 
     Raises:
         ConfigError: `model.path` has no causal language model that can be loaded, or its weights are quantized.
@@ -104,7 +109,8 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
 def empty_model(config: ModelConfig, layers: int | None = None) -> PreTrainedModel:
     """Return the model with parameters on the meta device, which take no memory. Buffers have their values.
 
-    With `layers`, the model has only its first `layers` decoder layers. Otherwise it has all.
+    With `layers`, the model has only its first `layers` decoder layers, which is enough to predict its memory.
+    Otherwise it has all.
 
     Raises:
         ConfigError: `model.path` has no causal language model that can be loaded, or its weights are quantized.
@@ -115,6 +121,7 @@ def empty_model(config: ModelConfig, layers: int | None = None) -> PreTrainedMod
     except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
         raise _cannot_load(config, error) from error
     model.tie_weights()
+    # It is exported together with the trained model. Not every model has such a file.
     with suppress(OSError):
         local = Path(config.path).is_dir()
         model.generation_config = GenerationConfig.from_pretrained(config.path, local_files_only=local)
@@ -151,11 +158,13 @@ def load_sharded(
 ) -> PreTrainedModel:
     """Return the model at `config.path`, sharded by `shard_model` and with its weights. A collective.
 
-    With `backbone`, the model has no output layer. Critics need such a model.
+    Reference and teacher are loaded in this way, and critics with `backbone`: they need the model without its output
+    layer.
 
     Raises:
         ConfigError: the model cannot be loaded, its output layer cannot be replaced, or its layers cannot be divided.
     """
+    # The names in the files are those of the whole model. They are looked up before `shard_model` replaces layers.
     whole = empty_model(config)
     model: Any = whole.base_model if backbone else whole
     names = {id(tensor): name for name, tensor in _named_weights(whole)}
@@ -168,8 +177,8 @@ def load_sharded(
 def load_plain(config: ModelConfig, mesh: TrainerMesh) -> PreTrainedModel:
     """Return the model as transformers makes it, in float32, with its own attention and output layer. A collective.
 
-    It is sharded and otherwise unchanged. Its state dict fits an `empty_model` of this configuration after
-    `shard_model`.
+    It is sharded and otherwise unchanged. The trainer samples the canary's text from it, and then moves its weights
+    into the policy: its state dict fits an `empty_model` of this configuration after `shard_model`.
 
     Raises:
         ConfigError: the model cannot be loaded, or its layers cannot be divided.
@@ -185,7 +194,8 @@ def load_plain(config: ModelConfig, mesh: TrainerMesh) -> PreTrainedModel:
 class _StoredWeights:
     """Reader of the weights at `model.path`, by the names of the unsharded model.
 
-    It reads one tensor at a time. If the files do not allow that, each rank loads all weights into memory.
+    It reads one tensor at a time. If there are no safetensors files, or they do not hold every tensor, each rank loads
+    all weights into memory.
 
     Raises:
         ConfigError: the weights cannot be loaded.
@@ -251,7 +261,7 @@ def _fill(model: PreTrainedModel, stored: _StoredWeights, names: Sequence[str], 
 def _named_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return name and tensor of each weight that a model's files hold.
 
-    These are the parameters, and the buffers that cannot be computed from the config.
+    These are the parameters, and the buffers that cannot be computed from the config. Tied parameters occur once.
     """
     return [*model.named_parameters(), *kept_buffers(model)]
 
@@ -261,10 +271,10 @@ def shard_model(
 ) -> PreTrainedModel:
     """Prepare a model for training and shard it, in place. Returns the same model. A collective.
 
-    Selects packed attention if the model's attention can be replaced, replaces the output layer by an `OutputLayer`,
-    fuses layers on a GPU, and turns dropout off. Each decoder layer is sharded on its own, and then the rest. With
-    `recompute`, the activations of decoder layers are not kept for the backward pass (Chen et al. 2016, arXiv
-    1604.06174).
+    Its parameters may be on the meta device; the caller then fills them. The function selects packed attention if the
+    model's attention can be replaced, replaces the output layer by an `OutputLayer`, fuses layers on a GPU, and turns
+    dropout off. Each decoder layer is sharded on its own, and then the rest. With `recompute`, the activations of
+    decoder layers are not kept for the backward pass (Chen et al. 2016, arXiv 1604.06174).
 
     Raises:
         ConfigError: the model's output layer cannot be replaced, or its layers cannot be divided.
@@ -273,6 +283,7 @@ def shard_model(
         AttentionInterface.register(PACKED_ATTENTION, packed_attention)
         model.set_attn_implementation(PACKED_ATTENTION)
     replace_output_layer(model, wide=config.head_dtype == "float32", context=mesh.context)
+    # Gradients are summed over ranks in float32, whatever the dtype of the forward pass.
     half = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
     if mesh.device.type == "cuda" and mesh.tensor is None and can_fuse():
         fuse_layers(model, whole=takes_packed_rows(model) and not is_recurrent(model))
@@ -284,8 +295,8 @@ def shard_model(
 def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPolicy, *, recompute: Recompute) -> None:
     """Divide layers and experts over ranks by tensor and expert parallelism, and shard the parts over other ranks.
 
-    Each decoder layer is sharded on its own, and then the rest of the model. With `recompute`, activations of decoder
-    layers are not kept for the backward pass.
+    Each decoder layer is sharded on its own, so that layers can be gathered one at a time, and then the rest of the
+    model. With `recompute`, activations of decoder layers are not kept for the backward pass.
 
     Raises:
         ConfigError: the layers or experts cannot be divided.
@@ -295,7 +306,8 @@ def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPoli
     if mesh.tensor is not None or mesh.experts is not None:
         from flash.foreign.dividing import divide_layers
 
-        # Embedding and output layer stay whole: each rank of a tensor group computes their whole gradients.
+        # The ranks of a tensor group divide the layers among them. Embedding and output layer stay whole: each of these
+        # ranks computes their whole gradients.
         experts = divide_layers(model, mesh.tensor, None if mesh.experts is None else mesh.experts["expert"])
     # With one rank, resharding between forward and backward pass frees nothing and only copies. But with weights
     # offloaded to the host, only one layer at a time may be on the device.
@@ -335,8 +347,9 @@ def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPoli
 def _shard_experts(module: nn.Module, mesh: TrainerMesh, policy: MixedPrecisionPolicy) -> None:
     """Shard this rank's experts of a layer over the ranks that hold the same experts.
 
-    The experts also receive the tokens of ranks that hold other experts. So their gradient is already a sum over these
-    ranks, and it is divided by the number of all ranks over which the rest of the model is sharded.
+    With expert parallelism, each rank holds some experts, and gets from all ranks the tokens that are sent to these. So
+    the gradient of the experts is already a sum over these ranks. To be a mean like that of the other parameters, it is
+    divided by the number of all ranks over which the rest of the model is sharded.
 
     Raises:
         ConfigError: the ranks that hold the same experts cannot divide the expert weights.
@@ -367,7 +380,8 @@ def _shard_experts(module: nn.Module, mesh: TrainerMesh, policy: MixedPrecisionP
 def _even_shard(parameter: nn.Parameter, ranks: int) -> Shard | None:
     """Return a shard along the first dimension whose size is divisible by `ranks`; None if there is no such dimension.
 
-    FSDP can shard a dimension other than the first one only evenly.
+    FSDP can shard a dimension other than the first one only evenly. If the parameter is already divided by tensor or
+    expert parallelism, the sizes are those of this rank's part.
     """
     own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return next((Shard(dim) for dim, size in enumerate(own.shape) if size % ranks == 0), None)
@@ -375,6 +389,8 @@ def _even_shard(parameter: nn.Parameter, ranks: int) -> Shard | None:
 
 def check_divisible(described: PreTrainedConfig, parallel: ParallelConfig) -> None:
     """Check that ranks can divide the layers, rows and experts of a model of this configuration.
+
+    `_shard` checks each model that it divides, and a dry run checks the policy before anything starts.
 
     Raises:
         ConfigError: the number of heads, of experts or of numbers in a layer is not divisible; dividing a model of this
@@ -391,6 +407,7 @@ def check_divisible(described: PreTrainedConfig, parallel: ParallelConfig) -> No
                 f"another way ({error}); install transformers 5.19"
             ) from error
     kind, tensor, context, expert = described.model_type, parallel.tensor, parallel.context, parallel.expert
+    # Kinds of models whose gradients are known not to change.
     for key, ranks, exact in (("tensor", tensor, TENSOR_PARALLEL_KINDS), ("expert", expert, EXPERT_COUNTS)):
         if ranks > 1 and kind not in exact:
             known = ", ".join(exact)
@@ -399,6 +416,7 @@ def check_divisible(described: PreTrainedConfig, parallel: ParallelConfig) -> No
             )
     if tensor > 1 and expert == 1 and kind in EXPERT_COUNTS:
         raise ConfigError(f"parallel.expert: expected a multiple of parallel.tensor = {tensor} for a {kind}, got 1")
+    # Models whose layers or positions need the whole row on one rank.
     if context > 1 and (running := recurrent_layers(described)):
         raise ConfigError(
             f"parallel.context: expected 1 for a {kind}, which has layers whose state runs on from one token to the "
@@ -409,6 +427,8 @@ def check_divisible(described: PreTrainedConfig, parallel: ParallelConfig) -> No
             f"parallel.context: expected 1 for a {kind} whose positions ({scaling}) depend on how long the longest "
             f"sequence is, got {context}"
         )
+    # Numbers that must be divisible. A context group exchanges heads, so each of its ranks needs as many heads as the
+    # others; with tensor parallelism, it has only a part of them.
     wanted = [("tensor", tensor, name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")]
     wanted += [("context", tensor * context, "num_attention_heads"), ("expert", expert, EXPERT_COUNTS.get(kind, ""))]
     for key, ranks, name in wanted:
@@ -422,9 +442,11 @@ def check_divisible(described: PreTrainedConfig, parallel: ParallelConfig) -> No
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the gathered parameters of a model after a forward pass without a backward pass.
+    """Free the gathered parameters of a model after a forward pass without a backward pass, such as one of a reference.
 
-    Otherwise the parameters would stay gathered, and the next forward pass would not use updated sharded parameters.
+    In a forward pass, FSDP gathers the parameters of each layer from all ranks, and a backward pass frees these copies.
+    Without a backward pass they may stay, and the next forward pass would use them in place of updated parameters.
+    This is no collective.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -434,7 +456,8 @@ def reshard(model: nn.Module) -> None:
 def kept_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return name and tensor of each buffer that a model's files hold, for example a bias for the choice of experts.
 
-    Buffers are not trained.
+    Buffers are not trained, but a model that is loaded or exported needs them. Buffers that are computed from the
+    config are left out.
     """
     kept = model.state_dict().keys()
     return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
@@ -443,8 +466,8 @@ def kept_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 def named_full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield name and whole float32 tensor of each parameter of a version, one at a time, on the device of each rank.
 
-    A version is the weights that the trainer publishes after a step. This is a collective. If the output layer is tied
-    to the input embedding, their tensor is yielded once.
+    A version is the weights that the trainer publishes to the engines after a step. This is a collective: all ranks
+    must take every tensor. If the output layer is tied to the input embedding, their tensor is yielded once.
     """
     for name, parameter in published_parameters(model):
         value = parameter.detach()
@@ -454,8 +477,9 @@ def named_full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def published_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return name and tensor of each parameter that a published version has.
 
-    If the model has adapters (LoRA), these are the parameters of the adapters. Otherwise these are all parameters, also
-    parameters that the model itself freezes.
+    If the model has adapters (LoRA), these are the parameters of the adapters: engines have the rest already. Otherwise
+    these are all parameters. Parameters that the model itself freezes are included, because engines and exports need
+    the whole model.
     """
     adapted = config_in(model) is not None
     return [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad or not adapted]

@@ -1,7 +1,7 @@
 """Packed rows: the input of the policy and the critics for several sequences, and attention that keeps them apart.
 
 A *row* has the sequences of a micro-batch one after another, without padding. A *prefix* is the tokens with which
-several sequences begin (a group's prompt, or the turns before branches part). It is in the row once
+several sequences begin (a group's prompt, or the turns before branches of a sample part). It is in the row once
 (`flash.trainer.packing`), so that all work on single tokens is done once for it.
 
 The attention of a token is computed in up to two *parts*, which are merged as one softmax over both. In the first part,
@@ -65,6 +65,7 @@ class PackedLayout(msgspec.Struct, frozen=True):
     """
 
     attention: RowAttention
+    """Division of the row's attention into parts, which all layers share."""
     row_P: Tensor
     """int64: the place in the row at which each token of the sequences is computed."""
     shared: bool
@@ -93,7 +94,8 @@ class PackedRow(NamedTuple):
     def sliced(self, context: DeviceMesh | None) -> PackedRow:
         """Return the slice of the row that this rank of the context group computes.
 
-        `context` is the ranks over which rows are divided; None returns the whole row.
+        `context` is the ranks over which rows are divided; None returns the whole row. `row_P` and the layout still
+        describe the whole row, because attention and the gathering of results need it.
         """
         row_slice = RowSlice(len(self.input_U), context)
         layout = msgspec.structs.replace(self.layout, row_slice=row_slice)
@@ -106,12 +108,20 @@ class PackedRow(NamedTuple):
 
 
 def takes_packed_rows(model: PreTrainedModel) -> bool:
-    """Return True if the model computes `packed_attention`, so that several sequences can share a row."""
+    """Return True if the model computes `packed_attention`, so that several sequences can share a row.
+
+    False for models whose attention cannot be replaced, and after the check of packing has failed
+    (`flash.trainer.model.packing_check`).
+    """
     return attention(model) == PACKED_ATTENTION
 
 
 def model_inputs(model: PreTrainedModel, row: PackedRow) -> dict[str, Any]:
-    """Return the keyword arguments with which a model computes the hidden states of a row."""
+    """Return the keyword arguments with which a model computes the hidden states of a row.
+
+    transformers passes `packed_layout` on to `packed_attention`. A model with its own attention gets the token ids
+    only; its row must have one sequence.
+    """
     ids = {"input_ids": row.input_U.unsqueeze(0), "use_cache": False}
     if takes_packed_rows(model):
         return ids | {"position_ids": row.position_U.unsqueeze(0), "packed_layout": row.layout}
@@ -121,6 +131,7 @@ def model_inputs(model: PreTrainedModel, row: PackedRow) -> dict[str, Any]:
 
 def packed_row(sequences: PackedSequences, device: torch.device) -> PackedRow:
     """Lay sequences out in one row, in which each shared prefix occurs once."""
+    # place_U: for each place of the row, the token of the sequences that is computed there. row_P: the reverse.
     place_U, row_P = sequences.computed
     offset_S = sequences.offset_S
     sequence_U = np.searchsorted(offset_S, place_U, side="right") - 1
@@ -134,6 +145,7 @@ def packed_row(sequences: PackedSequences, device: torch.device) -> PackedRow:
         # so that attention need not gather them.
         order = np.argsort(length_class_S[sequence_U], kind="stable")
         place_U, row_P = place_U[order], np.argsort(order)[row_P]
+    # The rows of each sequence's own tokens, and of the prefix before them.
     begin_S, stop_S = offset_S[:-1] + np.diff(offset_S) - own_S, offset_S[1:]
     own = [row_P[begin:stop] for begin, stop in zip(begin_S, stop_S, strict=True)]
     prefixes = [row_P[start:begin] for start, begin in zip(offset_S[:-1], begin_S, strict=True)]
@@ -172,6 +184,7 @@ def packed_attention(
         raise ConfigError(f"{class_name(module)} does not pass the layout of packed sequences on to its attention")
     if attention_mask is not None:
         raise ConfigError(f"{class_name(module)} makes a mask of its own for its attention")
+    # Models with capped scores pass the cap as `softcap`, models with attention sinks the sinks' scores as `s_aux`.
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores, sinks_H = ScoreOptions(scale, sliding_window, other.get("softcap")), other.get("s_aux")
     if packed_layout.watch is not None:
@@ -180,8 +193,10 @@ def packed_attention(
                 f"algorithm.rhythm: {class_name(module)} caps its attention scores or has attention sinks, which the "
                 "rhythm of attention does not support; choose another model"
             )
+        # The callback sees whole sequences, in which each shared prefix occurs again.
         row_P = packed_layout.row_P if packed_layout.shared else slice(None)
         packed_layout.watch(module, query[:, :, row_P], key[:, :, row_P], scaling, sliding_window)
+    # In a context group, ranks exchange their slices of all heads for some heads of the whole row, and then back.
     row_slice = packed_layout.row_slice
     query_UHD, key_UHD, value_UHD = row_slice.to_heads([state[0].transpose(0, 1) for state in (query, key, value)])
     sinks_H = None if sinks_H is None else row_slice.own_heads(sinks_H)
@@ -200,7 +215,8 @@ def attend_in_parts(
 ) -> Tensor:
     """Return [U, H, D]: the attention output of each token of the row, merged over all parts, with gradients.
 
-    `sinks_H` are the scores of attention sinks; None if the model has none.
+    An attention sink is a learned score of each head that takes a share of the attention and adds nothing to the
+    output: `sinks_H` are these scores; None if the model has none.
     """
     return _PackedAttention.apply(query_UHD, key_UHD, value_UHD, sinks_H, parts, scores)  # pyright: ignore[reportReturnType]
 
@@ -224,6 +240,7 @@ class _PackedAttention(torch.autograd.Function):
     ) -> Tensor:
         states = (query_UHD, key_UHD, value_UHD)
         wide = torch.promote_types(value_UHD.dtype, torch.float32)
+        # A single part over the whole row needs neither gathering nor merging.
         if len(parts) == 1 and parts[0].queries.contiguous is not None:
             answer_UHD, lse_UH = parts[0].attend(states, scores)
         else:
@@ -254,6 +271,7 @@ class _PackedAttention(torch.autograd.Function):
                     index.scatter_add(total, grad)
         grad_H = None
         if sinks_H is not None:
+            # The sink's value is 0. So with share p = exp(sink − lse), its gradient is p · (0 − grad · answer).
             grad_dot_answer_UH = (grad_UHD.to(lse_UH) * answer_UHD).sum(-1)
             grad_H = ((sinks_H.to(lse_UH) - lse_UH).exp_() * -grad_dot_answer_UH).sum(0).to(sinks_H.dtype)
         return *(total.to(state.dtype) for total, state in zip(totals, states, strict=True)), grad_H, None, None
@@ -264,7 +282,8 @@ def _attend_merged(
 ) -> tuple[Tensor, Tensor]:
     """Return the attention output over all parts, [U, H, D], and the log of the sum of exp(score), [U, H].
 
-    Both have the dtype `wide`.
+    Both have the dtype `wide`. `parts` begin with the own tokens of sequences, so that each row has an output before a
+    prefix part is merged with it.
     """
     query_UHD, _, value_UHD = states
     answer_UHD = value_UHD.new_empty((*query_UHD.shape[:2], value_UHD.shape[2]), dtype=wide)
@@ -292,5 +311,5 @@ def _merge(first_MHD: Tensor, first_MH: Tensor, second_MHD: Tensor, second_MH: T
 
 
 def class_name(module: nn.Module) -> str:
-    """Return the name of a module's class in transformers; FSDP puts its own prefix before it."""
+    """Return the name of a module's class in transformers, for messages. FSDP puts its own prefix before it."""
     return type(module).__name__.removeprefix("FSDP")

@@ -1,15 +1,19 @@
 """Check before the first step: a model gives packed sequences the same log-probs as each of them alone.
 
-`flash.trainer.model.packed.packed_attention` keeps attention within sequences. Anything else that passes information
-from token to token does not stay within them: a recurrent state, a convolution over tokens, or a window or chunk that
-exists only in the model's own mask. Training on such a packed row would use log-probs that no policy has, without any
-error. So some sequences of random tokens go through the model once in one row, and once each alone with the model's
-own attention. One sequence is longer than the longest attention window that still fits into a row, if one fits
-(`_random_sequences`). The gradients of a few sequences are compared in the same way, because the backward pass of
-packed attention is our own code, and a wrong call of a kernel raises no error.
+A *packed row* has several sequences one after another. `flash.trainer.model.packed.packed_attention` keeps attention
+within each of them. Other operations can carry information from one sequence to the next: a recurrent state, a
+convolution over tokens, or a window or chunk that exists only in the model's own mask. The log-probs of a packed row
+would then be wrong, without any error. So some sequences of random tokens go through the model once in one row, and
+once each alone with the model's own attention (`_random_sequences`). The gradients of a few sequences are compared in
+the same way, because the backward pass of packed attention is our own code, and a wrong call of a kernel raises no
+error.
 
 A model that fails any of this is trained on one sequence at a time, with its own attention. `flash.trainer.step` calls
-`check_packing` once for each model. Every rank calls it together, on the same tokens.
+`check_packing` for the policy, and `flash.trainer.references` for each reference and teacher that it loads. All
+ranks call it together, on the same tokens.
+
+`flash.trainer.step` also uses two smaller functions of this file: `replay_routing` checks and installs the replay of
+experts, and `use_own_attention` turns packing off for a model.
 
 Shape legend: P = packed tokens, T = predicted tokens.
 """
@@ -85,6 +89,7 @@ def check_packing(model: PreTrainedModel, config: Config) -> None:
             tokens; it changes logits in a way that its output layer does not know; or it needs one sequence at a time
             while rows are divided over several ranks.
     """
+    # 1. Each sequence alone. An error here means that the model cannot be trained at all.
     sequences = _random_sequences(model, config)
     # Each forked sequence begins with the first half of one sequence (`one`) and goes on like the next one (`other`).
     # So in the packed row it shares a prefix with `one`. In this half both must get the same log-probs, because a
@@ -95,6 +100,7 @@ def check_packing(model: PreTrainedModel, config: Config) -> None:
         alone = _alone_logprobs(model, [*sequences, *forked])
     except FAULTS as error:
         raise _model_failed(model, config, error) from error
+    # 2. The common first halves of each sequence and its forked one.
     halves = [len(ids) // 2 for ids in sequences]
     first_halves, same_halves = (
         [logp_T[:half] for logp_T, half in zip(some, halves, strict=False)] for some in (alone, alone[len(halves) :])
@@ -104,6 +110,7 @@ def check_packing(model: PreTrainedModel, config: Config) -> None:
             f"model.path: the log-prob that {class_name(model)} gives a token depends on later ones, or is not finite; "
             "choose another model"
         )
+    # 3. All sequences in one row. All ranks take the same path: a model that fails on one rank fails on all.
     reason = _why_not_packed(model, config, sequences, forked, alone)
     if not _on_any_rank(model, reason is not None):
         return
@@ -120,7 +127,10 @@ def check_packing(model: PreTrainedModel, config: Config) -> None:
 
 @torch.no_grad()
 def replay_routing(model: PreTrainedModel) -> None:
-    """Make a model use the experts that engines chose. A forward pass first checks its routers. A collective.
+    """Make a model use the experts that engines chose (`flash.trainer.model.routing_replay`). A collective.
+
+    A forward pass over two tokens checks that each router chooses its experts in the way that can be replaced. From
+    then on, `token_logprobs` gives the model the routes of each micro-batch.
 
     Raises:
         ConfigError: the model has no experts, or chooses them in a way that is not known.
@@ -134,7 +144,10 @@ def replay_routing(model: PreTrainedModel) -> None:
 
 
 def use_own_attention(model: PreTrainedModel) -> None:
-    """Make a model use its own attention and masks again. It then needs one sequence at a time."""
+    """Make a model use its own attention and masks again. It then needs one sequence at a time.
+
+    Does nothing to a model that uses its own attention already.
+    """
     if takes_packed_rows(model):
         model.set_attn_implementation(default_attention(model))
 
@@ -197,7 +210,11 @@ def _why_not_packed(
 ) -> str | None:
     """Return the reason why sequences cannot share a row, as a phrase that follows the model's name; None if they can.
 
-    `alone` are the log-probs of the sequences and of the forked ones, each alone.
+    An error of the model is a reason, too. `alone` are the log-probs of the sequences and of the forked ones, each
+    computed alone.
+
+    Raises:
+        Exception: an error that the model did not cause (`_is_outside_fault`).
     """
     if not takes_packed_rows(model):
         return "does not use transformers' attention interface"
@@ -213,6 +230,7 @@ def _why_not_packed(
     except (ConfigError, *FAULTS) as error:
         if _is_outside_fault(error):
             raise
+        # The pass may have broken off with gradients and gathered parameters in memory.
         model.zero_grad()
         reshard(model)
         return f"fails on packed sequences: {type(error).__name__}: {error}"
@@ -252,7 +270,7 @@ def _random_sequences(model: PreTrainedModel, config: Config) -> list[Tensor]:
 def _forward(model: PreTrainedModel, sequences: Sequence[Tensor]) -> Tensor:
     """Return [T]: the log-probs of all sequences in one row, as `_logprobs` does. No backward pass may follow.
 
-    Gathered parameters are freed, which a backward pass would do otherwise.
+    FSDP gathers parameters for the pass. They are freed here, since no backward pass does it.
     """
     logp_T = _logprobs(model, sequences)
     reshard(model)
@@ -263,6 +281,7 @@ def _logprobs(model: PreTrainedModel, sequences: Sequence[Tensor]) -> Tensor:
     """Return [T]: the log-prob of every token but the first of each sequence, all sequences in one row."""
     ids = [one.cpu().numpy() for one in sequences]
     packed = in_one_row(ids)
+    # Every token but the first of a sequence is predicted at the place of the token before it.
     before_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
     return token_logprobs(model, packed, before_T, np.concatenate([one[1:] for one in ids])).logp_T
 
@@ -296,10 +315,11 @@ def _own_attention(model: PreTrainedModel) -> Generator[None]:
 
 
 def _max_gap(packed: Sequence[Tensor], alone: Sequence[Tensor]) -> float:
-    """Return the largest difference of log-probs that two neighbouring tokens both reach, in nats; infinite for NaN.
+    """Return the largest difference between the log-probs, in nats; infinite if one is NaN.
 
-    Rounding that sends a token to another expert changes the log-prob of that token alone, while a leak between
-    sequences also reaches the neighbouring tokens. So a difference counts only as far as two neighbours share it.
+    For each pair of neighbouring tokens, only the smaller of their two differences counts. Rounding that sends a token
+    to another expert changes the log-prob of that token alone, while a leak between sequences also reaches the
+    neighbouring tokens.
     """
     gaps = [(one - other).abs().nan_to_num(torch.inf) for one, other in zip(packed, alone, strict=True)]
     return max((float(gap_T[:-1].minimum(gap_T[1:]).max()) for gap_T in gaps if len(gap_T) > 1), default=0.0)
@@ -309,9 +329,9 @@ def _gradient_gap(model: PreTrainedModel, sequences: Sequence[Tensor]) -> tuple[
     """Return the kind of parameters whose gradient differs most between packed and single sequences, and by how much.
 
     A kind is the parameters with the same name in all layers. The difference is a norm, relative to the norm of the
-    gradient without packing. An empty name and 0 are returned if there is nothing to compare. If the names show which
-    parameters belong to attention, only these are compared: rounding may send a token to another expert, which changes
-    the gradients of both experts.
+    gradient without packing; infinite if the gradient of packed sequences is not finite. An empty name and 0 are
+    returned if there is nothing to compare. If the names show which parameters belong to attention, only these are
+    compared: rounding may send a token to another expert, which changes the gradients of both experts. A collective.
     """
     kinds: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters():
@@ -342,8 +362,9 @@ def _gradient(
     """Return the gradients of the parameters `names`, by name, and the norm of the gradient of all parameters.
 
     The loss is over all tokens of `rows`; each row is a list of sequences. The model keeps no gradient, because memory
-    may not suffice for the gradients of both comparisons.
+    may not suffice for the gradients of both comparisons. A collective.
     """
+    # Log-probs of tokens with an odd id count with a minus sign.
     for sequences in rows:
         logp_T = _logprobs(model, sequences)
         sign_T = torch.cat([1.0 - 2.0 * (ids[1:] % 2) for ids in sequences])
@@ -362,8 +383,9 @@ def _gradient(
 def _first_difference(model: PreTrainedModel, sequences: Sequence[Tensor]) -> str | None:
     """Return a phrase that names the first module whose output differs for packed sequences, while its input does not.
 
-    Modules finish from the inside outwards, so the phrase names the smallest such module. A module that is called
-    several times in a pass is left out, because its calls cannot be assigned to sequences. None if there is no module.
+    An inner module returns before the module that contains it, so the phrase names the smallest such module. A module
+    that is called several times in a pass is left out, because its calls cannot be assigned to sequences. None if no
+    module differs. The phrase is for the warning that explains why a model is not packed.
     """
     packed = _trace(model, lambda: _packed_logprobs(model, sequences))
     alone = _trace(model, lambda: _alone_logprobs(model, sequences))

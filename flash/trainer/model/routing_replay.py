@@ -1,8 +1,10 @@
 """Routing replay: the trainer's routers take the experts that the engine's routers chose.
 
-Ma et al. 2025, arXiv 2510.11370. Engine and trainer round differently. Where two experts score almost the same, each
-side may choose another one, and the log-prob of this token and of later ones is then computed by another network. With
-replay, the scores stay the trainer's own and get their gradient, but the choice of the best experts is given.
+In a mixture of experts, the *router* of a layer scores the experts for each token and sends the token to the best ones;
+the choice is its *route*. Ma et al. 2025, arXiv 2510.11370: Engine and trainer round differently. Where two experts
+score almost the same, each side may choose another one, and the log-prob of this token and of later ones is then
+computed by another network. With replay, the scores stay the trainer's own and get their gradient, but the choice of
+the best experts is given.
 
 Routers choose experts by `torch.topk`. `RoutingReplay` intercepts this call while a router runs, so that transformers'
 models need no code of ours. `flash.trainer.model.packing_check.replay_routing` installs it at the start;
@@ -28,7 +30,8 @@ from flash.foreign.transformers import ExpertRouter, routers
 class RoutingReplay:
     """Hooks on the routers of one model, which make the routers choose given experts.
 
-    The hooks stay on the model, so that a layer that is recomputed for its backward pass gets the same experts again.
+    The hooks and the routes of the last forward pass stay, so that a layer that is recomputed for its backward pass
+    gets the same experts again.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -45,7 +48,8 @@ class RoutingReplay:
             )
         self._routes_ULK: Tensor | None = None
         self.verifies = False
-        """True to count the `torch.topk` calls of routers also in a pass without routes: each must make exactly one."""
+        """True to intercept `torch.topk` also in a pass without routes. The check at the start sets it, to learn
+        whether each router makes exactly one such call."""
         for router in self._routers:
             begin, end = self._hooks(router)
             router.module.register_forward_pre_hook(begin)
@@ -53,6 +57,8 @@ class RoutingReplay:
 
     def set_routes(self, routes_ULK: Tensor | None) -> None:
         """Choose these experts in the next forward pass and its backward pass; None: the routers' own choice.
+
+        A route of −1, of a token whose engine reported none, also leaves the choice to the router.
 
         Raises:
             ContractError: the routes are of a model with other layers or experts.
@@ -68,7 +74,12 @@ class RoutingReplay:
         self._routes_ULK = routes_ULK
 
     def _hooks(self, router: ExpertRouter) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Return the hooks that run before and after the router's forward pass."""
+        """Return the hooks that run before and after the router's forward pass.
+
+        In between, `torch.topk` is intercepted. The second hook raises a ConfigError if the router has not called it
+        exactly once, since the given experts would then not be those that the layer uses.
+        """
+        # The interception that is under way; empty outside of the router's forward pass.
         open_modes: list[_GivenTopK] = []
 
         def begin(module: nn.Module, args: Any) -> None:
@@ -101,6 +112,7 @@ class _GivenTopK(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
+        # Only the choice among all experts is replaced: [U, experts].
         if func not in (torch.topk, Tensor.topk) or args[0].dim() != 2 or args[0].shape[-1] != self._experts:
             return found
         self.calls += 1

@@ -3,13 +3,15 @@
 `flash.run.models` makes it before a run with a `[tiny_model]` table. The result is an ordinary Hugging Face folder,
 with a tokenizer of the environment's characters.
 
-The supervised *warm start* ends as soon as the model would sample nearly a quarter of the answers right. It then can
-answer at all, and most of the improvement is left to reinforcement learning. If the examples are partly random, such as
-moves that a demonstrator draws, no model becomes so good. Then the warm start ends when the loss stops falling.
+An environment with solved examples (`flash.environment.interface.WarmStart`) gives prompts with right answers. The
+supervised *warm start* trains on them. It ends as soon as the model's sampled answers are right for nearly a quarter of
+the examples. Then the model can answer at all, and most of the improvement is left to reinforcement learning. If the
+examples are partly random, such as moves that a demonstrator draws, no model becomes so good. Then the warm start ends
+when the loss stops falling.
 
-The folder has a fingerprint file with everything that the model depends on, so the model is not made again as long as
-nothing of this changes. A folder without this file is never written to, because Flash has not made it. If a warm start
-is interrupted, the model is kept as it is at that time, and each later use of it prints a notice.
+The folder has a *fingerprint* file with everything that the model depends on. The model is made again only if some of
+this changes. A folder without this file is never written to, because Flash has not made it. If a warm start is
+interrupted, the model is kept as it is at that time, and each later use of it prints a notice.
 
 torch and transformers are imported inside the functions that use them, because a check whether a folder is current
 needs neither.
@@ -106,6 +108,8 @@ def is_current(path: Path, config: TinyModelConfig, env_path: str, env_options: 
 def changed_parts(path: Path, config: TinyModelConfig, env_path: str, env_options: dict[str, Any]) -> list[str]:
     """Return the names of the fingerprint's parts in which the model in the folder differs; empty if it is current.
 
+    If the folder has no tiny model, these are the names of all parts.
+
     Raises:
         ConfigError: the environment offers no usable examples.
     """
@@ -133,8 +137,9 @@ def make_tiny_model(
 ) -> None:
     """Make the model and write it to `path`. An older tiny model there is replaced.
 
-    On KeyboardInterrupt, the model is written as it is at that time, and the interrupt is raised again. It is not
-    written before the first step, nor if `path` has the finished model of the same options.
+    `progress` is called after each step of the warm start. On KeyboardInterrupt, the model is written as it is at that
+    time, and the interrupt is raised again. It is not written before the first step, nor if `path` has the finished
+    model of the same options, which is better.
 
     Raises:
         ConfigError: `path` holds something else, the width is not a multiple of the head size, or the environment
@@ -192,7 +197,7 @@ def refuse_foreign(path: Path) -> None:
 
 
 def save_tokenizer(folder: Path, env_path: str, env_options: dict[str, Any]) -> None:
-    """Write the tokenizer that the environment's tiny model would have, without the model.
+    """Write the tokenizer that the environment's tiny model would have, without the model. A dry run needs only this.
 
     Raises:
         ConfigError: the environment offers no usable examples.
@@ -246,7 +251,10 @@ def _example_source(env_path: str, env_options: dict[str, Any]) -> WarmStart:
 
 
 def _make_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per character of the alphabet, then padding and end of text."""
+    """Return a tokenizer with one token per character of the alphabet, then padding and end of text.
+
+    A character that occurs several times in the alphabet gets one token.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -303,7 +311,10 @@ def _warm_start(
     progress: Progress,
 ) -> None:
     """Train on new solved examples in each step, until the model is good enough, its loss stops falling, or all steps
-    are made."""
+    are made.
+
+    If all steps are made, a notice with the accuracy is printed.
+    """
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -313,6 +324,7 @@ def _warm_start(
     for step in range(config.warm_start_steps):
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * min(1.0, (step + 1) / LR_WARMUP_STEPS)
+        # Each step has a seed of its own, also for another seed of the model.
         examples = env.solved_examples(config.batch_size, config.seed * config.warm_start_steps + step)
         ids_BT, targets_BT = _encode(tokenizer, examples)
         loss, probability = _loss(model, ids_BT, targets_BT)
@@ -334,9 +346,10 @@ def _warm_start(
 
 
 def _has_stopped_falling(losses: list[float]) -> bool:
-    """Return True if the mean loss of the last window is hardly below that of the window before.
+    """Return True if the mean loss of the last `WINDOW` steps is hardly below the mean loss of the `WINDOW` steps
+    before.
 
-    It is compared only at the end of each window, and False is returned in between.
+    They are compared only at the end of each window; in between, False is returned.
     """
     if len(losses) < 2 * WINDOW or len(losses) % WINDOW:
         return False
@@ -364,6 +377,8 @@ def _encode(tokenizer: PreTrainedTokenizerFast, examples: list[SolvedExample]) -
 def _encode_example(tokenizer: PreTrainedTokenizerFast, example: SolvedExample) -> tuple[list[int], list[int]]:
     """Return token ids and targets of an example with all its turns (prompt and answer each), in the order of an
     episode.
+
+    Only the tokens of answers, and the end of each answer, have a loss.
 
     Raises:
         ConfigError: the example has a character that is not in the tokenizer's alphabet.
