@@ -118,7 +118,8 @@ def save_tokenizer(file: Path, folder: Path) -> None:
 def convert(file: Path, folder: Path) -> None:
     """Write the model of a GGUF file into an empty folder, and check that it can be loaded from there.
 
-    The folder gets the weights, the configuration and the tokenizer, readable for all users.
+    The folder gets the weights, the configuration and the tokenizer. Users who can read the configuration can read the
+    weights, too.
 
     Raises:
         ConfigError: the file cannot be converted, lacks tensors, or holds numbers that are not finite.
@@ -130,6 +131,7 @@ def convert(file: Path, folder: Path) -> None:
 
     with _linked_alone(file) as linked, _conversion_errors(file), hidden_progress_bars(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # libraries warn about how they read and dequantise
+        # 1. The tokenizer, and the weights as plain numbers.
         save_tokenizer(file, folder)
         with redirect_stderr(StringIO()):  # the only way to hide transformers' progress bar for dequantising
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -139,6 +141,7 @@ def convert(file: Path, folder: Path) -> None:
                 quantization_config=GgufConfig(dequantize=True),
                 output_loading_info=True,
             )
+        # 2. Write them, and load them as the trainer and the engines will.
         _save(_check_complete(file, *loaded), folder)
         make_weights_readable(folder)
         reloaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -69,8 +69,9 @@ def _compiled(call: Any) -> Any:
 def fuse_layers(model: PreTrainedModel, *, whole: bool, compiled: Callable[..., Any] = torch.compile) -> None:
     """Compile a model's layers in place. Must be called before the model is sharded.
 
-    With `whole`, all of a decoder layer except its attention is compiled, else only its norms and MLPs. A layer that
-    chooses experts is never compiled as a whole: each token may go to other experts, and routing replay may choose them
+    With `whole`, all of a decoder layer except its attention is compiled, else only its norms and MLPs: models with
+    their own attention, or with a recurrent state, are not compiled as a whole. A layer that chooses experts is never
+    compiled as a whole: each token may go to other experts, and routing replay may choose them
     (`flash.trainer.model.routing_replay`). `compiled` is the function that compiles a method; a check on a CPU can give
     another one than torch.compile.
     """

@@ -407,7 +407,12 @@ def selected_logprobs(
 
 
 class _SelectedLogprobs(torch.autograd.Function):
-    """Forward and backward pass of `selected_logprobs`; the formulas are at the top of this file."""
+    """Forward and backward pass of `selected_logprobs`; the formulas are at the top of this file.
+
+    Both passes go through the positions in the same chunks. The forward pass keeps three numbers per position:
+    log-prob, norm and entropy. The backward pass computes the logits of each chunk again. A change in how one pass
+    computes them must be made in the other, too.
+    """
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -436,6 +441,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden_TD, weight_VD, bias_V, target_T, temperature_T1, norm_T, entropy_T)
         ctx.entropy_gradient, ctx.chunk_bytes = entropy_gradient, chunk_bytes
         ctx.product, ctx.kept, ctx.change = product, kept, change
+        # Without a gradient of the entropy, autograd must not expect one from `backward`.
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy_T)
         return logp_T, entropy_T
@@ -464,6 +470,7 @@ class _SelectedLogprobs(torch.autograd.Function):
             narrow_CV, target_C1 = grad_logits(
                 logits_CV, norm_T[rows, None], index_C1, grad_logp_C1, entropy_C1, temperature_C1, weight_VD.dtype
             )
+            # Freed before the products below, which need memory.
             del logits_CV
             narrow_CV.scatter_(-1, index_C1, target_C1)
             # From the restricted logits back to the model's logits, and then back to those of the output layer.
@@ -478,6 +485,7 @@ class _SelectedLogprobs(torch.autograd.Function):
                 torch.mm(narrow_CV, weight_VD, out=grad_hidden_TD[rows])
             if grad_weight_VD is not None:
                 _add_product(grad_weight_VD, narrow_CV.T, hidden_TD[rows])
+        # The other seven arguments of `forward` have no gradient.
         sums = (grad_hidden_TD, grad_weight_VD, grad_bias_V)
         grads = [None if total is None else total.to(weight_VD.dtype) for total in sums]
         return (*grads, *[None] * 7)
@@ -503,7 +511,11 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def _wide_product(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
-    """Return [C, V]: logits in float32 from factors of a smaller dtype. No product of numbers is rounded to it."""
+    """Return [C, V]: logits in float32 from factors of a smaller dtype.
+
+    `model.head_dtype = "float32"` selects this. The logits are not rounded to the smaller dtype, in which close logits
+    would become equal. A GPU needs no copy of the factors for this; on a CPU they are cast.
+    """
     if hidden_CD.is_cuda:
         logits_CV = torch.mm(hidden_CD, weight_VD.T, out_dtype=torch.float32)
         return logits_CV if bias_V is None else logits_CV.add_(bias_V)

@@ -103,7 +103,11 @@ class RoutingReplay:
 
 
 class _GivenTopK(TorchFunctionMode):
-    """Replaces the result of `torch.topk` over all experts by given experts. Where −1 is given, the result is kept."""
+    """Replaces the result of `torch.topk` over all experts by given experts. Where −1 is given, the result is kept.
+
+    torch calls `__torch_function__` for every function that is called while the mode is entered. Without routes, the
+    calls are only counted.
+    """
 
     def __init__(self, routes_UK: Tensor | None, experts: int) -> None:
         super().__init__()

@@ -349,7 +349,8 @@ def _has_stopped_falling(losses: list[float]) -> bool:
     """Return True if the mean loss of the last `WINDOW` steps is hardly below the mean loss of the `WINDOW` steps
     before.
 
-    They are compared only at the end of each window; in between, False is returned.
+    "Hardly" is less than the share `MIN_GAIN`. They are compared only at the end of each window; in between, False is
+    returned.
     """
     if len(losses) < 2 * WINDOW or len(losses) % WINDOW:
         return False
