@@ -43,8 +43,7 @@ class TokenTis(
 ):
     """Truncated importance sampling (Yao et al. 2025): the weight min(w, cap) for each token."""
 
-    rejects: ClassVar[bool] = False
-    """A token with a small weight still counts in the denominators of the loss."""
+    rejects: ClassVar[bool] = False  # a token with a small weight still counts in the denominators of the loss
 
     cap: Annotated[float, Meta(gt=0)] = 2.0
     """Largest weight."""
@@ -60,8 +59,7 @@ class IcePop(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Tokens with weight 0 stay in the denominator: J = 1 / Σ |y| · Σ M(w) A (INTELLECT-3, arXiv 2512.16144, eq. 1).
     """
 
-    rejects: ClassVar[bool] = False
-    """A token with weight 0 still counts in the denominators of the loss."""
+    rejects: ClassVar[bool] = False  # a token with weight 0 still counts in the denominators of the loss
 
     low: Bound = 0.5
     """Smallest weight that is used."""
@@ -86,8 +84,7 @@ class SequenceMask(
     verl's rollout_rs = "sequence").
     """
 
-    rejects: ClassVar[bool] = True
-    """A token with factor 0 leaves the denominators of the loss."""
+    rejects: ClassVar[bool] = True  # a token with factor 0 leaves the denominators of the loss
 
     low: Bound = 0.1
     """Smallest product that is accepted."""
@@ -112,8 +109,7 @@ class Geometric(
     of all lengths.
     """
 
-    rejects: ClassVar[bool] = True
-    """A token with factor 0 leaves the denominators of the loss."""
+    rejects: ClassVar[bool] = True  # a token with factor 0 leaves the denominators of the loss
 
     low: Bound = 0.999
     """Smallest geometric mean that is accepted."""
