@@ -1,10 +1,13 @@
-"""Marked chat templates: the text that a template writes itself can be told from the text that it is given.
+"""Marked chat templates: they show which parts of their output they have written themselves.
 
-A chat template is a program, and its output does not show which parts the template has written itself. So each text in
-the template's source is marked when the template is compiled. Marks are taken away wherever the template only inspects
-a text: in comparisons, tests, keys and searches. The template therefore decides as it would without marks.
+A chat template is a Jinja program that turns messages into a prompt. Tokens such as the end of a turn must come from
+the template only; the same letters inside a message must stay text. But the output does not show which parts the
+template has written. So each text in the template's source is *marked* when the template is compiled: each character
+that such tokens contain is replaced by another one, which stands for it. `flash.rollout.episode.controls` chooses the
+marks and reads them in the output.
 
-`flash.rollout.episode.controls` chooses the marks and uses the result.
+A template also inspects texts. In comparisons, tests, keys and searches, marks are taken away first, so the template
+decides as it would without marks. `_Marking` changes the program's syntax tree for this.
 """
 
 from __future__ import annotations
@@ -21,29 +24,30 @@ TOUCHED = ("transformers.utils.chat_template_utils:_compile_jinja_template",)
 """Attributes of transformers that this module uses, in the form of `flash.foreign.vllm.TOUCHED`."""
 
 PLAIN, CUT = "flash_plain", "flash_cut"
-"""Names of the filter that takes marks away, and of the function that calls a method which returns parts of a text."""
+"""Names, inside a marked template, of the filter that takes marks away, and of the function `_cut`."""
 
 ASKING = frozenset({"startswith", "endswith", "find", "rfind", "index", "rindex", "count"})
-"""Methods of texts that return no text. They are called with text and arguments without marks."""
+"""Methods of texts that return no text. They are called on a text without marks, with arguments without marks."""
 CUTTING = frozenset(
     {"split", "rsplit", "partition", "rpartition", "strip", "lstrip", "rstrip", "removeprefix", "removesuffix"}
 )
-"""Methods that return parts of a text. The parts are found without marks, and returned with them."""
+"""Methods of texts that return parts of a text. The parts are found without marks, and returned with marks (`_cut`)."""
 REPLACE, GET = "replace", "get"
-"""Methods that search for their first argument, and may return the second one."""
+"""Methods that search for their first argument, which loses its marks. They may return the second argument, which keeps
+its marks."""
 GIVING = frozenset({"join", "default", "d"})
-"""Filters whose result contains their arguments, which therefore keep their marks."""
+"""Filters whose result contains their arguments, so these keep their marks."""
 FORMATTING = frozenset({"strftime_now", "raise_exception"})
-"""Functions that interpret their arguments, which therefore must not have marks."""
+"""Functions that interpret the text of their arguments, so these lose their marks."""
 
 
 def compile_marked(source: str, mark: Callable[[str], str], plain: Callable[[str], str]) -> Template:
-    """Return a chat template, compiled as transformers does it, that marks all text that it writes itself.
+    """Compile a chat template as transformers does, so that it marks all text that it writes itself.
 
     Args:
         source: source of the template.
-        mark: returns a text with marks.
-        plain: returns a text without its marks.
+        mark: returns a marked copy of a text.
+        plain: returns a text without its marks. A text without marks is returned unchanged.
     """
     from transformers.utils.chat_template_utils import (
         _compile_jinja_template,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
@@ -58,7 +62,10 @@ def compile_marked(source: str, mark: Callable[[str], str], plain: Callable[[str
 
 
 def arguments_of(source: str) -> frozenset[str]:
-    """Return the names that a chat template reads and does not define; empty if the template cannot be parsed."""
+    """Return the names of a chat template's arguments: it reads them and does not define them.
+
+    Empty if the template cannot be parsed. Rendering it will report the error.
+    """
     from transformers.utils.chat_template_utils import (
         _compile_jinja_template,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
     )
@@ -67,12 +74,16 @@ def arguments_of(source: str) -> frozenset[str]:
         compiled: Any = _compile_jinja_template(source)
         environment = compiled.environment
         return frozenset(find_undeclared_variables(environment.parse(source)) - set(environment.globals))
-    except Exception:  # a template is code of the model's author; rendering it reports the error
+    except Exception:  # a template is code of the model's author, and may raise any error
         return frozenset()
 
 
 def _cut(plain: Callable[[str], str], text: Any, method: str, *args: Any, **more: Any) -> Any:
-    """Return the parts of a marked text that a method of `CUTTING`, or `replace`, finds in the text without marks."""
+    """Return the result of a method of `CUTTING`, or of `replace`, on a marked text, with its marks.
+
+    The method runs on the text without marks. The marked text has the same length, so each part that the method returns
+    is taken from the same position of the marked text. Marked templates call this function (`CUT`).
+    """
     whole: Any = _without(text, plain)
     if method == REPLACE:
         old, new = args
@@ -80,6 +91,7 @@ def _cut(plain: Callable[[str], str], text: Any, method: str, *args: Any, **more
     found: Any = getattr(whole, method)(*args, **more)
     if whole == text:
         return found
+    # `at`: position at which the next part is searched. `between`: length of the separator after each part.
     between, at = len(args[0]) if args and args[0] and method in ("split", "rsplit") else 0, 0
     if method in ("strip", "lstrip"):
         at = len(whole) - len(whole.lstrip(*args))
@@ -94,7 +106,7 @@ def _cut(plain: Callable[[str], str], text: Any, method: str, *args: Any, **more
 
 
 def _without(value: Any, plain: Callable[[str], str]) -> Any:
-    """Return a value without marks; in a list, each of its values."""
+    """Return a value without marks. In a list or tuple, marks are taken away from each value; other types have none."""
     if isinstance(value, str):
         return plain(value)
     if isinstance(value, (list, tuple)):
@@ -103,19 +115,25 @@ def _without(value: Any, plain: Callable[[str], str]) -> Any:
 
 
 class _Marking(NodeTransformer):
-    """Marks the texts in a template's source, and takes marks away where the template inspects a text."""
+    """Changes the syntax tree of a template: marks its texts, and takes marks away where the template inspects a text.
+
+    Jinja calls `visit_NAME` for each node of type NAME.
+    """
 
     def __init__(self, mark: Callable[[str], str]) -> None:
         self._mark = mark
 
     def visit_Const(self, node: nodes.Const) -> nodes.Node:
+        """Mark a text inside an expression."""
         value = self._mark(node.value) if isinstance(node.value, str) else node.value
         return nodes.Const(value, lineno=node.lineno)
 
     def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
+        """Mark a text outside of expressions, which the template writes as it is."""
         return nodes.TemplateData(self._mark(node.data), lineno=node.lineno)
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        """Compare values without marks."""
         self.generic_visit(node)
         node.expr = _plain(node.expr)
         for operand in node.ops:
@@ -123,23 +141,27 @@ class _Marking(NodeTransformer):
         return node
 
     def visit_Test(self, node: nodes.Test) -> nodes.Node:
+        """Test a value without marks, such as in `x is equalto("y")`."""
         self.generic_visit(node)
         node.node = _plain(node.node)
         _plain_all(node)
         return node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        """Look a value up by a key without marks."""
         self.generic_visit(node)
         if not isinstance(node.arg, nodes.Slice):
             node.arg = _plain(node.arg)
         return node
 
     def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
+        """Give a dictionary of the template a key without marks."""
         self.generic_visit(node)
         node.key = _plain(node.key)
         return node
 
     def visit_Call(self, node: nodes.Call) -> nodes.Node:
+        """Call a method of a text, or a function, as the constants at the top of the file say."""
         self.generic_visit(node)
         match node.node:
             case nodes.Getattr(attr=name) as method:
@@ -160,6 +182,7 @@ class _Marking(NodeTransformer):
         return node
 
     def visit_Filter(self, node: nodes.Filter) -> nodes.Node:
+        """Call a filter with arguments without marks, unless its result contains them."""
         self.generic_visit(node)
         if node.name == REPLACE and len(node.args) == 2 and node.node is not None:
             return _cutting(node.node, REPLACE, node)
@@ -169,19 +192,22 @@ class _Marking(NodeTransformer):
 
 
 def _plain(node: nodes.Expr) -> nodes.Expr:
-    """Return an expression with the value of `node` without marks."""
+    """Return an expression whose value is the value of `node` without marks."""
     return nodes.Filter(node, PLAIN, [], [], None, None, lineno=node.lineno)
 
 
 def _cutting(text: nodes.Expr, method: str, node: nodes.Call | nodes.Filter) -> nodes.Call:
-    """Return a call of `_cut` for a method of a text, with the arguments of a node."""
+    """Return an expression that calls `_cut` for a method of `text`, with the arguments of `node`.
+
+    The first argument of `replace` loses its marks, because it is searched.
+    """
     cut, name = nodes.Name(CUT, "load", lineno=node.lineno), nodes.Const(method, lineno=node.lineno)
     args = [_plain(node.args[0]), *node.args[1:]] if method == REPLACE else node.args
     return nodes.Call(cut, [text, name, *args], node.kwargs, None, None, lineno=node.lineno)
 
 
 def _plain_all(node: nodes.Call | nodes.Filter | nodes.Test) -> None:
-    """Take the marks away from all arguments of a node."""
+    """Change a call, filter or test so that none of its arguments has marks."""
     node.args = [_plain(arg) for arg in node.args]
     for keyword in node.kwargs:
         keyword.value = _plain(keyword.value)

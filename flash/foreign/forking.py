@@ -1,8 +1,13 @@
 """Fork servers: processes that have imported what later processes need, and from which these are forked at once.
 
+The imports of torch and vLLM take seconds of CPU time. A process that is forked from a server needs none of them.
+
 multiprocessing has one fork server per process, for all its users. Here each kind of process has a server of its own,
-with its own imports and the environment variables with which it was started. `flash.run.processes` forks node loops,
-trainer ranks and launchers this way, `flash.rollout.vllm` the processes of engines.
+with its own imports and environment variables. `flash.run.processes` forks node loops, trainer ranks and launchers this
+way, and `flash.rollout.vllm.processes` forks the processes of engines.
+
+Lifecycle: the first `ForkedProcess.start` of a server starts the server, which runs `serve`. Each start then sends a
+description of the process to the server, which forks. The new process runs `ForkedProcess.enter`, then its target.
 """
 
 # pyright: reportPrivateUsage=false
@@ -31,11 +36,12 @@ from secrets import token_hex
 from typing import Any, cast
 
 MODULES = "FLASH_FORK_MODULES"
-"""Environment variable with the names of the modules that a server imports, separated by commas."""
+"""Environment variable with the names of the modules that `serve` imports, separated by commas."""
 BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""Signals that a server blocks."""
+"""Signals that a server blocks, and that the processes forked from it unblock."""
 SERVER_GONE = 255
-"""Exit code of a process whose server is gone. The process may still be running."""
+"""Exit code that a process seems to have if its server is gone, which alone learns the true one. The process may still
+be running."""
 
 TOUCHED = (
     "multiprocessing.forkserver:main",
@@ -61,9 +67,10 @@ TOUCHED = (
 
 
 class ForkServer(forkserver.ForkServer):
-    """A fork server that starts when the first process is forked from it, and imports some modules before that.
+    """A fork server. It starts when the first process is forked from it, and imports some modules before that.
 
-    It ends when the process that started it and all processes forked from it have ended.
+    It ends when the process that started it and all processes forked from it have ended. If it was killed, the next
+    process to be forked starts it again.
 
     Args:
         modules: names of the modules that it imports.
@@ -74,10 +81,14 @@ class ForkServer(forkserver.ForkServer):
         super().__init__()
         self.variables = {**(variables or {}), MODULES: ",".join(modules)}
         self._parent_server: int | None = None
-        """Process id of the server from which this process was forked, if later processes are forked from it too."""
+        """Process id of the server from which this process was forked, if `use_parent_server` was called; else None."""
 
     def ensure_running(self) -> None:
-        """Start the server if it is not running, with its own variables and a socket in this process's TMPDIR."""
+        """Start the server if it is not running, with its own variables and a socket in this process's TMPDIR.
+
+        multiprocessing calls this before it forks a process.
+        """
+        # While this process's parent is the server, the server runs.
         if self._parent_server == os.getppid():
             return
         own: Any = self
@@ -92,7 +103,7 @@ class ForkServer(forkserver.ForkServer):
             address = os.path.join(folder, f"forks-{os.getpid()}-{token_hex(4)}")
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(address)
-                os.chmod(address, 0o600)  # a client that can connect can run any code here
+                os.chmod(address, 0o600)  # whoever can connect can run any code in the server
                 util.Finalize(self, Path(address).unlink, kwargs={"missing_ok": True}, exitpriority=0)
                 listener.listen()
                 read, own._forkserver_alive_fd = os.pipe()
@@ -107,11 +118,14 @@ class ForkServer(forkserver.ForkServer):
                     )
                 finally:
                     os.close(read)
-            started.returncode = 0  # keeps Popen from waiting for the process: `waitpid` above does it
+            started.returncode = 0  # `Popen` must not wait for the process, because `waitpid` above does
             own._forkserver_address, own._forkserver_pid = address, started.pid
 
     def use_parent_server(self) -> None:
-        """Fork later processes from the server that this process was forked from. Called in a forked process."""
+        """Fork later processes from the server that this process was forked from. Called in the forked process.
+
+        A node loop uses it for its engines, so that a machine needs only one server with the imports of vLLM.
+        """
         own: Any = forkserver._forkserver
         self._forkserver_address, self._forkserver_alive_fd = own._forkserver_address, own._forkserver_alive_fd
         self._parent_server = os.getppid()
@@ -124,19 +138,20 @@ class ForkServer(forkserver.ForkServer):
 
 
 class Imports:
-    """Time that the server's imports took; readable in each process forked from it."""
+    """Time that the server's imports took. Processes that were forked from it inherit the numbers, and can report
+    them."""
 
     begun = 0.0
-    """Start of the imports, in Unix seconds; 0 in a process that was not forked by a server."""
+    """Start of the imports, in Unix seconds; 0 in a process that was not forked from a server."""
     seconds = 0.0
     """Duration of the imports in seconds."""
 
 
 def use_own_resource_tracker() -> None:
-    """Give a forked process a resource tracker of its own.
+    """Give this forked process a resource tracker of its own, a helper process of multiprocessing.
 
-    Resources that it shares, such as the shared memory of engines, are then removed when it ends, without a warning
-    from the server's tracker.
+    A tracker removes resources, such as the shared memory of engines, when the process that uses it has ended. The
+    server's tracker would do so only when the server ends, and with a warning.
     """
     tracker: Any = resource_tracker._resource_tracker
     os.close(tracker._fd)
@@ -144,24 +159,27 @@ def use_own_resource_tracker() -> None:
 
 
 def serve() -> None:
-    """Prepare a server process: import its modules, so that processes can be forked from it. Called once, first."""
+    """Prepare a server process: import its modules, so that processes can be forked from it.
+
+    Called once in the server, before multiprocessing's main function of fork servers.
+    """
     Imports.begun = time.time()
-    # Slurm sends these signals to all processes of a job, but only the forked ones may react. They unblock the signals
-    # once they have handlers (`ForkedProcess.enter`).
+    # Slurm sends these signals to all processes of a job. Only the forked processes must react, so they unblock the
+    # signals (`ForkedProcess.enter`).
     signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
-    os.setsid()  # out of reach of signals that the terminal sends to the launcher
-    # Imported objects are never freed. Collecting garbage meanwhile would take a fifth of the time; and a collection in
-    # a forked process must not visit them, since that would copy their memory pages.
+    os.setsid()  # the terminal sends signals such as Ctrl-C to the launcher's session only
+    # Imported objects are never freed, so garbage collection would only take a fifth of the time of the imports. In a
+    # forked process it must not visit them either (`gc.freeze`), because that would copy their memory pages.
     gc.disable()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for module in filter(None, os.environ[MODULES].split(",")):
-            with suppress(ImportError):  # the process that needs the module reports it
+            with suppress(ImportError):  # the process that needs the module will report the error
                 import_module(module)
     set_process_title("")
     gc.freeze()
     gc.enable()
-    # Nothing needs to be cleaned up at the end, which would take another second.
+    # Nothing has to be cleaned up at the end, which would take another second.
     atexit.register(os._exit, 0)
     Imports.seconds = time.time() - Imports.begun
 
@@ -169,13 +187,13 @@ def serve() -> None:
 def set_process_title(title: str) -> None:
     """Set the title of this process in lists of processes, if setproctitle is installed.
 
-    With an empty title, only find the memory where the title stands: once a forked process has changed its environment,
-    that is no longer possible.
+    If the title is empty, this only lets setproctitle find the memory of the title. A server calls it so, because
+    processes that are forked later change their environment, after which the memory cannot be found any more.
     """
     os.environ["SPT_NOENV"] = "1"  # the environment must stay readable in /proc
     try:
         import setproctitle
-    except ImportError:  # it is installed with vLLM
+    except ImportError:  # setproctitle is installed with vLLM only
         return
     if title:
         setproctitle.setproctitle(title)
@@ -184,20 +202,24 @@ def set_process_title(title: str) -> None:
 
 
 class _Popen(popen_forkserver.Popen):
-    """Handle of a forked process. Any number of threads may poll it."""
+    """Handle of a forked process in the process that started it. Any number of threads may poll it."""
 
     def __init__(self, process_obj: Any) -> None:
         self._polling = threading.Lock()
         super().__init__(process_obj)
 
     def _launch(self, process_obj: Any) -> None:
-        """Fork the process from its own server; otherwise as multiprocessing does it."""
+        """Fork the process from its own server. The rest is as in the method of multiprocessing that this replaces.
+
+        Sends the pickled process to the server, and sets `pid` and `sentinel`, a descriptor from which the exit code
+        can be read when the process has ended.
+        """
         data, popen, utilities = io.BytesIO(), cast(Any, self), cast(Any, util)
         set_spawning_popen(popen)
         try:
             prepared = spawn.get_preparation_data(process_obj._name)
-            # Without these entries the new process does not import the main script. So a script that starts a run needs
-            # no `if __name__ == "__main__"`.
+            # Without the entries that are left out, the new process does not import the main script. So a script that
+            # starts a run needs no `if __name__ == "__main__"`.
             prepared = {name: value for name, value in prepared.items() if not name.startswith(("init_main", "start_"))}
             reduction.dump(prepared, data)
             reduction.dump(process_obj, data)
@@ -210,22 +232,23 @@ class _Popen(popen_forkserver.Popen):
         self.pid = forkserver.read_signed(self.sentinel)
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
+        """Return the exit code; None if the process runs. Waits for the end unless `flag` is `os.WNOHANG`."""
         if self.returncode is None and not connection.wait([self.sentinel], 0 if flag == os.WNOHANG else None):
             return None
-        with self._polling:  # the exit code can be read only once
+        with self._polling:  # the exit code can be read from the descriptor only once
             return super().poll(flag)
 
 
 class ForkedProcess(ForkServerProcess):
     """A process forked from `server`, with the environment and the CPU cores of the thread that creates it.
 
-    The exit code is `SERVER_GONE` if the server was killed.
+    A subclass sets `server`. The exit code is `SERVER_GONE` if the server was killed.
     """
 
     server: ForkServer
+    """Server that the process is forked from."""
     _start_method: Any = None
-    """Start method of multiprocessing in the new process. None: Python's default, and not the method of this
-    process."""
+    """Start method that multiprocessing uses in the new process for its own children. None: Python's default."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -233,14 +256,16 @@ class ForkedProcess(ForkServerProcess):
         self._cores = os.sched_getaffinity(0)
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return the state that is sent to the new process, without the server, which cannot be pickled."""
         return {name: value for name, value in self.__dict__.items() if name != "server"}
 
     def enter(self) -> None:
-        """Set up the new process, before any other code runs in it."""
+        """Set the environment, CPU cores, random seeds and signals. Runs in the new process, before any other code."""
         os.environ.clear()
         os.environ.update(self.variables)
         os.sched_setaffinity(0, self._cores)
-        # Otherwise all processes forked from one server would draw the same random numbers, also after a restart.
+        # A forked process inherits the state of random generators. Without new seeds all processes of one server would
+        # draw the same numbers, also after a restart.
         if (numpy := sys.modules.get("numpy.random")) is not None:
             numpy.seed()
         if (torch := sys.modules.get("torch.random")) is not None:
@@ -248,7 +273,7 @@ class ForkedProcess(ForkServerProcess):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
 
     def run(self) -> None:
-        """Run the target in the new process."""
+        """Call `enter` and then the target, in the new process. multiprocessing calls this."""
         self.enter()
         super().run()
 

@@ -1,9 +1,15 @@
-"""torch's attention kernels, called so that they also return the log of the sum of weights and accept merged outputs.
+"""torch's attention kernels, called directly, because attention is computed in parts here.
 
-`flash.trainer.model.attention` computes attention in parts and merges them, for which it needs these sums. torch's
-public function `scaled_dot_product_attention` does not return them, so the kernels are called directly.
+`flash.trainer.model.attention` divides the keys that a query sees into parts, for example a shared prefix and the rest.
+It computes attention to each part, and merges the outputs. To merge them, it needs the sum of the weights of each part.
+torch's public function `scaled_dot_product_attention` does not return these sums, but the kernels do.
 
-`lse` is the log-sum-exp of a query's scores, the log of the sum of its weights.
+`lse` is the log-sum-exp of a query's scores, the log of the sum of its weights. In the backward pass the kernels get
+the merged output and `lse` of all parts, from which each computes its share of the gradient.
+
+Three kernels: one for the CPU; *flash*, the fastest on a GPU, for 16-bit numbers and without a mask; and the
+*memory-efficient* one for everything else on a GPU. `attend_ragged` calls flash for sequences of different lengths that
+lie one after another without padding.
 
 Shape legend: S = sequences, H = heads of queries, G = heads of keys, Q = query tokens, K = key tokens, M = tokens of
 all sequences, D = width of a head.
@@ -35,98 +41,103 @@ class AttentionOptions(NamedTuple):
     mask: Tensor | None
     """bool, [S, 1, Q, K]: True where the query sees the key. None: `causal` decides."""
     causal: bool
-    """Used without a mask. True: each query sees the keys up to its own place. False: each query sees all keys."""
+    """Only used without a mask. True: each query sees the keys up to its own position. False: it sees all keys."""
     scale: float
     """Factor of the products of queries and keys."""
     cap: float | None = None
-    """Scores become cap · tanh(score / cap). No kernel of this module supports a cap."""
+    """Scores become cap · tanh(score / cap). The kernels ignore a cap, so the caller computes such attention itself."""
 
 
 WIDTHS = 8
-"""GPU kernels require head widths that are a multiple of this, and mask rows that are a multiple of twice this."""
+"""GPU kernels require head widths that are a multiple of this number, and rows of masks that are a multiple of twice
+this number."""
 WIDEST_FLASH = 256
 """Largest head width of the flash kernel, the fastest one on a GPU."""
 FLASH_SINCE = (8, 0)
 """Lowest compute capability of GPUs with the flash kernel."""
 SUMS = 32
-"""The memory-efficient kernel requires the sums of weights padded to a multiple of this many tokens."""
+"""The memory-efficient kernel requires `lse` padded to a multiple of this many tokens."""
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """Return the attention output, [S, H, Q, D], and the log of the sum of weights, float32 [S, H, Q].
 
     Queries are [S, H, Q, D]; keys and values are [S, G, K, D], where H is a multiple of G. The D of values may differ.
-    A query that sees no key gets an output of zeros and a log-sum of −inf.
+    A query that sees no key gets an output of zeros and a log-sum of −inf, so that it adds nothing in a merge.
     """
     import torch
 
-    wide = [_to_width(one, (query, value)) for one in (query, key, value)]
-    mask, causal = _added(options.mask, query), options.causal and options.mask is None
+    wide = [_pad_heads(one, (query, value)) for one in (query, key, value)]
+    mask, causal = _additive_mask(options.mask, query), options.causal and options.mask is None
     kernels = torch.ops.aten
     if query.device.type == "cpu":
-        answer, lse = kernels._scaled_dot_product_flash_attention_for_cpu(
+        output, lse = kernels._scaled_dot_product_flash_attention_for_cpu(
             *wide, 0.0, causal, attn_mask=mask, scale=options.scale
         )
     elif _takes_flash(wide[0], mask):
-        answer, lse, *_ = kernels._scaled_dot_product_flash_attention(*wide, 0.0, causal, False, scale=options.scale)
+        output, lse, *_ = kernels._scaled_dot_product_flash_attention(*wide, 0.0, causal, False, scale=options.scale)
     else:
-        answer, lse, *_ = kernels._scaled_dot_product_efficient_attention(
-            *_every_head(wide), mask, True, 0.0, causal, scale=options.scale
+        output, lse, *_ = kernels._scaled_dot_product_efficient_attention(
+            *_repeat_heads(wide), mask, True, 0.0, causal, scale=options.scale
         )
+        # This kernel returns `lse` with padding (`SUMS`).
         lse = lse[..., : query.shape[2]]
     if options.mask is not None:
-        blind = ~options.mask.any(-1)
-        answer, lse = answer.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -torch.inf)
-    return answer[..., : value.shape[-1]], lse
+        sees_nothing = ~options.mask.any(-1)
+        output, lse = output.masked_fill(sees_nothing[..., None], 0.0), lse.masked_fill(sees_nothing, -torch.inf)
+    return output[..., : value.shape[-1]], lse
 
 
 def attend_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, answer: Tensor, lse: Tensor, options: AttentionOptions
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, options: AttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value.
+    """Return the gradients of query, key and value of `attend`, given the gradient of the output.
 
-    If each token's attention is computed in several parts, `answer` and `lse` must be merged over all parts. The
-    result is then this part's share of the whole gradient.
+    `output` and `lse` are results of `attend`. If each token's attention is computed in several parts, they must be
+    merged over all parts. The result is then this part's share of the whole gradient.
     """
     import torch
     from torch.nn.functional import pad
 
-    grad, answer, *wide = (_to_width(one, (query, value)) for one in (grad, answer, query, key, value))
-    mask, causal = _added(options.mask, query), options.causal and options.mask is None
+    grad, output, *wide = (_pad_heads(one, (query, value)) for one in (grad, output, query, key, value))
+    mask, causal = _additive_mask(options.mask, query), options.causal and options.mask is None
     kernels = torch.ops.aten
     if query.device.type == "cpu":
         grads = kernels._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, *wide, answer, lse, 0.0, causal, attn_mask=mask, scale=options.scale
+            grad, *wide, output, lse, 0.0, causal, attn_mask=mask, scale=options.scale
         )
     elif _takes_flash(wide[0], mask):
+        # Without dropout the kernel does not use the state of the random generator.
         none = torch.zeros((), dtype=torch.uint64, device=query.device)
         grads = kernels._scaled_dot_product_flash_attention_backward(
-            grad, *wide, answer, lse.contiguous(), None, None, query.shape[2], key.shape[2], 0.0, causal, none, none,
+            grad, *wide, output, lse.contiguous(), None, None, query.shape[2], key.shape[2], 0.0, causal, none, none,
             scale=options.scale,
         )  # fmt: skip
     else:
         none = torch.zeros((), dtype=torch.int64, device=query.device)
+        # With lse = inf, padding has weight 0.
         sums = pad(lse, (0, -query.shape[2] % SUMS), value=torch.inf).contiguous()
         grads = kernels._scaled_dot_product_efficient_attention_backward(
-            grad, *_every_head(wide), mask, _by_token(answer), sums, none, none, 0.0, [True, True, True, False],
+            grad, *_repeat_heads(wide), mask, _heads_adjacent(output), sums, none, none, 0.0, [True, True, True, False],
             causal, scale=options.scale,
         )[:3]  # fmt: skip
+        # Keys and values were repeated for each head of queries; their gradients are summed over the repetitions.
         groups = (1, query.shape[1] // key.shape[1], query.shape[1] // value.shape[1])
         grads = [one.unflatten(1, (-1, count)).sum(2) for one, count in zip(grads, groups, strict=True)]
     return tuple(one[..., : given.shape[-1]] for one, given in zip(grads, (query, key, value), strict=True))
 
 
 def takes_ragged(query: Tensor, value: Tensor) -> bool:
-    """Return True if `attend_ragged` supports these states: queries and values of [M, H, D] on a GPU."""
-    wide = _to_width(query[:0], (query, value))
+    """Return True if `attend_ragged` supports these queries and values, [M, H, D]: on a GPU, and as flash requires."""
+    wide = _pad_heads(query[:0], (query, value))
     return query.device.type == "cuda" and _takes_flash(wide, None)
 
 
 class RaggedSequences(NamedTuple):
-    """Limits of sequences laid one after another, for queries and for keys."""
+    """Positions of sequences that lie one after another, in the queries and in the keys."""
 
     begins: tuple[Tensor, Tensor]
-    """For queries and for keys: int32 [S + 1], the place of each sequence's first token, then the end of the last
+    """For queries and for keys: int32 [S + 1], the position of each sequence's first token, then the end of the last
     sequence."""
     most: tuple[int, int]
     """For queries and for keys: number of tokens of the longest sequence."""
@@ -139,12 +150,13 @@ def attend_ragged(
 ) -> tuple[Tensor, Tensor]:
     """Return the attention output [M, H, D] and the log of the sum of weights, float32 [M, H].
 
-    The kernel exists only on GPUs (`takes_ragged`). It needs no padding and supports neither a mask nor a cap.
+    Tokens attend within their sequence. The kernel exists only on GPUs (`takes_ragged`). It needs no padding, and
+    supports neither a mask nor a cap.
     """
     import torch
 
-    wide = [_to_width(one, (query, value)).contiguous() for one in (query, key, value)]
-    answer, lse, *_ = torch.ops.aten._flash_attention_forward(
+    wide = [_pad_heads(one, (query, value)).contiguous() for one in (query, key, value)]
+    output, lse, *_ = torch.ops.aten._flash_attention_forward(
         *wide,
         *sequences.begins,
         *sequences.most,
@@ -154,7 +166,7 @@ def attend_ragged(
         scale=options.scale,
         **_windows(sequences),
     )
-    return answer[..., : value.shape[-1]], lse.transpose(0, 1)
+    return output[..., : value.shape[-1]], lse.transpose(0, 1)
 
 
 def attend_ragged_backward(
@@ -162,36 +174,38 @@ def attend_ragged_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    answer: Tensor,
+    output: Tensor,
     lse: Tensor,
     options: AttentionOptions,
     sequences: RaggedSequences,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value of `attend_ragged`.
+    """Return the gradients of query, key and value of `attend_ragged`, given the gradient of the output.
 
-    If each token's attention is computed in several parts, `answer` and `lse` must be merged over all parts.
+    If each token's attention is computed in several parts, `output` and `lse` must be merged over all parts. The result
+    is then this part's share of the whole gradient.
     """
     import torch
 
-    grad, answer, *wide = (
-        _to_width(one.to(query.dtype), (query, value)).contiguous() for one in (grad, answer, query, key, value)
+    grad, output, *wide = (
+        _pad_heads(one.to(query.dtype), (query, value)).contiguous() for one in (grad, output, query, key, value)
     )
     none = torch.zeros(2, dtype=torch.uint64, device=query.device)
     grads = torch.ops.aten._flash_attention_backward(
-        grad, *wide, answer, lse.transpose(0, 1).contiguous(), *sequences.begins, *sequences.most, 0.0, options.causal,
+        grad, *wide, output, lse.transpose(0, 1).contiguous(), *sequences.begins, *sequences.most, 0.0, options.causal,
         none, none[:0], scale=options.scale, **_windows(sequences),
     )  # fmt: skip
     return tuple(one[..., : given.shape[-1]] for one, given in zip(grads, (query, key, value), strict=True))
 
 
 def _windows(sequences: RaggedSequences) -> dict[str, int]:
-    """Return the kernel's arguments for a window, which count the tokens before and after a query."""
+    """Return the kernel's arguments for an attention window: numbers of tokens before and after a query that it
+    sees."""
     window = sequences.window
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
 def _takes_flash(query: Tensor, mask: Tensor | None) -> bool:
-    """Return True if the flash kernel supports these queries: 16-bit, of a permitted width, and without a mask."""
+    """Return True if the flash kernel supports these queries: 16-bit, not too wide, without a mask, on a newer GPU."""
     import torch
 
     if query.device.type == "cuda" and torch.cuda.get_device_capability(query.device) < FLASH_SINCE:
@@ -199,28 +213,37 @@ def _takes_flash(query: Tensor, mask: Tensor | None) -> bool:
     return mask is None and query.element_size() == 2 and query.shape[-1] <= WIDEST_FLASH
 
 
-def _by_token(answer: Tensor) -> Tensor:
-    """Return the tensor with the heads of one token adjacent in memory, which the kernel assumes without a check."""
-    return answer.transpose(1, 2).contiguous().transpose(1, 2)
+def _heads_adjacent(output: Tensor) -> Tensor:
+    """Return an equal tensor with the heads of one token adjacent in memory.
+
+    The memory-efficient kernel assumes this layout without a check.
+    """
+    return output.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _to_width(states: Tensor, others: tuple[Tensor, ...]) -> Tensor:
-    """Pad each head with zeros to the common width that the kernels require."""
+def _pad_heads(states: Tensor, states_of_call: tuple[Tensor, ...]) -> Tensor:
+    """Return `states` with each head padded with zeros to the largest width among `states_of_call`.
+
+    The kernels require one width for queries, keys and values, on a GPU a multiple of `WIDTHS`. Zeros change no score.
+    """
     from torch.nn.functional import pad
 
-    most = max(one.shape[-1] for one in others)
+    most = max(one.shape[-1] for one in states_of_call)
     most += 0 if states.device.type == "cpu" else -most % WIDTHS
     return pad(states, (0, most - states.shape[-1])) if states.shape[-1] < most else states
 
 
-def _every_head(states: list[Tensor]) -> list[Tensor]:
-    """Repeat the heads of keys and values so that there is one for each head of queries."""
+def _repeat_heads(states: list[Tensor]) -> list[Tensor]:
+    """Return query, key and value, with the heads of keys and values repeated up to the number of heads of queries."""
     heads = states[0].shape[1]
     return [one.repeat_interleave(heads // one.shape[1], 1) if one.shape[1] < heads else one for one in states]
 
 
-def _added(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """Return the mask as numbers to add to scores, for all heads, with rows aligned as the kernels require."""
+def _additive_mask(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """Return the mask as numbers that are added to scores, [S, H, Q, K]: 0 where a query sees a key, −inf elsewhere.
+
+    The rows lie in memory as the kernels require. Returns None without a mask.
+    """
     import torch
 
     if mask is None:

@@ -1,7 +1,12 @@
-"""torch beyond its documented interface: stores and process groups, errors of collectives, memory without data.
+"""Functions that use torch beyond its documented interface, so that a new release of torch is checked in one place.
 
-Also CUDA handles for other processes, and the offloading of the inputs of recomputed layers. torch is imported where it
-is used, since that takes seconds.
+- Stores and process groups: a *store* is a small key-value server, through which the ranks of a process group meet. A
+  *collective* is an operation in which all ranks of a group take part; gloo (CPU) and nccl (GPU) carry them out.
+- The prediction of memory: `counted` makes tensors without data, and counts the bytes that they would need.
+- `offload_inputs` keeps the inputs of recomputed layers on another device.
+- `ipc_handle` lets another process open a CUDA tensor, and `set_recompile_limit` is for torch.compile.
+
+torch is imported inside the functions, because the import takes seconds.
 """
 
 from __future__ import annotations
@@ -52,9 +57,10 @@ TOUCHED = (
 
 
 def collective_failed(error: BaseException) -> bool:
-    """Return True if an error means that a collective failed, for example since another rank is gone.
+    """Return True if an error means that a collective failed, for example because another rank is gone.
 
-    nccl raises a class of its own. gloo raises a RuntimeError whose message begins with a path in gloo's sources.
+    The rank is then not at fault, and the ranks can start again. nccl raises a class of its own. gloo raises a
+    RuntimeError whose message contains a path in gloo's sources.
     """
     from torch.distributed import DistError
 
@@ -62,7 +68,10 @@ def collective_failed(error: BaseException) -> bool:
 
 
 def open_store(host: str, seconds: float) -> tuple[Store, int]:
-    """Return a store for a process group, which this process serves, and its port."""
+    """Start to serve a store in this process, on a free port, and return the store and the port.
+
+    `seconds`: time limit of each operation of the store.
+    """
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     store = TCPStore(host, 0, is_master=True, timeout=timedelta(seconds=seconds), wait_for_workers=False)
@@ -70,21 +79,24 @@ def open_store(host: str, seconds: float) -> tuple[Store, int]:
 
 
 def reach_store(host: str, port: int, seconds: float) -> Store:
-    """Return a store that another process serves. Reading a key waits until it is set."""
+    """Connect to a store that another process serves with `open_store`. Reading a key waits until it is set.
+
+    `seconds`: time limit of the connection and of each operation.
+    """
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
 
 
 def private_store() -> Store:
-    """Return a store of this process alone, for a process group of one rank."""
+    """Return a store in this process's memory, for a process group of one rank."""
     from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
     return HashStore()
 
 
 def file_store(file: Path, ranks: int) -> Store:
-    """Return a store of `ranks` processes of one machine, in a file that does not exist yet."""
+    """Return a store for `ranks` processes of one machine. It is in a file, which must not exist yet."""
     from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
     return FileStore(str(file), ranks)
@@ -93,16 +105,16 @@ def file_store(file: Path, ranks: int) -> Store:
 class Broadcasts:
     """A process group beside the default one, for broadcasts from its rank 0. Forming it waits for all of its ranks.
 
-    If a rank dies in the middle of a broadcast with gloo, the broadcast fails on the ranks that send to it or receive
-    from it, and on further ranks when these leave. With nccl it fails on a rank that calls `abort`, or at the time
-    limit.
+    `flash.weights.broadcast` sends weights to engines with it. If a rank dies in the middle of a broadcast with gloo,
+    the broadcast fails on the ranks that send to it or receive from it, and on further ranks when these leave. With
+    nccl it fails on a rank that calls `abort`, or at the time limit.
 
     Args:
         backend: gloo or nccl.
         store: the store through which the ranks meet.
         rank: rank of this process.
         size: number of ranks.
-        limit_s: seconds for forming the group, and for each broadcast.
+        limit_s: time limit in seconds for forming the group, and for each broadcast.
 
     Raises:
         RuntimeError: forming the group, or later a broadcast, failed or took too long. The group cannot be used again.
@@ -129,25 +141,29 @@ class Broadcasts:
         self._group._register_backend(device, kind, inner)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Send `tensor` if this is rank 0, else fill it. Returns when this rank's part is done."""
+        """Send `tensor` if this is rank 0, otherwise overwrite it with what rank 0 sends.
+
+        Returns when this rank's part is done.
+        """
         self._group.broadcast(tensor, 0).wait()
 
     def abort(self) -> None:
-        """End an nccl broadcast that another thread waits in."""
+        """End an nccl broadcast in which another thread of this process waits. Does nothing after `close`."""
         if (inner := self._inner) is not None:
             inner.abort()
 
     def close(self) -> None:
-        """Leave the group and end its connections."""
+        """End a running broadcast, leave the group and close its connections."""
         self.abort()
         self._group = self._inner = None
 
 
 @contextmanager
 def _blocking_wait() -> Generator[None]:
-    """Let an nccl group that is made in the block wait for its collectives on the host and raise their errors.
+    """Let an nccl group that is made in this block raise the errors of its collectives in the thread that calls them.
 
-    By default torch leaves errors to a thread that ends the process.
+    By default torch handles such errors in a thread of its own, which ends the process. torch reads the environment
+    variable when the group is made.
     """
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)
@@ -161,8 +177,10 @@ def _blocking_wait() -> Generator[None]:
 
 
 def all_gather(found: Tensor, own: Tensor, group: ProcessGroup) -> None:
-    """Fill `found` with the tensors of all ranks, one below another. torch 2.13 renamed the function for it."""
+    """Fill `found` with the tensors `own` of all ranks, one below another. A collective of `group`."""
     import torch.distributed as dist
+
+    # torch 2.13 has renamed the function.
 
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
     gather(found, own, group=group)
@@ -170,7 +188,7 @@ def all_gather(found: Tensor, own: Tensor, group: ProcessGroup) -> None:
 
 @contextmanager
 def single_process_group(backend: str) -> Generator[None]:
-    """Provide a default process group of this process alone."""
+    """Provide a default process group with this process as its only rank, for code that expects a group."""
     import torch.distributed as dist
 
     dist.init_process_group(backend, store=private_store(), rank=0, world_size=1)
@@ -181,14 +199,17 @@ def single_process_group(backend: str) -> Generator[None]:
 
 
 def ipc_handle(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the arguments with which another process opens a CUDA tensor of this process."""
+    """Return the arguments with which another process on this machine opens a CUDA tensor without a copy."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     return reduce_tensor(tensor)[1]
 
 
 def set_recompile_limit(variants: int) -> None:
-    """Set how many variants of one function torch.compile keeps, by shape, dtype and mode of gradients."""
+    """Set how many compiled variants of one function torch.compile keeps; beyond that it no longer compiles.
+
+    There is one variant for each combination of shapes, dtypes and whether gradients are computed.
+    """
     from torch._dynamo import config
 
     settings: Any = config
@@ -197,7 +218,10 @@ def set_recompile_limit(variants: int) -> None:
 
 @contextmanager
 def absent_ranks(count: int, rank: int = 0) -> Generator[None]:
-    """Provide a process group of `count` ranks of which only this one exists: collectives end at once, without data."""
+    """Provide a default process group of `count` ranks of which only this one exists.
+
+    Collectives end at once and exchange no data. So one process can predict the memory of a rank of many.
+    """
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -209,10 +233,19 @@ def absent_ranks(count: int, rank: int = 0) -> Generator[None]:
 
 
 class LiveBytes:
-    """Counter of the bytes of tensors of one device that are alive at the same time. `with` pauses the counting."""
+    """Counter of the bytes of tensors of one device that are alive at the same time. `counted` makes and feeds it.
+
+    A *storage* is the memory of a tensor, which several tensors may share. Used in a `with` statement, the counter
+    counts no new tensors inside the block.
+
+    Args:
+        device: type of the device, such as "cpu".
+    """
 
     def __init__(self, device: str) -> None:
-        self._device, self._sizes, self._paused = device, dict[int, int](), 0
+        self._device, self._paused = device, 0
+        self._sizes: dict[int, int] = {}
+        """Size in bytes of each living storage, by the id of its Python object."""
         self.now = 0
         """Bytes that are alive now."""
         self.most = 0
@@ -230,15 +263,17 @@ class LiveBytes:
             self._set(id(storage), storage.size())
 
     def _set(self, key: int, size: int) -> None:
-        """Record the size in bytes of a storage."""
+        """Set the size of a storage in bytes, and update the sums."""
         self.now += size - self._sizes.get(key, 0)
         self._sizes[key] = size
         self.most = max(self.most, self.now)
 
     def _end(self, key: int) -> None:
+        """Forget a storage that was deleted."""
         self.now -= self._sizes.pop(key)
 
     def __enter__(self) -> None:
+        """Pause the counting of new tensors. Pauses may be nested."""
         self._paused += 1
 
     def __exit__(self, *_: object) -> None:
@@ -258,7 +293,11 @@ class LiveBytes:
 
 @contextmanager
 def counted(device: str = "cpu") -> Generator[LiveBytes]:
-    """Make tensors without data inside this block, and count the bytes of those that claim to be on `device`."""
+    """Make tensors without data inside this block, and count the bytes that tensors on `device` would need.
+
+    All operations work, but only compute shapes, and need neither time nor memory. `flash.trainer.memory` predicts the
+    memory of a step so. With the default, tensors on "cpu" stand for tensors on a GPU.
+    """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.tensor import DTensor
@@ -274,12 +313,13 @@ def counted(device: str = "cpu") -> Generator[LiveBytes]:
     class CountingMode(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if DTensor in types:
-                return NotImplemented  # the operation on this rank's part comes here too, and is counted
-            # Without data, wait_tensor makes a new tensor; with data it returns its argument.
+                return NotImplemented  # DTensor then calls the operation on this rank's part, which is counted here
+            # Without data, wait_tensor makes a new tensor. A real one returns its argument, so nothing must be counted.
             result = args[0] if func is wait_tensor else func(*args, **(kwargs or {}))
             count.add_tensors(result)
             return result
 
+    # FSDP frees gathered parameters by resizing their storage to 0, which no dispatch mode sees.
     def counted_resize(storage: UntypedStorage, size: int) -> UntypedStorage:
         result = resize(storage, size)
         count.resized(storage)
@@ -288,13 +328,12 @@ def counted(device: str = "cpu") -> Generator[LiveBytes]:
     propagation: Any = ShardingPropagator
     learn_shapes: Any = propagation._propagate_tensor_meta_non_cached
 
+    # DTensor infers shapes by computing with whole tensors without data. A real run has no such tensors.
     def uncounted(*args: Any) -> Any:
         with count:
             return learn_shapes(*args)
 
-    # FSDP frees gathered parameters by resizing their storage, which no dispatch mode sees.
     storages.resize_ = counted_resize
-    # DTensor infers shapes with whole tensors without data. They do not exist in a real run.
     propagation._propagate_tensor_meta_non_cached = uncounted
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), CountingMode():
@@ -305,13 +344,17 @@ def counted(device: str = "cpu") -> Generator[LiveBytes]:
 
 @cache
 def _any_grouped_product() -> None:
-    """Support grouped matrix products without data for all dtypes; torch itself supports bfloat16 alone."""
+    """Let torch infer the shape of grouped matrix products for all dtypes. Without this it only does so for bfloat16.
+
+    Such products compute the experts of a mixture. Called once in a process.
+    """
     import torch
     from torch._subclasses.fake_impls import register_op_impl
 
     @register_op_impl(torch.ops.aten._grouped_mm.default)
     def shaped(mode: Any, _: Any, left: Tensor, right: Tensor, offs: Tensor, *__: Any, **___: Any) -> Tensor:
-        # Either rows multiplied by their group's matrix, or one product per group, summed over its rows.
+        # `offs` [groups]: end of each group of rows. Either each row is multiplied by the matrix of its group, or there
+        # is one product for each group, summed over its rows.
         shape = [len(left), right.shape[-1]] if right.dim() == 3 else [len(offs), len(left), right.shape[1]]
         with mode:
             return left.new_empty(shape)
@@ -320,8 +363,10 @@ def _any_grouped_product() -> None:
 def offload_inputs(layer: nn.Module, where: str) -> None:
     """Keep the inputs of a checkpointed layer on the device `where` until the backward pass runs the layer again.
 
-    Must be called before the layer is sharded. Copies run in the order of the device's work. They use pinned memory if
-    the device is a GPU.
+    A checkpointed layer saves only its inputs in the forward pass, and is computed again in the backward pass. With
+    many layers and long sequences these inputs would fill the device. Must be called before the layer is sharded.
+    Copies do not block the host: they run in the order of the device's work, from and to pinned memory if the device is
+    a GPU.
     """
     import torch
     from torch.autograd.graph import saved_tensors_hooks
@@ -340,7 +385,8 @@ def offload_inputs(layer: nn.Module, where: str) -> None:
         return offloaded.to(device, non_blocking=True)
 
     def before(*_: object) -> None:
-        # During recomputation, saved tensors are for the backward pass that has begun: they stay on the device.
+        # When the layer is computed again, its saved tensors are needed at once, so they stay on the device. torch has
+        # switched `enable_hook` off then.
         if state.enable_hook and torch.is_grad_enabled():
             entered.append(saved_tensors_hooks(pack, unpack))
             entered[-1].__enter__()
@@ -354,7 +400,7 @@ def offload_inputs(layer: nn.Module, where: str) -> None:
 
 
 def has_data(tensor: Tensor) -> bool:
-    """Return True if the tensor has data, because it was made outside of `counted`."""
+    """Return True if the tensor has data; False if it was made inside `counted`."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return not isinstance(tensor, FakeTensor)

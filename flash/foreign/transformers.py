@@ -1,4 +1,11 @@
-"""transformers beyond its documented interface: properties of a model's layers, and reading weights by tensor."""
+"""Functions that use transformers beyond its documented interface, so that a new release is checked in one place.
+
+They answer questions about a model that its class or configuration does not answer in one way: which attention it has,
+how it changes logits, how many experts, and which positions. `stored_tensors` reads weights tensor by tensor, so that
+no process has to hold a whole model.
+
+The *text configuration* (`get_text_config`) is that of the language model, also in a model that reads images.
+"""
 
 from __future__ import annotations
 
@@ -48,28 +55,34 @@ TOUCHED = (
 """Attributes of transformers that this module uses, in the form of `flash.foreign.vllm.TOUCHED`."""
 
 SCALED = ("F8", "F6", "F4", "I8", "U8")
-"""Prefixes of the safetensors dtypes whose numbers must be multiplied by a scale that is stored separately."""
+"""Prefixes of the dtypes in safetensors files that are quantized: their numbers must be multiplied by a scale that is
+stored separately."""
 
 
 def takes_attention(model: PreTrainedModel) -> bool:
-    """Return True if the model looks its attention up by name, so that it can be replaced."""
+    """Return True if the model looks its attention function up by name, so that Flash can give it another one."""
     return bool(getattr(model, "_supports_attention_backend", False))
 
 
 def attention(model: PreTrainedModel) -> str | None:
-    """Return the name of the attention that the model calls."""
+    """Return the name of the attention function that the model calls."""
     return model.config._attn_implementation  # pyright: ignore[reportPrivateUsage]
 
 
 def default_attention(model: PreTrainedModel) -> str:
-    """Return the name of the attention that transformers selects by default for a model of this class."""
-    # transformers' sdpa ignores caps of scores without a warning.
+    """Return the name of the attention function that transformers would select for a model of this class.
+
+    For models that cap attention scores it is "eager", because transformers' sdpa ignores the cap without a warning.
+    """
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     return model.get_correct_attn_implementation("eager" if capped else None)
 
 
 class LogitChange(NamedTuple):
-    """Change that a model makes to the logits of its output layer: cap · tanh(scale · logit / cap)."""
+    """Change that a model makes to the logits of its output layer: cap · tanh(scale · logit / cap).
+
+    Flash computes log-probs itself, from the output layer's input, so it has to make this change, too.
+    """
 
     scale: float = 1.0
     cap: float | None = None
@@ -77,7 +90,10 @@ class LogitChange(NamedTuple):
 
 
 def _logit_attributes(model: PreTrainedModel) -> list[tuple[object, str, float | None]]:
-    """Return the attributes that change logits: owner, name, and the value that leaves logits unchanged."""
+    """Return the attributes of a model that change logits, as far as it has them.
+
+    Each is the object that has the attribute, its name, and the value with which logits stay unchanged.
+    """
     found: list[tuple[object, str, float | None]] = [
         (model.config, "final_logit_softcapping", None),
         (model.config, "logits_scaling", 1.0),
@@ -89,14 +105,15 @@ def _logit_attributes(model: PreTrainedModel) -> list[tuple[object, str, float |
 
 
 def logit_change(model: PreTrainedModel) -> LogitChange:
-    """Return the change of logits as the names of the model's attributes imply it.
+    """Return the change of logits that the model's attributes imply.
 
-    Only the model's own forward pass shows if that is all (see `flash.trainer.model.packing_check`).
+    A model may change logits in other ways, too. `flash.trainer.model.packing_check` compares with the model's own
+    forward pass, which shows this.
     """
     values: dict[str, float] = {name: getattr(owner, name) for owner, name, _ in _logit_attributes(model)}
     cap, scale = values.pop("final_logit_softcapping", None), 1.0
     for name, value in values.items():
-        # Granite models divide by this number, others multiply by a number of the same name.
+        # Granite models divide by `logits_scaling`; other models multiply by a number of the same name.
         divides = name == "logits_scaling" and model.config.model_type.startswith("granite")
         scale = scale / value if divides else scale * value
     return LogitChange(scale, cap)
@@ -104,7 +121,8 @@ def logit_change(model: PreTrainedModel) -> LogitChange:
 
 @contextmanager
 def logits_unchanged(model: PreTrainedModel) -> Generator[None]:
-    """Let the model return the output of its output layer unchanged inside this block."""
+    """Let the model return the output of its output layer unchanged inside this block, where Flash replaces that
+    layer."""
     kept = [(owner, name, getattr(owner, name), neutral) for owner, name, neutral in _logit_attributes(model)]
     try:
         for owner, name, _, neutral in kept:
@@ -129,12 +147,13 @@ def positions(model: PreTrainedModel) -> int | None:
 
 
 def layer_types(model: PreTrainedModel) -> set[str]:
-    """Return the class names of the layers that are sharded as a whole."""
+    """Return the class names of the decoder layers, each of which is sharded as a whole."""
     return set(model._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
 
 
 RECURRENT = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
-"""transformers' names of layers with a state that runs on from one token to the next."""
+"""transformers' names of kinds of layers with a state that runs on from one token to the next. The trainer gives
+such a model one sequence at a time, and refuses it with context parallelism."""
 
 
 def is_recurrent(model: PreTrainedModel) -> bool:
@@ -143,7 +162,8 @@ def is_recurrent(model: PreTrainedModel) -> bool:
 
 
 def recurrent_layers(described: PreTrainedConfig) -> str:
-    """Return the kinds of recurrent layers of a configuration, separated by commas; empty if it names none."""
+    """Return the kinds of recurrent layers (`RECURRENT`) that a configuration names, separated by commas; else
+    empty."""
     return ", ".join(sorted(RECURRENT & set(getattr(described.get_text_config(), "layer_types", None) or ())))
 
 
@@ -153,33 +173,33 @@ def layer_count(model: PreTrainedModel) -> int:
 
 
 WITHOUT_ATTENTION = {"conv", "linear_attention", "mamba"}
-"""Names in transformers of kinds of layers that have no attention."""
+"""transformers' names of kinds of layers that have no attention."""
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-"""Names in configurations of transformers for the number of experts of a layer."""
+"""Names that configurations of transformers have for the number of experts of a layer."""
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
-"""Names in configurations of transformers for the number of experts that a token is sent to."""
+"""Names that configurations of transformers have for the number of experts that a token is sent to."""
 
 
 class AttentionLayer(NamedTuple):
-    """The size of one attention layer."""
+    """The size of one attention layer, from which `flash.trainer.performance` computes FLOPs."""
 
     window: float
-    """The number of tokens that a token sees at most, itself included; infinite without a window or chunk."""
+    """Largest number of tokens that a token sees, itself included; infinite without a window or chunk."""
     width: int
-    """Numbers in all queries and all values of one token."""
+    """Number of elements in all queries and all values of one token: heads · (query size + value size)."""
 
 
 def layer_configs(model: PreTrainedModel) -> list[Any]:
-    """Return the configuration of each decoder layer: that of the model, unless its layers differ in size."""
+    """Return the configuration of each decoder layer. All have that of the model, unless its layers differ in size."""
     described = model.config.get_text_config()
-    # The configuration of Gemma 4 refuses to name one size for all layers.
+    # Gemma 4 is such a model: its configuration raises an error if a size of all layers is read.
     if getattr(described, "is_heterogeneous", False):
         return list(described.per_layer_config)
     return [described] * layer_count(model)
 
 
 def head_width(layer: Any) -> int:
-    """Return the width of a head, from the configuration of a layer."""
+    """Return the width of an attention head, given the configuration of its layer."""
     return getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
 
 
@@ -192,6 +212,7 @@ def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
         heads = getattr(layer, "num_attention_heads", None) or 0
         if kind in WITHOUT_ATTENTION or not heads:
             continue
+        # Without kinds of layers, a window holds for all layers.
         bounded = bool(limits) and (not kind or "sliding" in kind or "chunked" in kind)
         query, value = (getattr(layer, name, None) or head_width(layer) for name in ("qk_head_dim", "v_head_dim"))
         layers.append(AttentionLayer(float(limits[0]) if bounded else math.inf, heads * (query + value)))
@@ -199,7 +220,10 @@ def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
 
 
 def routed_share(model: PreTrainedModel) -> tuple[int, float]:
-    """Return the number of experts of a layer, 0 without experts, and the share of them that a token is sent to."""
+    """Return the number of experts of a layer, and the share of them that a token is sent to.
+
+    A model without experts has 0 and 1.
+    """
     described = model.config.get_text_config()
     experts, chosen = (
         next((count for name in names if (count := getattr(described, name, None))), 0)
@@ -209,23 +233,31 @@ def routed_share(model: PreTrainedModel) -> tuple[int, float]:
 
 
 ABSORBED = "kv_b_proj"
-"""Projection of latent attention (DeepSeek). Engines multiply it into other weights when they load it, so they would
-hold an adapter of it and never use it."""
+"""Name of a projection of latent attention (DeepSeek). Engines multiply it into other weights when they load it, so
+they would hold an adapter of it and never use it."""
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
-    """Return the last names of the model's linear layers that may get adapters: not the output layer, nor
-    `ABSORBED`."""
+    """Return the last parts of the names of all linear layers that may get adapters, such as `q_proj`, sorted.
+
+    The output layer and `ABSORBED` are left out.
+    """
     output = model.get_output_embeddings()
     linear = (name for name, module in model.named_modules() if type(module) is nn.Linear and module is not output)
     return sorted({name.rpartition(".")[2] for name in linear} - {ABSORBED})
 
 
 def without_weights(path: str, *, trusted: bool, layers: int | None = None) -> PreTrainedModel:
-    """Return the model at a folder or hub id with parameters on the meta device, without memory. Buffers are real.
+    """Return the model at a folder or hub id with parameters on the meta device, which need no memory. Buffers are
+    real.
 
-    With `layers`, the model has only this many of its decoder layers, the first ones. Raises the errors of
-    transformers.
+    Args:
+        path: folder or id of the model.
+        trusted: True if code that comes with the model may run.
+        layers: number of decoder layers that the model keeps, the first ones; None to keep all.
+
+    Raises:
+        OSError, ValueError, and others of transformers: the model does not exist, or is no causal language model.
     """
     described = AutoConfig.from_pretrained(path, local_files_only=Path(path).is_dir(), trust_remote_code=trusted)
     if layers is not None:
@@ -235,14 +267,14 @@ def without_weights(path: str, *, trusted: bool, layers: int | None = None) -> P
 
 
 def keep_layers(described: PreTrainedConfig, count: int) -> None:
-    """Change a configuration to that of a model with the first `count` of its decoder layers."""
+    """Change a configuration, in place, to that of a model with only the first `count` of its decoder layers."""
     described.num_hidden_layers = count
     if getattr(described, "layer_types", None):
         described.layer_types = described.layer_types[:count]
 
 
 class ExpertRouter(NamedTuple):
-    """Module that chooses the experts of a decoder layer."""
+    """Module that chooses the experts of a decoder layer (its router)."""
 
     layer: int
     """Number of the decoder layer, from 0."""
@@ -252,9 +284,10 @@ class ExpertRouter(NamedTuple):
 
 
 def routers(model: PreTrainedModel) -> list[ExpertRouter]:
-    """Return the routers of a model, in the order of its layers.
+    """Return the routers of a model, in the order of its layers. Flash replays the engine's choice of experts there.
 
-    The list is empty if the model's class does not declare routers, or declares several kinds.
+    The list is empty if the model's class does not declare in transformers where routers are, or declares several
+    kinds.
     """
     recorded: Any = getattr(model, "_can_record_outputs", None) or {}
     router, found = recorded.get("router_logits"), list[ExpertRouter]()
@@ -270,13 +303,17 @@ def routers(model: PreTrainedModel) -> list[ExpertRouter]:
 
 
 def layer_number(attention: nn.Module) -> int | None:
-    """Return the number of the decoder layer of an attention module, from 0; None if the module does not know it."""
+    """Return the number of the decoder layer that an attention module belongs to, from 0; None if it has no number."""
     number = getattr(attention, "layer_idx", None)
     return number if isinstance(number, int) else None
 
 
 def positions_by_length(described: PreTrainedConfig) -> str | None:
-    """Return the kind of rotary positions if they depend on the length of the sequence; else None."""
+    """Return the kind of the model's rotary positions if they depend on the length of the sequence; else None.
+
+    With context parallelism, where each rank has a part of each sequence, such a model is refused: a rank does not know
+    the length that its positions depend on.
+    """
     rope: Any = getattr(described, "rope_parameters", None) or {}
     kinds = [table.get("rope_type", "") for table in (rope, *rope.values()) if isinstance(table, dict)]
     return next((kind for kind in kinds if "dynamic" in kind or kind == "longrope"), None)
@@ -285,19 +322,26 @@ def positions_by_length(described: PreTrainedConfig) -> str | None:
 def stored_tensors(
     path: str, model: PreTrainedModel, shapes: Mapping[str, torch.Size]
 ) -> Callable[[str], Tensor] | None:
-    """Return a function that reads one tensor of the model, by name, from safetensors files at a folder or hub id.
+    """Return a function that reads one tensor of the model, by name, from safetensors files.
 
-    A tensor has the dtype of its file. Tensors that are stored in pieces, such as each expert apart, are put together
-    as transformers does when it loads a model. `shapes` names the tensors of the model.
+    So a rank can load its part of each tensor without holding the whole model. A tensor has the dtype of its file.
+    Tensors that are stored in pieces, such as each expert apart, are put together as transformers does when it loads a
+    model. Stored names may differ from the model's names, as transformers' conversions of the model say.
+
+    Args:
+        path: folder or hub id of the model.
+        model: the model, whose class has the conversions.
+        shapes: shape of each tensor of the model, by name.
 
     Returns:
-        The function; None if there are no safetensors files, or if they do not hold every tensor.
+        The function; None if there are no safetensors files, or if they do not hold every tensor of `shapes`.
 
     Raises:
         ValueError: a tensor is quantized, so that it cannot be used without its scale.
     """
     if (files := _weight_files(path)) is None:
         return None
+    # File, shape and dtype of each stored tensor, by its name in the file.
     found: dict[str, tuple[str, list[int], str]] = {}
     for name in files:
         with safe_open(name, framework="pt") as file:
@@ -308,10 +352,13 @@ def stored_tensors(
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
     converters = [change for change in changes if isinstance(change, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    # Stored names of the pieces of each tensor, each with the pattern of the conversion that takes it; None if the
+    # tensor is stored in one piece.
     pieces: dict[str, list[tuple[str, str | None]]] = {}
     known = dict(shapes)
     for key, (file_name, shape, dtype) in sorted(found.items(), key=lambda one: dot_natural_key(one[0])):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+        # The files may have the model's own names already.
         if name not in shapes and key in shapes:
             name, pattern = key, None
         if name in shapes and (pattern is not None or list(shapes[name]) == shape):
@@ -328,7 +375,7 @@ def stored_tensors(
             (first, pattern), *_ = pieces[name]
             if pattern is None:
                 return opened[found[first][0]].get_tensor(first)
-            # A converter collects pieces until it is complete, so each tensor needs a fresh one.
+            # A converter collects pieces until it is complete, so each tensor needs a new copy.
             converter: Any = deepcopy(by_pattern[pattern])
             for key, source in pieces[name]:
                 converter.add_tensor(name, key, source, opened[found[key][0]].get_tensor(key))
@@ -339,7 +386,10 @@ def stored_tensors(
 
 
 def _weight_files(path: str) -> list[str] | None:
-    """Return the paths of a model's safetensors files; None if there are none."""
+    """Return the paths of a model's safetensors files, of one file or of several with an index; None if there are none.
+
+    The files of a hub id are downloaded into the local cache.
+    """
     local = Path(path).is_dir()
     try:
         return [str(cached_file(path, SAFE_WEIGHTS_NAME, local_files_only=local))]
@@ -353,14 +403,17 @@ def _weight_files(path: str) -> list[str] | None:
 
 
 def make_weights_readable(folder: Path) -> None:
-    """Give weight files the mode of the model's configuration. safetensors lets only their owner read them."""
+    """Give the safetensors files in a folder the permissions of the configuration file beside them.
+
+    safetensors writes files that only their owner may read. Others may need to load the model, such as a server.
+    """
     for file in folder.glob("*.safetensors"):
         copymode(next(folder.glob("*config.json")), file)
 
 
 @contextmanager
 def hidden_progress_bars() -> Generator[None]:
-    """Hide transformers' own progress bars inside this block: they would break up the caller's lines."""
+    """Hide the progress bars of transformers inside this block, because they would break up the caller's output."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -1,9 +1,12 @@
-"""vLLM beyond its documented interface: everything that the node loop and the trainer use, in one place.
+"""All functions of vLLM beyond its documented interface that the node loop uses, so that they are in one place.
+
+`flash.rollout.vllm.engine` calls them. vLLM's `AsyncLLM` (`llm` below) is in the node loop. It sends requests to the
+engine's *core*, a process which schedules steps. The core lets *workers*, further processes, compute them.
 
 `TOUCHED` names every attribute that is used. `tests/foreign/test_touched.py` looks for each of them in the installed
-vLLM, so that a version that has moved one fails with its name. Code that runs inside vLLM's workers is in
-`flash.foreign.vllm_worker`; how processes start and end is in `flash.foreign.vllm_processes`. vLLM is imported where it
-is used, so that this module can be imported without it.
+vLLM. If a new version has moved an attribute, the test fails with its name. Code that runs inside vLLM's workers is in
+`flash.foreign.vllm_worker`, and how processes start and end is in `flash.foreign.vllm_processes`. vLLM is imported
+inside the functions, so that this module can be imported without it.
 """
 
 from __future__ import annotations
@@ -98,7 +101,8 @@ TOUCHED = (
     "vllm.lora.request:LoRARequest",
     "huggingface_hub.constants:HF_HUB_OFFLINE",
 )
-"""`module:Class.attribute`; the attributes of a class include those that its `__init__` sets."""
+"""Attributes of vLLM that this module uses, in the form `module:Class.attribute`. The attributes of a class include
+those that its `__init__` sets."""
 
 TOUCHED_BY_WORKERS = (
     "vllm.distributed.weight_transfer.base:WeightTransferEngine.init_transfer_engine",
@@ -141,7 +145,7 @@ TOUCHED_BY_WORKERS = (
     "vllm.model_executor.model_loader.reload:initialize_layerwise_reload",
     "vllm.model_executor.model_loader.reload:finalize_layerwise_reload",
 )
-"""Attributes that `flash.foreign.vllm_worker` uses, in the form of `TOUCHED`. They are apart since importing that
+"""Attributes that `flash.foreign.vllm_worker` uses, in the form of `TOUCHED`. They are here because importing that
 module takes long."""
 
 
@@ -149,16 +153,16 @@ module takes long."""
 
 
 class NoAttentionError(ValueError):
-    """vLLM has no attention kernel on this machine for a model."""
+    """Failure of `engine_maker`: vLLM has no attention kernel on this machine for the model."""
 
 
 def engine_maker(arguments: dict[str, Any]) -> Callable[..., Any]:
-    """Check an engine's arguments and return a function that builds its AsyncLLM from `stat_loggers`.
+    """Check an engine's arguments, and return a function that builds its AsyncLLM, given its `stat_loggers`.
 
     Raises:
-        NoAttentionError: vLLM's attention on the CPU does not support the model. The engine itself would fail only
-        after
-            minutes.
+        NoAttentionError: vLLM's attention on the CPU does not support the model. Without this check the engine would
+            fail only after minutes.
+        TypeError, ValueError, NotImplementedError, AssertionError: vLLM refuses an argument.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
@@ -183,10 +187,11 @@ def _check_head_size(model: Any) -> None:
 
 
 def accept_typed_replies() -> None:
-    """Let this process decode the answers of a core that may send pickles: such a core names the types of its answers.
+    """Let this process decode the answers of a core that may send pickles. The ipc weight backend needs such a core.
 
-    vLLM reads the environment variable of this name at each answer, when Flash has long restored the environment.
-    Without it, the first answer would end vLLM's reading task, and the caller would wait forever.
+    A core with the variable VLLM_ALLOW_INSECURE_SERIALIZATION names the types of its answers. vLLM reads the variable
+    in this process, too, at each answer. But Flash has then restored the environment variables, so the value is set
+    here. Without it, the first answer would end vLLM's reading task, and the caller would wait forever.
     """
     from vllm import envs
 
@@ -194,20 +199,25 @@ def accept_typed_replies() -> None:
 
 
 def disable_statistics(llm: Any) -> None:
-    """Turn off statistics in this process, which would add up the latency of every token. The engine's process counts.
+    """Turn off the statistics that vLLM makes in this process, because they take time for each token.
 
-    Must be called before vLLM's reading task starts, which is at the first call from an event loop.
+    The statistics of steps, which the engine's core makes, still arrive (`stat_logger`). Must be called before vLLM's
+    reading task starts, so before the first call from an event loop.
     """
     llm.log_stats = llm.output_processor.log_stats = False
 
 
 def cache_tokens(llm: Any) -> int:
-    """Return the size in tokens of a started engine's KV cache; 0 if the engine does not report it."""
+    """Return the number of tokens that the KV cache of a started engine can hold; 0 if the engine does not report
+    it."""
     return llm.vllm_config.cache_config.kv_cache_size_tokens or 0
 
 
 def fail_requests(llm: Any) -> None:
-    """End all requests and the reading task now. vLLM would do so later, and log them as failures."""
+    """End all requests with an error, and the reading task, for an engine that is closed or dead.
+
+    vLLM would do so later, and log each request as a failure.
+    """
     from vllm.v1.engine.exceptions import EngineDeadError
 
     llm.output_processor.propagate_error(EngineDeadError())
@@ -223,13 +233,16 @@ def is_core_death(error: BaseException) -> bool:
 
 
 def worker_error(error: BaseException) -> str:
-    """Return the worker's own error message from an error that the engine has passed on."""
+    """Return the error message of a worker, cut out of the error that the engine raises for it.
+
+    For an error of another form, its type and message are returned.
+    """
     found = re.search(r"Worker failed with error '(.*)', please check the stack trace", str(error), re.DOTALL)
     return found.group(1) if found else f"{type(error).__name__}: {error}"
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return True if an error means that a request is invalid."""
+    """Return True if an error means that a request is invalid, so that no engine would serve it."""
     from vllm.exceptions import VLLMClientError
 
     return isinstance(error, VLLMClientError | ValueError)
@@ -239,12 +252,12 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def sampling_parameters(how: Mapping[str, Any], max_tokens: int, *, likeliest: int = 0) -> Any:
-    """Return vLLM's parameters of one sample, whose tokens and flat log-probs are delivered in pieces.
+    """Return vLLM's parameters of a request for one response, whose tokens and log-probs are delivered in pieces.
 
     Args:
         how: settings of sampling and stopping, by vLLM's own names.
-        max_tokens: length at which the sample ends in any case.
-        likeliest: number of most likely tokens whose log-probs are reported with that of the sampled token.
+        max_tokens: largest number of tokens of the response.
+        likeliest: number of most likely tokens whose log-probs are reported in addition to the sampled token's.
     """
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -255,25 +268,26 @@ def sampling_parameters(how: Mapping[str, Any], max_tokens: int, *, likeliest: i
         flat_logprobs=True,
         detokenize=bool(how["stop"]),
         output_kind=RequestOutputKind.DELTA,
-        # vLLM copies it per request, and only ever adds the model's end-of-text tokens to it.
+        # By default vLLM copies the parameters for each request. It only adds the model's end-of-text tokens to them,
+        # which are the same for all requests, so equal requests can share one object.
         skip_clone=True,
     )
 
 
 def with_seed(parameters: Any, seed: int) -> Any:
-    """Return the parameters with a random generator of the request's own, which no other request influences."""
+    """Return a copy of the parameters with a seed. The request then has a random generator of its own."""
     own = copy(parameters)
     own.seed = seed
     return own
 
 
 def vocabulary(llm: Any) -> int:
-    """Return the number of tokens for which an engine's model has logits."""
+    """Return the number of tokens for which the model of an engine has logits."""
     return llm.model_config.get_vocab_size()
 
 
 def scoring_parameters() -> Any:
-    """Return vLLM's parameters of a request for the log-probs of its prompt."""
+    """Return vLLM's parameters of a request for the log-probs of its prompt. The canary, a text, is such a prompt."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
@@ -286,16 +300,19 @@ def scoring_parameters() -> Any:
 
 
 def version_starts(llm: Any, queue: Any) -> Callable[[], Sequence[tuple[str, int]]]:
-    """Return a function that returns the weight versions of a running request so far, each with its first token."""
+    """Return a function that returns the weight versions of a running request so far.
+
+    Each version is a label (`update_weights`) with the index of the first token that was sampled with it.
+    """
     state = llm.output_processor.request_states.get(queue.request_id)
     return lambda: state.weight_version_starts
 
 
 def trim_logprobs(llm: Any, queue: Any) -> Callable[[], None]:
-    """Return a function that frees the reported most likely tokens of a running request that are delivered already.
+    """Return a function that frees the log-probs of a running request that were delivered already.
 
-    vLLM keeps them until the response ends, kilobytes per token, and decodes each of them if the response has stop
-    texts. Nothing uses either.
+    With the most likely tokens, vLLM would keep kilobytes per token until the response ends, and would decode each of
+    these tokens if the response has stop texts. Nothing uses that. `queue` has the output of the request.
     """
     state = llm.output_processor.request_states.get(queue.request_id)
     if state is None:  # the request has ended, and all its output is in the queue
@@ -304,18 +321,18 @@ def trim_logprobs(llm: Any, queue: Any) -> Callable[[], None]:
     processor.tokenizer = None
 
     def forget() -> None:
-        # The last ones may not have been delivered yet.
+        # The log-probs of the last tokens may not have been delivered yet.
         processor.logprobs = processor.logprobs[-state.stream_interval :]
 
     return forget
 
 
 def search_stop_text_in_prompt(llm: Any, queue: Any, prompt: Sequence[int], own: int) -> None:
-    """Let a request that was just added look for stop texts from the last `own` tokens of its prompt on.
+    """Let a request that was just added search for stop texts also in the last `own` tokens of its prompt.
 
     These tokens belong to the response, which has moved here from another engine. vLLM would search only in the tokens
-    that it samples itself, and would miss a stop text that began before the move. Slow tokenizers are not supported:
-    for them nothing changes.
+    that it samples itself, and would miss a stop text that began before the move. Nothing is changed if `own` is 0, or
+    for slow tokenizers, which are not supported.
     """
     state = llm.output_processor.request_states.get(queue.request_id) if own else None
     if state is None:
@@ -331,8 +348,10 @@ def search_stop_text_in_prompt(llm: Any, queue: Any, prompt: Sequence[int], own:
 
 
 def take_undelivered(queue: Any) -> int:
-    """Return the number of tokens of an aborted request that are in its queue, with those gathered for its next
-    piece."""
+    """Take the output of an aborted request out of its queue, and return the number of tokens in it.
+
+    These were sampled, but the caller has not received them.
+    """
     tokens = 0
     while (output := queue.get_nowait()) is not None:
         tokens += sum(len(piece.token_ids) for piece in output.outputs)
@@ -343,13 +362,20 @@ def take_undelivered(queue: Any) -> int:
 
 
 async def pause(llm: Any, *, keep_cache: bool) -> None:
-    """Stop the scheduler between two steps. Requests keep their tokens."""
-    # Not `AsyncLLM.pause_generation`, which sleeps for 20 ms after the pause to order the events of its callers.
+    """Stop an engine's scheduler between two steps, until `resume_generation`. Requests keep their tokens.
+
+    `keep_cache`: True to keep the KV cache; False to compute it again with the weights that are loaded next.
+    """
+    # Not `AsyncLLM.pause_generation`, which sleeps for 20 ms after the pause.
     await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=not keep_cache)
 
 
 async def join_transfer(llm: Any, init_info: dict[str, Any]) -> None:
-    """Initialise the weight receiver of each worker for a publisher (`UpdateInfo.init`)."""
+    """Initialise the weight receiver of each worker for new trainer ranks, which publish the weights.
+
+    A *weight receiver* is the object in a worker with which it gets new weights: Flash's
+    `flash.weights.worker.WeightReceiver`, or vLLM's own one with the ipc backend. `init_info` is `UpdateInfo.init`.
+    """
     from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
     await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info))
@@ -358,18 +384,18 @@ async def join_transfer(llm: Any, init_info: dict[str, Any]) -> None:
 async def update_weights(
     llm: Any, update_info: dict[str, Any], label: str, adapter: int = 0, dropped: Sequence[int] = ()
 ) -> dict[str, str] | None:
-    """Load new weights into a paused engine, or load a LoRA adapter. Tokens sampled from then on carry `label`.
+    """Load new weights into a paused engine, or load a LoRA adapter. Tokens sampled after that carry `label`.
 
     Args:
         llm: the AsyncLLM.
-        update_info: where the workers get the version.
+        update_info: says where the workers get the version (`UpdateInfo.update`).
         label: label of the version.
         adapter: number of the adapter to load; 0 to load the model's weights.
-        dropped: numbers of adapters that are removed.
+        dropped: numbers of adapters that are removed from the engine.
 
     Returns:
-        None if all workers have loaded the version. Otherwise the failure that the first of them reported
-        (`flash.weights.versions.LoadFailure`, as plain data), and the label is not set.
+        None if all workers have loaded the version. Otherwise the failure that the first of them reported, as plain
+        data of a `flash.weights.versions.LoadFailure`; the label is then not set.
     """
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -387,7 +413,7 @@ async def update_weights(
 
 
 def room_for_rank(rank: int) -> int:
-    """Return the smallest rank that vLLM supports and that has room for adapters of rank `rank`."""
+    """Return the smallest rank of adapters that vLLM can be configured with, and that is at least `rank`."""
     from vllm.config.lora import MaxLoRARanks
 
     return min(room for room in get_args(MaxLoRARanks) if room >= rank)
@@ -400,21 +426,28 @@ def adapter_request(name: str, number: int) -> Any:
     """
     from vllm.lora.request import LoRARequest
 
+    # The last argument is the path of the adapter. vLLM does not read it, because the workers have the adapter already.
     return LoRARequest(name, number, "held by the workers")
 
 
 async def held_fingerprints(llm: Any, adapter: int = 0) -> list[list[int]]:
-    """Return the fingerprint of the weights that each worker holds; of adapter number `adapter` if it is not 0."""
+    """Return the fingerprint (a checksum of all tensors) of the weights that each worker holds.
+
+    If `adapter` is not 0, it is the fingerprint of the adapter with this number.
+    """
     return [list(sums) for sums in await ask_workers(llm, "flash_fingerprint", adapter)]
 
 
 async def ask_workers(llm: Any, method: str, *arguments: object) -> list[Any]:
-    """Call a method of each worker between two steps, and return each worker's result."""
+    """Call a method of each worker between two steps, and return the result of each worker.
+
+    `flash.weights.worker.WorkerExtension` has Flash's methods.
+    """
     return await llm.collective_rpc(method, args=arguments)
 
 
 def register_backend(name: str, module: str, class_name: str) -> None:
-    """Register a weight receiver of ours with vLLM in this process."""
+    """Register a weight receiver of ours with vLLM in this process, as weight transfer backend `name`."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     WeightTransferEngineFactory.register_engine(name, module, class_name)
@@ -424,7 +457,7 @@ def register_backend(name: str, module: str, class_name: str) -> None:
 
 
 def step_numbers(stats: Any) -> dict[str, Any]:
-    """Return the numbers of a step's `SchedulerStats`, by the names of
+    """Return the numbers in vLLM's `SchedulerStats` of one step, by the names of the arguments of
     `flash.rollout.vllm.state.PressureGauge.read`."""
     drafts = stats.spec_decoding_stats
     return {
@@ -440,14 +473,16 @@ def step_numbers(stats: Any) -> dict[str, Any]:
 
 
 def stat_logger(record: Callable[[Any], None]) -> Any:
-    """Return a class for vLLM's stat loggers that passes each step's `SchedulerStats` on to `record`.
+    """Return a class of vLLM's stat loggers that passes the `SchedulerStats` of each step to `record`.
 
-    It derives from vLLM's Prometheus logger, which vLLM otherwise creates next to all other loggers: that one costs
-    time in each step, and all engines of a process would share its registry.
+    It derives from vLLM's Prometheus logger. Otherwise vLLM would create that logger, too, which takes time in each
+    step, and has one registry for all engines of a process.
     """
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     class Reader(PrometheusStatLogger):
+        """Stat logger that passes statistics on. The methods without effect replace those that use Prometheus."""
+
         def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
             """Register nothing with Prometheus."""
 
@@ -458,6 +493,7 @@ def stat_logger(record: Callable[[Any], None]) -> Any:
             mm_cache_stats: Any = None,
             engine_idx: int = 0,
         ) -> None:
+            """Pass the statistics of one step on, if it has any."""
             if scheduler_stats is not None:
                 record(scheduler_stats)
 

@@ -1,6 +1,7 @@
 """Arguments of vLLM's engines and their types, read from the source of the installed version without importing it.
 
-`flash.config.check_machine` checks the table `[engine.vllm]` against them before any engine starts.
+The import of vLLM would take seconds. `flash.config.check_machine` checks the table `[engine.vllm]` of a configuration
+against the arguments before any engine starts.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from pathlib import Path
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
 MODULE, CLASSES = "vllm.engine.arg_utils", ("EngineArgs", "AsyncEngineArgs")
-"""Module and classes that declare the arguments."""
+"""vLLM's module and classes whose fields are the arguments."""
 PLAIN = {"str": str, "int": int, "float": float, "bool": bool, "dict": dict, "list": list}
+"""Types of Python by the names that annotations have for them."""
 
 
 def names() -> list[str]:
@@ -28,13 +30,16 @@ def names() -> list[str]:
 
 
 def type_of(name: str) -> Any:
-    """Return the type of an argument for msgspec; Any if a configuration file cannot express its annotation."""
+    """Return the type that msgspec must find for an argument in a configuration file.
+
+    Any if the annotation is of another kind than those that `_type` knows; the value is then not checked.
+    """
     return _type(_declared()[name], MODULE)
 
 
 @cache
 def _module(name: str) -> ast.Module:
-    """Return the parsed source of a module of vLLM; empty if there is none."""
+    """Return the parsed source of a module of vLLM, by its dotted name; an empty module if there is none."""
     found = find_spec("vllm")
     if found is None or found.origin is None:
         return ast.Module([], [])
@@ -45,7 +50,7 @@ def _module(name: str) -> ast.Module:
 
 @cache
 def _declared() -> dict[str, ast.expr]:
-    """Return the annotation of each argument, by the argument's name."""
+    """Return the annotation of each argument, by the argument's name. Private fields are left out."""
     classes = [node for node in _module(MODULE).body if isinstance(node, ast.ClassDef) and node.name in CLASSES]
     return {
         node.target.id: node.annotation
@@ -56,7 +61,10 @@ def _declared() -> dict[str, ast.expr]:
 
 
 def _type(node: ast.expr, module: str) -> Any:
-    """Return the type that an annotation in `module` means for msgspec."""
+    """Return the type for msgspec that an annotation in vLLM's module `module` stands for.
+
+    Annotations of kinds that are not listed here become Any.
+    """
     match node:
         case ast.Constant(value=str(text)):
             return _type(ast.parse(text, mode="eval").body, module)
@@ -67,6 +75,7 @@ def _type(node: ast.expr, module: str) -> Any:
         case ast.BinOp(left=left, right=right):
             return _either(_type(left, module), _type(right, module))
         case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
+            # A Literal may contain the name of another Literal.
             values = [
                 value
                 for each in (inner.elts if isinstance(inner, ast.Tuple) else [inner])
@@ -82,7 +91,10 @@ def _type(node: ast.expr, module: str) -> Any:
 
 
 def _either(left: Any, right: Any) -> Any:
-    """Return a union that msgspec supports: a union of text and listed words becomes text."""
+    """Return a union of two types that msgspec supports.
+
+    msgspec refuses a union of `str` and a Literal of texts, so `str` alone stands for both.
+    """
     if Any in (left, right):
         return Any
     kinds = [part for side in (left, right) for part in (get_args(side) if get_origin(side) is Union else (side,))]
@@ -92,7 +104,11 @@ def _either(left: Any, right: Any) -> Any:
 
 
 def _named(name: str, module: str) -> Any:
-    """Return the type that a name stands for: a Literal of words, a table for a class of options, or Any."""
+    """Return the type for msgspec that a name in vLLM's module `module` stands for.
+
+    Follows imports from vLLM's other modules, and aliases such as `Name = Literal["a", "b"]`. A decorated class is a
+    class of options, for which a configuration file has a table. Any for everything else.
+    """
     for node in ast.walk(_module(module)):
         match node:
             case ast.ImportFrom(module=str(other), names=imported) if name in [one.name for one in imported]:

@@ -1,7 +1,9 @@
-"""vLLM's parsers of responses: they separate the reasoning, the text, and the calls of functions.
+"""vLLM's parsers of responses: they separate the reasoning, the text, and the calls of functions (tools).
 
-Parsers have the names of `vllm serve --tool-call-parser` and `--reasoning-parser`. `HfTokenizer` uses `Parsers`. A new
-`Parsers` imports vLLM, which takes seconds; `names` lists the parsers without that.
+A *reasoning parser* cuts out what the model writes before its answer, and a *tool parser* reads calls. Each has a name,
+as in `vllm serve --tool-call-parser` and `--reasoning-parser`. `flash.rollout.episode.tokenizer.HfTokenizer` has one
+`Parsers` for its model. Making it imports vLLM, which takes seconds. `names` lists the parsers without an import, for
+the check of a configuration.
 """
 
 from __future__ import annotations
@@ -34,40 +36,50 @@ TOUCHED = (
 """Attributes of vLLM that this module uses, in the form of `flash.foreign.vllm.TOUCHED`."""
 
 HARMONY = ("openai", "openai_gptoss")
-"""Names of the parsers of GPT-OSS's Harmony format. If either parser has such a name, vLLM reads the whole response in
-this format, from its tokens and not from its text."""
+"""Names of the parsers of Harmony, the format of GPT-OSS. If either parser has such a name, vLLM reads the whole
+response in this format, from its tokens and not from its text."""
 
 BEGINNINGS = ("tool_call_start_token", "tool_calls_start_token", "bot_token")
-"""Attributes in which parsers keep the text with which a call begins."""
+"""Names of attributes in which tool parsers have the text with which a call begins."""
 TERMINALS = ("TOOL_START", "TOOL_CALLS", "TOOL_SECTION_START")
-"""Names under which declarative parsers keep that text."""
+"""Names of terminals with the same meaning, in tool parsers that are defined by a grammar."""
 
 Package = Literal["tool_parsers", "reasoning"]
+"""vLLM's package of tool parsers, or of reasoning parsers."""
 
 _LISTS = {"tool_parsers": "_TOOL_PARSERS_TO_REGISTER", "reasoning": "_REASONING_PARSERS_TO_REGISTER"}
 
 
 class Called(NamedTuple):
-    """A call of a function."""
+    """A call of a function that a parser has read from a response."""
 
     id: str
-    """Id that the parser has read or made; empty if it has none."""
+    """Id of the call, which the parser has read or made; empty if there is none."""
     name: str
+    """Name of the function."""
     arguments: str
+    """Arguments as JSON, as far as the model has written valid JSON."""
 
 
 class Parsed(NamedTuple):
     """The parts of a response."""
 
     reasoning: str
+    """Text that the model wrote before its answer; empty if there is none."""
     content: str
+    """Text of the answer."""
     calls: list[Called]
+    """Calls of functions, in their order."""
     malformed: bool
-    """True if a call begins in the response and none could be read. It is then part of the content."""
+    """True if a call begins in the response but no call could be read. The text of the call is then in the content."""
 
 
 def names(package: Package) -> list[str]:
-    """Return the names of all parsers, sorted; empty if vLLM is not installed. Does not import vLLM."""
+    """Return the names of all parsers, sorted; empty if vLLM is not installed. Does not import vLLM.
+
+    Raises:
+        LookupError: the installed vLLM lists its parsers in another place.
+    """
     found = find_spec("vllm")
     if found is None or not found.submodule_search_locations:
         return []
@@ -82,13 +94,13 @@ def names(package: Package) -> list[str]:
 
 
 class Parsers:
-    """The parsers of one model.
+    """The parsers of one model. They keep no state between responses, so all episodes use one object.
 
     Args:
-        tokenizer: a Hugging Face tokenizer.
-        tool: name of the parser of calls, if any.
-        reasoning: name of the parser of reasoning, if any.
-        arguments: arguments of the chat template, from which some parsers learn if the model reasons.
+        tokenizer: the model's Hugging Face tokenizer.
+        tool: name of the tool parser; None if calls are not read.
+        reasoning: name of the reasoning parser; None if the reasoning is not cut out.
+        arguments: arguments of the chat template. Some parsers learn from them if the model reasons.
 
     Raises:
         ValueError: a parser does not exist, or cannot work with the tokenizer.
@@ -101,10 +113,10 @@ class Parsers:
         from vllm.parser import ParserManager
         from vllm.tokenizers.hf import get_cached_tokenizer
 
-        # Parsers log a traceback for each malformed call, and models in training write many.
+        # Parsers log a traceback for each malformed call, and a model in training writes many of them.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         logging.getLogger("vllm.parser").setLevel(logging.CRITICAL)
-        # This tokenizer keeps values that parsers ask for with each response, such as the whole vocabulary.
+        # This copy caches values that parsers read for each response, such as the whole vocabulary.
         self._tokenizer: Any = get_cached_tokenizer(tokenizer)
         self._request: Any = ChatCompletionRequest
         self._arguments = dict(arguments or {})
@@ -116,7 +128,7 @@ class Parsers:
                 is_harmony=tool in HARMONY or reasoning in HARMONY,
                 tokenizer=self._tokenizer,
             )
-        except Exception as error:  # parsers are code of many authors and raise what they like
+        except Exception as error:  # parsers are written by many authors, and raise errors of any type
             raise ValueError(str(error)) from error
         self._make = made
 
@@ -129,13 +141,13 @@ class Parsers:
         *,
         calling: bool,
     ) -> Parsed:
-        """Return the parts of a response.
+        """Return the parts of a complete response.
 
         Args:
-            text: text of the response with special tokens, except the token that ended it.
+            text: text of the response with special tokens, but without the token that ended it.
             token_ids: tokens of the response.
             prompt: all tokens before the response.
-            tools: functions that may be called.
+            tools: functions that may be called, as JSON schemas.
             calling: True if calls are read; False if they stay part of the content.
         """
         parser, request = self._parser(prompt, tools, calling=calling)
@@ -143,18 +155,21 @@ class Parsers:
             reasoning, content, calls = parser.parse(
                 text, request, enable_auto_tools=bool(tools), model_output_token_ids=list(token_ids)
             )
-        except Exception:  # a model may write anything, and some parsers raise errors of any kind for it
+        except Exception:  # a model may write anything, and some parsers then raise errors of any type
             return Parsed("", text, [], malformed=True)
         called = [Called(call.id or "", call.name, call.arguments) for call in calls or () if tools and calling]
         malformed = bool(tools) and calling and not called and any(mark in text for mark in _beginnings(parser))
         return Parsed(reasoning or "", content or "", called, malformed)
 
     def begin(self, prompt: Sequence[int], tools: Sequence[dict[str, Any]], *, calling: bool) -> Parsing:
-        """Return a parser of one response while it is sampled; arguments as for `parse`."""
+        """Return a parser for a response that is still being sampled. The arguments are those of `parse`."""
         return Parsing(*self._parser(prompt, tools, calling=calling), prompt)
 
     def _parser(self, prompt: Sequence[int], tools: Sequence[dict[str, Any]], *, calling: bool) -> tuple[Any, Any]:
-        """Return a new parser for one response, and the request that it needs beside."""
+        """Return a new parser of vLLM for one response, and the chat request that its methods expect as an argument.
+
+        The request only says which functions may be called, and if calls are read.
+        """
         asked: dict[str, Any] = {"messages": [], "chat_template_kwargs": self._arguments}
         if tools:
             asked |= {"tools": list(tools), "tool_choice": "auto" if calling else "none"}
@@ -165,7 +180,10 @@ class Parsers:
 
 
 class Parsing:
-    """Parses one response while it is sampled, into reasoning and content. Text that may be a call is held back."""
+    """Parser of one response while it is sampled. Users see the reasoning and the content as they come.
+
+    Text that may become a call is held back. `Parsers.parse` reads the calls when the response is complete.
+    """
 
     def __init__(self, parser: Any, request: Any, prompt: Sequence[int]) -> None:
         self._parser: Any = parser
@@ -173,20 +191,24 @@ class Parsing:
         self._prompt: list[int] | None = list(prompt)
 
     def add(self, text: str, token_ids: Sequence[int]) -> tuple[str, str]:
-        """Return the reasoning and the content in the next piece of the response, whose text has special tokens."""
+        """Return the reasoning and the content in the next piece of the response.
+
+        `text`: text of the piece, with special tokens; `token_ids`: its tokens. After an error of vLLM's parser, the
+        rest of the response gives empty texts.
+        """
         if self._parser is None:
             return "", ""
         prompt, self._prompt = self._prompt, None
         try:
             delta = self._parser.parse_delta(text, list(token_ids), self._request, prompt, finished=False)
-        except Exception:  # as in `parse`; the rest of the response is not parsed
+        except Exception:  # a model may write anything, and some parsers then raise errors of any type
             self._parser = None
             return "", ""
         return ("", "") if delta is None else (delta.reasoning or "", delta.content or "")
 
 
 def _beginnings(parser: Any) -> list[str]:
-    """Return the texts with which a call may begin."""
+    """Return the texts with which a call may begin, as far as the tool parser has them in a known attribute."""
     tool = parser.tool_parser
     marks = [getattr(tool, name, None) for name in BEGINNINGS]
     engine = getattr(tool, "_parser_engine", None)

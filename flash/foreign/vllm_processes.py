@@ -1,6 +1,9 @@
-"""Processes of a vLLM engine beyond its documented interface: how they start, wait for each other, and end.
+"""Functions for the processes of a vLLM engine, beyond its documented interface: how they start, wait and end.
 
-The attributes that are used are listed in `flash.foreign.vllm.TOUCHED`. They are imported where they are used.
+An engine has a *core* process, which schedules steps, and *workers*, which compute them and are children of the core.
+`flash.rollout.vllm.processes` calls most functions: in the node loop, whose child the core is, or in a core.
+
+The attributes of vLLM that are used are listed in `flash.foreign.vllm.TOUCHED`. vLLM is imported inside the functions.
 """
 
 from __future__ import annotations
@@ -23,23 +26,24 @@ CORE_ENDED = "Failed core proc(s)"
 WORKER_DIED = "Worker proc %s died unexpectedly (exit code: %s)"
 """Beginning of the message that a core logs for a worker that has ended."""
 RECHECK_MS = 10
-"""Milliseconds after which a sleeping process of a CPU engine checks for new messages."""
+"""Milliseconds after which a sleeping process of a CPU engine checks for a message that it may have missed."""
 PRELOADED = (("vllm", "libtcmalloc*.so*", "libs"), ("torch", "libgomp*.so*", "../torch.libs", "lib"))
-"""Package, library and folders in the package, for each library that vLLM's CPU build preloads. Without them its
-threads may all run on one core."""
+"""For each library that vLLM's CPU build preloads: package, pattern of the file's name, and folders relative to the
+package. Without these libraries all of its threads may run on one core."""
 SETTLE_S = 0.5
-"""Seconds that may pass between the core noticing the loss of a worker and the system knowing its exit code."""
+"""Seconds to wait for the exit code of a worker whose loss the core has noticed. It may come a little later."""
 
 
 def import_engine() -> None:
-    """Import the modules of an engine, which takes seconds."""
+    """Import the modules that a node loop needs for an engine, which takes seconds."""
     import_module("vllm.v1.engine.async_llm")
 
 
 def import_core() -> None:
-    """Import the modules of an engine's core and workers, for processes that are forked from this one.
+    """Import the modules of an engine's core and workers, in a fork server from which these processes are forked.
 
-    On a machine with GPUs, only the modules that vLLM itself has imported when it forks: nothing may initialise CUDA.
+    On a machine with GPUs, modules of workers are left out: they may initialise CUDA, which does not work in a process
+    that is forked afterwards.
     """
     from vllm.platforms import current_platform
 
@@ -50,9 +54,10 @@ def import_core() -> None:
 
 
 def preload_libraries() -> str:
-    """Return the LD_PRELOAD of vLLM's CPU build, which vLLM sets too late for processes that are forked.
+    """Return the value of LD_PRELOAD for vLLM's CPU build; empty if the libraries are not installed.
 
-    It is empty if the libraries are not installed.
+    vLLM sets the variable itself, but later: a forked process has already loaded its libraries. So the fork server must
+    be started with it.
     """
     named: list[str] = []
     for package, pattern, *folders in PRELOADED:
@@ -64,20 +69,23 @@ def preload_libraries() -> str:
 
 
 def apply_offline_mode() -> None:
-    """Apply HF_HUB_OFFLINE of this process: the Hub's library has read the variable in the server already."""
+    """Apply the environment variable HF_HUB_OFFLINE of this forked process.
+
+    The library of the Hugging Face Hub has read the variable in the fork server, where it may have another value.
+    """
     if os.environ.get("HF_HUB_OFFLINE") == "1":
         constants: Any = import_module("huggingface_hub.constants")
         constants.HF_HUB_OFFLINE = True
 
 
 def start_cores_with(context: Any) -> None:
-    """Let vLLM start cores through a context of multiprocessing. Called in a node loop."""
+    """Let vLLM start cores through a multiprocessing context of ours. Called in a node loop."""
     utils: Any = import_module("vllm.v1.engine.utils")
     utils.get_mp_context = lambda: context
 
 
 def start_workers_with(context: Any) -> None:
-    """Let vLLM start workers through a context of multiprocessing. Called in a core."""
+    """Let vLLM start workers through a multiprocessing context of ours. Called in a core."""
     executors: Any = import_module("vllm.v1.executor.multiproc_executor")
     executors.get_mp_context = lambda: context
 
@@ -85,9 +93,9 @@ def start_workers_with(context: Any) -> None:
 def spin_less(seconds: float) -> None:
     """On a CPU, limit to `seconds` how long an engine's processes spin while they wait for each other's messages.
 
-    vLLM lets them spin for a second after each message, on a core that the trainer, the node loop or environments could
-    use. A sleeping process may miss a message: vLLM lets it check again after five seconds, in which the engine would
-    stand still, so that time is shortened too.
+    To spin is to ask again and again without sleeping. vLLM lets processes spin for a second after each message, on a
+    CPU core that the trainer, the node loop or environments could use. A sleeping process may miss a message. vLLM lets
+    it check again after five seconds, in which the engine would stand still, so this time is shortened, too.
     """
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.platforms import current_platform
@@ -102,7 +110,7 @@ def worker_pids(core_pid: int) -> list[int]:
     """Return the process ids of a running core's workers; empty if the core computes itself."""
     children: list[str] = []
     for thread in Path(f"/proc/{core_pid}/task").iterdir():
-        with suppress(OSError):  # a thread may end in between
+        with suppress(OSError):  # the thread may have ended meanwhile
             children += (thread / "children").read_text().split()
     return [int(pid) for pid in children if _command(pid).startswith(WORKER_TITLE)]
 
@@ -121,14 +129,15 @@ def _command(pid: str) -> bytes:
 
 
 def is_end_of_starting_core(error: BaseException) -> bool:
-    """Return True if a start failed because the engine's core has ended, whatever the cause."""
+    """Return True if the start of an engine failed because its core has ended before it was ready."""
     return CORE_ENDED in str(error)
 
 
 def on_killed_worker(report: Callable[[int], None]) -> None:
-    """Call `report` with the signal number if a signal kills a worker, and hide vLLM's messages about it.
+    """Let this core call `report` with the number of the signal if a signal kills one of its workers.
 
-    Called in a core. `report` is called before vLLM ends the other workers, which it does by signals too.
+    vLLM ends the other workers, by signals too, when a worker has ended. `report` is called before that, so that the
+    first cause is known. vLLM's own log message about a killed worker is left out: it only repeats the report.
     """
     from vllm.v1.executor import multiproc_executor
 
@@ -138,13 +147,15 @@ def on_killed_worker(report: Callable[[int], None]) -> None:
     held: list[logging.LogRecord] = []
 
     def hold_back(record: logging.LogRecord) -> bool:
-        """Keep back vLLM's message about a lost worker, which comes before its exit code is known."""
+        """Filter of vLLM's log: hold back the message about a lost worker, which comes before its exit code is
+        known."""
         if not str(record.msg).startswith(WORKER_DIED):
             return True
         held.append(record)
         return False
 
     def report_and_end_all(workers: Sequence[Any]) -> None:
+        """Report a killed worker, or else log vLLM's message after all. Then end all workers as vLLM does."""
         killed = _killing_signal(workers)
         if killed is not None:
             report(killed)
@@ -159,7 +170,10 @@ def on_killed_worker(report: Callable[[int], None]) -> None:
 
 
 def _killing_signal(workers: Sequence[Any]) -> int | None:
-    """Return the signal that has killed one of the processes; None if none was killed. Running ones go on."""
+    """Return the number of the signal that has killed one of the worker processes; None if none was killed.
+
+    Waits up to `SETTLE_S` for the first exit code. Workers that still run are not ended.
+    """
     connection.wait([worker.sentinel for worker in workers], SETTLE_S)
     for worker in workers:
         if connection.wait([worker.sentinel], 0):

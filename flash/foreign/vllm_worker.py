@@ -1,4 +1,10 @@
-"""Undocumented parts of vLLM that Flash uses inside its workers, to put new weights and adapters in place.
+"""Functions that use undocumented parts of vLLM inside its workers, to put new weights and LoRA adapters in place.
+
+A *worker* is a process of an engine that computes. `flash.weights.worker` calls these functions there when it has
+fetched a new version of the weights: `begin_reload`, then vLLM's loading of each tensor, then `end_reload`.
+
+On the CPU, vLLM *packs* weights: it stores them in the order in which its kernels read them. Packed copies must be made
+again for each version.
 
 Importing this module imports vLLM. The attributes that are used are listed in `flash.foreign.vllm.TOUCHED_BY_WORKERS`.
 """
@@ -37,14 +43,16 @@ __all__ = [
 def begin_reload(
     model: torch.nn.Module, device: torch.device, before_packing: Callable[[torch.nn.Module], None]
 ) -> None:
-    """Make the layers expect new tensors, in the storage that compiled graphs point into.
+    """Make the layers of a model expect new tensors, in the storage that compiled graphs point into.
 
-    On the CPU `before_packing` is called with each layer once its new weights have come and before they are packed.
+    On the CPU `before_packing` is called with each layer when its new weights have come and before they are packed.
+    `flash.weights.worker` computes their checksum there.
     """
     if device.type == "cpu":
         for layer in model.modules():
             method: Any = getattr(layer, "quant_method", None)
             process = getattr(method, "process_weights_after_loading", None)
+            # A partial was set by an earlier call of this function.
             if process is not None and not isinstance(process, partial):
                 method.process_weights_after_loading = partial(_process, method, process, before_packing)
     initialize_layerwise_reload(model)
@@ -53,10 +61,16 @@ def begin_reload(
 def _process(
     method: Any, process: Any, before_packing: Callable[[torch.nn.Module], None], layer: torch.nn.Module
 ) -> None:
-    """Bring a layer's new weights into the form of its kernel, on the CPU.
+    """Pack a layer's new weights for its kernel, on the CPU. Replaces a method of the layer's quantization.
 
-    vLLM packs the experts of a mixture when it loads them, and not when it reloads them: the kernel would read plain
-    weights as packed ones.
+    vLLM packs the experts of a mixture when it loads a model, but not when it reloads weights: without the last step
+    here, the kernel would read plain weights as packed ones.
+
+    Args:
+        method: the layer's quantization method, to which `process` belongs.
+        process: vLLM's own method, `process_weights_after_loading`.
+        before_packing: see `begin_reload`.
+        layer: the layer.
     """
     before_packing(layer)
     kernel = method.moe_kernel if isinstance(method, UnquantizedFusedMoEMethod) else None
@@ -66,7 +80,7 @@ def _process(
 
 
 def end_reload(model: torch.nn.Module, model_config: Any, device: torch.device) -> None:
-    """Put the new tensors in place, in every form in which the model keeps them."""
+    """Put the new tensors in place, and renew the copies that the CPU's kernels have made of the old ones."""
     finalize_layerwise_reload(model, model_config)
     if device.type == "cpu":
         _repack_embeddings(model)
@@ -74,10 +88,18 @@ def end_reload(model: torch.nn.Module, model_config: Any, device: torch.device) 
 
 
 def put_adapter(worker: Any, number: int, tensors: dict[str, torch.Tensor], dropped: Sequence[int]) -> None:
-    """Hold an adapter as number `number`, in place of an older one of that number and of the adapters `dropped`.
+    """Put an adapter into a worker under the number `number`.
 
-    The tensors have the names that peft uses in its files, and their product is added with the factor 1. vLLM's own way
-    would read a folder.
+    It replaces an older adapter with that number, and the adapters `dropped` are removed. vLLM's own function would
+    read the adapter from a folder.
+
+    Args:
+        worker: vLLM's worker.
+        number: number of the adapter, at least 1.
+        tensors: tensors of the adapter, by the names that peft uses in its files. Their products are added to the
+        outputs
+            of layers with the factor 1: they contain the scale of the adapter already.
+        dropped: numbers of adapters to remove.
     """
     manager: Any = worker.model_runner.lora_manager
     held: Any = manager._adapter_manager
@@ -100,7 +122,7 @@ def put_adapter(worker: Any, number: int, tensors: dict[str, torch.Tensor], drop
 
 
 def held_adapter(worker: Any, number: int) -> Iterator[torch.Tensor]:
-    """Yield the tensors with which a worker computes for an adapter. They are padded with zeros."""
+    """Yield the tensors with which a worker computes for an adapter, for a checksum. They are padded with zeros."""
     held: Any = worker.model_runner.lora_manager._adapter_manager
     slot = held.lora_index_to_id.index(number)
     for layer in held.modules.values():
@@ -109,12 +131,13 @@ def held_adapter(worker: Any, number: int) -> Iterator[torch.Tensor]:
 
 
 def _widen_head(model: torch.nn.Module, model_config: Any, *, replace: bool) -> None:
-    """Give the model a `WideHead` if its output layer computes in another dtype.
+    """Give the model a `WideHead` if its output layer computes in another dtype than the model.
 
     Args:
         model: the model.
-        model_config: vLLM's configuration of it.
-        replace: True if the output layer has new weights, so that an older `WideHead` has to be replaced.
+        model_config: vLLM's configuration of the model.
+        replace: True if the output layer has new weights, so that an older `WideHead`, which has a copy of the old
+            weights, must be replaced.
     """
     for layer in model.modules():
         if isinstance(layer, LogitsProcessor) and layer.head_dtype != model_config.dtype:
@@ -123,17 +146,20 @@ def _widen_head(model: torch.nn.Module, model_config: Any, *, replace: bool) -> 
 
 
 class WideHead:
-    """Multiplies by the output layer of one version in float32 on the CPU, with the kernel of a model in float32.
+    """Computes logits in float32 on the CPU, with a float32 copy of the output layer's weights of one version.
 
-    vLLM would copy the whole weight to float32 at every step, which takes a third of a small model's step. This kernel
-    also gives a row the same result whatever other rows are in the batch, as seeded responses need it.
+    It replaces `LogitsProcessor._apply_head`. vLLM would copy the weights to float32 in every step, which takes a third
+    of a small model's step. The kernel that is used here also gives a row the same result whatever other rows are in
+    the batch. Responses with a seed need this to be repeatable.
     """
 
     def __init__(self) -> None:
         self._head: Any = None
+        """Module with the float32 copy; made by the first call, when the weights of the version are in place."""
 
     def __call__(self, lm_head: Any, hidden_states: torch.Tensor, embedding_bias: torch.Tensor | None) -> torch.Tensor:
-        """Return the logits in float32."""
+        """Return the logits in float32 [tokens, vocabulary]. The arguments are those of
+        `LogitsProcessor._apply_head`."""
         if self._head is None:
             self._head = torch.nn.Module()
             self._head.weight = torch.nn.Parameter(lm_head.weight.float(), requires_grad=False)
@@ -143,10 +169,10 @@ class WideHead:
 
 
 def _repack_embeddings(model: torch.nn.Module) -> None:
-    """Renew the packed copies that the CPU kernels made of embedding and output weights.
+    """Pack the weights of embedding and output layer again, for the CPU's kernels.
 
-    An output layer tied to the embedding gets no tensor of its own, so the reload never repacks it, and it would go on
-    computing logits with the previous version.
+    An output layer that shares the embedding's weights gets no tensor of its own. So the reload never packs it again,
+    and it would compute logits with the previous version.
     """
     for layer in model.modules():
         if isinstance(layer, VocabParallelEmbedding) and not layer.weight.is_meta:

@@ -114,7 +114,8 @@ class ConcurrencyLimit:
         self._ceiling = ceiling
         self._lengths = lengths
         self._running: dict[Hashable, list[int]] = {}
-        """One row for each running response: number of tokens of the prompt, number of tokens so far, token limit, and
+        """Rows, one for each running response: number of tokens of the prompt, number of tokens so far, token limit,
+        and
         1
         if this engine has given a token of it, else 0. The use of the cache that the engine reports surely includes a
         response only if the last number is 1."""

@@ -34,7 +34,7 @@ QUOTED = 300
 
 
 class _Token(msgspec.Struct):
-    """One token of the prompt in the server's answer."""
+    """A token of the prompt in the server's answer."""
 
     logprob: float
     """Log-prob of the token, given all tokens before it."""
@@ -46,7 +46,7 @@ class _Choice(msgspec.Struct):
     """The part of the server's answer that is about the prompt."""
 
     prompt_logprobs: list[msgspec.Raw]
-    """One JSON object for each token of the prompt. It maps token ids, as texts, to `_Token`."""
+    """JSON objects, one for each token of the prompt. Each maps token ids, as texts, to `_Token`."""
 
 
 class _Answer(msgspec.Struct):
