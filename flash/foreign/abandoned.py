@@ -24,7 +24,7 @@ TOUCHED = (
         for name in ("_parent_scope", "_child_scopes", "_tasks", "_cancel_handle", "_timeout_handle")
     ),
 )
-"""Attributes of asyncio and anyio that this module uses, in the form of `flash.foreign.vllm.TOUCHED`."""
+"""Attributes of asyncio and anyio that this module uses, in the form of `flash.foreign.vllm_touched.TOUCHED`."""
 
 
 def keep_for_ever(one: object) -> None:

@@ -21,7 +21,7 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.visitor import NodeTransformer
 
 TOUCHED = ("transformers.utils.chat_template_utils:_compile_jinja_template",)
-"""Attributes of transformers that this module uses, in the form of `flash.foreign.vllm.TOUCHED`."""
+"""Attributes of transformers that this module uses, in the form of `flash.foreign.vllm_touched.TOUCHED`."""
 
 PLAIN, CUT = "flash_plain", "flash_cut"
 """Names, inside a marked template, of the filter that takes marks away, and of the function `_cut`."""

@@ -43,7 +43,7 @@ TOUCHED = (
     "transformers.distributed.tensor_parallel:replace_layer_number_by_wildcard",
     "transformers.distributed.tensor_parallel:resolve_parallel_plans",
 )
-"""Attributes of transformers that this module uses, in the form of `flash.foreign.vllm.TOUCHED`."""
+"""Attributes of transformers that this module uses, in the form of `flash.foreign.vllm_touched.TOUCHED`."""
 
 DISPATCHED = "ep_dispatch_experts"
 """transformers' name of the parallel style of modules whose tokens are sent to the ranks of their experts."""

@@ -63,7 +63,7 @@ TOUCHED = (
     "multiprocessing.resource_tracker:ResourceTracker._pid",
     "multiprocessing.util:close_fds",
 )
-"""Attributes of multiprocessing that this module uses, in the form of `flash.foreign.vllm.TOUCHED`."""
+"""Attributes of multiprocessing that this module uses, in the form of `flash.foreign.vllm_touched.TOUCHED`."""
 
 
 class ForkServer(forkserver.ForkServer):

@@ -32,7 +32,7 @@ TOUCHED = (
     "torch:ops.aten._scaled_dot_product_efficient_attention",
     "torch:ops.aten._scaled_dot_product_efficient_attention_backward",
 )
-"""Attributes of torch that this module uses, in the form of `flash.foreign.vllm.TOUCHED`."""
+"""Attributes of torch that this module uses, in the form of `flash.foreign.vllm_touched.TOUCHED`."""
 
 
 class AttentionOptions(NamedTuple):

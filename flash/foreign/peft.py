@@ -19,7 +19,7 @@ TOUCHED = (
     "peft.tuners.tuners_utils:BaseTunerLayer._disable_adapters",
     "torch._subclasses.fake_tensor:unset_fake_temporarily",
 )
-"""Attributes of peft and torch that this module uses, in the form of `flash.foreign.vllm.TOUCHED`."""
+"""Attributes of peft and torch that this module uses, in the form of `flash.foreign.vllm_touched.TOUCHED`."""
 
 ADAPTER = "default"
 """Name that peft gives to a model's first adapter. Flash uses no other one."""

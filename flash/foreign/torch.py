@@ -53,7 +53,7 @@ TOUCHED = (
     "torch.distributed.checkpoint.state_dict:get_state_dict",
     "torch.distributed.checkpoint.state_dict:set_state_dict",
 )
-"""Attributes of torch that this module uses, in the form of `flash.foreign.vllm.TOUCHED`."""
+"""Attributes of torch that this module uses, in the form of `flash.foreign.vllm_touched.TOUCHED`."""
 
 
 def collective_failed(error: BaseException) -> bool:

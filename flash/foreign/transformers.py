@@ -52,7 +52,7 @@ TOUCHED = (
     "transformers.utils.output_capturing:OutputRecorder.target_class",
     "transformers.utils.output_capturing:OutputRecorder.layer_name",
 )
-"""Attributes of transformers that this module uses, in the form of `flash.foreign.vllm.TOUCHED`."""
+"""Attributes of transformers that this module uses, in the form of `flash.foreign.vllm_touched.TOUCHED`."""
 
 SCALED = ("F8", "F6", "F4", "I8", "U8")
 """Prefixes of the dtypes in safetensors files that are quantized: their numbers must be multiplied by a scale that is

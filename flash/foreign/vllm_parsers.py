@@ -33,7 +33,7 @@ TOUCHED = (
     "vllm.tool_parsers:_TOOL_PARSERS_TO_REGISTER",
     "vllm.reasoning:_REASONING_PARSERS_TO_REGISTER",
 )
-"""Attributes of vLLM that this module uses, in the form of `flash.foreign.vllm.TOUCHED`."""
+"""Attributes of vLLM that this module uses, in the form of `flash.foreign.vllm_touched.TOUCHED`."""
 
 HARMONY = ("openai", "openai_gptoss")
 """Names of the parsers of Harmony, the format of GPT-OSS. If either parser has such a name, vLLM reads the whole

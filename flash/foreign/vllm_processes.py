@@ -3,7 +3,8 @@
 An engine has a *core* process, which schedules steps, and *workers*, which compute them and are children of the core.
 `flash.rollout.vllm.processes` calls most functions: in the node loop, whose child the core is, or in a core.
 
-The attributes of vLLM that are used are listed in `flash.foreign.vllm.TOUCHED`. vLLM is imported inside the functions.
+The attributes of vLLM that are used are listed in `flash.foreign.vllm_touched.TOUCHED`. vLLM is imported inside the
+functions.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ fetched a new version of the weights: `begin_reload`, then vLLM's loading of eac
 On the CPU, vLLM *packs* weights: it stores them in the order in which its kernels read them. Packed copies must be made
 again for each version.
 
-Importing this module imports vLLM. The attributes that are used are listed in `flash.foreign.vllm.TOUCHED_BY_WORKERS`.
+Importing this module imports vLLM. The attributes that are used are listed in
+`flash.foreign.vllm_touched.TOUCHED_BY_WORKERS`.
 """
 
 from __future__ import annotations

@@ -22,14 +22,14 @@ from flash.foreign import (
     peft,
     torch,
     transformers,
-    vllm,
     vllm_parsers,
+    vllm_touched,
 )
 
 ROOT = Path(__file__).parents[2]
 TOUCHED = [
-    *vllm.TOUCHED,
-    *vllm.TOUCHED_BY_WORKERS,
+    *vllm_touched.TOUCHED,
+    *vllm_touched.TOUCHED_BY_WORKERS,
     *vllm_parsers.TOUCHED,
     *torch.TOUCHED,
     *kernels.TOUCHED,
