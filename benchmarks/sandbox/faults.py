@@ -32,7 +32,7 @@ from benchmarks.form import main as benchmark
 from benchmarks.sandbox.faults_engine import PodmanEngine, Process, send_kill
 from benchmarks.sandbox.faults_tally import GRACE_S, Tally
 from envs.sandbox.engines.backend import SNAPSHOT_LABEL
-from envs.sandbox.engines.engine import open_engine
+from envs.sandbox.engines.docker import open_engine
 from envs.sandbox.pool.ownership import PREFIX
 from envs.sandbox.remote.client import LEASE_S, SandboxClient, service_token
 from flash.errors import SandboxError

@@ -22,7 +22,7 @@ import httpx
 import msgspec
 
 from benchmarks.sandbox.engine import IMAGE, ensure_image
-from envs.sandbox.engines.engine import open_engine
+from envs.sandbox.engines.docker import open_engine
 
 ANSWER_S = 60.0
 """Seconds for a service that was started to answer."""

@@ -17,15 +17,15 @@ from envs.sandbox.api import Result, Session, Spec
 from envs.sandbox.engines.backend import Backend
 from envs.sandbox.local.sandbox import LocalSandbox
 from envs.sandbox.pool.engine_maker import open_engine_host
-from envs.sandbox.pool.host import HostSettings, Identity
+from envs.sandbox.pool.host import HostSettings
 from envs.sandbox.pool.local_host import LocalHost
-from envs.sandbox.pool.ownership import PREFIX, OwnerLock
+from envs.sandbox.pool.ownership import PREFIX, Identity, OwnerLock
 from envs.sandbox.pool.pool import SandboxPool, open_pool
-from envs.sandbox.protocol.tokens import ADMIN, Token, Tokens
 from envs.sandbox.remote.client import SandboxClient
 from envs.sandbox.sandbox import Sandbox
 from envs.sandbox.service.service import open_service
 from envs.sandbox.service.web import make_app
+from envs.sandbox.tokens import ADMIN, Token, Tokens
 from flash.errors import SandboxError
 from flash.http.server import HttpAddress, open_socket, serving
 

@@ -31,7 +31,7 @@ from benchmarks.sandbox.engine import IMAGE, engine, ensure_image
 from benchmarks.sandbox.scheduler import scheduler
 from benchmarks.sandbox.swerex import SWEREX, SweRex, connected
 from envs.sandbox.engines.backend import Backend
-from envs.sandbox.engines.engine import open_engine
+from envs.sandbox.engines.docker import open_engine
 from envs.sandbox.local.sandbox import LocalSandbox
 
 ROUND_TRIP_MS = 1.0

@@ -21,10 +21,10 @@ import numpy as np
 
 from benchmarks.form import Row
 from envs.sandbox.api import MAX_TIMEOUT_S, Spec
-from envs.sandbox.pool.host import HostSettings, Identity
+from envs.sandbox.pool.admission import NOTHING, Demand
+from envs.sandbox.pool.host import HostSettings
 from envs.sandbox.pool.local_host import LocalHost
-from envs.sandbox.pool.ownership import Labels, OwnerAlive
-from envs.sandbox.pool.placement import NOTHING, Demand
+from envs.sandbox.pool.ownership import Identity, Labels, OwnerAlive
 from envs.sandbox.pool.pool import SandboxPool, open_pool
 from envs.sandbox.pool.simulated import SimulatedMaker
 from envs.sandbox.pool.state import PoolSettings, PoolState

@@ -23,8 +23,8 @@ from envs.adapters.harbor_tasks import HarborTask, load_tasks
 from envs.data.split import Split
 from envs.judging.judge import shared_judge
 from envs.sandbox.api import Result, Session, Spec
-from envs.sandbox.explain import how_ended
 from envs.sandbox.sandbox import Sandbox
+from envs.sandbox.text import how_ended
 from envs.swe.shell import SUBMIT, ShellEnv, ShellOptions
 from flash.environment import Info, StepResult
 from flash.errors import ConfigError, RewardError, SandboxFileError, SandboxLimitError

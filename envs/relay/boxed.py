@@ -14,9 +14,9 @@ from envs.judging.options import judge_pool_of, limits_of
 from envs.programs import STDERR_SHOWN, too_long
 from envs.relay.outside import open_relay
 from envs.sandbox.api import Spec
-from envs.sandbox.explain import how_ended
 from envs.sandbox.open import open_sandboxes
 from envs.sandbox.sandbox import Sandbox
+from envs.sandbox.text import how_ended
 from flash.config.objects import check_options
 from flash.environment.calls import shortened
 from flash.errors import EnvError

@@ -1,9 +1,22 @@
 """End of the relay in the sandbox: listens on the loopback, and exchanges frames with the host over its terminal.
 
-A frame, in both directions, is the number of a connection and a length, four bytes each, and then as many bytes. A
-frame of length 0 reports that its side of the connection has ended. The first frame, of connection 0, holds the port. A
-mark precedes it, which nothing else on a terminal looks like. This file needs only Python 3.6 and the standard library,
-because it runs alone in the sandbox.
+`envs.relay.outside` starts this file as a program and is the other end. The file needs only Python 3.6 and the standard
+library, because it runs alone in the sandbox.
+
+A frame, in both directions, has the number of a connection, a kind, a length, and as many bytes:
+
+    OPEN      to the host only: a program has connected. Numbers rise, and none is used again.
+    DATA      bytes of the connection
+    END       no more bytes come from this side. Bytes in the other direction go on (half-closed).
+    CLOSED    this side has given the connection up, in both directions
+    CREDIT    four bytes: so many bytes of DATA were taken by a program, or by the address, and as many more may come
+
+A connection is over after an END from each side, or after one CLOSED. Late frames of a connection that is over are
+ignored. Each side sends at most `WINDOW` bytes of DATA beyond the CREDIT that it got. So a connection that nobody reads
+only stops itself, and neither side has to wait for it before it reads the next frame.
+
+A mark precedes the first frame, since nothing else on a terminal looks like it. That frame, of connection 0, holds the
+port.
 """
 
 import os
@@ -14,12 +27,36 @@ import tty
 
 MARK = b"\0flash relay\0"
 """Bytes before the first frame, which nothing else on a terminal contains."""
-HEADER = struct.Struct(">II")
-"""Number of the connection, and length of the piece."""
+HEADER = struct.Struct(">IBI")
+"""Number of the connection, kind of the frame, and number of its bytes."""
+COUNT = struct.Struct(">I")
+"""Content of a CREDIT frame: a number of bytes."""
+OPEN, DATA, END, CLOSED, CREDIT = range(5)
+"""Kinds of frames; see the module's docstring."""
 PIECE = 1 << 16
-"""Bytes that one read takes at most."""
-MOST = 1 << 24
-"""Bytes that may wait for a connection which does not read. A connection with more of them is closed."""
+"""Most bytes of one frame."""
+WINDOW = 1 << 17
+"""Bytes of one connection that may be on their way in one direction: two pieces, so that the sender seldom waits."""
+CONNECTIONS = 256
+"""Most connections at a time. Another one is closed at once."""
+
+
+class Client:
+    """A connection of a program in the sandbox."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        self.stream = stream
+        self.waiting = bytearray()
+        """Bytes from the host that the program has not taken yet."""
+        self.credit = WINDOW
+        """Bytes that the host still accepts."""
+        self.sends = True
+        """True until the program has ended its side."""
+        self.ended = False
+        """True once the host sends no more bytes. The program's reading side is then ended after the waiting bytes."""
+        self.given_up = False
+        """True once the host has given the connection up. Bytes of the program are then read and dropped: if they were
+        left, the program would get an error instead of the end of the stream."""
 
 
 class Relay:
@@ -30,20 +67,18 @@ class Relay:
         self.listener = socket.socket()
         self.listener.bind(("127.0.0.1", 0))
         self.listener.listen(64)
-        self.clients: dict[int, socket.socket] = {}
-        """Connection of each number."""
-        self.waiting: dict[int, bytes] = {}
-        """Bytes that a connection has not taken yet, by its number."""
-        self.ending: set[int] = set()
-        """Numbers of connections that the host has ended. They are closed when they have taken all bytes."""
-        self.read = b""
+        self.clients: dict[int, Client] = {}
+        """Connections by their numbers."""
+        self.read = bytearray()
+        """Bytes from the host that are no complete frame yet."""
         self.last = 0
+        """Number of the newest connection."""
 
     def run(self) -> None:
         """Serve until the terminal ends."""
         tty.setraw(0)
-        port = str(self.listener.getsockname()[1]).encode()
-        write(MARK + HEADER.pack(0, len(port)) + port)
+        write(MARK)
+        send(0, DATA, str(self.listener.getsockname()[1]).encode())
         self.selector.register(0, selectors.EVENT_READ, None)
         self.selector.register(self.listener, selectors.EVENT_READ, 0)
         while True:
@@ -55,69 +90,115 @@ class Relay:
                     self.take(data)
                 elif key.data == 0:
                     self.accept()
-                elif key.data in self.clients:
-                    if events & selectors.EVENT_WRITE:
+                else:
+                    if events & selectors.EVENT_WRITE and key.data in self.clients:
                         self.flush(key.data)
                     if events & selectors.EVENT_READ and key.data in self.clients:
                         self.receive(key.data)
 
     def accept(self) -> None:
-        """Accept a connection and give it a number."""
-        client, _ = self.listener.accept()
-        client.setblocking(False)
+        """Accept a connection, give it a number, and report it to the host."""
+        try:
+            stream, _ = self.listener.accept()
+        except OSError:
+            return  # The program has left already, or there is no descriptor for it.
+        if len(self.clients) >= CONNECTIONS:
+            stream.close()
+            return
+        stream.setblocking(False)
         self.last += 1
-        self.clients[self.last], self.waiting[self.last] = client, b""
-        self.selector.register(client, selectors.EVENT_READ, self.last)
+        self.clients[self.last] = Client(stream)
+        send(self.last, OPEN)
+        self.watch(self.last)
 
     def receive(self, number: int) -> None:
-        """Pass on the bytes that a connection has sent."""
+        """Pass on the bytes that a program has sent, as many as the host accepts."""
+        client = self.clients[number]
         try:
-            data = self.clients[number].recv(PIECE)
+            data = client.stream.recv(PIECE if client.given_up else min(PIECE, client.credit))
         except BlockingIOError:
             return
         except OSError:
-            data = b""
-        write(HEADER.pack(number, len(data)) + data)
-        if not data:
             self.close(number)
+            return
+        if not data:
+            client.sends = False
+        if not client.given_up:
+            client.credit -= len(data)
+            send(number, DATA if data else END, data)
+        self.watch(number)
 
     def take(self, data: bytes) -> None:
         """Process bytes from the host, and give complete frames to their connections."""
         self.read += data
         while len(self.read) >= HEADER.size:
-            number, size = HEADER.unpack_from(self.read)
+            number, kind, size = HEADER.unpack_from(self.read)
             if len(self.read) < HEADER.size + size:
                 return
-            piece, self.read = self.read[HEADER.size : HEADER.size + size], self.read[HEADER.size + size :]
-            if number in self.clients:
-                self.waiting[number] += piece
-                if not piece:
-                    self.ending.add(number)
-                self.flush(number)
+            piece = bytes(self.read[HEADER.size : HEADER.size + size])
+            del self.read[: HEADER.size + size]
+            client = self.clients.get(number)
+            if client is None:
+                continue  # The program has closed it, which the host does not know yet.
+            if kind == CREDIT:
+                client.credit += COUNT.unpack(piece)[0]
+                self.watch(number)
+                continue
+            client.waiting += piece
+            client.ended = client.ended or kind in (END, CLOSED)
+            client.given_up = client.given_up or kind == CLOSED
+            self.flush(number)
 
     def flush(self, number: int) -> None:
-        """Send a connection as many of its waiting bytes as it takes."""
-        client, waiting = self.clients[number], self.waiting[number]
+        """Send a program as many of its waiting bytes as it takes, and then the end if the host has ended its side."""
+        client = self.clients[number]
         try:
-            self.waiting[number] = waiting = waiting[client.send(waiting) :] if waiting else waiting
+            count = client.stream.send(client.waiting) if client.waiting else 0
+            del client.waiting[:count]
+            if count and not client.ended:
+                send(number, CREDIT, COUNT.pack(count))
+            if client.ended and not client.waiting:
+                client.stream.shutdown(socket.SHUT_WR)
         except BlockingIOError:
             pass
         except OSError:
             self.close(number)
             return
-        if (not waiting and number in self.ending) or len(waiting) > MOST:
-            self.close(number)
+        self.watch(number)
+
+    def watch(self, number: int) -> None:
+        """Wait for those events of a connection that it can handle now. Forget it if it is over."""
+        client = self.clients[number]
+        if not client.sends and client.ended and not client.waiting:
+            self.forget(number)
             return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if waiting else 0)
-        self.selector.modify(client, events, number)
+        reads = client.sends and (client.credit > 0 or client.given_up)
+        events = (selectors.EVENT_READ if reads else 0) | (selectors.EVENT_WRITE if client.waiting else 0)
+        known = client.stream in self.selector.get_map()
+        if events and known:
+            self.selector.modify(client.stream, events, number)
+        elif events:
+            self.selector.register(client.stream, events, number)
+        elif known:
+            self.selector.unregister(client.stream)
 
     def close(self, number: int) -> None:
+        """Give a connection up because the program has broken it, and report that: the host would keep its side."""
+        if not self.clients[number].given_up:
+            send(number, CLOSED)
+        self.forget(number)
+
+    def forget(self, number: int) -> None:
         """Close and forget a connection."""
         client = self.clients.pop(number)
-        del self.waiting[number]
-        self.ending.discard(number)
-        self.selector.unregister(client)
-        client.close()
+        if client.stream in self.selector.get_map():
+            self.selector.unregister(client.stream)
+        client.stream.close()
+
+
+def send(number: int, kind: int, data: bytes = b"") -> None:
+    """Send one frame to the host, which reads at all times."""
+    write(HEADER.pack(number, kind, len(data)) + data)
 
 
 def write(data: bytes) -> None:

@@ -81,8 +81,29 @@ def check_timeout(seconds: object) -> None:
         )
 
 
+def check_command(command: Any, timeout: object, patience: object, env: Mapping[Any, Any] | None) -> None:
+    """Refuse a command that no agent could run. A timeout and a patience of None are accepted.
+
+    The types are checked too: the arguments come from programs of users, which no checker of types has seen.
+
+    Raises:
+        SandboxRefusedError: the command, a time or a variable is wrong. The message shows it.
+    """
+    words: list[object] = [command] if isinstance(command, str) else [*(command or ())]
+    if not words or not all(isinstance(word, str) for word in words):
+        raise SandboxRefusedError(f"a command is text, or a list of at least one word, not {command!r:.80}")
+    for seconds in (timeout, patience):
+        if seconds is not None:
+            check_timeout(seconds)
+    for name, value in (env or {}).items():
+        if not (isinstance(name, str) and isinstance(value, str)):
+            raise SandboxRefusedError(f"env: names and values are text, but {name!r:.80} is {value!r:.80}")
+        if not name or "=" in name:
+            raise SandboxRefusedError(f"env: {name!r:.80} cannot be the name of a variable")
+
+
 class Exec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A command to run. It passes from the caller's arguments, over HTTP, to the agent's channel."""
+    """A command as it travels to a service over HTTP: the body of `run`, `stream` and `jobs`."""
 
     command: _CommandText | Sequence[_CommandText]
     timeout: Timeout | None = None
@@ -98,35 +119,8 @@ class Exec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Folder where the command starts; None: the working directory."""
 
     def __post_init__(self) -> None:
-        """Refuse a command that no agent could run.
-
-        Raises:
-            SandboxRefusedError: the command, a timeout or a variable is wrong.
-        """
-        fields: dict[str, Any] = {name: getattr(self, name) for name in ("command", "timeout", "env")}
-        command, timeout, env = fields["command"], fields["timeout"], fields["env"] or {}
-        words: list[object] = [command] if isinstance(command, str) else [*(command or ())]
-        if not words or not all(isinstance(word, str) for word in words):
-            raise SandboxRefusedError(f"a command is text, or a list of at least one word, not {command!r:.80}")
-        for seconds in (timeout, self.patience):
-            if seconds is not None:
-                check_timeout(seconds)
-        for name, value in env.items():
-            if not (isinstance(name, str) and isinstance(value, str)):
-                raise SandboxRefusedError(f"env: names and values are text, but {name!r:.80} is {value!r:.80}")
-            if not name or "=" in name:
-                raise SandboxRefusedError(f"env: {name!r:.80} cannot be the name of a variable")
-
-    @property
-    def seconds(self) -> float:
-        """Longest time in seconds that a caller waits for the command.
-
-        Raises:
-            SandboxRefusedError: the command has no timeout.
-        """
-        if self.timeout is None:
-            raise SandboxRefusedError("a command that is waited for needs a timeout")
-        return max(self.timeout, self.patience or 0.0)
+        """Refuse a command that no agent could run. Raises SandboxRefusedError, as `check_command` does."""
+        check_command(self.command, self.timeout, self.patience, self.env)
 
     def converted(self, convert: Callable[[str], str]) -> Exec:
         """Return a copy with each of its texts converted. They may contain bytes that are not UTF-8."""

@@ -8,15 +8,47 @@ import resource
 import signal
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import anyio
 
-from envs.sandbox.console import standard_input
-from flash.errors import ConfigError, FlashError
+from flash.errors import ConfigError, FlashError, SandboxRefusedError
 from flash.text import harmless, one_line
+
+MAX_INPUT = 16 << 20
+"""Most bytes of standard input that `run` accepts."""
+SILENCE_S = 2.0
+"""Seconds without any input after which `run` prints what it waits for."""
+
+
+async def standard_input() -> bytes:
+    """Read the standard input to its end. Returns nothing if it is a terminal.
+
+    Raises:
+        SandboxRefusedError: the input is too long.
+    """
+    if sys.stdin is None or sys.stdin.isatty():
+        return b""
+    data = bytearray()
+    while len(data) <= MAX_INPUT:
+        with anyio.move_on_after(SILENCE_S) as silence:
+            # A regular file cannot be polled (PermissionError), and can always be read.
+            with suppress(PermissionError):
+                await anyio.wait_readable(sys.stdin)
+        if silence.cancelled_caught:
+            sys.stderr.write("flash: reading the standard input to its end; give `< /dev/null` for none\n")
+            with suppress(PermissionError):
+                await anyio.wait_readable(sys.stdin)
+        piece = os.read(sys.stdin.fileno(), 1 << 16)
+        if not piece:
+            return bytes(data)
+        data += piece
+    raise SandboxRefusedError(
+        f"the standard input has more than {MAX_INPUT} bytes; write it to a file of the sandbox, and run it with --in"
+    )
+
 
 if TYPE_CHECKING:
     from envs.sandbox.api import Spec
@@ -171,9 +203,9 @@ async def _serve(arguments: argparse.Namespace) -> int:
     from envs.sandbox.pool.journal import SqliteJournal
     from envs.sandbox.pool.ownership import OwnerLock
     from envs.sandbox.pool.pool import open_pool
-    from envs.sandbox.protocol.tokens import Tokens, read_tokens
     from envs.sandbox.service.service import open_service
     from envs.sandbox.service.web import make_app, write_to_stderr
+    from envs.sandbox.tokens import Tokens, read_tokens
     from flash.http.server import open_socket, serving
 
     write_to_stderr()
@@ -210,10 +242,10 @@ async def _serve(arguments: argparse.Namespace) -> int:
 
 async def _hosts(arguments: argparse.Namespace, stack: AsyncExitStack, service: str, lock: Any) -> list[Host]:
     """Return the hosts of the service: the services of `--host`, or else this machine's engine."""
-    from envs.sandbox.engines.engine import open_engine
-    from envs.sandbox.engines.users import USERS, parse_users
+    from envs.sandbox.engines.docker import open_engine
+    from envs.sandbox.engines.docker_containers import USERS, parse_users
     from envs.sandbox.pool.engine_maker import open_engine_host
-    from envs.sandbox.pool.host import Identity
+    from envs.sandbox.pool.ownership import Identity
     from envs.sandbox.remote.client import SandboxClient, service_token
     from envs.sandbox.remote.host import RemoteHost
 
@@ -333,7 +365,7 @@ async def _remove(arguments: argparse.Namespace) -> int:
 
 async def _doctor(arguments: argparse.Namespace) -> int:
     from envs.sandbox.doctor import doctor, lines
-    from envs.sandbox.engines.engine import open_engine
+    from envs.sandbox.engines.docker import open_engine
 
     async with open_engine(arguments.engine) as backend:
         diagnosis = await doctor(backend, _spec(arguments))

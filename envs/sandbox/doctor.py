@@ -14,7 +14,7 @@ import msgspec
 from envs.sandbox.api import Result, Spec
 from envs.sandbox.engines import profiles
 from envs.sandbox.engines.backend import Backend
-from envs.sandbox.engines.engine import open_engine
+from envs.sandbox.engines.docker import open_engine
 from envs.sandbox.local.sandbox import LocalSandbox
 from flash.errors import SandboxError
 

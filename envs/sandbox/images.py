@@ -129,7 +129,7 @@ def _run(command: Sequence[str], stdin: object = None) -> str:
 
 
 async def _main(names: Sequence[str]) -> None:
-    from envs.sandbox.engines.engine import open_engine
+    from envs.sandbox.engines.docker import open_engine
 
     async with open_engine() as engine:
         for name in names:

@@ -108,10 +108,9 @@ class BoundedSandboxes:
 
 
 async def _pool(stack: AsyncExitStack) -> SandboxProvider:
-    from envs.sandbox.engines.engine import open_engine
+    from envs.sandbox.engines.docker import open_engine
     from envs.sandbox.pool.engine_maker import open_engine_host
-    from envs.sandbox.pool.host import Identity
-    from envs.sandbox.pool.ownership import OwnerLock, runtime_folder
+    from envs.sandbox.pool.ownership import Identity, OwnerLock, runtime_folder
     from envs.sandbox.pool.pool import open_pool
 
     backend = await stack.enter_async_context(open_engine())

@@ -1,11 +1,17 @@
-"""Sandbox: the methods that users call, and the interface that each kind of sandbox implements.
+"""Sandbox: the methods of every sandbox, wherever it runs.
 
-`SandboxSeam` is that interface, of five members. A container of this machine, a leased sandbox, a remote one and a
-simulated one implement it. A `SandboxRequest` is answered once; a `SandboxOpening` is held for the time of a block.
-Both are structs, so a sandbox can refuse them or pass them on without knowing each kind.
+`Commands`, `Shells`, `Files`, `Snapshots` and `Lifecycle` are its parts. `Sandbox` combines them; a function that needs
+only one part takes that part as its parameter type. There are four kinds of sandboxes, and a call passes through one or
+several of them:
 
-`Commands`, `Shells`, `Files`, `Snapshots` and `Lifecycle` are the parts that users call. They only create requests.
-`Sandbox` combines them; a function that needs only one part takes that part as its parameter type.
+- `envs.sandbox.remote.client.RemoteSandbox` sends the call to a service over HTTP. The service's route calls the same
+  method of a leased sandbox.
+- `envs.sandbox.pool.lease.LeasedSandbox` notes that the lease is in use, and calls the same method of its sandbox.
+- `envs.sandbox.local.sandbox.LocalSandbox` is a container. Its methods, in `envs.sandbox.local.agent`, call the agent
+  inside.
+- `envs.sandbox.pool.simulated.SimulatedSandbox` only lets time pass, for tests.
+
+A method that a kind does not implement raises SandboxRefusedError.
 """
 
 from __future__ import annotations
@@ -14,33 +20,17 @@ import builtins
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Generic, Protocol, TypeVar
+from typing import IO, Protocol
 
 import anyio
 import anyio.to_thread
-import msgspec
 
-from envs.sandbox.api import (
-    Chunk,
-    Command,
-    Exec,
-    FileInfo,
-    Job,
-    OnLost,
-    Result,
-    Session,
-    Snapshot,
-    Spec,
-    State,
-    Terminal,
-)
+from envs.sandbox.api import Chunk, Command, FileInfo, Job, OnLost, Result, Session, Snapshot, Spec, State, Terminal
 from envs.sandbox.trees import COPY_BYTES, TreeLimits, pack, unpack
 from flash.errors import SandboxRefusedError
-
-T = TypeVar("T")
 
 MEMORY_BYTES = 1 << 20
 """Largest tree in bytes that is kept in memory while it is transferred; a larger one goes to a temporary file."""
@@ -48,148 +38,7 @@ _TREES = anyio.CapacityLimiter(4)
 """Most threads that pack or unpack trees at the same time."""
 
 
-class SandboxRequest(msgspec.Struct, Generic[T], frozen=True):
-    """Request to a sandbox that is answered once, with a `T`."""
-
-
-class RunCommand(SandboxRequest[Result], frozen=True):
-    """Request to run a command until it ends. Refused without a timeout."""
-
-    exec: Exec
-
-
-class StartJob(SandboxRequest[Job], frozen=True):
-    """Request to start a command in the background. Refused with standard input, which a job cannot have."""
-
-    exec: Exec
-
-
-class ReadFile(SandboxRequest[bytes], frozen=True):
-    """Request of `Files.read`."""
-
-    path: str
-    offset: int = 0
-    limit: int | None = None
-
-
-class WriteFile(SandboxRequest[None], frozen=True):
-    """Request of `Files.write`."""
-
-    path: str
-    data: bytes
-    mode: int = 0o644
-    append: bool = False
-
-
-class ListFolder(SandboxRequest[list[FileInfo]], frozen=True):
-    """Request of `Files.list`."""
-
-    path: str
-
-
-class RemovePath(SandboxRequest[None], frozen=True):
-    """Request of `Files.remove`."""
-
-    path: str
-
-
-class PutArchive(SandboxRequest[None], frozen=True):
-    """Request to unpack a tar archive in the sandbox as the file or folder `path`, piece by piece as it arrives."""
-
-    path: str
-    pieces: AsyncIterator[bytes]
-    size: int | None = None
-    """Size of the archive in bytes, if it is known in advance."""
-
-
-class TakeSnapshot(SandboxRequest[Snapshot], frozen=True):
-    """Request of `Snapshots.snapshot`."""
-
-
-class MakeForks(SandboxRequest[Sequence["Sandbox"]], frozen=True):
-    """Request of `Snapshots.fork`."""
-
-    count: int
-
-
-class SandboxOpening(msgspec.Struct, Generic[T], frozen=True):
-    """Request for a resource of a sandbox that is held for the time of a block, as a `T`."""
-
-
-class StreamCommand(SandboxOpening[AsyncIterator[Chunk | Result]], frozen=True):
-    """Request to run a command and stream its output. Leaving the block kills it. Refused without a timeout."""
-
-    exec: Exec
-
-
-class StreamTree(SandboxOpening[AsyncIterator[bytes]], frozen=True):
-    """Request to stream a file or folder of the sandbox as a tar archive. Its content must not be trusted."""
-
-    path: str
-    limits: TreeLimits
-
-
-class OpenSession(SandboxOpening[Session], frozen=True):
-    """Request of `Shells.session`."""
-
-    name: str = "main"
-
-
-class OpenTerminal(SandboxOpening[Terminal], frozen=True):
-    """Request of `Shells.terminal`."""
-
-    command: Command
-
-
-def refused(asked: SandboxRequest[Any] | SandboxOpening[Any]) -> SandboxRefusedError:
-    """Return the error of a sandbox whose kind does not support a request."""
-    return SandboxRefusedError(f"a sandbox of this kind cannot do `{type(asked).__name__}`")
-
-
-class SandboxFacts(msgspec.Struct, frozen=True):
-    """Properties of a sandbox that are known without a request to it."""
-
-    sandbox_id: str
-    spec: Spec
-    state: State
-
-
-class SandboxSeam(ABC):
-    """Interface that each kind of sandbox implements."""
-
-    @property
-    @abstractmethod
-    def facts(self) -> SandboxFacts:
-        """Current properties of the sandbox."""
-
-    @abstractmethod
-    async def ask(self, request: SandboxRequest[T]) -> T:
-        """Run a request.
-
-        Raises:
-            SandboxRefusedError: the sandbox does not support the request.
-            SandboxError: another failure.
-        """
-
-    @abstractmethod
-    def open(self, opening: SandboxOpening[T]) -> AbstractAsyncContextManager[T]:
-        """Open a resource for the time of the block.
-
-        Raises:
-            SandboxRefusedError: the sandbox does not support it.
-            SandboxError: another failure.
-        """
-
-    @abstractmethod
-    async def wait_ended(self) -> None:
-        """Wait until the state is `lost` or `closed`. The pool waits here for every sandbox that it has handed out."""
-
-    @abstractmethod
-    async def close(self) -> None:
-        """End the sandbox and remove its container. May be called more than once."""
-
-
-class Commands(SandboxSeam):
+class Commands:
     """Methods that run programs, each in a process group of its own."""
 
     async def run(
@@ -207,15 +56,20 @@ class Commands(SandboxSeam):
         With `patience`, time in which the command was ready to run but had no CPU does not count towards `timeout`,
         until `patience` seconds have passed on the clock. Other processes of the group are killed when the command has
         ended; use `start` for commands that should go on. `env` is added to the sandbox's own variables.
+
+        Raises:
+            SandboxRefusedError: an argument is wrong.
+            SandboxLimitError: the command is too long.
+            SandboxError: the sandbox cannot say how the command ended, for example because it was lost.
         """
-        exec = Exec(command=command, timeout=timeout, patience=patience, stdin=stdin, env=env, cwd=cwd)
-        return await self.ask(RunCommand(exec))
+        raise _refused(self, "run")
 
     def stream(
         self,
         command: Command,
         *,
         timeout: float,
+        patience: float | None = None,
         stdin: bytes = b"",
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
@@ -225,31 +79,27 @@ class Commands(SandboxSeam):
         The last item is the `Result`, without output. Leaving the loop early kills the command. Close the iterator
         (`contextlib.aclosing`) to kill it at once.
         """
-        return self._streamed(Exec(command=command, timeout=timeout, stdin=stdin, env=env, cwd=cwd))
-
-    async def _streamed(self, exec: Exec) -> AsyncGenerator[Chunk | Result]:
-        async with self.open(StreamCommand(exec)) as items:
-            async for item in items:
-                yield item
+        raise _refused(self, "stream")
 
     async def start(
         self,
         command: Command,
         *,
         timeout: float | None = None,
+        patience: float | None = None,
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
     ) -> Job:
         """Start a command in the background. Without a timeout it may run for as long as the sandbox lives."""
-        return await self.ask(StartJob(Exec(command=command, timeout=timeout, env=env, cwd=cwd)))
+        raise _refused(self, "start")
 
 
-class Shells(SandboxSeam):
+class Shells:
     """Methods that start interactive programs."""
 
     def session(self, name: str = "main") -> AbstractAsyncContextManager[Session]:
         """Open a shell for the time of the block. Raises SandboxBusyError if a shell of this name is open."""
-        return self.open(OpenSession(name))
+        raise _refused(self, "session")
 
     def terminal(self, command: Command) -> AbstractAsyncContextManager[Terminal]:
         """Run a program on a pseudo-terminal for the time of the block, with bytes in both directions while it runs.
@@ -257,10 +107,29 @@ class Shells(SandboxSeam):
         Raises:
             SandboxRefusedError: this is a sandbox of a service. Terminals need a sandbox of this machine's engine.
         """
-        return self.open(OpenTerminal(command))
+        raise _refused(self, "terminal")
 
 
-class Files(SandboxSeam):
+class Archives:
+    """Methods that pass a file or a tree on as a tar archive, piece by piece. `Files` packs and unpacks archives."""
+
+    async def put_archive(self, path: str, pieces: AsyncIterator[bytes], size: int | None = None) -> None:
+        """Unpack a tar archive in the sandbox as the file or folder `path` while its pieces arrive.
+
+        `size` is the number of bytes of the archive, if it is known in advance.
+        """
+        raise _refused(self, "put_archive")
+
+    def get_archive(self, path: str, limits: TreeLimits) -> AsyncGenerator[bytes]:
+        """Yield a file or folder of the sandbox as a tar archive. Its content must not be trusted.
+
+        Raises:
+            SandboxLimitError: the archive exceeds the limits.
+        """
+        raise _refused(self, "get_archive")
+
+
+class Files(Archives):
     """Methods for files and trees. Relative paths start at the working directory."""
 
     tree_limits = TreeLimits()
@@ -273,22 +142,23 @@ class Files(SandboxSeam):
             SandboxFileError: the file cannot be read.
             SandboxLimitError: more bytes are requested than one call may return.
         """
-        return await self.ask(ReadFile(path, offset, limit))
+        raise _refused(self, "read")
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644, append: bool = False) -> None:
         """Replace a file atomically, or append to it. Missing folders are created.
 
-        No program in the sandbox sees half of a replaced file, also if the call is cancelled.
+        `mode` holds the permissions of a file that is created or replaced. No program in the sandbox sees half of a
+        replaced file, also if the call is cancelled.
         """
-        await self.ask(WriteFile(path, data, mode, append))
+        raise _refused(self, "write")
 
     async def list(self, path: str = ".") -> builtins.list[FileInfo]:
         """Return the entries of a folder, sorted by name. For a file, return its own entry."""
-        return await self.ask(ListFolder(path))
+        raise _refused(self, "list")
 
     async def remove(self, path: str) -> None:
         """Remove a file, a link, or a folder with everything in it. Does nothing if it does not exist."""
-        await self.ask(RemovePath(path))
+        raise _refused(self, "remove")
 
     async def upload(self, source: Path, path: str) -> None:
         """Copy a local file to the file `path`, or the content of a local folder into the folder `path`.
@@ -303,7 +173,7 @@ class Files(SandboxSeam):
             await _in_thread(partial(pack, Path(source), archive, self.tree_limits))
             size = archive.tell()
             archive.seek(0)
-            await self.ask(PutArchive(path, _pieces(archive), size))
+            await self.put_archive(path, _pieces(archive), size)
 
     async def download(self, path: str, target: Path) -> None:
         """Copy a file or tree of the sandbox to `target`. Nothing is written outside of it, whatever the sandbox sends.
@@ -313,7 +183,7 @@ class Files(SandboxSeam):
             SandboxLimitError: the tree exceeds the limits, or has devices, pipes or links that lead out of it.
         """
         with tempfile.SpooledTemporaryFile(MEMORY_BYTES) as archive:
-            async with self.open(StreamTree(path, self.tree_limits)) as pieces:
+            async with aclosing(self.get_archive(path, self.tree_limits)) as pieces:
                 async for piece in pieces:
                     archive.write(piece)
             archive.seek(0)
@@ -332,39 +202,52 @@ async def _pieces(archive: IO[bytes]) -> AsyncGenerator[bytes]:
         yield piece
 
 
-class Snapshots(SandboxSeam):
+class Snapshots:
     """Methods that save the files of a sandbox and start more sandboxes from them."""
 
     async def snapshot(self) -> Snapshot:
         """Save the current files as an image. The snapshot outlives the sandbox; its owner removes it."""
-        return await self.ask(TakeSnapshot())
+        raise _refused(self, "snapshot")
 
     async def fork(self, count: int) -> Sequence[Sandbox]:
         """Start `count` new sandboxes with the same files. They are closed with this one at the latest."""
-        return await self.ask(MakeForks(count))
+        raise _refused(self, "fork")
 
 
-class Lifecycle(SandboxSeam):
-    """Identity and state of a sandbox."""
+class Lifecycle(ABC):
+    """Identity, state and end of a sandbox. Every kind implements these members; nothing here asks the sandbox."""
 
     @property
+    @abstractmethod
     def sandbox_id(self) -> str:
         """Id of the sandbox at its provider."""
-        return self.facts.sandbox_id
 
     @property
+    @abstractmethod
     def spec(self) -> Spec:
         """Spec that the sandbox was ordered with."""
-        return self.facts.spec
 
     @property
+    @abstractmethod
     def state(self) -> State:
-        """Current state."""
-        return self.facts.state
+        """Current state, as far as it is known here."""
+
+    @abstractmethod
+    async def wait_ended(self) -> None:
+        """Wait until the state is `lost` or `closed`. The pool waits here for every sandbox that it has handed out."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the sandbox and remove its container. May be called more than once."""
 
 
 class Sandbox(Commands, Shells, Files, Snapshots, Lifecycle):
     """A sandbox, on this machine or another one."""
+
+
+def _refused(part: object, method: str) -> SandboxRefusedError:
+    """Return the error of a method that this kind of sandbox does not implement."""
+    return SandboxRefusedError(f"a sandbox of this kind ({type(part).__name__}) has no `{method}`")
 
 
 class SandboxProvider(Protocol):

@@ -1,14 +1,18 @@
-"""Encoding of names and commands that contain bytes which are not UTF-8.
+"""Text that goes into a sandbox or comes out of it.
 
-Inside a process such a byte is a lone surrogate, as `os.fsdecode` makes it (0xff is U+DCFF). JSON and msgpack cannot
-carry surrogates. In bodies of the HTTP API the byte is sent as U+0000 and two hexadecimal digits. Names and commands
-cannot contain a zero byte, so this is unambiguous. In a query the byte is percent-encoded as usual.
+*Bytes that are not UTF-8.* Inside a process such a byte is a lone surrogate, as `os.fsdecode` makes it (0xff is
+U+DCFF). JSON and msgpack cannot carry surrogates. In bodies of the HTTP API the byte is sent as U+0000 and two
+hexadecimal digits. Names and commands cannot contain a zero byte, so this is unambiguous. In a query the byte is
+percent-encoded as usual.
+
+*Text about a command*, for the agent or person that gave it: its result, or the reason why it was not run.
 """
 
 from __future__ import annotations
 
 import re
 
+from envs.sandbox.api import Result
 from flash.errors import SandboxFileError, SandboxRefusedError
 from flash.text import one_line
 
@@ -73,3 +77,48 @@ def _zero(text: str) -> SandboxRefusedError:
 def encodable(text: str) -> str:
     """Return a text for people, with escapes for characters that cannot be encoded."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+COMMAND_LENGTH = 100_000
+"""Most bytes of a command. Sandboxes accept slightly more, which leaves room for a prefix."""
+
+
+def unusable_command(command: str) -> str:
+    """Return the reason why no sandbox can run this command; empty if one can."""
+    if "\0" in command:
+        return "error: a command cannot have a zero byte"
+    if (size := len(command.encode("utf-8", "replace"))) > COMMAND_LENGTH:
+        return f"error: a command cannot have more than {COMMAND_LENGTH} bytes, but this one has {size}; write a file"
+    return ""
+
+
+def unusable_path(path: str) -> str:
+    """Return the reason why this cannot be a path; empty if it can."""
+    if "\0" in path:
+        return "error: a path cannot have a zero byte"
+    if len(path.encode("utf-8", "replace")) > PATH_LENGTH:
+        return f"error: a path cannot have more than {PATH_LENGTH} bytes"
+    return ""
+
+
+def result_text(result: Result) -> str:
+    """Return how the command ended on the first line, then its standard output and its standard error."""
+    text = (result.stdout + result.stderr).decode("utf-8", "replace").rstrip()
+    return f"{how_ended(result)}\n{text}" if text else how_ended(result)
+
+
+def how_ended(result: Result) -> str:
+    """Return how the command ended, in a few words."""
+    if result.timed_out:
+        return f"stopped after {result.wall_s:.0f} s"
+    if result.oom_killed:
+        return "out of memory"
+    return f"killed by {result.signal}" if result.signal else f"exit code {result.exit_code}"
+
+
+def clipped(text: str, most: int) -> str:
+    """Return a text of at most `most` characters, with a line that says how many are left out in the middle."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"

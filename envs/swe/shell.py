@@ -18,8 +18,8 @@ from envs.judging.judge import Judge, SandboxOpener, shared_judge
 from envs.judging.options import JudgePool, judge_pool_of
 from envs.judging.programs import last_block
 from envs.sandbox.api import Result
-from envs.sandbox.explain import clipped, result_text, unusable_command
 from envs.sandbox.open import open_sandboxes
+from envs.sandbox.text import clipped, result_text, unusable_command
 from flash.environment import EpisodeView, StepResult
 from flash.errors import ConfigError, EnvError
 from flash.types import Message, Observation

@@ -20,8 +20,8 @@ from envs import nested
 from envs.judging.judge import SandboxOpener, shared_judge
 from envs.judging.options import JudgePool, Language, judge_pool_of, limits_of, spec_of
 from envs.nested import ClassTable, load_tasks
-from envs.sandbox.explain import clipped
 from envs.sandbox.open import open_sandboxes
+from envs.sandbox.text import clipped
 from envs.tools.arguments import UNREADABLE, MalformedCallError, read_call
 from envs.tools.memory import Answers, Memory
 from envs.tools.runner import SANDBOX, Cut, Runner, ToolPlace, ToolSandboxes, Toolset

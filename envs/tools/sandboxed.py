@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from envs.sandbox.api import Result
-from envs.sandbox.explain import result_text, unusable_command, unusable_path
 from envs.sandbox.sandbox import Sandbox
+from envs.sandbox.text import result_text, unusable_command, unusable_path
 from envs.tools.runner import SANDBOX, Cut, Runner, ToolPlace, schema, within
 from flash.errors import ConfigError, SandboxFileError, SandboxLimitError, encodable
 

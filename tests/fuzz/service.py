@@ -24,7 +24,7 @@ from urllib.parse import quote
 import anyio
 import httpx
 
-from envs.sandbox.protocol.problems import MEDIA_TYPE
+from envs.sandbox.protocol import MEDIA_TYPE
 from envs.sandbox.service.endpoint import Endpoint
 from envs.sandbox.service.web import ENDPOINTS
 from tests.envs.sandbox.raw import END_S, bare, bearer, connected, head

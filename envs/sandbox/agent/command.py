@@ -1,11 +1,14 @@
-"""A command, from its start to its result: `run`, `stream`, a job, a terminal, or a worker of the agent."""
+"""A command, from its start to its result: `run`, `stream`, a job, a terminal, or a worker of the agent.
+
+Before it begins, `end_leftovers` kills the processes that ended commands have left behind.
+"""
 
 import _signal
 import errno
 import os
+import time
 
-from envs.sandbox.agent.leftovers import end_leftovers
-from envs.sandbox.agent.proc import CLOCK_TICK, load, tree
+from envs.sandbox.agent.proc import CLOCK_TICK, adopted, load, number_of, processes, tree
 from envs.sandbox.agent.process import (
     InputFeed,
     Pipe,
@@ -19,10 +22,61 @@ from envs.sandbox.agent.process import (
     signal_name,
     spawn,
 )
-from envs.sandbox.agent.wire import PIECE, PIECE_COST, CallRefusal
+from envs.sandbox.agent.wire import CHUNK, CREDIT, PIECE, PIECE_COST, RESULT, CallRefusal
 
-RESULT, FAILURE, CHUNK, CREDIT = 0, 1, 2, 3
-"""Kinds of frames to the host: the result or failure of a call; a piece of output; credit for input."""
+LOOKS = 300
+"""Most rounds of killing before the command is refused."""
+
+
+class System:
+    """The functions on this machine's processes; tests replace them."""
+
+    adopted, processes, number_of = staticmethod(adopted), staticmethod(processes), staticmethod(number_of)
+    send_signal = staticmethod(send_signal)
+    pause = 0.001
+    """Seconds between two rounds, for processes to die."""
+
+
+def end_leftovers(agent: object, shell: object = None, system: object = System) -> None:
+    """Kill the processes that ended commands left behind; they could tamper with the next command.
+
+    Such a process has lost its parent, and belongs neither to a running command or job nor to a command of a session
+    other than `shell`. Raises CallRefusal if they cannot be ended.
+    """
+    ended = set()
+    for _ in range(LOOKS):
+        left = leftovers(agent, shell, system) - ended
+        if not left:
+            return
+        living = {stat.pid for stat in system.processes()}
+        # Children of these are adopted by us, but may not have been when we looked. Adopted processes keep their ids
+        # until they are reaped.
+        ended.update((left - living).intersection(system.adopted()))
+        system.send_signal(left & living, _signal.SIGKILL)
+        time.sleep(system.pause)
+    raise CallRefusal("limit", "what an earlier command left behind multiplies faster than it can be ended")
+
+
+def leftovers(agent: object, shell: object, system: object) -> "set[int]":
+    """Return the ids of left-behind processes, including adopted ones that have ended and were not reaped."""
+    going_on = {command.number for command in agent.active}
+    going_on.update(other.number for other in agent.shells.values() if other is not shell and other.current)
+    found = {pid for pid in system.adopted() if pid not in agent.children and system.number_of(pid) not in going_on}
+    return found.union(stat.pid for stat in descendants(found, system))
+
+
+def descendants(roots: "set[int]", system: object = System) -> list:
+    """Return all living descendants of these processes."""
+    inside, every, grown = set(roots), system.processes(), True
+    while grown:
+        grown = False
+        for stat in every:
+            if stat.parent in inside and stat.pid not in inside:
+                inside.add(stat.pid)
+                grown = True
+    return [stat for stat in every if stat.pid in inside and stat.pid not in roots]
+
+
 GRACE = 0.5
 """Seconds between SIGTERM and SIGKILL."""
 LOOK = 0.2
@@ -50,7 +104,8 @@ class Command:
         self.feed = None
         self.timed_out = False
         self.ended_body = None
-        self.waiters = []
+        self.waiters = set()
+        """`JobWaiter`s of a job: the calls that wait for its result."""
         self.pid = -1
         self.timer = None
         self.stopping = None
@@ -82,9 +137,12 @@ class Command:
             else:
                 files = open_pipes(self.agent.null, request, ours, theirs)
             self.pid = self.launch(request, files)
-        except OSError as error:
+        except BaseException as error:
+            # Also an error that is no OSError, such as MemoryError, must leave no descriptor open.
             for fd in ours:
                 os.close(fd)
+            if not isinstance(error, OSError):
+                raise
             if error.errno in NO_SPACE:
                 raise CallRefusal("limit", "no process can be started: {}".format(os.strerror(error.errno)))
             raise CallRefusal("file", "{}: {}".format(request.get("cwd"), os.strerror(error.errno)))
@@ -164,6 +222,10 @@ class Command:
         self.own += min(had, passed) if wants else passed
         self.looked, self.ticks = at, ticks
 
+    def cancel(self) -> None:
+        """Stop the command, because its caller does not wait for the result any more."""
+        self.stop()
+
     def stop(self) -> None:
         """End the command: SIGTERM to all its processes, and SIGKILL to those left after the grace."""
         if self.stopping is not None or self.ended_body is not None:
@@ -219,9 +281,9 @@ class Command:
             }
         )
         if self.keep:
-            waiters, self.waiters = self.waiters, []
+            waiters, self.waiters = self.waiters, set()
             for waiter in waiters:
-                waiter()
+                self.send_result(waiter.reply)
         else:
             self.on_end()
             self.send_result(self.reply)
@@ -230,6 +292,19 @@ class Command:
         """Send the result as frames."""
         assert self.ended_body is not None
         send_result(reply, self.ended_body, self.rings, self.streaming)
+
+
+class JobWaiter:
+    """A call that waits for the result of a job. A job may run long, and callers may wait for it many times."""
+
+    def __init__(self, job: Command, reply: object) -> None:
+        self.job = job
+        self.reply = reply
+        job.waiters.add(self)
+
+    def cancel(self) -> None:
+        """Stop waiting, because the caller does not. Otherwise the job would keep each such call until it ends."""
+        self.job.waiters.discard(self)
 
 
 def open_pipes(null: int, request: dict, ours: "list[int]", theirs: "list[int]") -> "dict[int, int]":
@@ -251,8 +326,9 @@ def open_pipes(null: int, request: dict, ours: "list[int]", theirs: "list[int]")
 def open_terminal(ours: "list[int]", theirs: "list[int]") -> "dict[int, int]":
     """Open a pseudo-terminal, and return the descriptors of the process."""
     master, slave = os.openpty()
-    ours += [master, os.dup(master)]
+    ours.append(master)
     theirs.append(slave)
+    ours.append(os.dup(master))
     return {0: slave, 1: slave, 2: slave}
 
 

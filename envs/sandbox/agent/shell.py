@@ -1,15 +1,224 @@
-"""A session: commands that run one after another in a bash, which is replaced when a command ends it."""
+"""A session: commands that run one after another in a bash, which is replaced when a command ends it.
+
+The bash (`StatefulBash`) reads each command as one quoted string, and answers on its own descriptor.
+
+Law: whatever a command prints, reads, redefines or leaves open, its answer is recognised by a random token. The shell
+reads the token only after the command has ended, and no other process can read it.
+
+Programs run as the same user. They could open the shell's descriptors in /proc, read the next command and its token
+there, and answer in its place. So the shell is a copy of bash without read permission. Programs that a command leaves
+behind are killed before the next one; the shell's own jobs (`&`) go on.
+
+After each command the shell writes its state. If a command ends the shell (`exit`, `set -e`, a timeout), the next
+command runs in a new shell with the state from before.
+"""
 
 import _signal
 import binascii
+import fcntl
 import os
 
-from envs.sandbox.agent.bash import SAY, StatefulBash
-from envs.sandbox.agent.command import CHECK, FAILURE, GRACE, ending, kill_all, send_result
-from envs.sandbox.agent.leftovers import end_leftovers
-from envs.sandbox.agent.proc import CLOCK_TICK, tree
-from envs.sandbox.agent.process import Pipe, Ring, now, send_signal
-from envs.sandbox.agent.wire import CallRefusal
+from envs.sandbox.agent.command import CHECK, GRACE, NO_SPACE, end_leftovers, ending, kill_all, send_result
+from envs.sandbox.agent.proc import CLOCK_TICK, Stat, tree
+from envs.sandbox.agent.process import Pipe, Ring, now, send_signal, spawn, unreadable_copy, uptime
+from envs.sandbox.agent.wire import FAILURE, CallRefusal
+
+TELL = 199
+"""The shell's descriptor for answers. Scripts use lower ones; bash moves its own to higher ones."""
+PROGRAM = 198
+"""The shell's descriptor for its own program, until it has started."""
+ENTER = "exec -a bash /proc/self/fd/%d --noprofile --norc -s" % PROGRAM
+"""Command that replaces the first bash by the unreadable copy."""
+LEAVE = b"exec %d<&-\n" % PROGRAM
+"""First command of the shell: close the descriptor of its program."""
+BEGIN = b'_flash_status() { return "$1"; }\n_flash_set=\n'
+"""First definitions in the shell."""
+TURN = rb"""
+{ _flash=; \builtin test "${_flash_set#*v}" = "$_flash_set" || \builtin set -v; } 2>/dev/null; LINE
+%s\builtin eval %s </dev/null TELL>&-; { _flash=$? _flash_set=$-; \builtin set +v; } 2>/dev/null
+
+{ _flash=${_flash:-$?}; %s
+} 2>/dev/null
+""".replace(b"LINE\n", b"").replace(b"TELL", str(TELL).encode())
+"""Lines of a turn: a command, run without our descriptors, and then its answer. The shell reads them as its script,
+since a stray `break` would end a loop of ours. The first empty line ends text that others have written there. The
+second one ends text that the parser still expects after a syntax error. Quoting a name prevents aliases. `set -v` shows
+neither these lines nor a token: it is off between commands, and on again in the line with the next command."""
+SAY = r"""\builtin printf '%s\0' TOKEN "$_flash" "$PWD" >&TELL
+{ \builtin declare -p; \builtin declare -f; \builtin set +o; \builtin shopt -p; \builtin umask -p
+  \builtin printf '\0'; } >&TELL""".replace("TELL", str(TELL))
+"""Command that prints the answer, and then the state."""
+RESTORE = "{ builtin cd %s; builtin eval %s; } >/dev/null 2>&1"
+"""Command that restores directory and state."""
+STATE_LIMIT = 1 << 22
+"""Most bytes of a shell's state. A larger state is lost when a command ends the shell."""
+ANSWER_LIMIT = 1 << 20
+"""Most bytes of an exit code and a directory. Anything longer is not an answer."""
+CODES = tuple(str(code).encode() for code in range(256))
+"""Exit codes, as a shell prints them."""
+
+
+class StatefulBash:
+    """Runs one shell after another, each with the state that the previous one wrote.
+
+    Notifies its owner when a command has ended (`finish`), or ended in an unknown way (`untold`).
+    """
+
+    def __init__(self, agent: object, owner: object, outputs: "list[int]") -> None:
+        self.agent = agent
+        self.owner = owner
+        self.outputs = outputs
+        """Descriptors for the output and the errors of commands."""
+        self.number = owner.number
+        self.pid = -1
+        self.leaders = []
+        """Process ids of all shells of this session, the current one last."""
+        self.state = b""
+        self.cwd = agent.resolve(".")
+        self.status = 0
+        self.token = None
+        """Token of the running command; None if no answer is expected."""
+        self.answer = bytearray()
+        self.settling = False
+        """True after the answer to the last command, until its state has arrived."""
+        self.overflowing = False
+        self.ask = self.tell = None
+
+    def start(self) -> None:
+        """Start a shell with the last state.
+
+        Raises:
+            CallRefusal: no shell can be started. No descriptor stays open.
+        """
+        ours, theirs = [], []
+        env = dict(self.agent.env)
+        argv, begin = ["bash", "--noprofile", "--norc", "-s"], BEGIN
+        try:
+            asked, ask = os.pipe()
+            theirs.append(asked)
+            ours.append(ask)
+            tell, told = os.pipe()
+            ours.append(tell)
+            theirs.append(told)
+            # Above the shell's numbers: `dup2` to one of them must not overwrite another.
+            theirs.append(fcntl.fcntl(told, fcntl.F_DUPFD_CLOEXEC, TELL + 1))
+            files = {0: asked, 1: self.outputs[0], 2: self.outputs[1], TELL: theirs[-1]}
+            # A new copy each time: a shell can make its copy readable, and so that of all shells that run the same
+            # copy.
+            own = unreadable_copy(self.agent.bash)
+            if own >= 0:
+                theirs.append(own)
+                theirs.append(fcntl.fcntl(own, fcntl.F_DUPFD_CLOEXEC, TELL + 1))
+                argv[-1:], begin = ["-c", ENTER], LEAVE + BEGIN
+                files[PROGRAM] = theirs[-1]
+            cwd = self.agent.resolve(".")
+            self.pid = self.agent.launcher.call(
+                lambda: spawn(self.agent.bash, argv, env, cwd, files, False, self.number)
+            )
+        except BaseException as error:
+            # Also an error that is no OSError, such as MemoryError, must leave no descriptor open.
+            for fd in ours:
+                os.close(fd)
+            if not isinstance(error, OSError):
+                raise
+            code = "limit" if error.errno in NO_SPACE else "file"
+            raise CallRefusal(code, "no shell can be started: {}".format(os.strerror(error.errno)))
+        finally:
+            for fd in theirs:
+                os.close(fd)
+        self.agent.children[self.pid] = self.owner
+        self.leaders.append(self.pid)
+        self.answer = bytearray()
+        self.ask, self.outgoing = ask, bytearray(begin)
+        os.set_blocking(self.ask, False)
+        self.tell = Pipe(self.agent.loop, tell, self.hear)
+        if self.state:
+            cwd = quote(self.cwd.encode("utf-8", "surrogateescape"))
+            self.say(RESTORE.encode() % (cwd, quote(self.state)), b":")
+
+    def measure(self) -> "tuple[int, int]":
+        """Return the CPU ticks of the shell and its reaped children, and the machine's uptime in ticks."""
+        try:
+            ticks = Stat(self.pid).ticks
+        except (OSError, ValueError, IndexError):
+            ticks = 0
+        return ticks, int(uptime() * CLOCK_TICK)
+
+    def say(self, command: bytes, answer: bytes) -> None:
+        """Send one command to the shell, and the command that prints its answer."""
+        status = b"_flash_status %d; " % self.status if self.status else b""
+        self.outgoing += TURN % (status, quote(command), answer)
+        self.write()
+
+    def write(self) -> None:
+        """Write as much as the shell takes."""
+        try:
+            while self.outgoing:
+                del self.outgoing[: os.write(self.ask, memoryview(self.outgoing)[: 1 << 16])]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.outgoing = bytearray()  # The shell has ended; it will be reaped.
+        self.agent.loop.watch(self.ask, None, self.write if self.outgoing else None)
+
+    def hear(self, data: bytes) -> None:
+        """Process bytes from the shell: exit code and directory first, its state later."""
+        self.answer += data
+        while True:
+            if self.settling:
+                if not self.settle():
+                    return
+                continue
+            if self.token is None:
+                self.answer = bytearray()
+                return
+            at = self.answer.find(self.token + b"\0")
+            if at < 0:
+                del self.answer[: -len(self.token) - 1]
+                return
+            fields = bytes(self.answer[at:]).split(b"\0", 3)
+            if (len(fields) > 1 and fields[1] not in CODES) or (len(fields) < 4 and len(self.answer) > ANSWER_LIMIT):
+                # A trap changes the output of our own commands.
+                self.token = None
+                self.owner.untold()
+                return
+            if len(fields) < 4:
+                return
+            self.status = int(fields[1])
+            self.cwd = fields[2].decode("utf-8", "surrogateescape")
+            self.answer = bytearray(fields[3])
+            self.settling = True
+            self.token = None
+            self.owner.finish({"exit_code": self.status, "signal": None})
+
+    def settle(self) -> bool:
+        """Read the state that follows an answer. Returns False while it is incomplete."""
+        state, end, rest = self.answer.partition(b"\0")
+        if len(state) > STATE_LIMIT:
+            self.overflowing = True
+            state = bytearray()
+        if not end:
+            self.answer = bytearray(state)
+            return False
+        self.state = b"" if self.overflowing else bytes(state)
+        self.answer = bytearray(rest)
+        self.settling = self.overflowing = False
+        return True
+
+    def gone(self) -> None:
+        """Clean up after the shell's end. Its last output is read first."""
+        self.tell.drain()
+        self.tell.close()
+        self.agent.loop.watch(self.ask)
+        os.close(self.ask)
+        self.pid = -1
+        self.settling = self.overflowing = False
+        self.status = 0
+
+
+def quote(text: bytes) -> bytes:
+    """Quote text as one word for the shell."""
+    return b"'" + text.replace(b"'", b"'\\''") + b"'"
 
 
 class Running:
@@ -31,6 +240,14 @@ class Running:
         self.cpu_before = 0
         self.oom_before = 0
         self.born = 0
+
+    def cancel(self) -> None:
+        """Stop the command, or take it out of the queue, because its caller does not wait for the result any more."""
+        if self is self.shell.current:
+            self.stop()
+        elif self in self.shell.queue:
+            self.shell.agent.loop.cancel(self.timer)
+            self.shell.queue.remove(self)
 
     def give_up(self) -> None:
         """Fail: the commands before it took too long."""
@@ -85,12 +302,17 @@ class Shell:
         self.closed = False
         self.pipes = {}
         self.ends = []
-        for name in ("stdout", "stderr"):
-            reading, writing = os.pipe()
-            self.ends.append(writing)
-            self.pipes[name] = Pipe(agent.loop, reading, lambda data, name=name: self.take(name, data))
-        self.bash = StatefulBash(agent, self, self.ends)
-        self.bash.start()
+        try:
+            for stream in ("stdout", "stderr"):
+                reading, writing = os.pipe()
+                self.ends.append(writing)
+                self.pipes[stream] = Pipe(agent.loop, reading, lambda data, stream=stream: self.take(stream, data))
+            self.bash = StatefulBash(agent, self, self.ends)
+            self.bash.start()
+        except BaseException:
+            # The host may open the session again and again while the sandbox has no room for another process.
+            self.release()
+            raise
         agent.shells[self.name] = self
 
     def run(self, running: Running) -> None:
@@ -166,14 +388,6 @@ class Shell:
         self.agent.loop.cancel(running.timer)
         running.reply(FAILURE, ["request", message])
         self.proceed()
-
-    def cancel(self, running: Running) -> None:
-        """Stop a command whose caller is gone, or take it out of the queue."""
-        if running is self.current:
-            running.stop()
-        elif running in self.queue:
-            self.agent.loop.cancel(running.timer)
-            self.queue.remove(running)
 
     def interrupt(self) -> bool:
         """Send SIGINT to the running command. Returns False if there is none."""

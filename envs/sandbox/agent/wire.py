@@ -13,6 +13,9 @@ MAX_FRAME = 1 << 18
 PIECE = 1 << 16
 """Most bytes of data in one frame, so that no call delays the others for long."""
 
+RESULT, FAILURE, CHUNK, CREDIT = 0, 1, 2, 3
+"""Kinds of frames to the host. The result or the failure of a call ends it. A chunk is a piece of output or of a
+listing. Credit allows the host to send more bytes of input."""
 PIECE_COST = 64
 """Bytes of the host's credit that a piece of output takes beyond its data."""
 

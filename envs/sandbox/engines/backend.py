@@ -2,7 +2,7 @@
 
 They are implemented by `envs.sandbox.engines.docker.DockerBackend` over Docker or Podman, and by
 `envs.sandbox.engines.fake.FakeBackend`, which runs the same agent as a local process without any isolation, for tests.
-`envs.sandbox.engines.engine` chooses the class for an address.
+`envs.sandbox.engines.docker` chooses the class for an address.
 
 Every method returns within the deadline of its implementation, or raises a `SandboxError`. A method that fails or is
 cancelled leaves nothing behind, except `create`, whose container is found by its labels.
@@ -19,7 +19,7 @@ from uuid import uuid4
 import msgspec
 
 from envs.sandbox.api import Spec
-from envs.sandbox.engines.layers import LayerUse
+from envs.sandbox.engines.machine import LayerUse
 
 AGENT_SECRET = "flash.agent.secret"
 """Label with the secret that a host needs to take over the sandbox. A sandbox cannot read its own labels."""

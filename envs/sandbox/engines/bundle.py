@@ -2,7 +2,8 @@
 
 The first process of a sandbox is `/bin/sh -c BOOT`. It waits for one line, the host's greeting, and becomes Python.
 `LOADER` answers with the greeting and the magic number of its bytecode. Then the host sends the agent: as bytecode if
-that Python has the host's magic number, else as source.
+that Python has the host's magic number, else as source. `greet` is the host's side of this, up to the point at which
+the agent answers calls; `envs.sandbox.local.sandbox.LocalSandbox` calls it.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ from __future__ import annotations
 import importlib.util
 import marshal
 import re
+import secrets
 import struct
 from functools import cache
 from pathlib import Path
 
+import anyio
 import msgspec
 
-PARTS = (
-    "wire", "loop", "launcher", "proc", "process", "leftovers", "command", "bash", "shell", "paths", "files",
-    "archives", "calls", "takeover", "main",
-)  # fmt: skip
+from envs.sandbox.engines.backend import Link
+from flash.errors import SandboxStartError
+
+PARTS = ("wire", "proc", "loop", "process", "command", "shell", "files", "main")
 """Modules of the agent, each after the modules that it needs."""
 _OWN_IMPORT = re.compile(r"^from envs\.\S+ import (?:\([^)]*\)|.*)\n", re.MULTILINE)
 FOLDER = Path(__file__).parent.parent / "agent"
@@ -98,3 +101,51 @@ def load(magic: str, options: Options, prelude: str = "") -> bytes:
     else:
         code, kind = (prelude + "\n" + source()).encode(), b"s"
     return HEADER.pack(kind, len(code), len(encoded)) + code + encoded
+
+
+_NOISE_LIMIT = 1 << 14
+"""Bytes before the answer to the greeting that are accepted as messages of the image's shell or Python."""
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """Facts about the agent that it reports in its first answer."""
+
+    uid: int
+    workdir: str
+    bash: bool
+    writable: bool
+    """True if files can be written to the working directory."""
+    protected: bool
+    """True if other processes of the sandbox can neither read the agent's memory nor use its descriptors."""
+    lifetime: float = msgspec.field(name="life")
+    """Seconds until the agent ends by itself."""
+    sessions: list[str] = []
+
+
+async def greet(link: Link, options: Options, seconds: float, prelude: str = "") -> bytes:
+    """Start the agent at the other end of a link. Returns the bytes that it has sent after its answer.
+
+    Raises:
+        SandboxStartError: the agent did not answer within `seconds`; or the first process of the sandbox ended, or sent
+            too many other bytes. The message quotes the end of these bytes.
+    """
+    greeting = secrets.token_hex(16)
+    got = b""
+    with anyio.move_on_after(seconds) as scope:
+        await link.send(greeting.encode() + b"\n")
+        while True:
+            _, found, after = got.partition(greeting.encode() + b" ")
+            line, end, rest = after.partition(b"\n")
+            if found and end:
+                await link.send(load(line.decode("ascii", "replace"), options, prelude))
+                return rest
+            data = await link.receive()
+            if not data or len(got) > _NOISE_LIMIT:
+                said = (got + data + link.transcript).decode("utf-8", "replace").strip()[-500:] or "nothing"
+                raise SandboxStartError(
+                    f"the sandbox ended before its agent answered; it said: {said}. Its image needs /bin/sh and "
+                    "Python 3.6 or newer, that work"
+                )
+            got += data
+    assert scope.cancelled_caught
+    raise SandboxStartError(f"waited {seconds:g} s for the agent of the sandbox; is the machine overloaded?")

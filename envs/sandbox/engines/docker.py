@@ -1,5 +1,7 @@
 """DockerBackend: sandboxes as containers of Docker or Podman, over the engine's socket.
 
+`open_engine` chooses the backend class for an address. A new kind of container engine is added there only.
+
 The connection to an agent is the attached standard input and output of the container's first process. It needs no exec
 (Podman starts one at a time, in 100 ms each), no published port and no network. A restart of the engine's service
 breaks the connection but not the container; `take_over` then reaches the agent through one exec.
@@ -8,26 +10,62 @@ breaks the connection but not the container; `take_over` then reaches the agent 
 from __future__ import annotations
 
 import os
+import posixpath
 import stat
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
 from envs.sandbox.api import Spec
-from envs.sandbox.engines import profiles, relay
-from envs.sandbox.engines.backend import AGENT_ADDRESS, EngineInfo, Surroundings
+from envs.sandbox.engines import profiles
+from envs.sandbox.engines.backend import AGENT_ADDRESS, Backend, EngineInfo, Surroundings
 from envs.sandbox.engines.docker_api import AttachedLink, DockerApi
-from envs.sandbox.engines.docker_containers import DockerContainers
+from envs.sandbox.engines.docker_containers import USERS, DockerContainers
 from envs.sandbox.engines.docker_images import DockerImages
 from envs.sandbox.engines.machine import memory_bytes
-from envs.sandbox.engines.users import USERS
 from flash.errors import ConfigError, SandboxLostError, SandboxStartError
 
 SOCKETS = ("/run/docker.sock", "/var/run/docker.sock", "/run/podman/podman.sock")
 """Sockets where engines listen, tried in this order if DOCKER_HOST is not set."""
+
+
+TAKEOVER_USER = "0"
+"""User of the process by which a new host reaches the agent, after the agent's own host is gone.
+
+That process receives the agent's secret, so no program of the sandbox may trace, signal or read it. The kernel ensures
+this, because the process runs as another user: root without capabilities, as the container has none. No program may
+choose what it runs either: it gets none of the spec's environment variables, and looks for Python only where the
+sandbox's user cannot write. If programs may be root themselves (`compat`), there is no such user, and those sandboxes
+are not taken over."""
+PROGRAM_FOLDERS = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
+"""Folders of programs that belong to root in every image."""
+WRITABLE_FOLDERS = ("/tmp", "/run", "/var/run", "/var/tmp", "/dev", "/proc")
+"""Folders where a sandbox's user can write although the root file system is read-only, beside the working directory."""
+TAKEOVER_SCRIPT = """\
+import os, select, socket, struct, sys
+try:
+    import _ctypes as c
+    c.call_function(c.dlsym(c.dlopen(None, 2), 'prctl'), (4, 0, 0, 0, 0))
+except Exception: pass
+s = socket.socket(socket.AF_UNIX); s.connect('\\0' + sys.argv[1])
+assert struct.unpack('iii', s.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0] == 1
+while True:
+    for f in select.select([0, s], [], [])[0]:
+        b = os.read(0, 65536) if f == 0 else s.recv(65536)
+        if not b: os._exit(0)
+        if f == 0: s.sendall(b)
+        while f != 0 and b: b = b[os.write(1, b):]
+"""
+"""Program that joins an exec to the agent's socket. It trusts only the container's first process, and hides its memory
+from all others."""
+FIND_PYTHON = """\
+for python in python3 /usr/bin/python3 /usr/local/bin/python3; do
+  if command -v "$python" >/dev/null 2>&1; then exec "$python" -ISc "$1" "$2"; fi
+done
+"""
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +84,8 @@ class DockerAgents:
 
     def surroundings(self, container_id: str, spec: Spec) -> Surroundings:
         memory = profiles.work_in_memory(spec)
-        # If sandboxed programs may run as the relay's user, no host may take over: the agent then ends with its host.
+        # If programs of the sandbox may run as the user of a takeover, no host may take over: the agent then ends with
+        # its host.
         address = "" if profiles.PROFILES[spec.profile].user is None else AGENT_ADDRESS
         return Surroundings(spec.workdir, True, address, files_apart=memory, disk_enforced=memory)
 
@@ -56,8 +95,8 @@ class DockerAgents:
     @asynccontextmanager
     async def take_over(self, container_id: str) -> AsyncGenerator[AttachedLink]:
         found = await self._api.json(f"containers/{container_id}/json", SandboxLostError)
-        env = relay.environment(found)
-        async with self._api.exec(container_id, relay.command(AGENT_ADDRESS), relay.USER, env) as link:
+        env = takeover_environment(found)
+        async with self._api.exec(container_id, takeover_command(AGENT_ADDRESS), TAKEOVER_USER, env) as link:
             yield link
 
 
@@ -67,7 +106,7 @@ class DockerBackend:
     Args:
         url: `unix:///path` or `http://host:port`; by default DOCKER_HOST, or the first of `SOCKETS` that exists.
         deadlines: deadlines of requests to the engine.
-        users: user ids for sandboxes, one for each; see `envs.sandbox.engines.users`.
+        users: user ids for sandboxes, one for each; see `envs.sandbox.engines.docker_containers`.
 
     Raises:
         ConfigError: there is no engine, or the address has an unknown form.
@@ -133,3 +172,49 @@ def find_engine() -> str:
         f"no container engine listens at {', '.join(SOCKETS)}; start one, such as "
         "`podman system service --time=0 unix:///run/podman/podman.sock`, or set DOCKER_HOST"
     )
+
+
+def takeover_command(address: str) -> list[str]:
+    """Return the command that runs in the container."""
+    return ["/bin/sh", "-c", FIND_PYTHON, "relay", TAKEOVER_SCRIPT, address]
+
+
+def takeover_environment(container: Mapping[str, Any]) -> dict[str, str]:
+    """Return the environment variables of a takeover. Every variable of the container is emptied.
+
+    Args:
+        container: the engine's description of the container.
+
+    Raises:
+        SandboxLostError: programs of this container may run as root.
+    """
+    config = container["Config"]
+    if str(config.get("User") or "0").partition(":")[0] in ("", "0", "root"):
+        raise SandboxLostError(
+            "its programs may be root, as the process would be by which another host takes over; such a sandbox ends "
+            "with its host"
+        )
+    given = dict(entry.partition("=")[::2] for entry in config.get("Env") or [])
+    folders = [*PROGRAM_FOLDERS]
+    if container["HostConfig"].get("ReadonlyRootfs"):
+        unsafe = (*WRITABLE_FOLDERS, str(config.get("WorkingDir") or "/"))
+        folders += [folder for folder in given.get("PATH", "").split(":") if _is_safe(folder, unsafe)]
+    return {**dict.fromkeys(given, ""), "HOME": "/", "PATH": ":".join(folders)}
+
+
+def _is_safe(folder: str, unsafe: tuple[str, ...]) -> bool:
+    path = posixpath.normpath(folder)
+    return folder.startswith("/") and not any(path == each or path.startswith(f"{each}/") for each in unsafe)
+
+
+def open_engine(address: str | None = None, *, users: range = USERS) -> AbstractAsyncContextManager[Backend]:
+    """Open the engine at an address for the time of the block; by default this machine's engine.
+
+    Args:
+        address: `unix:///path` or `tcp://HOST:PORT` of Docker or Podman.
+        users: user ids for sandboxes, one for each; see `envs.sandbox.engines.docker_containers`.
+
+    Raises:
+        ConfigError: there is no engine, or the address has an unknown form.
+    """
+    return DockerBackend(address, users=users)

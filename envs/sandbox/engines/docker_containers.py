@@ -1,10 +1,21 @@
-"""Containers of Docker or Podman."""
+"""Containers of Docker or Podman, each with a user id of its own.
+
+The kernel counts some resources per user, over all containers. If all sandboxes had the same user, a single one could
+take all of the machine's inotify instances, POSIX queues, pending signals or pipe buffers. User namespaces would not
+help: a resource counted in a namespace also counts for the namespace's creator, which is root for all of them, and
+whose limit is as small. So ids are drawn at random from `USERS`, and several services on one engine rarely use the same
+one. The containers that this process knows never share one.
+"""
 
 from __future__ import annotations
 
 import logging
+import random
+import socket
+import struct
 import tarfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,11 +28,68 @@ from envs.sandbox.api import Spec
 from envs.sandbox.engines import profiles
 from envs.sandbox.engines.backend import ContainerInfo, EngineInfo
 from envs.sandbox.engines.docker_api import HTTP_FAILED, DockerApi, status_of
-from envs.sandbox.engines.layers import LayerUse, layer_use
-from envs.sandbox.engines.leftovers import kill_leftovers, remove_groups
+from envs.sandbox.engines.machine import LayerUse, kill_leftovers, layer_use, remove_groups
 from envs.sandbox.engines.seccomp import filter_text, podman_filter
-from envs.sandbox.engines.users import USER_LABEL, Users
-from flash.errors import SandboxLostError, SandboxStartError
+from flash.errors import ConfigError, SandboxLostError, SandboxStartError
+
+USERS = range(0x70000000, 0x7FFFFFFF)
+"""Range of ids that no user has by default: neither people and services of a distribution nor systemd's containers
+(https://systemd.io/UIDS-GIDS)."""
+_LAST = (1 << 32) - 2
+USER_LABEL = "flash.user"
+"""Label with the user id of a container that has one of its own."""
+
+
+def parse_users(text: str) -> range:
+    """Return the range that `FIRST-LAST` names.
+
+    Raises:
+        ConfigError: the text is not such a range.
+    """
+    first, _, last = text.partition("-")
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) <= _LAST):
+        raise ConfigError(f"--users {text!r}: expected FIRST-LAST, two numbers from 1 to {_LAST}, the first not larger")
+    return range(int(first), int(last) + 1)
+
+
+class Users:
+    """Assigns user ids of a range to containers, each to one container."""
+
+    def __init__(self, numbers: range) -> None:
+        self._numbers = numbers
+        self._drawn: set[int] = set()
+        """Ids of containers that are being created."""
+        self._used: dict[str, int] = {}
+        """User id of each container by its id."""
+
+    def draw(self) -> int:
+        """Draw an id that no known container has, and reserve it.
+
+        Raises:
+            SandboxStartError: all ids are in use.
+        """
+        taken = self._drawn | set(self._used.values())
+        if len(taken) >= len(self._numbers):
+            raise SandboxStartError(
+                f"each of the {len(self._numbers)} users for sandboxes is in use; give the service a longer range"
+            )
+        while (number := random.choice(self._numbers)) in taken:
+            pass
+        self._drawn.add(number)
+        return number
+
+    def give_up(self, number: int) -> None:
+        """Release a reservation: the container was not created, or `keep` has recorded its id."""
+        self._drawn.discard(number)
+
+    def keep(self, container_id: str, number: int) -> None:
+        """Record the user id of a container."""
+        self._used[container_id] = number
+
+    def release(self, container_id: str) -> None:
+        """Release the user id of a container that is gone."""
+        self._used.pop(container_id, None)
+
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +101,10 @@ NEVER_RAN = ("created", "configured", "initialized", "unknown")
 """States of a container whose start may have been interrupted."""
 HTTP_CONFLICT = 409
 """HTTP status of a signal to a container that does not run."""
+PEER_S = 5.0
+"""Seconds to connect to the engine's socket, for the question who listens there."""
+_PEER = struct.Struct("iii")
+"""Layout of the kernel's answer to that question: ids of process, user and group."""
 HARMLESS_SIGNAL = "SIGWINCH"
 """Signal that no process notices unless it has a handler for it."""
 
@@ -138,26 +210,44 @@ class DockerContainers:
         )
 
     async def _has_ended(self, container_id: str, pid: int) -> bool:
-        """Return True if neither the runtime, asked by the engine, nor this machine knows a process of the container.
+        """Return True if the container has ended although its engine reports it as running. `pid`: its first process.
 
         Podman reports a container as running until its monitor reports its end, also if the monitor was killed together
-        with the container. For a signal it asks the runtime.
+        with the container. For a signal it asks the runtime. A conflict in the answer says that the container does not
+        run. Another failure does not: the runtime also fails on an overloaded machine. Then only the table of processes
+        decides, if this process sees the engine's.
         """
         params = {"signal": HARMLESS_SIGNAL}
         try:
             await self._api.json(f"containers/{container_id}/kill", SandboxLostError, method="POST", params=params)
             return False
         except SandboxLostError as error:
-            if status_of(error) not in (HTTP_CONFLICT, HTTP_FAILED):
+            status = status_of(error)
+            if status not in (HTTP_CONFLICT, HTTP_FAILED):
                 return False
-        # Podman also answers 500 if its runtime fails for another reason, as on an overloaded machine, so /proc
-        # decides. An engine on another machine, or outside of the container that this process runs in, has processes
-        # that are not visible here.
+        if not await anyio.to_thread.run_sync(self._shares_processes):
+            return status == HTTP_CONFLICT
         try:
             # The command line is empty if the process has ended and its parent has not waited for it.
-            return not (self._by_socket and await anyio.Path(f"/proc/{pid}/cmdline").read_bytes())
+            return not await anyio.Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             return True
+
+    def _shares_processes(self) -> bool:
+        """Return True if /proc shows the processes of the engine under the ids that the engine reports.
+
+        False for an engine on another machine, behind a forwarded socket, or outside of the container in which this
+        process runs. Blocks for a moment, because it connects to the engine.
+        """
+        if not self._by_socket:
+            return False
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(PEER_S)
+            connection.connect(self._api.url.removeprefix("unix://"))
+            # The kernel reports 0 if the process at the other end has no id here.
+            engine, _, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+            return engine > 0 and Path(f"/proc/{engine}/ns/pid").samefile("/proc/self/ns/pid")
+        return False
 
     async def layer(self, container_id: str, most: LayerUse, *, holes: bool = False) -> LayerUse:
         path = f"containers/{container_id}/json"

@@ -14,7 +14,7 @@ import msgspec
 
 from envs.sandbox.engines.backend import Containers
 from envs.sandbox.engines.docker_api import HTTP_FAILED, DockerApi, status_of
-from envs.sandbox.engines.layers import LayerUse
+from envs.sandbox.engines.machine import LayerUse
 from flash.errors import SandboxError, SandboxLimitError, SandboxLostError
 
 _log = logging.getLogger(__name__)

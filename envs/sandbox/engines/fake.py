@@ -29,7 +29,7 @@ from envs.sandbox.agent.files import remove
 from envs.sandbox.api import Spec
 from envs.sandbox.engines import bundle
 from envs.sandbox.engines.backend import ContainerInfo, EngineInfo, Surroundings
-from envs.sandbox.engines.layers import LayerUse
+from envs.sandbox.engines.machine import LayerUse
 from flash.errors import SandboxLostError, SandboxStartError
 
 _PATH = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"

@@ -1,8 +1,27 @@
-"""Measurement of this machine's CPU and memory use, from /proc. It is the load of a host whose engine is here."""
+"""The view of this machine from outside the containers: its load, the disk that a container uses, and leftovers.
+
+`MachineMeter` reads the load from /proc; it is the load of a host whose engine is here.
+
+`layer_use` measures a container's own layer, and open files that it has removed. Engines can seldom limit a layer, and
+their own measurement has no bound: a program that creates millions of files would keep the engine busy. This one stops
+as soon as it exceeds the limit. The container changes its folders meanwhile, so each folder is opened relative to its
+open parent, and no link is followed.
+
+`kill_leftovers` and `remove_groups` remove what an engine has forgotten. A Podman that is killed in the middle of a
+start and then restarted removes the container, but not its `conmon` and a first process, which waits to be started
+forever. A container whose `conmon` was killed leaves its control groups. All of these name the container's id.
+
+All functions block; run them in a thread.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
+import stat
+import time
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -63,3 +82,162 @@ class MachineLoad(msgspec.Struct, frozen=True):
     memory_used_mib: int
     """Memory in use, in MiB. Memory that the kernel can free at once, like the file cache, does not count."""
     memory_mib: int
+
+
+DEPTH = 256
+"""Deepest folder that is measured; a deeper tree counts as over the limit. Each open folder takes a descriptor."""
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class LayerUse(msgspec.Struct):
+    """Disk use of a container, or its limit."""
+
+    size: int = 0
+    """Size in bytes."""
+    entries: int = 0
+    """Number of files, folders and links."""
+
+    def over(self, most: LayerUse) -> bool:
+        """Return True if either number exceeds that of `most`."""
+        return self.size > most.size or self.entries > most.entries
+
+
+def layer_use(folder: Path, pid: int, most: LayerUse, *, holes: bool = False) -> LayerUse:
+    """Measure the layer in `folder` of the container whose first process is `pid`, until it exceeds `most`.
+
+    With `holes`, sparse files count with their full length, as they would take in an archive.
+    """
+    use = LayerUse()
+    with suppress(FileNotFoundError):
+        _add_tree(os.open(folder, _FOLDER), use, most, holes=holes)
+    # Removed files that a program keeps open take disk too, but no name leads to them.
+    with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+        devices = {os.stat(f"/proc/{pid}/root").st_dev, folder.stat().st_dev}
+        for each in _processes(pid):
+            _add_removed(each, devices, use, most)
+    return use
+
+
+def _add_tree(top: int, use: LayerUse, most: LayerUse, *, holes: bool) -> None:
+    linked: set[int] = set()
+    opened = [(top, os.scandir(top))]
+    try:
+        while opened and not use.over(most):
+            here, names = opened[-1]
+            entry = next(names, None)
+            if entry is None:
+                names.close()
+                os.close(here)
+                opened.pop()
+                continue
+            use.entries += 1
+            try:
+                status = os.stat(entry.name, dir_fd=here, follow_symlinks=False)
+                if stat.S_ISDIR(status.st_mode):
+                    if len(opened) >= DEPTH:
+                        use.entries = most.entries + 1
+                        return
+                    below = os.open(entry.name, _FOLDER, dir_fd=here)
+                    opened.append((below, os.scandir(below)))
+            except OSError:
+                continue  # The container has removed or replaced it.
+            if status.st_nlink > 1 and not stat.S_ISDIR(status.st_mode):
+                if status.st_ino in linked:
+                    continue
+                linked.add(status.st_ino)
+            use.size += max(status.st_size if holes else 0, 512 * status.st_blocks)
+    finally:
+        for here, names in opened:
+            names.close()
+            os.close(here)
+
+
+def _add_removed(pid: int, devices: set[int], use: LayerUse, most: LayerUse) -> None:
+    with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as names:
+        for entry in names:
+            if use.over(most):
+                return
+            with suppress(OSError):
+                status = entry.stat()
+                if stat.S_ISREG(status.st_mode) and not status.st_nlink and status.st_dev in devices:
+                    use.size += 512 * status.st_blocks
+                    use.entries += 1
+
+
+def _processes(pid: int) -> list[int]:
+    """Return the processes of the control group of `pid`."""
+    for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        for root in ("/sys/fs/cgroup", f"/sys/fs/cgroup/{controllers}"):
+            with suppress(OSError):
+                if path != "/":
+                    return [int(word) for word in Path(f"{root}{path}/cgroup.procs").read_text().split()]
+    return []
+
+
+LOOKS = 20
+PAUSE_S = 0.05
+"""Seconds between two checks, of which there are at most `LOOKS`. A runtime that still works may start another process
+after a check, so the check is repeated until no process is left."""
+GROUPS = ("libpod_parent/libpod-{}", "libpod_parent/libpod-conmon-{}", "docker/{}")
+"""Names of a container's control groups under engines without systemd. systemd removes its own groups."""
+HELPERS = ("conmon", "runc", "crun", "runsc")
+"""Programs that belong to the container which their command line names."""
+
+
+def kill_leftovers(ids: Collection[str]) -> int:
+    """Kill the processes of removed containers of this machine. Returns their number."""
+    killed: set[int] = set()
+    for _ in range(LOOKS):
+        found = find_leftovers(ids)
+        if not found:
+            break
+        for pid in found:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        killed.update(found)
+        time.sleep(PAUSE_S)
+    return len(killed)
+
+
+def find_leftovers(ids: Collection[str], proc: Path = Path("/proc")) -> list[int]:
+    """Return the processes that belong to one of these containers. Only tests replace `proc`."""
+    found: list[int] = []
+    for entry in os.scandir(proc):
+        if not entry.name.isdigit():
+            continue
+        try:
+            group = Path(entry.path, "cgroup").read_text("utf-8", "replace")
+            words = Path(entry.path, "cmdline").read_bytes().decode("utf-8", "replace").split("\0")
+        except OSError:
+            continue  # The process has ended meanwhile.
+        helper = Path(words[0]).name in HELPERS
+        # A process without a command line is a zombie, which cannot be killed.
+        if words[0] and any(id in group or (helper and id in words) for id in ids):
+            found.append(int(entry.name))
+    return found
+
+
+def remove_groups(id: str, root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Remove the control groups of a removed container of this machine. Returns their number.
+
+    Only tests replace `root`.
+    """
+    if not root.is_dir():
+        return 0  # The engine runs in a virtual machine on this machine.
+    places = [root, *(Path(entry.path) for entry in os.scandir(root) if entry.is_dir())]
+    groups = [group for place in places for form in GROUPS if (group := place / form.format(id)).is_dir()]
+    for group in groups:
+        for folder, _, _ in os.walk(group, topdown=False):
+            _remove_group(folder)
+    return len(groups)
+
+
+def _remove_group(folder: str) -> None:
+    for _ in range(LOOKS):
+        try:
+            return os.rmdir(folder)
+        except FileNotFoundError:
+            return  # The engine has removed it already.
+        except OSError:
+            time.sleep(PAUSE_S)  # One of its processes has not ended yet, or this user may not remove it.

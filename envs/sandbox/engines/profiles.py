@@ -25,7 +25,7 @@ import msgspec
 
 from envs.sandbox.api import Spec
 from envs.sandbox.engines import bundle
-from envs.sandbox.engines.layers import LayerUse
+from envs.sandbox.engines.machine import LayerUse
 from envs.sandbox.engines.seccomp import INTERNET, UNIX
 from flash.errors import SandboxRefusedError
 

@@ -1,5 +1,7 @@
 """LocalSandbox: one container with its agent, from its creation to its removal.
 
+`envs.sandbox.pool.engine_maker.EngineMaker` creates it. Its commands and files are in `envs.sandbox.local.agent`.
+
 Lifecycle: `starting` → `ready` → `closed` (by its owner, its deadline or its disk limit) or `lost` (its container or
 its agent is gone). One task owns the sandbox. Leaving the block ends that task, which always removes the container,
 also if it is cancelled at any await. The pool implements idle times and forks.
@@ -14,17 +16,21 @@ import logging
 import math
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, suppress
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Self
+from uuid import uuid4
 
 import anyio
+import anyio.lowlevel
 import msgspec
 from anyio.abc import TaskStatus
 
 from envs.sandbox.api import Snapshot, Spec, State
 from envs.sandbox.engines import profiles
 from envs.sandbox.engines.backend import (
+    AGENT_SECRET,
     INSTANCE,
     INSTANCE_LABEL,
     SNAPSHOT_LABEL,
@@ -34,37 +40,143 @@ from envs.sandbox.engines.backend import (
     Surroundings,
     from_snapshot,
 )
-from envs.sandbox.engines.bundle import Options
-from envs.sandbox.local import commands, files
+from envs.sandbox.engines.bundle import Hello, Options, greet
+from envs.sandbox.engines.machine import LayerUse
+from envs.sandbox.local.agent import AgentSandbox
 from envs.sandbox.local.channel import Channel
-from envs.sandbox.local.container import FIRST_PAUSE, LAST_PAUSE, SandboxContainer
-from envs.sandbox.local.greeting import Hello, greet
-from envs.sandbox.sandbox import (
-    ListFolder,
-    OpenSession,
-    OpenTerminal,
-    PutArchive,
-    ReadFile,
-    RemovePath,
-    RunCommand,
-    Sandbox,
-    SandboxFacts,
-    SandboxOpening,
-    SandboxRequest,
-    StartJob,
-    StreamCommand,
-    StreamTree,
-    TakeSnapshot,
-    WriteFile,
-    refused,
+from flash.errors import (
+    SandboxClosedError,
+    SandboxError,
+    SandboxLostError,
+    SandboxRefusedError,
+    SandboxStartError,
+    SandboxTimeoutError,
 )
-from envs.sandbox.trees import HEAD_BYTES
-from flash.errors import SandboxClosedError, SandboxError, SandboxLostError, SandboxStartError, SandboxTimeoutError
 from flash.waiting import unwrapped_group
 
-T = TypeVar("T")
-
 _log = logging.getLogger(__name__)
+
+FIRST_PAUSE, LAST_PAUSE = 0.05, 1.0
+"""Seconds between attempts to reach the engine or the agent again: the first pause, and the longest one."""
+LOOK_SHARE = 10
+"""Pause between two measurements of a layer, in multiples of the time that the last one took."""
+LATE_LOOKS = 6
+"""Number of removals of a container whose creation was not answered in time. An engine that was suspended and continues
+may create the container during the first removal, or after it."""
+
+
+class SandboxContainer:
+    """The container of one sandbox.
+
+    Args:
+        backend: the engine.
+        spec: the kind of sandbox.
+        name: name of the container; None: a new name.
+        labels: labels by which the container is found when this process is gone.
+        adopt: id of a running container to take over; None: create one.
+    """
+
+    def __init__(
+        self, backend: Backend, spec: Spec, name: str | None, labels: Mapping[str, str] | None, adopt: str | None
+    ) -> None:
+        self._backend = backend
+        self._spec = spec
+        self._removals = 1
+        self.adopted = adopt is not None
+        self.id = adopt or ""
+        """Id that the engine gave the container; empty before it exists."""
+        self.name = name or f"flash-{uuid4().hex[:20]}"
+        self.labels = dict(labels or {})
+        """Labels as given, or those of the container that was taken over. Snapshots get them too, so that they are
+        found in the same way."""
+        self.secret = secrets.token_hex(32)
+        """Secret with which a host proves to the agent that it may take over."""
+
+    async def begin(self) -> None:
+        """Create and start the container, or find the one to take over. Raises SandboxError."""
+        await (self._find() if self.adopted else self._make())
+
+    async def _make(self) -> None:
+        """Create and start the container.
+
+        The creation is shielded from cancellation. Otherwise its container could not be found again.
+        """
+        runtime = self._spec.runtime
+        if runtime is not None and runtime not in (info := await self._backend.info()).runtimes:
+            raise SandboxRefusedError(
+                f"{info.name} has no runtime {runtime!r}, only {', '.join(info.runtimes) or 'its default'}"
+            )
+        labels = {**self.labels, AGENT_SECRET: self.secret}
+        with anyio.CancelScope(shield=True):
+            try:
+                self.id = await self._backend.containers.create(self._spec, name=self.name, labels=labels)
+            except SandboxTimeoutError:
+                self._removals = LATE_LOOKS
+                raise
+        await anyio.lowlevel.checkpoint()
+        await self._backend.containers.start(self.id)
+        if runtime is not None:
+            found = await self._backend.containers.inspect(self.id, runtime=True)
+            if found is None or Path(found.runtime).name != runtime:
+                raise SandboxRefusedError(
+                    f"the engine runs the sandbox under {found.runtime if found else 'nothing'!r} instead of "
+                    f"{runtime!r}; Podman takes its runtime from containers.conf"
+                )
+
+    async def _find(self) -> None:
+        """Read the state of the container to take over."""
+        found = await self._backend.containers.inspect(self.id)
+        if found is None or not found.running or AGENT_SECRET not in found.labels:
+            raise SandboxLostError(f"container {self.id[:20]} does not run, or is no sandbox")
+        self.name, self.secret = found.name, found.labels[AGENT_SECRET]
+        # The engine lists the labels of the image among those of the container.
+        own = (AGENT_SECRET, SNAPSHOT_LABEL, INSTANCE_LABEL)
+        self.labels = {name: value for name, value in found.labels.items() if name not in own}
+
+    async def why_gone(self) -> str:
+        """Return why the container does not run. The text is empty while it runs.
+
+        It is also empty while the engine cannot be reached, because the container may still run.
+        """
+        try:
+            found = await self._backend.containers.inspect(self.id, surely=True)
+        except SandboxError:
+            return ""
+        if found is None:
+            return "its container was removed by somebody else"
+        memory = ", for want of memory" if found.oom_killed else ""
+        if found.running:
+            return ""
+        code = "an exit code that nobody recorded" if found.exit_code == -1 else f"exit code {found.exit_code}"
+        return f"its container ended with {code}{memory}"
+
+    async def wait_layer_over(self, most: LayerUse, look_s: float) -> LayerUse:
+        """Wait until the container's layer exceeds `most`, and return its use. Few engines can enforce such a limit."""
+        while True:
+            begun = anyio.current_time()
+            # An engine that cannot be reached is ignored: the calls over the link notice when the sandbox is gone.
+            with suppress(SandboxError):
+                use = await self._backend.containers.layer(self.id, most)
+                if use.over(most):
+                    return use
+            # Measuring a large layer takes long. The pause keeps the share of the time in which it occupies a thread
+            # small.
+            await anyio.sleep(max(look_s, LOOK_SHARE * (anyio.current_time() - begun)))
+
+    async def remove(self) -> None:
+        """Remove the container, with retries while the engine fails. Uses the name if the creation was not answered."""
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                await self._backend.containers.delete(self.id or self.name)
+                self._removals -= 1
+                if self._removals <= 0:
+                    return
+            except SandboxError as error:
+                _log.warning("removing container %s: %s", self.name, error)
+            await anyio.sleep(pause)
+            pause = min(2 * pause, LAST_PAUSE)
+
 
 LIFE_MARGIN = 5.0
 """Seconds that an agent lives longer than its host lets it, so that the host ends the sandbox first, with a reason."""
@@ -91,7 +203,7 @@ class SandboxSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Shortest pause between two measurements of the container's layer."""
 
 
-class LocalSandbox(Sandbox):
+class LocalSandbox(AgentSandbox):
     """A sandbox in a container of this machine's engine. See the module's docstring. An asynchronous context manager.
 
     Args:
@@ -131,8 +243,17 @@ class LocalSandbox(Sandbox):
         self._stack = AsyncExitStack()
 
     @property
-    def facts(self) -> SandboxFacts:  # the id is the name of the container
-        return SandboxFacts(self._container.name, self._spec, self._state)
+    def sandbox_id(self) -> str:
+        """Name of the container."""
+        return self._container.name
+
+    @property
+    def spec(self) -> Spec:
+        return self._spec
+
+    @property
+    def state(self) -> State:
+        return self._state
 
     @property
     def container_id(self) -> str:
@@ -179,54 +300,13 @@ class LocalSandbox(Sandbox):
         """Return the error for a call after the end of the sandbox."""
         return SandboxClosedError(self._reason) if self._state == "closed" else SandboxLostError(self._reason)
 
-    async def ask(self, request: SandboxRequest[T]) -> T:
-        return cast("T", await self._answer(request))
-
-    async def _answer(self, request: SandboxRequest[Any]) -> object:
-        """Carry out a request and return its result."""
-        match request:
-            case RunCommand(exec):
-                return await commands.run_command(self, exec)
-            case StartJob(exec):
-                return await commands.start_job(self, exec)
-            case ReadFile(path, offset, limit):
-                return await files.read_file(self, path, offset, limit)
-            case WriteFile(path, data, mode, append):
-                return await files.write_file(self, path, data, mode, append)
-            case ListFolder(path):
-                return await files.list_folder(self, path)
-            case RemovePath(path):
-                return await files.remove_path(self, path)
-            case PutArchive(path, pieces):
-                return await files.put_archive(self, path, pieces)
-            case TakeSnapshot():
-                return await self._snapshot()
-            case _:
-                raise refused(request)
-
-    def open(self, opening: SandboxOpening[T]) -> AbstractAsyncContextManager[T]:
-        return cast("AbstractAsyncContextManager[T]", self._opened(opening))
-
-    def _opened(self, opening: SandboxOpening[Any]) -> AbstractAsyncContextManager[object]:
-        match opening:
-            case StreamCommand(exec):
-                return aclosing(commands.stream_command(self, exec))
-            case StreamTree(path, limits):
-                return aclosing(files.send_tree(self, path, limits.total, HEAD_BYTES * limits.entries))
-            case OpenSession(name):
-                return commands.open_session(self, name)
-            case OpenTerminal(command):
-                return commands.open_terminal(self, command)
-            case _:
-                raise refused(opening)
-
-    async def _snapshot(self) -> Snapshot:
-        """Keep the files as an image. If that fails, the image is removed."""
+    async def snapshot(self) -> Snapshot:
+        """Save the files as an image. If that fails, the image is removed. The pool makes forks from snapshots."""
         (await self.channel()).check()
         tag = secrets.token_hex(16)
         name = f"{SNAPSHOT_NAME}:{tag}"
         most = profiles.disk_mib(self._spec) * profiles.MIB
-        tree = files.send_tree(self, self.hello.workdir, most) if self._surroundings.files_apart else None
+        tree = self.send_tree(self.hello.workdir, most) if self._surroundings.files_apart else None
         labels = {**self._container.labels, SNAPSHOT_LABEL: self._container.name, INSTANCE_LABEL: INSTANCE}
         try:
             size = await self._backend.images.commit(
@@ -330,7 +410,7 @@ class LocalSandbox(Sandbox):
             try:
                 self.hello, _ = await channel.ask("hello", {}, Hello, self._settings.start)
                 if self._state == "starting" and not self._container.adopted and from_snapshot(self._spec):
-                    await files.restore(self, channel, self.hello.workdir)
+                    await self.restore(channel, self.hello.workdir)
                 if self._state == "starting":
                     # The sessions of an earlier host have no owner any more, but their names would be taken.
                     for name in self.hello.sessions:

@@ -16,10 +16,10 @@ from envs.sandbox.api import Spec
 from envs.sandbox.engines.backend import SNAPSHOT_LABEL, Backend
 from envs.sandbox.engines.machine import MachineLoad, MachineMeter
 from envs.sandbox.local.sandbox import LocalSandbox, SandboxSettings
-from envs.sandbox.pool.host import Container, HostSettings, Identity
+from envs.sandbox.pool.admission import Demand
+from envs.sandbox.pool.host import Container, HostSettings
 from envs.sandbox.pool.local_host import LocalHost
-from envs.sandbox.pool.ownership import PREFIX
-from envs.sandbox.pool.placement import Demand
+from envs.sandbox.pool.ownership import PREFIX, Identity
 from envs.sandbox.sandbox import Sandbox
 from flash.errors import SandboxError, SandboxStartError
 from flash.waiting import unwrapped_group

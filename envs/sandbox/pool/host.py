@@ -15,8 +15,7 @@ from anyio.abc import TaskStatus
 
 from envs.sandbox.api import Spec
 from envs.sandbox.engines.machine import MachineLoad
-from envs.sandbox.pool.ownership import OwnerLock, machine
-from envs.sandbox.pool.placement import Demand
+from envs.sandbox.pool.admission import Demand
 from envs.sandbox.sandbox import Sandbox
 
 
@@ -96,20 +95,6 @@ class Host(Protocol):
     async def run(self, changed: Callable[[], None], *, task_status: TaskStatus[None]) -> None:
         """Do the host's own work until cancelled. Calls `changed` when the report has changed."""
         ...
-
-
-class Identity(msgspec.Struct, frozen=True):
-    """Identity of a service, as in the labels of its containers."""
-
-    service: str
-    lock: str
-    machine: str
-    run: str
-
-    @classmethod
-    def of(cls, service: str, lock: OwnerLock) -> Identity:
-        """Return the identity of a service that holds its lock."""
-        return cls(service, str(lock.path), machine(), uuid4().hex[:12])
 
 
 class Container(msgspec.Struct, frozen=True):

@@ -11,17 +11,31 @@ it was: a sandbox that answers again is used again.
 
 from __future__ import annotations
 
+import builtins
 import math
 import time
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
-from typing import Literal
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Literal, Protocol
 
 import anyio
 import msgspec
 
-from envs.sandbox.api import OnLost, Spec
+from envs.sandbox.api import (
+    Chunk,
+    Command,
+    FileInfo,
+    Job,
+    OnLost,
+    Result,
+    Session,
+    Snapshot,
+    Spec,
+    State,
+    Terminal,
+)
 from envs.sandbox.sandbox import Commands, Sandbox
+from envs.sandbox.trees import TreeLimits
 from flash.errors import SandboxClosedError, SandboxError, SandboxLostError, SandboxTimeoutError
 
 LeaseState = Literal["queued", "starting", "ready", "failed", "closed"]
@@ -200,3 +214,176 @@ async def _answers(sandbox: Commands) -> bool:
     except SandboxError:
         return True
     return False
+
+
+class LeasingPool(Protocol):
+    """Operations of a pool that a leased sandbox needs beside its sandbox. `SandboxPool` implements them."""
+
+    async def snapshot(self, lease: SandboxLease) -> Snapshot:
+        """Save the files of the lease's sandbox, and record the snapshot. Raises SandboxError."""
+        ...
+
+    async def fork(self, parent: SandboxLease, count: int) -> list[SandboxLease]:
+        """Start `count` sandboxes with the same files, each with a lease of its own. Raises SandboxError."""
+        ...
+
+    async def release(self, lease: SandboxLease) -> None:
+        """End a lease, and wait until its sandbox and records are removed."""
+        ...
+
+
+class LeasedSandbox(Sandbox):
+    """A sandbox under a lease of a pool, for the holder of the lease.
+
+    `SandboxPool.acquire` gives it to programs of this process; the routes of the service use it for their clients. Each
+    method is one use of the lease, and calls the same method of the sandbox that the lease has at that moment.
+    """
+
+    def __init__(self, pool: LeasingPool, lease: SandboxLease) -> None:
+        self._pool = pool
+        self.lease = lease
+
+    @property
+    def sandbox_id(self) -> str:
+        """Id of the lease. It stays the same when a lost sandbox is replaced."""
+        return self.lease.id
+
+    @property
+    def spec(self) -> Spec:
+        return self.lease.spec
+
+    @property
+    def state(self) -> State:
+        match self.lease.state:
+            case "queued" | "starting":
+                return "starting"
+            case "ready":
+                return self.lease.sandbox.state if self.lease.sandbox else "starting"
+            case "failed":
+                return "lost"
+            case "closed":
+                return "closed"
+
+    @property
+    def generation(self) -> int:
+        """Number of times the sandbox was replaced after a loss."""
+        return self.lease.generation
+
+    async def run(
+        self,
+        command: Command,
+        *,
+        timeout: float,
+        patience: float | None = None,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+    ) -> Result:
+        async with self.lease.use() as sandbox:
+            return await sandbox.run(command, timeout=timeout, patience=patience, stdin=stdin, env=env, cwd=cwd)
+
+    async def stream(
+        self,
+        command: Command,
+        *,
+        timeout: float,
+        patience: float | None = None,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+    ) -> AsyncGenerator[Chunk | Result]:
+        async with self.lease.use() as sandbox:
+            items = sandbox.stream(command, timeout=timeout, patience=patience, stdin=stdin, env=env, cwd=cwd)
+            async with aclosing(items):
+                async for item in items:
+                    yield item
+
+    async def start(
+        self,
+        command: Command,
+        *,
+        timeout: float | None = None,
+        patience: float | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+    ) -> Job:
+        async with self.lease.use() as sandbox:
+            return await sandbox.start(command, timeout=timeout, patience=patience, env=env, cwd=cwd)
+
+    @asynccontextmanager
+    async def session(self, name: str = "main") -> AsyncGenerator[LeasedSession]:
+        # Each command of the session is a use of the lease by itself, so an idle session does not keep the lease alive.
+        async with self.lease.use() as sandbox:
+            pass
+        async with sandbox.session(name) as session:
+            yield LeasedSession(self.lease, session)
+
+    @asynccontextmanager
+    async def terminal(self, command: Command) -> AsyncGenerator[Terminal]:
+        async with self.lease.use() as sandbox, sandbox.terminal(command) as terminal:
+            yield terminal
+
+    async def read(self, path: str, *, offset: int = 0, limit: int | None = None) -> bytes:
+        async with self.lease.use() as sandbox:
+            return await sandbox.read(path, offset=offset, limit=limit)
+
+    async def write(self, path: str, data: bytes, *, mode: int = 0o644, append: bool = False) -> None:
+        async with self.lease.use() as sandbox:
+            await sandbox.write(path, data, mode=mode, append=append)
+
+    async def list(self, path: str = ".") -> builtins.list[FileInfo]:
+        async with self.lease.use() as sandbox:
+            return await sandbox.list(path)
+
+    async def remove(self, path: str) -> None:
+        async with self.lease.use() as sandbox:
+            await sandbox.remove(path)
+
+    async def put_archive(self, path: str, pieces: AsyncIterator[bytes], size: int | None = None) -> None:
+        async with self.lease.use() as sandbox:
+            await sandbox.put_archive(path, pieces, size)
+
+    async def get_archive(self, path: str, limits: TreeLimits) -> AsyncGenerator[bytes]:
+        async with self.lease.use() as sandbox, aclosing(sandbox.get_archive(path, limits)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def snapshot(self) -> Snapshot:
+        return await self._pool.snapshot(self.lease)
+
+    async def fork(self, count: int) -> Sequence[LeasedSandbox]:
+        # The pool starts the forks on the same host, and closes them with this sandbox at the latest.
+        return [LeasedSandbox(self._pool, lease) for lease in await self._pool.fork(self.lease, count)]
+
+    async def wait_ended(self) -> None:
+        await self.lease.done.wait()
+
+    async def close(self) -> None:
+        """End the lease, and wait until its sandbox and records are removed."""
+        await self._pool.release(self.lease)
+
+
+class LeasedSession:
+    """A `Session` whose commands are uses of the lease."""
+
+    def __init__(self, lease: SandboxLease, session: Session) -> None:
+        self.lease = lease
+        self._session = session
+
+    @property
+    def name(self) -> str:
+        return self._session.name
+
+    @property
+    def restarts(self) -> int:
+        return self._session.restarts
+
+    async def run(self, command: str, *, timeout: float) -> Result:
+        async with self.lease.use():
+            return await self._session.run(command, timeout=timeout)
+
+    async def interrupt(self) -> bool:
+        return await self._session.interrupt()
+
+    async def close(self) -> None:
+        await self._session.close()

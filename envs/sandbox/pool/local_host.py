@@ -1,7 +1,7 @@
 """LocalHost: a host over one container engine.
 
-It does the work of one host: it keeps sandboxes ready (the warm pool), checks the engine's health, and removes
-containers without an owner.
+It does the work of one host: it keeps sandboxes ready (the warm pool, by `WarmPolicy`), checks the engine's health, and
+removes containers without an owner.
 
 Conservation: every container with our service's label is known here (starting, ready or in use), or is removed at the
 next check. So neither a failed close nor a start whose response was lost can leak a container.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
 import anyio
@@ -20,12 +21,11 @@ from anyio.abc import TaskGroup, TaskStatus
 from envs.sandbox.api import Spec
 from envs.sandbox.engines.backend import from_snapshot
 from envs.sandbox.engines.machine import MachineLoad
-from envs.sandbox.pool.failures import Quarantine
+from envs.sandbox.pool.admission import NOTHING, Demand
 from envs.sandbox.pool.host import (
     Container,
     HostReport,
     HostSettings,
-    Identity,
     Maker,
     Settled,
     Ticket,
@@ -34,12 +34,49 @@ from envs.sandbox.pool.host import (
     new_sandbox_id,
     warm_key,
 )
-from envs.sandbox.pool.ownership import PREFIX, Labels, OwnerAlive, owner_alive
-from envs.sandbox.pool.placement import NOTHING, Demand
-from envs.sandbox.pool.reaper import Reaper
-from envs.sandbox.pool.warm import WarmPolicy
+from envs.sandbox.pool.ownership import PREFIX, Identity, Labels, OwnerAlive, Reaper, owner_alive
+from envs.sandbox.pool.state import Quarantine
 from envs.sandbox.sandbox import Sandbox
 from flash.errors import SandboxError, SandboxStartError
+
+
+class WarmPolicy:
+    """Requests and targets by kind; `hits` and `misses` count requests that found a ready sandbox or none."""
+
+    def __init__(self, *, fixed: Mapping[str, int], learned_max: int, window: float) -> None:
+        """Create a policy. `window` is in seconds; `learned_max` 0 keeps only the fixed numbers."""
+        self._fixed = dict(fixed)
+        self._learned_max = learned_max
+        self._window = window
+        self._asked: dict[str, deque[float]] = {}
+        self.hits: Counter[str] = Counter()
+        self.misses: Counter[str] = Counter()
+
+    def asked(self, key: str, *, hit: bool, now: float) -> None:
+        """Record a request for a sandbox of this kind. `hit` is True if a ready one was found."""
+        (self.hits if hit else self.misses)[key] += 1
+        if self._learned_max:
+            self._asked.setdefault(key, deque(maxlen=self._learned_max)).append(now)
+
+    def target(self, key: str, now: float) -> int:
+        """Return the number of sandboxes of this kind to keep ready."""
+        asked = self._asked.get(key)
+        while asked and asked[0] <= now - self._window:
+            asked.popleft()
+        if asked is not None and not asked:
+            del self._asked[key]
+        return max(self._fixed.get(key, 0), len(asked or ()))
+
+    def targets(self, now: float) -> dict[str, int]:
+        """Return the target of every kind whose target is not 0."""
+        wanted = {key: self.target(key, now) for key in [*self._fixed, *self._asked]}
+        return {key: number for key, number in wanted.items() if number}
+
+    def next_change(self, now: float) -> float | None:
+        """Return the seconds until a target falls because time passes; None: no target will."""
+        oldest = min((asked[0] for asked in self._asked.values() if asked), default=None)
+        return None if oldest is None else max(0.0, oldest + self._window - now)
+
 
 _log = logging.getLogger(__name__)
 

@@ -11,35 +11,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, TypeVar, cast
+from contextlib import asynccontextmanager
 from uuid import uuid4
 
 import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
-from envs.sandbox.api import OnLost, Result, Session, Snapshot, Spec, State
+from envs.sandbox.api import OnLost, Snapshot, Spec
 from envs.sandbox.pool.host import Host
 from envs.sandbox.pool.journal import KeptSnapshot, MemoryPoolJournal, PoolJournal
-from envs.sandbox.pool.lease import LeaseOrder, SandboxLease
-from envs.sandbox.pool.recovery import Recovery
-from envs.sandbox.pool.serving import LeaseServer
-from envs.sandbox.pool.snapshots import SnapshotBook
-from envs.sandbox.pool.state import PoolSettings, PoolState
-from envs.sandbox.sandbox import (
-    MakeForks,
-    OpenSession,
-    Sandbox,
-    SandboxFacts,
-    SandboxOpening,
-    SandboxRequest,
-    TakeSnapshot,
-)
+from envs.sandbox.pool.lease import LeasedSandbox, LeaseOrder, SandboxLease
+from envs.sandbox.pool.serving import LeaseServer, Recovery
+from envs.sandbox.pool.state import PoolSettings, PoolState, SnapshotBook
 from flash.errors import SandboxBusyError, SandboxClosedError, SandboxRefusedError, SandboxStartError
 from flash.waiting import unwrapped_group
-
-_T = TypeVar("_T")
 
 
 class SandboxPool:
@@ -210,98 +196,6 @@ class SandboxPool:
         fork.parent = parent.id
         parent.children.append(fork)
         return fork
-
-
-class LeasedSandbox(Sandbox):
-    """A sandbox under a lease of a pool, for the holder of the lease. Every call is a use of the lease."""
-
-    def __init__(self, pool: SandboxPool, lease: SandboxLease) -> None:
-        self._pool = pool
-        self.lease = lease
-
-    @property
-    def facts(self) -> SandboxFacts:
-        return SandboxFacts(self.lease.id, self.lease.spec, self._state())
-
-    @property
-    def generation(self) -> int:
-        """Number of times the sandbox was replaced after a loss."""
-        return self.lease.generation
-
-    def _state(self) -> State:
-        match self.lease.state:
-            case "queued" | "starting":
-                return "starting"
-            case "ready":
-                return self.lease.sandbox.state if self.lease.sandbox else "starting"
-            case "failed":
-                return "lost"
-            case "closed":
-                return "closed"
-
-    async def ask(self, request: SandboxRequest[_T]) -> _T:
-        return cast("_T", await self._answer(request))
-
-    async def _answer(self, request: SandboxRequest[Any]) -> object:
-        match request:
-            case TakeSnapshot():
-                return await self._pool.snapshot(self.lease)
-            case MakeForks(count):
-                # The forks run on the same host and are closed with this sandbox at the latest.
-                return [LeasedSandbox(self._pool, lease) for lease in await self._pool.fork(self.lease, count)]
-            case _:
-                pass
-        async with self.lease.use() as sandbox:
-            return await sandbox.ask(request)
-
-    def open(self, opening: SandboxOpening[_T]) -> AbstractAsyncContextManager[_T]:
-        return cast("AbstractAsyncContextManager[_T]", self._opened(opening))
-
-    @asynccontextmanager
-    async def _opened(self, opening: SandboxOpening[Any]) -> AsyncGenerator[object]:
-        if isinstance(opening, OpenSession):
-            # Each command of the session is a use of the lease by itself, so an idle session does not keep the lease
-            # alive.
-            async with self.lease.use() as sandbox:
-                pass
-            async with sandbox.open(opening) as session:
-                yield LeasedSession(self.lease, session)
-            return
-        async with self.lease.use() as sandbox, sandbox.open(opening) as held:
-            yield held
-
-    async def wait_ended(self) -> None:
-        await self.lease.done.wait()
-
-    async def close(self) -> None:
-        """End the lease, and wait until its sandbox and records are removed."""
-        await self._pool.release(self.lease)
-
-
-class LeasedSession:
-    """A `Session` whose commands are uses of the lease."""
-
-    def __init__(self, lease: SandboxLease, session: Session) -> None:
-        self.lease = lease
-        self._session = session
-
-    @property
-    def name(self) -> str:
-        return self._session.name
-
-    @property
-    def restarts(self) -> int:
-        return self._session.restarts
-
-    async def run(self, command: str, *, timeout: float) -> Result:
-        async with self.lease.use():
-            return await self._session.run(command, timeout=timeout)
-
-    async def interrupt(self) -> bool:
-        return await self._session.interrupt()
-
-    async def close(self) -> None:
-        await self._session.close()
 
 
 def _ended_early(parent: SandboxLease) -> SandboxClosedError:

@@ -10,30 +10,18 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
-from typing import Any, TypeVar, cast
 from uuid import uuid4
 
 import anyio
 import msgspec
 
-from envs.sandbox.api import Exec, Result, Snapshot, Spec, State
+from envs.sandbox.api import Command, Result, Snapshot, Spec, State
 from envs.sandbox.engines.backend import INSTANCE, INSTANCE_LABEL, SNAPSHOT_LABEL, SNAPSHOT_NAME
 from envs.sandbox.engines.machine import MachineLoad
+from envs.sandbox.pool.admission import Demand
 from envs.sandbox.pool.host import Container
-from envs.sandbox.pool.placement import Demand
-from envs.sandbox.sandbox import (
-    RunCommand,
-    Sandbox,
-    SandboxFacts,
-    SandboxOpening,
-    SandboxRequest,
-    TakeSnapshot,
-    refused,
-)
+from envs.sandbox.sandbox import Sandbox
 from flash.errors import SandboxClosedError, SandboxLostError, SandboxStartError
-
-T = TypeVar("T")
 
 
 class SimulatedMaker:
@@ -126,8 +114,16 @@ class SimulatedSandbox(Sandbox):
         self._ended = anyio.Event()
 
     @property
-    def facts(self) -> SandboxFacts:
-        return SandboxFacts(self._id, self._spec, self._state)
+    def sandbox_id(self) -> str:
+        return self._id
+
+    @property
+    def spec(self) -> Spec:
+        return self._spec
+
+    @property
+    def state(self) -> State:
+        return self._state
 
     def end(self, state: State) -> None:
         """End the sandbox in this state."""
@@ -140,23 +136,17 @@ class SimulatedSandbox(Sandbox):
         self._maker.sandboxes.pop(self.container_id, None)
         self.end("lost")
 
-    async def ask(self, request: SandboxRequest[T]) -> T:
-        """Run a command or make a snapshot. The pool makes forks."""
-        asked: SandboxRequest[Any] = request
-        match asked:
-            case RunCommand(exec):
-                return cast("T", await self._run(exec))
-            case TakeSnapshot():
-                return cast("T", self._snapshot())
-            case _:
-                raise refused(request)
-
-    def open(self, opening: SandboxOpening[T]) -> AbstractAsyncContextManager[T]:
-        raise refused(opening)
-
-    async def _run(self, exec: Exec) -> Result:
+    async def run(
+        self,
+        command: Command,
+        *,
+        timeout: float,
+        patience: float | None = None,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+    ) -> Result:
         """Sleep for `sleep SECONDS`; any other command takes no time."""
-        command, timeout = exec.command, exec.seconds
         words = command.split() if isinstance(command, str) else list(command)
         seconds = float(words[1]) if words[:1] == ["sleep"] else 0.0
         self._check()
@@ -181,7 +171,7 @@ class SimulatedSandbox(Sandbox):
     async def wait_ended(self) -> None:
         await self._ended.wait()
 
-    def _snapshot(self) -> Snapshot:
+    async def snapshot(self) -> Snapshot:
         """Return a new image that starts like the sandbox's own."""
         self._check()
         name = f"{SNAPSHOT_NAME}:{uuid4().hex[:20]}"

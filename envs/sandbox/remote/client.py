@@ -1,32 +1,84 @@
-"""SandboxClient: sandboxes of a service, used like local ones.
+"""SandboxClient and RemoteSandbox: sandboxes of a service, used like local ones.
 
 `SandboxClient.acquire` has the same parameters as `SandboxPool.acquire` and returns a `Sandbox`: code runs unchanged
-with either. A task of the client renews each lease and notices its end. If a client disappears, its leases expire and
-the service ends their sandboxes.
+with either. A task of the client, `RemoteSandbox.keep`, renews each lease and notices its end. If a client disappears,
+its leases expire and the service ends their sandboxes.
+
+Each method of a `RemoteSandbox` is one HTTP request (`envs.sandbox.remote.http`), which one function of
+`envs.sandbox.service.routes` answers.
 """
 
 from __future__ import annotations
 
+import builtins
 import ssl
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from urllib.parse import quote
 from uuid import uuid4
 
 import anyio
+import httpx
+import msgspec
 from anyio.abc import TaskGroup
 
-from envs.sandbox.api import OnLost, Spec
-from envs.sandbox.protocol.problems import error_of
-from envs.sandbox.protocol.tokens import ADMIN, read_tokens
-from envs.sandbox.protocol.wire import Info, SandboxList, SandboxOrder, SnapshotInfo, SnapshotList, Status
+from envs.sandbox.api import (
+    Chunk,
+    Command,
+    Exec,
+    FileInfo,
+    JobStatus,
+    OnLost,
+    Output,
+    Result,
+    Snapshot,
+    Spec,
+    State,
+    StreamName,
+    check_timeout,
+)
+from envs.sandbox.protocol import (
+    TAR,
+    Broken,
+    Fork,
+    Info,
+    JobInfo,
+    Last,
+    Listing,
+    RunInSession,
+    SandboxList,
+    SandboxOrder,
+    SessionInfo,
+    SessionInterrupted,
+    SessionResult,
+    Signal,
+    SnapshotInfo,
+    SnapshotList,
+    Status,
+    StreamLine,
+    StreamPiece,
+    error_of,
+)
 from envs.sandbox.remote.http import HttpClient
-from envs.sandbox.remote.sandbox import RemoteSandbox
-from flash.errors import ConfigError, SandboxBusyError, SandboxError
+from envs.sandbox.sandbox import Sandbox
+from envs.sandbox.text import from_wire, to_wire
+from envs.sandbox.tokens import ADMIN, read_tokens
+from envs.sandbox.trees import COPY_BYTES, HEAD_BYTES, TreeLimits
+from flash.errors import (
+    ConfigError,
+    SandboxBusyError,
+    SandboxError,
+    SandboxFileError,
+    SandboxLimitError,
+    SandboxLostError,
+    SandboxTimeoutError,
+)
 from flash.waiting import unwrapped_group
+
+_T = TypeVar("_T")
 
 POLL_S = 20.0
 """Seconds for which the service may delay a response while a sandbox is not ready."""
@@ -34,6 +86,20 @@ LEASE_S = 120.0
 """Seconds without a renewal after which the service ends a sandbox."""
 CLOSE_S = 60.0
 """Seconds that ending a sandbox may take, also when the caller is being cancelled."""
+KEEP_S = 20.0
+"""Seconds for which the service may delay its response to the question whether a sandbox has ended."""
+CANCEL_S = 30.0
+"""Seconds that the service has to kill a command whose caller was cancelled, and to close a shell."""
+JOB_POLL_S = 30.0
+"""Seconds for which the service may delay its response to the question whether a job has ended."""
+TREE_S = 600.0
+"""Seconds that a snapshot or forks may take."""
+RETRY_S = 1.0
+"""Seconds between two attempts to renew a lease."""
+LOOK_S = 5.0
+"""Seconds that the service has to report the state of a sandbox that a call reported as lost."""
+NOTICE_S = 1.0
+"""Seconds in which the service itself notices such a loss: a call may notice it first."""
 
 
 class SandboxClient:
@@ -185,6 +251,292 @@ class SandboxClient:
                 await self.end((await self.order(order, key, wait=0.0)).id)
         except SandboxError:
             pass  # The service cannot be reached, or never created the sandbox. Its lease expires by itself.
+
+
+class RemoteSandbox(Sandbox):
+    """A sandbox of a service. `SandboxClient` creates it."""
+
+    def __init__(self, client: SandboxClient, info: Info) -> None:
+        self._client = client
+        self.http = client.http
+        self._info = info
+        self.path = f"/v1/sandboxes/{info.id}"
+        self._ended = anyio.Event()
+        self._state: State = "ready"
+
+    @property
+    def sandbox_id(self) -> str:
+        """Id of the lease at the service."""
+        return self._info.id
+
+    @property
+    def spec(self) -> Spec:
+        return self._info.spec
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def generation(self) -> int:
+        """Number of times the sandbox was replaced after a loss, as of the service's last response."""
+        return self._info.generation
+
+    # ---- lifecycle
+
+    async def keep(self) -> None:
+        """Renew the lease until it ends, and record its end.
+
+        Consumes the service's responses. Waits for the end of the sandbox. Unblocked by it, or when the lease has run
+        out because no renewal was answered: the service may then have ended the sandbox. Produces the state `lost` or
+        `closed`.
+        """
+        renewed = anyio.current_time()
+        while self._state == "ready":
+            asked = anyio.current_time()
+            wait = min(KEEP_S, self._info.lease_s / 3)
+            # The bound is needed: a service that accepts the connection and stays silent raises no error. The service
+            # renews the lease when a request arrives, so an answered request has renewed it when it was sent.
+            with anyio.move_on_after(renewed + self._info.lease_s - asked) as left:
+                try:
+                    info = await self.http.ask("GET", f"{self.path}/end", Info, query={"wait": wait}, seconds=wait)
+                except (SandboxLostError, SandboxTimeoutError):
+                    await anyio.sleep(RETRY_S)
+                    continue
+                except SandboxError:
+                    return self._end("closed")  # The service does not know the sandbox any more.
+                self._info, renewed = info, asked
+                if info.state in ("failed", "closed"):
+                    self._end("lost" if info.state == "failed" else "closed")
+            if left.cancelled_caught:
+                self._end("lost")
+        return None
+
+    async def wait_ended(self) -> None:
+        await self._ended.wait()
+
+    async def close(self) -> None:
+        try:
+            await self._client.end(self.sandbox_id)
+        finally:
+            self._end("closed")
+
+    def _end(self, state: State) -> None:
+        """Record the end of the sandbox. Only the first call has an effect."""
+        if not self._ended.is_set():
+            self._state = state
+            self._ended.set()
+
+    # ---- commands
+
+    async def run(
+        self,
+        command: Command,
+        *,
+        timeout: float,
+        patience: float | None = None,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+    ) -> Result:
+        check_timeout(timeout)
+        body = Exec(command=command, timeout=timeout, patience=patience, stdin=stdin, env=env, cwd=cwd)
+        return await self.once("run", Result, body.converted(to_wire), max(timeout, patience or 0.0))
+
+    async def stream(
+        self,
+        command: Command,
+        *,
+        timeout: float,
+        patience: float | None = None,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+    ) -> AsyncGenerator[Chunk | Result]:
+        check_timeout(timeout)
+        body = Exec(command=command, timeout=timeout, patience=patience, stdin=stdin, env=env, cwd=cwd)
+        async with self.http.streamed("POST", f"{self.path}/stream", body=body.converted(to_wire)) as response:
+            try:
+                async for text in response.aiter_lines():
+                    match msgspec.json.decode(text, type=StreamLine):
+                        case StreamPiece(chunk):
+                            yield chunk
+                        case Last(result):
+                            yield result
+                            return
+                        case Broken(problem):
+                            raise error_of(problem)
+                        case _:
+                            pass  # `Alive`, which only keeps the connection from being silent.
+            except (httpx.HTTPError, msgspec.DecodeError) as error:
+                raise SandboxLostError(f"the stream of {self.path} broke: {error}") from error
+        raise SandboxLostError(f"the stream of {self.path} ended without a result")
+
+    async def start(
+        self,
+        command: Command,
+        *,
+        timeout: float | None = None,
+        patience: float | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+    ) -> RemoteJob:
+        body = Exec(command=command, timeout=timeout, patience=patience, env=env, cwd=cwd)
+        return RemoteJob(self, (await self.once("jobs", JobInfo, body.converted(to_wire), 0.0)).job_id)
+
+    @asynccontextmanager
+    async def session(self, name: str = "main") -> AsyncGenerator[RemoteSession]:
+        info = await self.http.ask("PUT", f"{self.path}/sessions/{quote(name, safe='')}", SessionInfo)
+        session = RemoteSession(self, info)
+        try:
+            yield session
+        finally:
+            with anyio.move_on_after(CANCEL_S, shield=True):
+                await session.close()
+
+    # ---- files
+
+    async def read(self, path: str, *, offset: int = 0, limit: int | None = None) -> bytes:
+        query = {"path": path, "offset": offset} | ({} if limit is None else {"limit": limit})
+        return await self.http.get_bytes(f"{self.path}/files", query)
+
+    async def write(self, path: str, data: bytes, *, mode: int = 0o644, append: bool = False) -> None:
+        query = {"path": path, "mode": mode, "append": str(append).lower()}
+        await self.http.put_bytes(f"{self.path}/files", query, data)
+
+    async def list(self, path: str = ".") -> builtins.list[FileInfo]:
+        listing = await self.http.ask("GET", f"{self.path}/entries", Listing, query={"path": path})
+        return [msgspec.structs.replace(entry, name=from_wire(entry.name)) for entry in listing.entries]
+
+    async def remove(self, path: str) -> None:
+        await self.http.ask("DELETE", f"{self.path}/files", type(None), query={"path": path})
+
+    async def put_archive(self, path: str, pieces: AsyncIterator[bytes], size: int | None = None) -> None:
+        await self.http.put_pieces(f"{self.path}/tree", {"path": path}, pieces, size, media_type=TAR)
+
+    async def get_archive(self, path: str, limits: TreeLimits) -> AsyncGenerator[bytes]:
+        left = limits.total + HEAD_BYTES * limits.entries
+        async with self.http.streamed("GET", f"{self.path}/tree", query={"path": path}) as response:
+            try:
+                async for piece in response.aiter_raw(COPY_BYTES):
+                    left -= len(piece)
+                    if left < 0:
+                        raise SandboxLimitError(f"{path}: the archive is larger than the limits allow")
+                    yield piece
+            except httpx.HTTPError as error:
+                # The service has begun its response, so it can report a failure only by closing the connection.
+                raise SandboxFileError(
+                    f"{path}: the copy broke off: the files changed, they are too many, or the sandbox ended"
+                ) from error
+
+    # ---- snapshots
+
+    async def snapshot(self) -> Snapshot:
+        return await self.http.ask("POST", f"{self.path}/snapshot", Snapshot, seconds=TREE_S)
+
+    async def fork(self, count: int) -> Sequence[RemoteSandbox]:
+        forks = await self.once("fork", SandboxList, Fork(count=count), TREE_S)
+        return [self._client.attach(info) for info in forks.sandboxes]
+
+    # ---- calls that must run only once
+
+    async def once(self, path: str, answer: type[_T], body: msgspec.Struct, seconds: float) -> _T:
+        """Send a call that is run only once even if it is sent repeatedly. It ends if its caller is cancelled."""
+        key = uuid4().hex
+        try:
+            return await self.http.ask("POST", f"{self.path}/{path}", answer, body=body, seconds=seconds, key=key)
+        except SandboxLostError:
+            await self._look()
+            raise
+        except anyio.get_cancelled_exc_class():
+            with anyio.move_on_after(CANCEL_S, shield=True):
+                await self._cancel(key)
+            raise
+        except SandboxTimeoutError:
+            # The service may only be slow. It must not run the call later, when nobody waits for it any more.
+            self._client.in_background(self._cancel, key)
+            raise
+
+    async def _look(self) -> None:
+        """Ask for the sandbox's state after a loss, so that it is known before `keep` notices it.
+
+        Does nothing if the service does not answer.
+        """
+        with suppress(SandboxError):
+            info = await self.http.ask("GET", f"{self.path}/end", Info, query={"wait": NOTICE_S}, seconds=LOOK_S)
+            if info.sandbox_state in ("lost", "closed"):
+                self._end(info.sandbox_state)
+
+    async def _cancel(self, key: str) -> None:
+        # The call may have ended with its sandbox or the service. Its own timeout ends the command.
+        with suppress(SandboxError):
+            await self.http.ask("DELETE", f"{self.path}/calls/{key}", type(None), seconds=CANCEL_S)
+
+
+class RemoteSession:
+    """A shell of a remote sandbox."""
+
+    def __init__(self, sandbox: RemoteSandbox, info: SessionInfo) -> None:
+        self._sandbox = sandbox
+        self._path = f"sessions/{info.name}"
+        self._name = info.name
+        self._restarts = info.restarts
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def restarts(self) -> int:
+        return self._restarts
+
+    async def run(self, command: str, *, timeout: float) -> Result:
+        check_timeout(timeout)
+        body = RunInSession(command=to_wire(command), timeout=timeout)
+        answer = await self._sandbox.once(f"{self._path}/run", SessionResult, body, timeout)
+        self._restarts = answer.restarts
+        return answer.result
+
+    async def interrupt(self) -> bool:
+        path = f"{self._sandbox.path}/{self._path}/interrupt"
+        return (await self._sandbox.http.ask("POST", path, SessionInterrupted)).interrupted
+
+    async def close(self) -> None:
+        with suppress(SandboxError):  # The shell may have ended with its sandbox.
+            await self._sandbox.http.ask("DELETE", f"{self._sandbox.path}/{self._path}", type(None))
+
+
+class RemoteJob:
+    """A background job of a remote sandbox."""
+
+    def __init__(self, sandbox: RemoteSandbox, job_id: str) -> None:
+        self._http = sandbox.http
+        self._path = f"{sandbox.path}/jobs/{job_id}"
+        self._job_id = job_id
+
+    @property
+    def job_id(self) -> str:
+        return self._job_id
+
+    async def poll(self) -> JobStatus:
+        return await self._http.ask("GET", self._path, JobStatus)
+
+    async def wait(self, timeout: float) -> Result:
+        deadline = anyio.current_time() + timeout
+        while True:
+            wait = min(JOB_POLL_S, max(0.0, deadline - anyio.current_time()))
+            status = await self._http.ask("GET", self._path, JobStatus, query={"wait": wait}, seconds=wait)
+            if status.result is not None:
+                return status.result
+            if anyio.current_time() >= deadline:
+                raise SandboxTimeoutError(f"job {self._job_id} still runs after {timeout:g} s")
+
+    async def signal(self, name: str = "SIGTERM") -> None:
+        await self._http.ask("POST", f"{self._path}/signal", type(None), body=Signal(name=name))
+
+    async def output(self, stream: StreamName = "stdout", *, offset: int = 0, limit: int = 1 << 16) -> Output:
+        query = {"stream": stream, "offset": offset, "limit": limit}
+        return await self._http.ask("GET", f"{self._path}/output", Output, query=query)
 
 
 def trusting(ca: Path | None) -> ssl.SSLContext | bool:

@@ -15,9 +15,9 @@ from anyio.abc import TaskStatus
 
 from envs.sandbox.api import Spec
 from envs.sandbox.engines.machine import MachineLoad
+from envs.sandbox.pool.admission import NOTHING, Demand
 from envs.sandbox.pool.host import HostReport, Settled, Ticket, ignore
-from envs.sandbox.pool.placement import NOTHING, Demand
-from envs.sandbox.protocol.wire import Info, SandboxOrder, Status
+from envs.sandbox.protocol import Info, SandboxOrder, Status
 from envs.sandbox.remote.client import LEASE_S, POLL_S, SandboxClient
 from envs.sandbox.sandbox import Sandbox
 from flash.errors import SandboxError

@@ -17,8 +17,7 @@ import anyio
 import httpx
 import msgspec
 
-from envs.sandbox.protocol.problems import MEDIA_TYPE, error_of
-from envs.sandbox.protocol.wire import BINARY, MSGPACK, NDJSON, HttpProblem
+from envs.sandbox.protocol import BINARY, MEDIA_TYPE, MSGPACK, NDJSON, HttpProblem, error_of
 from envs.sandbox.text import check_path
 from flash.errors import ConfigError, SandboxError, SandboxLostError, SandboxRefusedError, SandboxTimeoutError
 

@@ -1,8 +1,8 @@
 """Endpoints: a table with one entry for each path and method. The routes and the OpenAPI document are made from it.
 
-A handler gets an `ApiCall` in which everything is already checked: the caller's lease, the query and the body as
-structs. The value that it returns is encoded, and an error that it raises becomes a problem. A client that disconnects
-cancels the handler.
+A handler, in `envs.sandbox.service.routes`, gets an `ApiCall`, the body and the parameters of the query, all checked.
+The value that it returns is encoded, and an error that it raises becomes a problem. A client that disconnects cancels
+the handler.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import inspect
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar, get_type_hints
 from urllib.parse import parse_qsl
 
@@ -24,11 +25,9 @@ from starlette.routing import Route
 from starlette.types import Receive
 
 from envs.sandbox.pool.lease import SandboxLease
-from envs.sandbox.protocol.problems import MEDIA_TYPE, ProblemError, problem_of
-from envs.sandbox.protocol.wire import MSGPACK, Body, HttpProblem
+from envs.sandbox.protocol import MEDIA_TYPE, MSGPACK, HttpProblem, ProblemError, StreamLine, problem_of
 from envs.sandbox.sandbox import Sandbox
-from envs.sandbox.service.service import Service
-from envs.sandbox.service.work import LeaseWork
+from envs.sandbox.service.service import LeaseWork, Service
 from flash.errors import FlashError, SandboxLostError
 from flash.http.server import read_body
 
@@ -41,19 +40,18 @@ _KEY = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 _T = TypeVar("_T")
 
-Handler = Callable[["ApiCall"], Awaitable[Any]]
-"""Function that answers the calls of an endpoint."""
+Handler = Callable[..., Awaitable[Any]]
+"""Function that answers the calls of an endpoint. It takes an `ApiCall`, then `body` if the endpoint has one, and the
+parameters of the query. Their annotations are the types that the request is checked against."""
 _Handler = TypeVar("_Handler", bound=Handler)
 
 
 class ApiCall:
-    """A call of the HTTP API: a request with its query and body, which were checked."""
+    """A call of the HTTP API: who calls, and the lease that the path names."""
 
-    def __init__(self, service: Service, request: Request, query: Any, body: Any) -> None:
+    def __init__(self, service: Service, request: Request) -> None:
         self.service = service
         self.request = request
-        self.query = query
-        self.body = body
 
     @property
     def token(self) -> str:
@@ -98,7 +96,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     handler: Handler
     body: Any = None
     """Struct of the body. `BINARY` or `TAR` for a body that the handler reads itself; None: no body."""
-    query: type[Body] | None = None
+    query: type[msgspec.Struct] | None = None
+    """Struct with the parameters of the query, made from those of the handler; None: no query."""
     answer: Any = None
     """Struct of the answer, or its media type. None: the answer has no content."""
     status: int = 200
@@ -113,32 +112,40 @@ class Endpoints:
         self.all: list[Endpoint] = []
 
     def add(
-        self,
-        method: str,
-        path: str,
-        *,
-        body: Any = None,
-        query: type[Body] | None = None,
-        media_type: str = "",
-        status: int = 200,
-        keyed: bool = False,
+        self, method: str, path: str, *, takes: str = "", gives: str = "", status: int = 200, keyed: bool = False
     ) -> Callable[[_Handler], _Handler]:
         """Return a decorator that adds a handler to the table.
 
-        The handler's docstring becomes the summary. Its return type becomes the answer, unless `media_type` is given.
+        The handler's docstring becomes the summary of the OpenAPI document. Its annotations become the types of the
+        body, the query and the answer.
+
+        Args:
+            method: HTTP method.
+            path: path, with `{name}` for each variable part.
+            takes: media type of a body that the handler reads itself, in place of a parameter `body`.
+            gives: media type of an answer that is no struct.
+            status: HTTP status of the answer; 204 instead if the handler returns None.
+            keyed: True if the endpoint accepts an idempotency key.
         """
 
         def added(handler: _Handler) -> _Handler:
-            answer = media_type or get_type_hints(handler)["return"]
-            nothing = answer is type(None)
+            hints = get_type_hints(handler, include_extras=True)
+            nothing = hints["return"] is type(None)
+            parameters = [
+                (name, hints[name], msgspec.NODEFAULT if given.default is given.empty else given.default)
+                for name, given in inspect.signature(handler).parameters.items()
+                if name not in ("call", "body")
+            ]
+            name = f"{handler.__name__.strip('_')}_query"
+            query = msgspec.defstruct(name, parameters, frozen=True, kw_only=True, forbid_unknown_fields=True)
             endpoint = Endpoint(
                 method=method,
                 path=path,
                 summary=inspect.getdoc(handler) or "",
                 handler=handler,
-                body=body,
-                query=query,
-                answer=None if nothing else answer,
+                body=takes or hints.get("body"),
+                query=query if parameters else None,
+                answer=None if nothing else gives or hints["return"],
                 status=204 if nothing else status,
                 keyed=keyed,
             )
@@ -148,20 +155,21 @@ class Endpoints:
         return added
 
 
-async def once(call: ApiCall, lease: SandboxLease, work: Callable[[], Awaitable[_T]]) -> _T:
+async def once(call: ApiCall, body: msgspec.Struct, work: Callable[[], Awaitable[_T]]) -> _T:
     """Carry out `work`. Calls with the same idempotency key carry it out only once, and all get its result.
 
-    Without a key, the client cancels the work when it disconnects.
+    Without a key, the client cancels the work when it disconnects. `body` is the body of the call: a key that was used
+    with another one is refused.
     """
     if not call.key:
         return await work()
-    expected = call.request.headers.get("flash-boot", "")
-    if expected and expected != call.service.boot and not call.service.work(lease).knows_call(call.key):
+    expected, calls = call.request.headers.get("flash-boot", ""), call.work
+    if expected and expected != call.service.boot and not calls.knows_call(call.key):
         # The client has sent the call again after a restart, and it is unknown whether the first attempt was carried
         # out.
         raise SandboxLostError("the service was restarted meanwhile; the call may or may not have been carried out")
-    asked = hashlib.sha256(msgspec.msgpack.encode((call.request.scope["path"], call.body))).digest()
-    return await call.service.work(lease).once(call.key, asked, work)
+    digest = hashlib.sha256(msgspec.msgpack.encode((call.request.scope["path"], body))).digest()
+    return await calls.once(call.key, digest, work)
 
 
 def routes(service: Service, endpoints: Sequence[Endpoint]) -> list[Route]:
@@ -194,11 +202,12 @@ class _Dispatcher:
     async def _answer(self, endpoint: Endpoint, request: Request) -> Response | None:
         """Return the answer of an endpoint. None: the client has disconnected."""
         try:
-            call = ApiCall(self._service, request, _query(endpoint, request), await _body(endpoint, request))
+            call, arguments = ApiCall(self._service, request), _query(endpoint, request)
+            arguments |= await _body(endpoint, request)
             if isinstance(endpoint.body, str):
-                result = await endpoint.handler(call)
+                result = await endpoint.handler(call, **arguments)
             else:
-                result = await _unless_left(request, endpoint.handler, call)
+                result = await _unless_left(request, partial(endpoint.handler, call, **arguments))
         except ClientDisconnect:
             return None
         except HTTPException as error:
@@ -222,13 +231,13 @@ _CAUSES = {413: "SandboxLimitError", 503: "SandboxBusyError"}
 """Class in `flash.errors` for the errors that the HTTP server itself raises, by status."""
 
 
-async def _unless_left(request: Request, handler: Handler, call: ApiCall) -> Any:
+async def _unless_left(request: Request, handler: Handler) -> Any:
     """Return the handler's result. A client that disconnects cancels the handler, and with it a running command."""
     result: Any = _LEFT
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(until_left, request.receive, tasks.cancel_scope)
         try:
-            result = await handler(call)
+            result = await handler()
         except (FlashError, ProblemError) as error:
             result = error
         tasks.cancel_scope.cancel()
@@ -237,37 +246,41 @@ async def _unless_left(request: Request, handler: Handler, call: ApiCall) -> Any
     return result
 
 
-def _query(endpoint: Endpoint, request: Request) -> Any:
-    """Return the checked query of a request. Raises ProblemError if it is not valid."""
+def _query(endpoint: Endpoint, request: Request) -> dict[str, Any]:
+    """Return the handler's arguments that the query holds. Raises ProblemError if the query is not valid."""
     if endpoint.query is None:
-        return None
+        return {}
     # Starlette's own parser is not used: it loses bytes that are not UTF-8, which file names may have.
     text = request.scope["query_string"].decode("latin-1")
     items = parse_qsl(text, keep_blank_values=True, errors="surrogateescape")
     if len({name for name, _ in items}) != len(items):
         raise ProblemError(400, "a query parameter is given twice")
     try:
-        return msgspec.convert(dict(items), endpoint.query, strict=False)
+        return msgspec.structs.asdict(msgspec.convert(dict(items), endpoint.query, strict=False))
     # also raised for text that cannot be encoded
     except (msgspec.ValidationError, ValueError, TypeError, OverflowError) as error:
         raise ProblemError(400, f"query: {error}", "SandboxRefusedError") from None
 
 
-async def _body(endpoint: Endpoint, request: Request) -> Any:
-    """Return the checked body of a request; None if the handler reads it itself, or takes none."""
+async def _body(endpoint: Endpoint, request: Request) -> dict[str, Any]:
+    """Return the handler's argument `body`; nothing if the handler reads the body itself, or takes none.
+
+    Raises:
+        ProblemError: the body is not valid.
+    """
     if isinstance(endpoint.body, str):
-        return None
+        return {}
     if endpoint.body is None:
         async for _ in request.stream():  # The endpoint takes no body: this one is dropped.
             pass
-        return None
+        return {}
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind not in ("application/json", MSGPACK):
         raise ProblemError(415, f"expected application/json or {MSGPACK}, not {kind[:100]}")
     data = await read_body(request, JSON_BYTES, json=kind != MSGPACK)
     decode = msgspec.msgpack.decode if kind == MSGPACK else msgspec.json.decode
     try:
-        return decode(data, type=endpoint.body)
+        return {"body": decode(data, type=endpoint.body)}
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ProblemError(400, f"body: {error}", "SandboxRefusedError") from None
 
@@ -297,3 +310,71 @@ def encoded(request: Request, value: Any, status: int) -> Response:
     if MSGPACK in request.headers.get("accept", ""):
         return Response(msgspec.msgpack.encode(value), status_code=status, media_type=MSGPACK)
     return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
+
+
+_REF = "#/components/schemas/{name}"
+
+
+def document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
+    """Return the document that describes these endpoints."""
+    types = [
+        each for endpoint in endpoints for each in (endpoint.body, endpoint.answer, endpoint.query) if _is_type(each)
+    ]
+    unique = list(dict.fromkeys([*types, HttpProblem, StreamLine]))
+    schemas, components = msgspec.json.schema_components(unique, ref_template=_REF)
+    schema_of = dict(zip(map(_key, unique), schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for endpoint in endpoints:
+        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint, schema_of, components)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Flash sandboxes", "version": "1"},
+        "security": [{"token": []}],
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
+    }
+
+
+def _operation(endpoint: Endpoint, schema_of: dict[str, Any], components: dict[str, Any]) -> dict[str, Any]:
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)}", endpoint.path)
+    ]
+    if endpoint.query is not None:
+        query = components[endpoint.query.__name__]
+        parameters += [
+            {"name": name, "in": "query", "required": name in query.get("required", ()), "schema": schema}
+            for name, schema in query["properties"].items()
+        ]
+    if endpoint.keyed:
+        parameters.append({"name": "Idempotency-Key", "in": "header", "required": False, "schema": {"type": "string"}})
+    operation: dict[str, Any] = {
+        "summary": endpoint.summary,
+        "operationId": endpoint.handler.__name__.strip("_"),
+        "parameters": parameters,
+        "responses": {
+            str(endpoint.status): {"description": endpoint.summary, **_content(endpoint.answer, schema_of)},
+            "default": {"description": "An error.", "content": {MEDIA_TYPE: {"schema": schema_of[_key(HttpProblem)]}}},
+        },
+    }
+    if endpoint.body is not None:
+        operation["requestBody"] = {"required": True, **_content(endpoint.body, schema_of)}
+    return operation
+
+
+def _content(kind: Any, schema_of: dict[str, Any]) -> dict[str, Any]:
+    if kind is None:
+        return {}
+    if isinstance(kind, str):
+        schema = schema_of[_key(StreamLine)] if "ndjson" in kind else {"type": "string", "format": "binary"}
+        return {"content": {kind: {"schema": schema}}}
+    schema = schema_of[_key(kind)]
+    return {"content": {"application/json": {"schema": schema}, MSGPACK: {"schema": schema}}}
+
+
+def _is_type(kind: Any) -> bool:
+    return kind is not None and not isinstance(kind, str)
+
+
+def _key(kind: Any) -> str:
+    return str(kind)

@@ -16,17 +16,16 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from envs.sandbox.protocol.problems import TITLES, ProblemError
-from envs.sandbox.protocol.tokens import ADMIN, Tokens
-from envs.sandbox.service import routes, routes_commands
-from envs.sandbox.service.endpoint import problem_response
+from envs.sandbox.protocol import TITLES, ProblemError
+from envs.sandbox.service.endpoint import document, problem_response
 from envs.sandbox.service.endpoint import routes as routes_of
-from envs.sandbox.service.openapi import document
+from envs.sandbox.service.routes import API
 from envs.sandbox.service.service import Service
+from envs.sandbox.tokens import ADMIN, Tokens
 from flash.http.server import with_headers
 from flash.text import OneLine
 
-ENDPOINTS = (*routes.ENDPOINTS.all, *routes_commands.ENDPOINTS.all)
+ENDPOINTS = tuple(API.all)
 
 HEADERS = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
 """Headers of every answer."""

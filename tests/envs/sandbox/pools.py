@@ -8,11 +8,11 @@ from typing import Any
 import anyio
 
 from envs.sandbox.api import Spec
-from envs.sandbox.pool.host import HostSettings, Identity
+from envs.sandbox.pool.admission import Demand
+from envs.sandbox.pool.host import HostSettings
 from envs.sandbox.pool.journal import Entry, MemoryPoolJournal
 from envs.sandbox.pool.local_host import LocalHost
-from envs.sandbox.pool.ownership import OwnerAlive
-from envs.sandbox.pool.placement import Demand
+from envs.sandbox.pool.ownership import Identity, OwnerAlive
 from envs.sandbox.pool.pool import SandboxPool, open_pool
 from envs.sandbox.pool.simulated import SimulatedMaker, SimulatedSandbox
 from envs.sandbox.pool.state import PoolSettings

@@ -13,14 +13,15 @@ from envs.sandbox.api import Spec
 from envs.sandbox.engines.backend import Backend
 from envs.sandbox.engines.fake import FakeBackend
 from envs.sandbox.pool.engine_maker import open_engine_host
-from envs.sandbox.pool.host import HostSettings, Identity
+from envs.sandbox.pool.host import HostSettings
 from envs.sandbox.pool.journal import PoolJournal
+from envs.sandbox.pool.ownership import Identity
 from envs.sandbox.pool.pool import SandboxPool, open_pool
 from envs.sandbox.pool.state import PoolSettings
-from envs.sandbox.protocol.tokens import ADMIN, Token, Tokens
 from envs.sandbox.remote.client import SandboxClient
 from envs.sandbox.service.service import Service, open_service
 from envs.sandbox.service.web import make_app
+from envs.sandbox.tokens import ADMIN, Token, Tokens
 from flash.http.connections import HttpLimits
 from flash.http.server import HttpAddress, open_socket, serving
 

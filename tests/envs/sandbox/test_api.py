@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,7 +21,7 @@ INTERFACES = [
     for module in (api, sandbox)
     for _, kind in inspect.getmembers(module, inspect.isclass)
     if kind.__module__ == module.__name__
-    if getattr(kind, "_is_protocol", False) or issubclass(kind, sandbox.SandboxSeam)
+    if getattr(kind, "_is_protocol", False) or (module is sandbox and issubclass(sandbox.Sandbox, kind))
 ]
 
 
@@ -30,8 +31,42 @@ def test_no_interface_asks_for_more_than_six_things_of_its_own(interface):
     assert len([name for name in own if not name.startswith("_")]) <= 6, own
 
 
-def test_a_kind_of_sandbox_implements_five_members():
-    assert sandbox.Sandbox.__abstractmethods__ == {"facts", "ask", "open", "wait_ended", "close"}
+class Dull(sandbox.Sandbox):
+    """A kind of sandbox that can do nothing."""
+
+    sandbox_id, spec, state = "dull", SPEC, "ready"
+
+    async def wait_ended(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@pytest.mark.anyio
+async def test_a_kind_of_sandbox_must_have_an_identity_and_an_end_and_refuses_what_it_cannot_do(tmp_path):
+    assert sandbox.Sandbox.__abstractmethods__ == {"sandbox_id", "spec", "state", "wait_ended", "close"}
+    dull, file = Dull(), tmp_path / "file"
+    file.write_bytes(b"")
+    for name, call in {
+        "run": lambda: dull.run("true", timeout=1.0),
+        "start": lambda: dull.start("true"),
+        "read": lambda: dull.read("f"),
+        "write": lambda: dull.write("f", b""),
+        "list": lambda: dull.list(),
+        "remove": lambda: dull.remove("f"),
+        "put_archive": lambda: dull.upload(file, "f"),
+        "get_archive": lambda: dull.download("f", tmp_path / "new"),
+        "snapshot": lambda: dull.snapshot(),
+        "fork": lambda: dull.fork(1),
+    }.items():
+        with pytest.raises(SandboxRefusedError, match=f"`{name}`"):
+            await call()
+    for name, held in {"session": dull.session, "terminal": lambda: dull.terminal("true")}.items():
+        with pytest.raises(SandboxRefusedError, match=f"`{name}`"):
+            async with held():
+                pass
+    with pytest.raises(SandboxRefusedError, match="`stream`"):
+        async for _ in dull.stream("true", timeout=1.0):
+            pass
 
 
 def test_a_command_keeps_bytes_that_are_no_text_on_its_way():
@@ -41,9 +76,19 @@ def test_a_command_keeps_bytes_that_are_no_text_on_its_way():
     assert received.converted(from_wire) == msgspec.structs.replace(sent, command=["cat", name])
 
 
-def test_a_command_without_a_timeout_cannot_be_waited_for():
-    with pytest.raises(SandboxRefusedError, match="needs a timeout"):
-        _ = Exec(command="true").seconds
+@pytest.mark.anyio
+async def test_a_command_without_a_timeout_cannot_be_waited_for(tmp_path):
+    missing: Any = None
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as remote, world.pool.acquire(SPEC) as leased:
+        for each in (remote, leased):
+            with pytest.raises(SandboxRefusedError, match="a timeout is a number of seconds"):
+                await each.run("true", timeout=missing)
+            with pytest.raises(SandboxRefusedError, match="a timeout is a number of seconds"):
+                async for _ in each.stream("true", timeout=missing):
+                    pass
+            async with each.session() as session:
+                with pytest.raises(SandboxRefusedError, match="a timeout is a number of seconds"):
+                    await session.run("true", timeout=missing)
 
 
 @pytest.mark.parametrize(

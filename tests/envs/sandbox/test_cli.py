@@ -17,7 +17,7 @@ from envs.sandbox.api import Spec
 from envs.sandbox.cli import FAILED
 from envs.sandbox.engines.docker import DockerBackend
 from envs.sandbox.pool.ownership import PREFIX
-from envs.sandbox.protocol.wire import SandboxOrder
+from envs.sandbox.protocol import SandboxOrder
 from envs.sandbox.remote.client import SandboxClient, service_token
 from flash.errors import SandboxError, SandboxLostError
 from tests.envs.sandbox.conftest import IMAGE

@@ -9,14 +9,14 @@ from pathlib import Path
 import envs.sandbox
 
 LAYERS = (
-    ("api", "text", "trees"),
-    ("agent", "explain", "sandbox"),
+    ("api", "trees"),
+    ("agent", "sandbox", "text", "tokens"),
     ("engines",),
     ("local", "images"),
     ("pool", "doctor"),
     ("protocol",),
     ("service", "remote"),
-    ("open", "console"),
+    ("open",),
     ("cli",),
 )
 """From the ground up. Files and folders of one layer know nothing of each other."""

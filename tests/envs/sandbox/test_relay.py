@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import anyio
@@ -14,6 +16,7 @@ import pytest
 from envs.agent import Agent, AgentOptions
 from envs.programs import OUTPUT_BYTES
 from envs.relay.boxed import BoxOptions, run_boxed
+from envs.relay.inside import CLOSED, CONNECTIONS, CREDIT, DATA, END, HEADER, MARK, OPEN, PIECE, WINDOW
 from envs.relay.outside import CHATTER, open_relay
 from envs.sandbox.api import Spec
 from envs.sandbox.open import Location, open_sandboxes
@@ -98,6 +101,267 @@ async def test_an_address_that_nobody_listens_at_is_a_closed_connection(bench) -
     async with bench.sandbox(profile="build") as sandbox, open_relay(sandbox, "127.0.0.1", 9) as inside:
         result = await sandbox.run(["python3", "-c", look, str(inside)], timeout=10)
     assert result.stdout == b"b''\n", result.stderr
+
+
+HALF = """
+import socket, sys
+with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as stream:
+    stream.sendall(b"request")
+    stream.shutdown(socket.SHUT_WR)
+    got = b""
+    while True:
+        piece = stream.recv(1 << 16)
+        if not piece: break
+        got += piece
+print(len(got))
+"""
+"""A client that ends its side after the request, and then reads the answer to its end."""
+
+
+async def test_a_client_that_has_ended_its_side_gets_the_whole_answer(bench):
+    async def answer(stream: Any) -> None:
+        async with stream:
+            request = b""
+            with suppress(anyio.EndOfStream):
+                while True:
+                    request += await stream.receive()
+            await anyio.sleep(0.1)
+            await stream.send(request * 100_000)
+
+    async with (
+        bench.sandbox(profile="build") as sandbox,
+        serving(answer) as port,
+        open_relay(sandbox, "127.0.0.1", port) as inside,
+    ):
+        result = await sandbox.run(["python3", "-c", HALF, str(inside)], timeout=30)
+    assert result.stdout == b"700000\n", result.stderr
+
+
+SLOW = """
+import socket, sys, threading
+port = int(sys.argv[1])
+slow = socket.create_connection(("127.0.0.1", port))
+slow.setblocking(False)
+sent = 0
+try:
+    slow.sendall(b"s")
+    while True:
+        sent += slow.send(b"x" * 65536)
+except BlockingIOError:
+    pass
+quick = socket.create_connection(("127.0.0.1", port))
+quick.sendall(b"q" * 300000 + b"!")
+got = b""
+while len(got) < 300000:
+    got += quick.recv(1 << 16)
+print("quick", sent > 0)
+"""
+"""Fills one connection, which the address does not read, and then uses another one."""
+
+
+async def test_a_connection_that_nobody_reads_holds_no_other(bench):
+    """In both directions: the address neither reads the slow connection nor stops sending to it."""
+
+    async def answer(stream: Any) -> None:
+        async with stream:
+            first = await stream.receive(1)
+            if first == b"s":
+                with suppress(anyio.BrokenResourceError):
+                    while True:
+                        await stream.send(b"y" * 65_536)
+                return
+            got = first
+            while not got.endswith(b"!"):
+                got += await stream.receive()
+            await stream.send(got[:-1])
+
+    async with (
+        bench.sandbox(profile="build") as sandbox,
+        serving(answer) as port,
+        open_relay(sandbox, "127.0.0.1", port) as inside,
+    ):
+        result = await sandbox.run(["python3", "-c", SLOW, str(inside)], timeout=30)
+    assert result.stdout == b"quick True\n", result.stderr
+
+
+LEAVING = """
+import socket, struct, sys
+stream = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+stream.sendall(b"x")
+stream.recv(1)
+stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+stream.close()
+"""
+"""A client that breaks its connection in the middle of the answer."""
+
+
+async def test_the_address_learns_that_a_client_has_broken_its_connection(bench):
+    gone = anyio.Event()
+
+    async def answer(stream: Any) -> None:
+        async with stream:
+            with suppress(anyio.BrokenResourceError):
+                await stream.receive()
+                while True:
+                    await stream.send(b"y" * 65_536)
+        gone.set()
+
+    async with (
+        bench.sandbox(profile="build") as sandbox,
+        serving(answer) as port,
+        open_relay(sandbox, "127.0.0.1", port) as inside,
+    ):
+        assert (await sandbox.run(["python3", "-c", LEAVING, str(inside)], timeout=30)).ok
+        with anyio.fail_after(20):
+            await gone.wait()
+
+
+async def test_a_client_learns_that_the_address_has_broken_its_connection(bench):
+    async def answer(stream: Any) -> None:
+        await stream.receive()
+        raw = stream.extra(anyio.abc.SocketAttribute.raw_socket)
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        await stream.aclose()
+
+    async with (
+        bench.sandbox(profile="build") as sandbox,
+        serving(answer) as port,
+        open_relay(sandbox, "127.0.0.1", port) as inside,
+    ):
+        result = await sandbox.run(["python3", "-c", READ, str(inside)], timeout=30)
+    assert result.stdout == b"b''\n", result.stderr
+
+
+READ = """
+import socket, sys
+with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as stream:
+    stream.sendall(b"x" * 300000)
+    print(stream.recv(9))
+"""
+
+
+@asynccontextmanager
+async def serving(answer: Any) -> AsyncGenerator[int]:
+    """A server at a port of this machine, which answers each connection with `answer`."""
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, answer)
+        yield listener.extra(anyio.abc.SocketAttribute.local_port)
+        tasks.cancel_scope.cancel()
+
+
+class Wire:
+    """A sandbox whose end of the relay is the test: it sends frames, and reads those of the host."""
+
+    def __init__(self) -> None:
+        self._into, self._frames = anyio.create_memory_object_stream[bytes](100)
+        self._out, self._got = anyio.create_memory_object_stream[bytes](10_000)
+        self.send_raw(MARK + HEADER.pack(0, DATA, 2) + b"80")
+
+    def send_raw(self, data: bytes) -> None:
+        self._into.send_nowait(data)
+
+    def send(self, number: int, kind: int, data: bytes = b"") -> None:
+        self.send_raw(HEADER.pack(number, kind, len(data)) + data)
+
+    async def receive(self) -> tuple[int, int, bytes]:
+        with anyio.fail_after(20):
+            frame = await self._got.receive()
+        number, kind, _ = HEADER.unpack_from(frame)
+        return number, kind, frame[HEADER.size :]
+
+    def close(self) -> None:
+        for stream in (self._into, self._frames, self._out, self._got):
+            stream.close()
+
+    # ---- what the relay asks of a sandbox, and of its terminal
+
+    @asynccontextmanager
+    async def terminal(self, command: object) -> AsyncGenerator[Wire]:
+        yield self
+
+    async def read(self) -> bytes:
+        return await self._frames.receive()
+
+    async def write(self, data: bytes) -> None:
+        await self._out.send(data)
+
+
+@asynccontextmanager
+async def wired(answer: Any) -> AsyncGenerator[Wire]:
+    """The host's end of a relay to a server, and the test as the other end."""
+    wire: Any = Wire()
+    try:
+        async with serving(answer) as port, open_relay(wire, "127.0.0.1", port) as inside:
+            assert inside == 80
+            yield wire
+    finally:
+        wire.close()
+
+
+async def test_late_frames_of_a_connection_that_is_over_open_no_other() -> None:
+    connections: list[bytes] = []
+
+    async def answer(stream: Any) -> None:
+        async with stream:
+            connections.append(await stream.receive())
+
+    async with wired(answer) as wire:
+        wire.send(1, OPEN)
+        wire.send(1, DATA, b"one")
+        seen = [await wire.receive() for _ in range(2)]
+        assert sorted(kind for _, kind, _ in seen) in ([END, CREDIT], [CLOSED, CREDIT])
+        wire.send(1, END)
+        for kind, data in ((DATA, b"late"), (END, b""), (CREDIT, b"\0\0\0\1"), (CLOSED, b"")):
+            wire.send(1, kind, data)
+        wire.send(2, OPEN)
+        wire.send(2, DATA, b"two")
+        while (await wire.receive())[:2] != (2, END):
+            pass
+    assert connections == [b"one", b"two"]
+
+
+async def test_more_connections_than_there_may_be_are_refused() -> None:
+    async def answer(stream: Any) -> None:
+        async with stream:
+            await anyio.sleep_forever()
+
+    async with wired(answer) as wire:
+        for number in range(1, CONNECTIONS + 1):
+            wire.send(number, OPEN)
+            await anyio.lowlevel.checkpoint()
+        wire.send(CONNECTIONS + 1, OPEN)
+        assert await wire.receive() == (CONNECTIONS + 1, CLOSED, b"")
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [(1, OPEN, b""), (1, OPEN, b"")],
+        [(1, OPEN, b""), *[(1, DATA, b"x" * PIECE)] * (2 * WINDOW // PIECE + 99)],
+        [(1, OPEN, b""), (1, 99, b"")],
+        [(1, OPEN, b""), (1, CREDIT, b"much")] * 2,
+        [(1, OPEN, b""), (1, CREDIT, b"")],
+    ],
+)
+async def test_a_program_in_the_place_of_the_relays_end_loses_its_connections(frames) -> None:
+    ended = anyio.Event()
+
+    async def answer(stream: Any) -> None:
+        async with stream:
+            with suppress(anyio.EndOfStream, anyio.BrokenResourceError):
+                await anyio.sleep(0.2)
+                while await stream.receive():
+                    pass
+        ended.set()
+
+    async with wired(answer) as wire:
+        wire.send(*frames[0])
+        await anyio.sleep(0.1)
+        for frame in frames[1:]:
+            with suppress(anyio.WouldBlock):
+                wire.send(*frame)
+        with anyio.fail_after(20):
+            await ended.wait()
 
 
 @pytest.mark.integration

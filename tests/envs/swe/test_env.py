@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from envs.sandbox.api import Result
-from envs.sandbox.explain import result_text
+from envs.sandbox.text import result_text
 from envs.swe import SweEnv, SweOptions
 from envs.swe.shell import ShellOrder, read_order
 from flash.config.objects import check_options

@@ -22,8 +22,11 @@ pytestmark = pytest.mark.anyio
 
 
 @asynccontextmanager
-async def engine(folder, answers):
-    """An engine that answers what `answers` has for the end of a path, one after another if it has a list; else 404."""
+async def engine(folder, answers, *, far=False):
+    """An engine that answers what `answers` has for the end of a path, one after another if it has a list; else 404.
+
+    With `far`, it is reached by TCP, as on another machine.
+    """
 
     async def answer(request: web.Request) -> web.Response:
         for end, found in answers.items():
@@ -37,8 +40,9 @@ async def engine(folder, answers):
     runner = web.AppRunner(app)
     await runner.setup()
     try:
-        await web.UnixSite(runner, str(folder / "e")).start()
-        async with DockerBackend(f"unix://{folder / 'e'}") as backend:
+        await (web.TCPSite(runner, "127.0.0.1", 0) if far else web.UnixSite(runner, str(folder / "e"))).start()
+        url = f"tcp://127.0.0.1:{runner.addresses[0][1]}" if far else f"unix://{folder / 'e'}"
+        async with DockerBackend(url) as backend:
             yield backend
     finally:
         await runner.cleanup()
@@ -140,6 +144,18 @@ async def test_a_container_without_a_process_has_ended_whatever_its_engine_says(
         if lives:
             process.kill()
         await process.aclose()
+
+
+@pytest.mark.parametrize(("answer", "running"), [(409, False), (500, True), (404, True), (204, True)])
+async def test_a_failure_of_an_engine_elsewhere_is_not_taken_for_the_end_of_a_container(tmp_path, answer, running):
+    # A process of this number is not here, which says nothing of the engine's machine.
+    state = {"Running": True, "Paused": False, "Pid": 1 << 30, "ExitCode": 0, "OOMKilled": False}
+    described = {"Id": "1", "Name": "/flash-a", "State": state, "Config": {"Labels": None}}
+    answers = {**VERSION, "/1/json": (200, described), "/1/kill": (answer, {"message": "the runtime failed"})}
+    async with engine(tmp_path, answers, far=True) as backend:
+        found = await backend.containers.inspect("1", surely=True)
+        assert found is not None
+        assert found.running is running
 
 
 @pytest.mark.parametrize("failures", [0, 2, 9])

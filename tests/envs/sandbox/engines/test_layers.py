@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from envs.sandbox.engines.layers import DEPTH, LayerUse, layer_use
+from envs.sandbox.engines.machine import DEPTH, LayerUse, layer_use
 
 NOBODY = 0
 """Process of a container that does not run."""

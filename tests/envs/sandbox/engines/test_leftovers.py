@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from envs.sandbox.engines.leftovers import find_leftovers, kill_leftovers, remove_groups
+from envs.sandbox.engines.machine import find_leftovers, kill_leftovers, remove_groups
 
 ID = "5ca5b21beccb3336807f07160c7134fe7f2a35d203e197ec36435f5b06058f4a"
 OTHER = "fbd3f4645e1301c7fd975b22901c72bec76827ce24673b2281b2894aa8ce2143"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from envs.sandbox.engines.users import Users, parse_users
+from envs.sandbox.engines.docker_containers import Users, parse_users
 from flash.errors import ConfigError, SandboxStartError
 
 

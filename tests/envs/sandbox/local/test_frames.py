@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from envs.sandbox.agent import wire
 from envs.sandbox.engines import bundle
+from envs.sandbox.engines.bundle import greet
 from envs.sandbox.local.channel import MAX_FRAME, Decoder, encode
-from envs.sandbox.local.greeting import greet
 from flash.errors import SandboxLostError, SandboxStartError
 
 values = st.recursive(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from envs.sandbox.agent.leftovers import end_leftovers
+from envs.sandbox.agent.command import end_leftovers
 from envs.sandbox.agent.proc import Stat, processes
 from envs.sandbox.agent.wire import CallRefusal
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from envs.sandbox.local.commands import AgentJob
+from envs.sandbox.local.agent import AgentJob
 from flash.errors import SandboxError, SandboxFileError, SandboxLimitError
 
 pytestmark = pytest.mark.anyio

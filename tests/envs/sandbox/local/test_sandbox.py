@@ -12,7 +12,7 @@ import pytest
 
 from envs.sandbox.api import Chunk, Result
 from envs.sandbox.engines.backend import SNAPSHOT_LABEL
-from envs.sandbox.local.commands import AgentJob
+from envs.sandbox.local.agent import AgentJob
 from envs.sandbox.local.sandbox import LocalSandbox, SandboxSettings
 from flash.errors import (
     SandboxBusyError,

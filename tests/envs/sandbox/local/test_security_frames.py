@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from envs.sandbox.agent import wire
 from envs.sandbox.api import Result
+from envs.sandbox.local.agent import AgentSandbox, Ending
 from envs.sandbox.local.channel import MAX_FRAME, OUTPUT_WINDOW, Channel, Decoder, encode
-from envs.sandbox.local.commands import Ending
-from envs.sandbox.local.files import list_folder
 from flash.errors import SandboxError, SandboxLimitError, SandboxLostError, SandboxRefusedError
 from tests.envs.sandbox.services import SPEC
 
@@ -114,13 +113,17 @@ async def test_frames_of_calls_that_are_not_there_are_nobodys():
         tasks.cancel_scope.cancel()
 
 
-class Hostile:
-    """An agent that says this."""
+class Hostile(AgentSandbox):
+    """A sandbox whose agent is at the other end of this channel."""
 
-    spec = SPEC
+    sandbox_id, spec, state = "hostile", SPEC, "ready"
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+
+    async def wait_ended(self) -> None: ...
+
+    async def close(self) -> None: ...
 
     async def channel(self) -> Channel:
         return self._channel
@@ -133,7 +136,7 @@ async def test_names_that_no_file_can_have_are_not_passed_on(name):
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(channel.run)
         with pytest.raises(SandboxLostError, match="no file can have"):
-            await list_folder(Hostile(channel), ".")
+            await Hostile(channel).list()
         tasks.cancel_scope.cancel()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from envs.sandbox.local.files import send_tree
 from flash.errors import SandboxLimitError
 
 pytestmark = pytest.mark.anyio
@@ -28,7 +27,7 @@ async def test_more_names_than_there_is_room_for_are_no_way_either(bench):
     async with bench.sandbox(disk_mib=1) as sandbox:
         await sandbox.run("seq 3000 | xargs touch", timeout=LIMIT)
         with pytest.raises(SandboxLimitError, match="too many files"):
-            async for _ in send_tree(sandbox, sandbox.hello.workdir, 1 << 20, heads=0):
+            async for _ in sandbox.send_tree(sandbox.hello.workdir, 1 << 20, heads=0):
                 pass
 
 

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from envs.sandbox.api import Chunk
-from envs.sandbox.engines.relay import environment
+from envs.sandbox.engines.docker import environment
 from envs.sandbox.local.sandbox import LocalSandbox
 from flash.errors import SandboxError, SandboxLostError
 

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from envs.sandbox.pool.admission import PlaceRequest, SandboxAdmission
-from envs.sandbox.pool.placement import Demand
+from envs.sandbox.pool.admission import Demand, PlaceRequest, SandboxAdmission
 from flash.errors import SandboxBusyError, SandboxRefusedError
 
 ONE = Demand(1000, 512)

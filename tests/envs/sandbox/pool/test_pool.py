@@ -10,11 +10,11 @@ import pytest
 
 from envs.sandbox.api import Spec
 from envs.sandbox.engines.machine import MachineLoad
+from envs.sandbox.pool.admission import Demand
 from envs.sandbox.pool.host import HostSettings
 from envs.sandbox.pool.journal import MemoryPoolJournal
 from envs.sandbox.pool.lease import LeaseOrder
 from envs.sandbox.pool.ownership import Labels, OwnerAlive
-from envs.sandbox.pool.placement import Demand
 from envs.sandbox.pool.simulated import SimulatedMaker, SimulatedSandbox
 from envs.sandbox.sandbox import Sandbox
 from flash.errors import (

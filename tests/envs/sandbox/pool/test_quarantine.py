@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from envs.sandbox.pool.failures import Quarantine
+from envs.sandbox.pool.state import Quarantine
 
 
 def test_quarantine_grows_and_ends_with_a_success():

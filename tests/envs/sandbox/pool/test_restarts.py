@@ -246,10 +246,10 @@ class Linked(SimulatedSandbox):
 
     broken_until = 0.0
 
-    async def ask(self, request):
+    async def run(self, command, **options):
         if self.broken_until > anyio.current_time():
             raise SandboxLostError("the channel to the sandbox ended")
-        return await super().ask(request)
+        return await super().run(command, **options)
 
 
 def ready_lease(sandbox: SimulatedSandbox, on_lost="recreate") -> SandboxLease:

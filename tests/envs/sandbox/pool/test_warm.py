@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envs.sandbox.pool.warm import WarmPolicy
+from envs.sandbox.pool.local_host import WarmPolicy
 
 
 @given(asked=st.lists(st.tuples(st.sampled_from("ab"), st.floats(0, 10)), max_size=50), window=st.floats(0.1, 20))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from envs.sandbox.engines.machine import MachineLoad
-from envs.sandbox.protocol.wire import HostStatus, Status
+from envs.sandbox.protocol import HostStatus, Status
 from envs.sandbox.remote.host import report_of
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from envs.sandbox.service.openapi import document
+from envs.sandbox.service.endpoint import document
 from envs.sandbox.service.web import ENDPOINTS
 
 

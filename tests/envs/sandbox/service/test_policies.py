@@ -10,10 +10,9 @@ import pytest
 
 from envs.sandbox.engines.fake import FakeBackend
 from envs.sandbox.pool.journal import SqliteJournal
-from envs.sandbox.pool.snapshots import names_snapshot
-from envs.sandbox.pool.state import PoolSettings
-from envs.sandbox.protocol.tokens import ADMIN, Token, Tokens, read_tokens
+from envs.sandbox.pool.state import PoolSettings, names_snapshot
 from envs.sandbox.remote.client import SandboxClient
+from envs.sandbox.tokens import ADMIN, Token, Tokens, read_tokens
 from flash.errors import ConfigError, SandboxRefusedError
 from tests.envs.sandbox.services import OTHER_TOKEN, SPEC, TOKEN, Running, running
 

@@ -15,9 +15,9 @@ from starlette.routing import Route
 
 from envs.sandbox import cli as sandboxcli
 from envs.sandbox.pool.lease import LeaseOrder
-from envs.sandbox.protocol.tokens import ADMIN
 from envs.sandbox.remote.client import SandboxClient
 from envs.sandbox.service.web import make_routes
+from envs.sandbox.tokens import ADMIN
 from flash.errors import (
     SandboxClosedError,
     SandboxError,

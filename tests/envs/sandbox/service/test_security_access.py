@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from envs.sandbox.protocol.tokens import ADMIN, Token, Tokens, read_tokens
+from envs.sandbox.tokens import ADMIN, Token, Tokens, read_tokens
 from flash.errors import ConfigError
 from tests.envs.sandbox.services import OTHER_TOKEN, TOKEN
 

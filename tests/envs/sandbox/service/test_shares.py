@@ -14,8 +14,8 @@ import pytest
 from envs.sandbox.pool.host import HostSettings
 from envs.sandbox.pool.state import PoolSettings
 from envs.sandbox.remote.client import SandboxClient
+from envs.sandbox.service.service import CALLS_OPEN
 from envs.sandbox.service.web import FewLines
-from envs.sandbox.service.work import CALLS_OPEN
 from flash.errors import SandboxBusyError
 from flash.http.connections import HttpLimits
 from tests.envs.sandbox.raw import END_S, bare, bearer, connected, head

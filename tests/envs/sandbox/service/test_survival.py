@@ -55,13 +55,21 @@ class Faulty(Sandbox):
         self.sandbox = sandbox
 
     @property
-    def facts(self):
-        return self.sandbox.facts
+    def sandbox_id(self):
+        return self.sandbox.sandbox_id
 
-    async def ask(self, request):
+    @property
+    def spec(self):
+        return self.sandbox.spec
+
+    @property
+    def state(self):
+        return self.sandbox.state
+
+    async def run(self, command, **options):
         raise AssertionError("a bug")
 
-    def open(self, opening):
+    def session(self, name="main"):
         raise AssertionError("a bug")
 
     async def wait_ended(self):

@@ -1,9 +1,11 @@
-"""Messages between the service and its clients: bodies, queries and answers of the HTTP API.
+"""Messages and errors of the HTTP API, between the service and its clients.
 
 Every body is a struct that refuses unknown fields. It is sent as JSON, or as msgpack if the content type says so. The
 body of a command is an `envs.sandbox.api.Exec`. JSON carries bytes as base64. Names and commands with bytes that are
-not UTF-8 are escaped as `envs.sandbox.text` describes. An error is sent as a `HttpProblem` (RFC 9457) with its status
-from `problems.STATUS`. The client makes the same exception from `cause`, the name of the error's class.
+not UTF-8 are escaped as `envs.sandbox.text` describes.
+
+An error is sent as a `HttpProblem` (RFC 9457) with its status from `STATUS`: `problem_of` makes it of an exception. The
+client makes the same exception from `cause`, the name of the error's class, with `error_of`.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ from envs.sandbox.api import (
     Result,
     Spec,
     State,
-    StreamName,
     Timeout,
 )
 from envs.sandbox.engines.machine import MachineLoad
-from envs.sandbox.pool.failures import PoolFailure
+from envs.sandbox.pool.state import PoolFailure
+from envs.sandbox.text import encodable
+from flash import errors
+from flash.errors import FlashError, SandboxError
 
 BINARY = "application/octet-stream"
 MSGPACK = "application/msgpack"
@@ -43,10 +47,16 @@ Wait = Annotated[float, Meta(ge=0, le=60)]
 """Seconds for which the service may hold an answer back while there is nothing to report."""
 Bytes = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 """Number of bytes. Linux limits the size of a file to the same range."""
+Mode = Annotated[int, Meta(ge=0, le=0o777)]
+"""Permissions of a file, as a decimal number."""
+Version = Annotated[int, Meta(ge=-1, le=(1 << 63) - 1)]
+"""Version of the pool's state that a client knows; -1: none."""
+OutputLimit = Annotated[int, Meta(ge=1, le=1 << 20)]
+"""Most bytes of a job's output that one call returns."""
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A body or query that a client sends."""
+    """Body that a client sends."""
 
 
 class SandboxOrder(Body, frozen=True):
@@ -78,49 +88,6 @@ class Fork(Body, frozen=True):
     """An order for forks: the number of them."""
 
     count: Annotated[int, Meta(ge=1, le=256)]
-
-
-class WaitQuery(Body, frozen=True):
-    """Query `?wait=SECONDS`: the time for which the answer may be held back."""
-
-    wait: Wait = 0.0
-
-
-class StatusQuery(Body, frozen=True):
-    """Query `?wait=SECONDS&since=VERSION`: hold the answer back until there is a newer version than `since`."""
-
-    wait: Wait = 0.0
-    since: Annotated[int, Meta(ge=-1, le=(1 << 63) - 1)] = -1
-
-
-class ReadQuery(Body, frozen=True):
-    """Query `?path=…&offset=…&limit=…`: a range of a file, in bytes."""
-
-    path: Path
-    offset: Bytes = 0
-    limit: Bytes | None = None
-
-
-class WriteQuery(Body, frozen=True):
-    """Query `?path=…&mode=…&append=…`: the file that the body is written to. `mode` is a decimal number."""
-
-    path: Path
-    mode: Annotated[int, Meta(ge=0, le=0o777)] = 0o644
-    append: bool = False
-
-
-class PathQuery(Body, frozen=True):
-    """Query `?path=…`: a file or folder; the working directory by default."""
-
-    path: Path = "."
-
-
-class OutputQuery(Body, frozen=True):
-    """Query `?stream=…&offset=…&limit=…`: a range of the output of a job, in bytes."""
-
-    stream: StreamName = "stdout"
-    offset: Bytes = 0
-    limit: Annotated[int, Meta(ge=1, le=1 << 20)] = 1 << 16
 
 
 # ---- answers
@@ -287,3 +254,63 @@ class SandboxList(msgspec.Struct, frozen=True):
     """Several sandboxes, oldest first."""
 
     sandboxes: list[Info]
+
+
+MEDIA_TYPE = "application/problem+json"
+
+STATUS: dict[str, int] = {
+    "SandboxRefusedError": 422,
+    "SandboxBusyError": 503,
+    "SandboxStartError": 502,
+    "SandboxLostError": 410,
+    "SandboxClosedError": 410,
+    "SandboxTimeoutError": 504,
+    "SandboxLimitError": 413,
+    "SandboxFileError": 404,
+    "SandboxError": 500,
+    "ConfigError": 400,
+}
+"""HTTP status of each class of error."""
+
+TITLES = {
+    400: "Bad request",
+    401: "Not authorised",
+    403: "Forbidden",
+    404: "Not found",
+    405: "Method not allowed",
+    408: "Too slow",
+    409: "Conflict",
+    410: "Gone",
+    413: "Too large",
+    415: "Unsupported media type",
+    422: "Refused",
+    500: "Internal error",
+    502: "The sandbox could not be started",
+    503: "No room now",
+    504: "Not in time",
+}
+"""Title of a problem, by HTTP status."""
+
+
+class ProblemError(Exception):
+    """A problem that ends a request, for cases that have no class in `flash.errors`."""
+
+    def __init__(self, status: int, detail: str, cause: str = "") -> None:
+        super().__init__(detail)
+        self.problem = HttpProblem(title=TITLES[status], status=status, detail=encodable(detail), cause=cause)
+
+
+def problem_of(error: FlashError) -> HttpProblem:
+    """Return the body that the service sends for an error."""
+    cause = next((each.__name__ for each in type(error).__mro__ if each.__name__ in STATUS), "SandboxError")
+    status = STATUS[cause]
+    return HttpProblem(title=TITLES[status], status=status, detail=encodable(str(error)), cause=cause)
+
+
+def error_of(problem: HttpProblem) -> SandboxError:
+    """Return the error that the client raises for a problem that it has received."""
+    kind = getattr(errors, problem.cause, None) if problem.cause in STATUS else None
+    if kind is None or not issubclass(kind, SandboxError):
+        kind = errors.SandboxRefusedError if 400 <= problem.status < 500 else errors.SandboxLostError
+        return kind(f"{problem.status} {problem.title}: {problem.detail}")
+    return kind(problem.detail)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from envs.sandbox.protocol.problems import STATUS, error_of, problem_of
+from envs.sandbox.protocol import STATUS, error_of, problem_of
 from flash import errors
 
 

@@ -1,0 +1,507 @@
+"""AgentSandbox: commands, sessions, files and trees of one sandbox, as calls to the agent inside.
+
+`envs.sandbox.pool.lease.LeasedSandbox` calls these methods; each sends one operation of
+`envs.sandbox.agent.main.OPERATIONS` over the channel and decodes the answer. The subclass
+`envs.sandbox.local.sandbox.LocalSandbox` owns the container and the channel.
+
+Everything that the agent sends is untrusted: it is decoded as the expected types, its size is bounded, and an answer
+that the agent may not give makes the sandbox count as lost.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import math
+import os
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Literal
+
+import anyio
+import msgspec
+
+from envs.sandbox.api import (
+    Chunk,
+    Command,
+    FileInfo,
+    JobStatus,
+    Output,
+    Result,
+    StreamName,
+    check_command,
+    check_timeout,
+)
+from envs.sandbox.local.channel import OUTPUT_WINDOW, PIECE, AgentCall, Channel, decode, in_time
+from envs.sandbox.sandbox import Sandbox
+from envs.sandbox.text import as_bytes, check_path
+from envs.sandbox.trees import HEAD_BYTES, TreeLimits
+from flash.errors import SandboxError, SandboxFileError, SandboxLimitError, SandboxLostError
+
+ANSWER_SECONDS = 20.0
+"""Seconds for a request that the agent can answer at once. It is long, because the machine may be overloaded."""
+LONGEST_COMMAND = 120_000
+"""Most bytes of a command with its arguments and variables. The kernel accepts no argument of more than 128 KiB."""
+MOST_WORDS = 10_000
+"""Most arguments, variable names and variable values of a command together, because all of them travel in one frame."""
+READ_LIMIT = 1 << 26
+"""Most bytes that one `read` returns."""
+READ_PIECE = 1 << 20
+"""Bytes that are requested from the agent at a time."""
+WRITE_LIMIT = 1 << 28
+"""Most bytes that one `write` takes."""
+WRITE_RATE = 1 << 20
+"""Bytes per second that a `write` is expected to reach on an overloaded machine; its deadline follows from that."""
+LIST_ROOM = 1 << 26
+"""Most bytes of one listing."""
+TREE_SECONDS = 600.0
+"""Seconds to copy or remove a tree."""
+ARCHIVE_BYTES = 1 << 26
+"""Bytes that an archive may have beyond twice the size of its files, since each file has a header of up to 2 KiB."""
+TRANSCRIPT_BYTES = 4096
+"""Bytes of error messages that are kept of a function of the agent that streams its output."""
+_NO_ROOM = ("No space left", f"Errno {errno.EFBIG}")
+"""Parts of the agent's error messages that mean that a limit was reached. The functions of the agent that handle trees
+run in worker processes, which report errors of the file system as text."""
+_Entry = tuple[bytes, Literal["file", "folder", "link", "other"], int, int, float]
+"""Entry of a folder as the agent sends it: name, kind, size, mode, modification time."""
+
+
+class Ending(Result, frozen=True):
+    """Result of a command as the agent reports it. It lacks the output that was sent in pieces before it."""
+
+    restarts: int = 0
+    """Number of restarts of the session's shell so far."""
+
+
+def to_result(ending: Ending, output: Mapping[str, bytes]) -> Result:
+    """Return the result of a command, with the output by stream that was received before it."""
+    return Result(
+        ending.exit_code,
+        ending.signal,
+        ending.timed_out,
+        ending.oom_killed,
+        output.get("stdout", b"") + ending.stdout,
+        output.get("stderr", b"") + ending.stderr,
+        ending.stdout_truncated,
+        ending.stderr_truncated,
+        ending.wall_s,
+        ending.cpu_s,
+        ending.max_rss,
+        ending.waited_s,
+    )
+
+
+class AgentSandbox(Sandbox):
+    """A sandbox whose methods are calls to its agent. The subclass provides the channel and the lifecycle."""
+
+    @abstractmethod
+    async def channel(self) -> Channel:
+        """Return the channel, once the sandbox is ready. Raises SandboxLostError or SandboxClosedError."""
+
+    # ---- commands
+
+    async def run(
+        self,
+        command: Command,
+        *,
+        timeout: float,
+        patience: float | None = None,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+    ) -> Result:
+        check_timeout(timeout)
+        limit, short = self.spec.output_limit, len(stdin) <= PIECE
+        argument = command_argument(command, limit, timeout, patience, env, cwd)
+        # Short input travels with the command, which saves a round trip. Longer input follows as the agent takes it.
+        argument |= {"stdin": stdin if short else b"", "feed": not short}
+        seconds = max(timeout, patience or 0.0) + ANSWER_SECONDS
+        channel = await self.channel()
+        async with channel.call("run", argument, seconds, room=2 * limit) as call:
+            if short:
+                return to_result(*await call.result(Ending))
+            async with _sending(call, stdin):
+                return to_result(*await call.result(Ending))
+
+    async def stream(
+        self,
+        command: Command,
+        *,
+        timeout: float,
+        patience: float | None = None,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+    ) -> AsyncGenerator[Chunk | Result]:
+        """Run a command and yield its output as it arrives, then its result.
+
+        Raises:
+            SandboxLimitError: more than `PIECE` bytes of input.
+        """
+        check_timeout(timeout)
+        if len(stdin) > PIECE:
+            raise SandboxLimitError(f"a stream takes {PIECE} bytes of input; write more to a file")
+        deadline = anyio.current_time() + max(timeout, patience or 0.0) + ANSWER_SECONDS
+        argument = command_argument(command, self.spec.output_limit, timeout, patience, env, cwd)
+        argument |= {"stdin": stdin, "stream": True, "credit": OUTPUT_WINDOW}
+        channel = await self.channel()
+        # No cancel scope may be open across a `yield`: the caller may open scopes of its own meanwhile, and scopes must
+        # close in reverse order.
+        call = await channel.open("run", argument, room=2 * OUTPUT_WINDOW)
+        try:
+            while True:
+                with in_time("stream", max(ANSWER_SECONDS, deadline - anyio.current_time())):
+                    piece = await call.next()
+                if isinstance(piece, msgspec.Raw):
+                    yield to_result(decode(piece, Ending), {})
+                    return
+                name, data = piece[0], decode(piece[1], bytes)
+                if name not in ("stdout", "stderr"):
+                    raise SandboxLostError(f"the agent sent output of {name!r}")
+                yield Chunk("stdout" if name == "stdout" else "stderr", data)
+                await call.grant(data)
+        finally:
+            await channel.finish(call)
+
+    async def start(
+        self,
+        command: Command,
+        *,
+        timeout: float | None = None,
+        patience: float | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+    ) -> AgentJob:
+        argument = command_argument(command, self.spec.output_limit, timeout, patience, env, cwd)
+        channel = await self.channel()
+        # The start is shielded: after a cancellation no caller would know the id of the job.
+        job_id = ""
+        with anyio.CancelScope(shield=True):
+            job_id, _ = await channel.ask("start", argument, str, ANSWER_SECONDS)
+        return AgentJob(self, job_id)
+
+    @asynccontextmanager
+    async def session(self, name: str = "main") -> AsyncGenerator[AgentSession]:
+        channel = await self.channel()
+        session = AgentSession(self, name)
+        try:
+            # The start is shielded: a cancellation before the answer would leave a shell behind that is never closed.
+            with anyio.CancelScope(shield=True):
+                await channel.ask("session_open", {"name": name}, int, ANSWER_SECONDS)
+            yield session
+        finally:
+            with anyio.CancelScope(shield=True):
+                await _ignore_loss(session.close)
+
+    @asynccontextmanager
+    async def terminal(self, command: Command) -> AsyncGenerator[AgentTerminal]:
+        argument = command_argument(command, self.spec.output_limit)
+        argument |= {"tty": True, "stream": True, "credit": OUTPUT_WINDOW}
+        channel = await self.channel()
+        call = await channel.open("run", argument, room=2 * OUTPUT_WINDOW)
+        try:
+            yield AgentTerminal(call)
+        finally:
+            await channel.finish(call)
+
+    # ---- files
+
+    async def read(self, path: str, *, offset: int = 0, limit: int | None = None) -> bytes:
+        """Return bytes of a regular file, from `offset` on: at most `limit`, or all.
+
+        Raises:
+            SandboxFileError: the file cannot be read, or changed meanwhile.
+            SandboxLimitError: more than `READ_LIMIT` bytes.
+        """
+        if offset < 0 or (limit is not None and limit < 0):
+            raise SandboxFileError(f"{path}: offset and limit cannot be negative")
+        if limit is not None and limit > READ_LIMIT:
+            raise SandboxLimitError(f"{path}: one read gives {READ_LIMIT} bytes, not {limit}; read it in ranges")
+        channel = await self.channel()
+        wanted = READ_LIMIT + 1 if limit is None else limit
+        data, first = bytearray(), None
+        while len(data) < wanted or first is None:
+            size = min(wanted - len(data), READ_PIECE)
+            argument = {"path": encoded_path(path), "offset": offset + len(data), "limit": size}
+            # The agent sends the file's device, number, time of change and size with each range. If they differ between
+            # two ranges, the ranges do not belong to the same content.
+            identity, output = await channel.ask("read", argument, list[int], ANSWER_SECONDS, room=size)
+            if first not in (None, identity):
+                raise SandboxFileError(f"{path}: changed while it was read; try again")
+            first, piece = identity, output.get("stdout", b"")
+            data += piece
+            if len(piece) < size or not size:
+                break
+        if len(data) > READ_LIMIT:
+            raise SandboxLimitError(f"{path}: has more than the {READ_LIMIT} bytes of one read; read it in ranges")
+        return bytes(data)
+
+    async def write(self, path: str, data: bytes, *, mode: int = 0o644, append: bool = False) -> None:
+        if len(data) > WRITE_LIMIT:
+            raise SandboxLimitError(f"{path}: one write takes {WRITE_LIMIT} bytes, not {len(data)}")
+        channel = await self.channel()
+        argument = {"path": encoded_path(path), "mode": mode & 0o7777, "append": append}
+        async with channel.call("write", argument, ANSWER_SECONDS + len(data) / WRITE_RATE) as call:
+            await call.send(data, last=True)
+            await call.result(type(None))
+
+    async def list(self, path: str = ".") -> builtins.list[FileInfo]:
+        channel = await self.channel()
+        entries: list[FileInfo] = []
+        async with channel.call("list", {"path": encoded_path(path)}, ANSWER_SECONDS, room=LIST_ROOM) as call:
+            while not isinstance(piece := await call.next(), msgspec.Raw):
+                batch = decode(piece[1], list[_Entry])
+                # A program of the sandbox may have replaced the agent. Callers join these names to paths of their own.
+                if any(b"/" in name or b"\0" in name for name, *_ in batch):
+                    raise SandboxLostError(f"{path}: the agent sent a name that no file can have")
+                entries += [FileInfo(os.fsdecode(name), kind, size, mode, at) for name, kind, size, mode, at in batch]
+        return entries
+
+    async def remove(self, path: str) -> None:
+        if path.rstrip("/") in ("", ".", ".."):
+            raise SandboxFileError(f"{path!r}: not a path that can be removed")
+        await self._work(await self.channel(), "remove", path)
+
+    # ---- trees
+
+    async def put_archive(self, path: str, pieces: AsyncIterator[bytes], size: int | None = None) -> None:
+        channel = await self.channel()
+        argument = self._work_argument("receive", path) | {"feed": True}
+        room = 2 * self.spec.output_limit
+        async with channel.call("work", argument, TREE_SECONDS + ANSWER_SECONDS, room=room) as call:
+            async for piece in pieces:
+                await call.send(piece)
+            await call.send(b"", last=True)
+            _check_worker(path, (await call.result(Ending))[0])
+
+    def get_archive(self, path: str, limits: TreeLimits) -> AsyncGenerator[bytes]:
+        return self.send_tree(path, limits.total, HEAD_BYTES * limits.entries)
+
+    async def restore(self, channel: Channel, workdir: str) -> None:
+        """Fill the working directory with the files of the snapshot, if the image stores them separately.
+
+        Called before the sandbox is ready, so it gets the channel as an argument.
+        """
+        await self._work(channel, "restore", workdir)
+
+    async def send_tree(self, path: str, most: int | None = None, heads: int = ARCHIVE_BYTES) -> AsyncGenerator[bytes]:
+        """Yield a file or tree of the sandbox as a tar stream.
+
+        Args:
+            path: the file or folder.
+            most: most bytes of the files' content, holes included; None: no limit.
+            heads: bytes that the stream may have beyond twice `most`.
+
+        Raises:
+            SandboxLimitError: the content exceeds `most`, and the message names the file; or the stream is too long,
+                whatever the agent reports.
+        """
+        channel = await self.channel()
+        argument = self._work_argument("send", path) | {"stream": True, "credit": OUTPUT_WINDOW}
+        if most is not None:
+            argument["most"] = most
+        room = math.inf if most is None else 2 * most + heads
+        deadline = anyio.current_time() + TREE_SECONDS
+        call = await channel.open("work", argument, room=2 * OUTPUT_WINDOW)
+        transcript = b""
+        try:
+            while True:
+                with in_time("send", max(ANSWER_SECONDS, deadline - anyio.current_time())):
+                    piece = await call.next()
+                if isinstance(piece, msgspec.Raw):
+                    _check_worker(path, decode(piece, Ending), transcript)
+                    return
+                data = decode(piece[1], bytes)
+                await call.grant(data)
+                if piece[0] == "stderr":
+                    transcript = (transcript + data)[:TRANSCRIPT_BYTES]
+                else:
+                    room -= len(data)
+                    if room < 0:
+                        raise SandboxLimitError(f"{path}: too many files for an archive of {most} bytes of content")
+                    yield data
+        finally:
+            await channel.finish(call)
+
+    def _work_argument(self, function: str, path: str) -> dict[str, object]:
+        """Return the argument of the operation `work`, which runs one of the agent's functions on a path."""
+        limit = self.spec.output_limit
+        return {"timeout": TREE_SECONDS, "limit": limit, "function": function, "path": encoded_path(path)}
+
+    async def _work(self, channel: Channel, function: str, path: str) -> None:
+        """Run one of the agent's functions on a path, to its end."""
+        argument, room = self._work_argument(function, path), 2 * self.spec.output_limit
+        ending, _ = await channel.ask("work", argument, Ending, TREE_SECONDS + ANSWER_SECONDS, room=room)
+        _check_worker(path, ending)
+
+
+class AgentJob:
+    """A background job of the agent. See `envs.sandbox.api.Job`."""
+
+    def __init__(self, sandbox: AgentSandbox, job_id: str) -> None:
+        self._sandbox = sandbox
+        self.job_id = job_id
+
+    async def poll(self) -> JobStatus:
+        channel = await self._sandbox.channel()
+        form = tuple[bool, int, int]
+        (running, out, err), _ = await channel.ask("job_poll", {"job": self.job_id}, form, ANSWER_SECONDS)
+        return JobStatus(running, out, err, None if running else await self.wait(ANSWER_SECONDS))
+
+    async def wait(self, timeout: float) -> Result:
+        channel = await self._sandbox.channel()
+        room = 2 * self._sandbox.spec.output_limit
+        return to_result(*await channel.ask("job_wait", {"job": self.job_id}, Ending, timeout, room=room))
+
+    async def signal(self, name: str = "SIGTERM") -> None:
+        channel = await self._sandbox.channel()
+        await channel.ask("job_signal", {"job": self.job_id, "signal": name}, type(None), ANSWER_SECONDS)
+
+    async def output(self, stream: StreamName = "stdout", *, offset: int = 0, limit: int = 1 << 16) -> Output:
+        channel = await self._sandbox.channel()
+        limit = min(limit, self._sandbox.spec.output_limit)
+        argument = {"job": self.job_id, "stream": stream, "offset": offset, "limit": limit}
+        (begin, total), output = await channel.ask("job_output", argument, tuple[int, int], ANSWER_SECONDS, room=limit)
+        return Output(begin, output.get("stdout", b""), total)
+
+
+class AgentSession:
+    """A shell that the agent keeps open under a name. See `envs.sandbox.api.Session`."""
+
+    def __init__(self, sandbox: AgentSandbox, name: str) -> None:
+        self._sandbox = sandbox
+        self.name = name
+        self.restarts = 0
+
+    async def run(self, command: str, *, timeout: float) -> Result:
+        check_timeout(timeout)
+        limit = self._sandbox.spec.output_limit
+        argument = command_argument(command, limit, timeout) | {"name": self.name}
+        channel = await self._sandbox.channel()
+        # The command may wait for earlier commands for `timeout` seconds, and then run for as long.
+        waiting = 2 * timeout + ANSWER_SECONDS
+        ending, output = await channel.ask("session_run", argument, Ending, waiting, room=2 * limit)
+        self.restarts = ending.restarts
+        return to_result(ending, output)
+
+    async def interrupt(self) -> bool:
+        channel = await self._sandbox.channel()
+        return (await channel.ask("session_interrupt", {"name": self.name}, bool, ANSWER_SECONDS))[0]
+
+    async def close(self) -> None:
+        channel = await self._sandbox.channel()
+        await channel.ask("session_close", {"name": self.name}, type(None), ANSWER_SECONDS)
+
+
+class AgentTerminal:
+    """A program on a pseudo-terminal: one call that streams in both directions until the program ends."""
+
+    def __init__(self, call: AgentCall) -> None:
+        self._call = call
+        self._ended = False
+
+    async def write(self, data: bytes) -> None:
+        await self._call.send(data)
+
+    async def read(self) -> bytes:
+        while not self._ended:
+            piece = await self._call.next()
+            if isinstance(piece, msgspec.Raw):
+                self._ended = True
+                return decode(piece, Ending).stdout
+            data = decode(piece[1], bytes)
+            await self._call.grant(data)
+            if data:
+                return data
+        return b""
+
+
+def command_argument(
+    command: Command,
+    limit: int,
+    timeout: float | None = None,
+    patience: float | None = None,
+    env: Mapping[str, str] | None = None,
+    cwd: str | None = None,
+) -> dict[str, object]:
+    """Return the agent's argument for a command. The agent keeps `limit` bytes of each stream.
+
+    Raises:
+        SandboxRefusedError: an argument is wrong, or a text cannot be encoded.
+        SandboxLimitError: the command is too long.
+        SandboxFileError: the path of its folder is too long.
+    """
+    check_command(command, timeout, patience, env)
+    argument: dict[str, object] = {"timeout": timeout, "limit": limit}
+    if patience is not None:
+        argument["patience"] = patience
+    if cwd is not None:
+        argument["cwd"] = encoded_path(cwd)
+    variables = {as_bytes(name): as_bytes(value) for name, value in (env or {}).items()}
+    if variables:
+        argument["env"] = variables
+    words = [as_bytes(word) for word in ([command] if isinstance(command, str) else command)]
+    argument |= {"command": words[0]} if isinstance(command, str) else {"argv": words}
+    texts = [*words, *variables, *variables.values()]
+    for unit, size, most in (
+        ("bytes", sum(map(len, texts)), LONGEST_COMMAND),
+        ("arguments", len(texts), MOST_WORDS),
+    ):
+        if size > most:
+            raise SandboxLimitError(
+                f"a command and its variables may have {most} {unit}, not {size}; write them to a file, or pass them "
+                "as standard input"
+            )
+    return argument
+
+
+def encoded_path(path: str) -> bytes:
+    """Return a path as the bytes that the sandbox gets.
+
+    Raises:
+        SandboxRefusedError: the path cannot be encoded.
+        SandboxFileError: the path is too long.
+    """
+    check_path(path)
+    return as_bytes(path)
+
+
+def _check_worker(path: str, ending: Ending, transcript: bytes = b"") -> None:
+    """Raise the error of a function of the agent that failed on `path`. `transcript`: its earlier error output.
+
+    Raises:
+        SandboxLimitError: it took too long, too much memory or too much disk.
+        SandboxFileError: another failure.
+    """
+    if ending.exit_code == 0 and not ending.timed_out:
+        return
+    text = (transcript + ending.stderr).decode("utf-8", "replace").strip()[:500]
+    if ending.oom_killed or ending.timed_out or any(each in text for each in _NO_ROOM):
+        raise SandboxLimitError(f"{path}: {text or 'took too long, or too much memory'}")
+    raise SandboxFileError(f"{path}: {text or f'failed with {ending.signal or ending.exit_code}'}")
+
+
+@asynccontextmanager
+async def _sending(call: AgentCall, data: bytes) -> AsyncGenerator[None]:
+    """Send input while the block waits for the result."""
+    body_error: BaseException | None = None
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_ignore_loss, lambda: call.send(data, last=True))
+        try:
+            yield
+        except Exception as error:
+            # The error is raised again below, because the task group would wrap it in an exception group.
+            body_error = error
+        tasks.cancel_scope.cancel()
+    if body_error is not None:
+        raise body_error
+
+
+async def _ignore_loss(work: Callable[[], Awaitable[None]]) -> None:
+    """Call `work` and ignore errors of the sandbox. The call that waits for the result reports a lost sandbox."""
+    try:
+        await work()
+    except SandboxError:
+        return

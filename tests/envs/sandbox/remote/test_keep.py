@@ -1,0 +1,101 @@
+"""A remote sandbox whose service is silent, out of reach for a while, or reports the end."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from envs.sandbox.protocol import Info
+from envs.sandbox.remote.client import KEEP_S, LEASE_S, RemoteSandbox
+from envs.sandbox.remote.http import MARGIN_S, REPEAT_S
+from flash.errors import SandboxClosedError, SandboxLostError, SandboxTimeoutError
+from tests.envs.sandbox.services import SPEC
+
+pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
+
+INFO = Info(
+    id="x",
+    owner="admin",
+    state="ready",
+    sandbox_state="ready",
+    reason="",
+    spec=SPEC,
+    host="here",
+    generation=0,
+    created_at=0.0,
+    lease_s=LEASE_S,
+    position=None,
+)
+
+
+async def answers(seconds: float) -> Info:
+    await anyio.sleep(seconds)
+    return INFO
+
+
+async def silent(seconds: float) -> Info:
+    """Accepts the connection, and never answers."""
+    await anyio.sleep(seconds + MARGIN_S)
+    raise SandboxTimeoutError("waited")
+
+
+async def unreachable(seconds: float) -> Info:
+    """Refuses connections for as long as a call is repeated."""
+    await anyio.sleep(REPEAT_S)
+    raise SandboxLostError("cannot be reached")
+
+
+async def ended(seconds: float) -> Info:
+    return msgspec.structs.replace(INFO, state="failed")
+
+
+async def unknown(seconds: float) -> Info:
+    raise SandboxClosedError("there is no sandbox x")
+
+
+class Service:
+    """What a sandbox needs of its client. The service behaves in one way after the other, and keeps to the last."""
+
+    def __init__(self, *behaviours: Callable[[float], Awaitable[Info]]) -> None:
+        self.http = self
+        self._behaviours = list(behaviours)
+
+    async def ask(self, method: str, path: str, answer: type, *, query: Any, seconds: float) -> Info:
+        behaviour = self._behaviours.pop(0) if len(self._behaviours) > 1 else self._behaviours[0]
+        return await behaviour(seconds)
+
+
+def sandbox_of(*behaviours: Callable[[float], Awaitable[Info]]) -> RemoteSandbox:
+    service: Any = Service(*behaviours)
+    return RemoteSandbox(service, INFO)
+
+
+@pytest.mark.parametrize("behaviour", [silent, unreachable])
+async def test_a_sandbox_is_lost_when_its_lease_has_run_out_without_an_answer(behaviour):
+    sandbox = sandbox_of(answers, answers, behaviour)
+    begin = anyio.current_time()
+    await sandbox.keep()
+    assert sandbox.state == "lost"
+    # The second answered request renewed the lease when it was sent.
+    assert anyio.current_time() - begin == pytest.approx(KEEP_S + LEASE_S)
+    await sandbox.wait_ended()
+
+
+@pytest.mark.parametrize("behaviour", [silent, unreachable])
+async def test_a_service_that_answers_again_within_the_lease_keeps_its_sandbox(behaviour):
+    sandbox = sandbox_of(answers, behaviour, behaviour, answers)
+    with anyio.move_on_after(10 * LEASE_S) as scope:
+        await sandbox.keep()
+    assert scope.cancelled_caught
+    assert sandbox.state == "ready"
+
+
+@pytest.mark.parametrize(("behaviour", "state"), [(ended, "lost"), (unknown, "closed")])
+async def test_the_end_that_a_service_reports_is_noticed(behaviour, state):
+    sandbox = sandbox_of(silent, behaviour)
+    await sandbox.keep()
+    assert sandbox.state == state
