@@ -131,6 +131,7 @@ def _add_client(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_spec(parser: argparse.ArgumentParser) -> None:
+    """Add the options that describe a new sandbox. `_spec` reads them."""
     parser.add_argument("--image", default="flash-sandbox-python")
     parser.add_argument("--profile", choices=("strict", "build", "compat"), default="strict")
     parser.add_argument("--cpus", type=float, default=1.0)
@@ -178,6 +179,11 @@ def _failed(arguments: argparse.Namespace, error: FlashError) -> int:
 
 
 def _spec(arguments: argparse.Namespace) -> Spec:
+    """Return the spec that the options of a command describe.
+
+    Raises:
+        ConfigError: an option has a value that no spec may have.
+    """
     import msgspec
 
     from envs.sandbox.api import Spec
@@ -200,6 +206,14 @@ def _spec(arguments: argparse.Namespace) -> Spec:
 
 
 async def _serve(arguments: argparse.Namespace) -> int:
+    """Serve sandboxes until SIGTERM or SIGINT.
+
+    The lock is taken before the journal is opened and the tokens are used: two services with one state folder would
+    remove each other's sandboxes.
+
+    Raises:
+        ConfigError: the state folder, the token file or the address cannot be used, or another service uses them.
+    """
     from envs.sandbox.pool.journal import SqliteJournal
     from envs.sandbox.pool.ownership import OwnerLock
     from envs.sandbox.pool.pool import open_pool
@@ -273,6 +287,7 @@ def _service_id(state: Path) -> str:
 
 
 def _three(text: str) -> tuple[str, str, str]:
+    """Return the name, the address and the token file of `--host`. Raises ConfigError for another form."""
     name, _, rest = text.partition("=")
     url, _, path = rest.rpartition("=")
     if not (name and url and path):
@@ -281,6 +296,7 @@ def _three(text: str) -> tuple[str, str, str]:
 
 
 def _warm(text: str) -> tuple[Spec, int]:
+    """Return the spec and the number of sandboxes of `--warm`. Raises ConfigError for another form."""
     from envs.sandbox.api import Spec
 
     image, _, number = text.rpartition("=")
@@ -306,6 +322,7 @@ def parse_address(listen: str, certificate: Path | None, key: Path | None) -> Ht
 
 @asynccontextmanager
 async def _client(arguments: argparse.Namespace) -> AsyncGenerator[SandboxClient]:
+    """Connect to the service that the options name, for the time of the block."""
     from envs.sandbox.remote.client import SandboxClient, service_token, trusting
 
     verify = trusting(arguments.ca)
@@ -316,6 +333,7 @@ async def _client(arguments: argparse.Namespace) -> AsyncGenerator[SandboxClient
 
 @asynccontextmanager
 async def _sandbox(arguments: argparse.Namespace) -> AsyncGenerator[Any]:
+    """Yield the sandbox that `--in` names, or else a new one that ends with the block."""
     spec = None if arguments.sandbox else _spec(arguments)
     async with _client(arguments) as client:
         if spec is None:
@@ -326,6 +344,10 @@ async def _sandbox(arguments: argparse.Namespace) -> AsyncGenerator[Any]:
 
 
 async def _run(arguments: argparse.Namespace) -> int:
+    """Run one command, and print its output as it arrives.
+
+    Returns an exit code as a shell would: 124 after a timeout.
+    """
     from envs.sandbox.api import Chunk
 
     words: list[str] = arguments.command_line
@@ -348,6 +370,7 @@ async def _run(arguments: argparse.Namespace) -> int:
 
 
 async def _list(arguments: argparse.Namespace) -> int:
+    """Print one line for each sandbox that the token may use."""
     async with _client(arguments) as client:
         for info in await client.list():
             columns = (info.id, info.state, info.owner, info.host or "-", info.spec.image)
@@ -356,6 +379,7 @@ async def _list(arguments: argparse.Namespace) -> int:
 
 
 async def _remove(arguments: argparse.Namespace) -> int:
+    """End the named sandboxes one after another, and print the id of each when it is removed."""
     async with _client(arguments) as client:
         for id in arguments.sandbox:
             await client.end(id)
@@ -364,6 +388,7 @@ async def _remove(arguments: argparse.Namespace) -> int:
 
 
 async def _doctor(arguments: argparse.Namespace) -> int:
+    """Measure a sandbox of this machine's engine, and print the findings. Returns 1 if a check failed."""
     from envs.sandbox.doctor import doctor, lines
     from envs.sandbox.engines.docker import open_engine
 

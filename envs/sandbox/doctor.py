@@ -195,6 +195,10 @@ async def doctor(backend: Backend, spec: Spec) -> Diagnosis:
 
 
 async def _probe(sandbox: LocalSandbox, users: tuple[int, int] | None) -> list[DoctorCheck]:
+    """Run the probe in the sandbox, and compare its findings with the spec.
+
+    `users`: range of ids for `strict` sandboxes.
+    """
     arguments = ["python3", "-IS", "-c", PROBE.read_text(), sandbox.spec.workdir, sandbox.spec.network]
     answer = await sandbox.run(arguments, timeout=PROBE_SECONDS)
     try:
@@ -206,6 +210,7 @@ async def _probe(sandbox: LocalSandbox, users: tuple[int, int] | None) -> list[D
 
 
 def _settings(spec: Spec, facts: ProbeFacts, users: tuple[int, int] | None) -> Iterator[DoctorCheck]:
+    """Compare the settings that the kernel reports with those that the profile and the spec promise."""
     profile = profiles.PROFILES[spec.profile]
     if profile.own_user and users:
         own = users[0] <= facts.uid <= users[1] and facts.gid == facts.uid
@@ -241,6 +246,7 @@ def _same(name: str, wanted: str, measured: str) -> DoctorCheck:
 
 
 def _escapes(spec: Spec, attempts: dict[str, str]) -> Iterator[DoctorCheck]:
+    """Check that each attempt to break out was refused, unless the profile allows it."""
     allowed = ALLOWED.get(spec.profile, {})
     for name, outcome in attempts.items():
         refused = outcome in REFUSALS
@@ -251,6 +257,7 @@ def _escapes(spec: Spec, attempts: dict[str, str]) -> Iterator[DoctorCheck]:
 
 
 async def _fork_bomb(sandbox: LocalSandbox) -> DoctorCheck:
+    """Check that the limit on processes stops a program that only forks, and that the sandbox works afterwards."""
     answer = await sandbox.run(["python3", "-ISc", FORK_BOMB], timeout=BOMB_SECONDS)
     count = answer.stdout.decode().strip()
     alive = await _alive(sandbox)
@@ -261,6 +268,7 @@ async def _fork_bomb(sandbox: LocalSandbox) -> DoctorCheck:
 
 
 async def _memory_bomb(sandbox: LocalSandbox) -> DoctorCheck:
+    """Check that a program which takes twice the memory limit is killed, and that the sandbox works afterwards."""
     answer = await sandbox.run(["python3", "-ISc", MEMORY_BOMB, str(2 * sandbox.spec.memory_mib)], timeout=BOMB_SECONDS)
     outcome = f"{_how(answer)}, {await _alive(sandbox)}"
     return DoctorCheck(
@@ -269,6 +277,10 @@ async def _memory_bomb(sandbox: LocalSandbox) -> DoctorCheck:
 
 
 async def _disk(sandbox: LocalSandbox) -> list[DoctorCheck]:
+    """Check that /work holds no more than the disk limit.
+
+    There is no check for profiles whose limit is only watched.
+    """
     if not profiles.work_in_memory(sandbox.spec):
         return []
     size = (profiles.disk_mib(sandbox.spec) + 8) * profiles.MIB
@@ -293,6 +305,7 @@ async def _session(sandbox: LocalSandbox) -> list[DoctorCheck]:
 
 
 async def _timeout(sandbox: LocalSandbox) -> DoctorCheck:
+    """Check that a timeout kills a command that ignores SIGTERM, and a process that has left its session."""
     answer = await sandbox.run("trap '' TERM; (setsid sleep 61 &); sleep 60", timeout=0.5)
     left = await sandbox.run("grep -lz '^6[01]$' /proc/[0-9]*/cmdline", timeout=BOMB_SECONDS)
     measured = "killed with all it started" if answer.timed_out and not left.stdout else "something lives on"
@@ -306,6 +319,7 @@ def _how(answer: Result) -> str:
 
 
 async def _alive(sandbox: LocalSandbox) -> str:
+    """Return "works" if the sandbox still runs commands, else what happened instead."""
     try:
         answer = await sandbox.run("echo alive", timeout=BOMB_SECONDS)
     except SandboxError as error:

@@ -119,6 +119,7 @@ def build(packages: Sequence[str], target: Path, cache: Path = CACHE) -> None:
 
 
 def _run(command: Sequence[str], stdin: object = None) -> str:
+    """Run a command and return its output. Raises ConfigError if it fails, with the end of its output."""
     try:
         done = subprocess.run(command, stdin=stdin, capture_output=True, text=True, check=False, timeout=600)  # type: ignore[call-overload]
     except OSError as error:
@@ -129,6 +130,7 @@ def _run(command: Sequence[str], stdin: object = None) -> str:
 
 
 async def _main(names: Sequence[str]) -> None:
+    """Build the named images and give them to this machine's engine."""
     from envs.sandbox.engines.docker import open_engine
 
     async with open_engine() as engine:

@@ -108,6 +108,7 @@ class BoundedSandboxes:
 
 
 async def _pool(stack: AsyncExitStack) -> SandboxProvider:
+    """Open a pool over this machine's engine. Everything that it needs is closed with `stack`."""
     from envs.sandbox.engines.docker import open_engine
     from envs.sandbox.pool.engine_maker import open_engine_host
     from envs.sandbox.pool.ownership import Identity, OwnerLock, runtime_folder
@@ -126,6 +127,7 @@ async def _pool(stack: AsyncExitStack) -> SandboxProvider:
 
 
 async def _client(stack: AsyncExitStack, location: Location, owner: str) -> SandboxProvider:
+    """Open a client of the service at `location`. It is closed with `stack`."""
     from envs.sandbox.remote.client import SandboxClient, service_token, trusting
 
     token = os.environ.get("FLASH_SANDBOX_TOKEN") or service_token(Path(location.token_file or ""))

@@ -55,12 +55,12 @@ class Token(msgspec.Struct, frozen=True):
         Raises:
             SandboxRefusedError: a grant is missing. The message names the grant, and where to add it.
         """
-        asked = {
+        needed = {
             spec.profile: spec.profile != "strict",
             spec.network: spec.network != "none",
             "runtime": spec.runtime is not None,
         }
-        missing = [grant for grant, wanted in asked.items() if wanted and grant not in self.grants]
+        missing = [grant for grant, wanted in needed.items() if wanted and grant not in self.grants]
         if name != ADMIN and missing:
             raise SandboxRefusedError(
                 f"token {name} may not have sandboxes with {' and '.join(missing)}; who runs the service grants it in "
@@ -92,7 +92,7 @@ class Tokens:
         self._tokens = dict(tokens)
         self._digests = {name: _digest(token.secret) for name, token in tokens.items()}
         if len(set(self._digests.values())) < len(tokens):
-            raise ConfigError("two names have the same token; whose request it is could not be told")
+            raise ConfigError("two names have the same token, so it would be unknown whose request it is")
 
     def named(self, name: str) -> Token:
         """Return the token of this name. A name that is no longer in the file gets a token without grants."""

@@ -114,6 +114,7 @@ class _Packing:
         return info
 
     def _add(self, info: tarfile.TarInfo, content: IO[bytes] | None = None) -> None:
+        """Add one entry to the archive. Raises SandboxLimitError if it exceeds the limits."""
         self._entries += 1
         if self._entries > self._limits.entries:
             raise SandboxLimitError(f"the upload has more than {self._limits.entries} entries")
@@ -230,6 +231,7 @@ class _Unpacking:
         return self._root.joinpath(*parts)
 
     def _one(self, archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
+        """Unpack one entry as `path`. Links are only remembered. Raises SandboxLimitError for what no tree may have."""
         if not member.isdir():
             self._count()
         folder = path if member.isdir() else path.parent
@@ -267,6 +269,7 @@ class _Unpacking:
             raise SandboxLimitError(f"the {self._what} has more than {self._limits.entries} entries")
 
     def _file(self, archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
+        """Write the content of one file. Only the permission bits that a download needs are taken over."""
         if member.sparse is not None:  # type: ignore[attr-defined]
             # The archive holds few bytes of a sparse file that claims to be huge. Archives of our agent have none.
             raise SandboxLimitError(f"{member.name} is a sparse file")

@@ -294,14 +294,11 @@ def job_output(agent: object, call: int, argument: dict) -> None:
 
 
 def session_open(agent: object, call: int, argument: dict) -> None:
-    """Open a session; with `again`, an open one of this name is accepted."""
+    """Open a session, and reply with the number of its restarts, which is 0."""
     name = argument["name"]
     if name in agent.shells:
-        if not argument.get("again"):
-            raise CallRefusal("busy", "a session named {!r} is open".format(name))
-    else:
-        Shell(agent, name)
-    agent.reply(call, RESULT, agent.shells[name].restarts)
+        raise CallRefusal("busy", "a session named {!r} is open".format(name))
+    agent.reply(call, RESULT, Shell(agent, name).restarts)
 
 
 def find_shell(agent: object, argument: dict) -> Shell:

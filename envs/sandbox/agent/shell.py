@@ -23,30 +23,30 @@ from envs.sandbox.agent.proc import CLOCK_TICK, Stat, tree
 from envs.sandbox.agent.process import Pipe, Ring, now, send_signal, spawn, unreadable_copy, uptime
 from envs.sandbox.agent.wire import FAILURE, CallRefusal
 
-TELL = 199
+ANSWER_FD = 199
 """The shell's descriptor for answers. Scripts use lower ones; bash moves its own to higher ones."""
-PROGRAM = 198
+PROGRAM_FD = 198
 """The shell's descriptor for its own program, until it has started."""
-ENTER = "exec -a bash /proc/self/fd/%d --noprofile --norc -s" % PROGRAM
+ENTER = "exec -a bash /proc/self/fd/%d --noprofile --norc -s" % PROGRAM_FD
 """Command that replaces the first bash by the unreadable copy."""
-LEAVE = b"exec %d<&-\n" % PROGRAM
+LEAVE = b"exec %d<&-\n" % PROGRAM_FD
 """First command of the shell: close the descriptor of its program."""
 BEGIN = b'_flash_status() { return "$1"; }\n_flash_set=\n'
 """First definitions in the shell."""
 TURN = rb"""
 { _flash=; \builtin test "${_flash_set#*v}" = "$_flash_set" || \builtin set -v; } 2>/dev/null; LINE
-%s\builtin eval %s </dev/null TELL>&-; { _flash=$? _flash_set=$-; \builtin set +v; } 2>/dev/null
+%s\builtin eval %s </dev/null ANSWER_FD>&-; { _flash=$? _flash_set=$-; \builtin set +v; } 2>/dev/null
 
 { _flash=${_flash:-$?}; %s
 } 2>/dev/null
-""".replace(b"LINE\n", b"").replace(b"TELL", str(TELL).encode())
+""".replace(b"LINE\n", b"").replace(b"ANSWER_FD", str(ANSWER_FD).encode())
 """Lines of a turn: a command, run without our descriptors, and then its answer. The shell reads them as its script,
 since a stray `break` would end a loop of ours. The first empty line ends text that others have written there. The
 second one ends text that the parser still expects after a syntax error. Quoting a name prevents aliases. `set -v` shows
 neither these lines nor a token: it is off between commands, and on again in the line with the next command."""
-SAY = r"""\builtin printf '%s\0' TOKEN "$_flash" "$PWD" >&TELL
+REPORT = r"""\builtin printf '%s\0' TOKEN "$_flash" "$PWD" >&ANSWER_FD
 { \builtin declare -p; \builtin declare -f; \builtin set +o; \builtin shopt -p; \builtin umask -p
-  \builtin printf '\0'; } >&TELL""".replace("TELL", str(TELL))
+  \builtin printf '\0'; } >&ANSWER_FD""".replace("ANSWER_FD", str(ANSWER_FD))
 """Command that prints the answer, and then the state."""
 RESTORE = "{ builtin cd %s; builtin eval %s; } >/dev/null 2>&1"
 """Command that restores directory and state."""
@@ -61,7 +61,7 @@ CODES = tuple(str(code).encode() for code in range(256))
 class StatefulBash:
     """Runs one shell after another, each with the state that the previous one wrote.
 
-    Notifies its owner when a command has ended (`finish`), or ended in an unknown way (`untold`).
+    Notifies its owner when a command has ended (`finish`), or ended in an unknown way (`stop_unreported`).
     """
 
     def __init__(self, agent: object, owner: object, outputs: "list[int]") -> None:
@@ -79,10 +79,10 @@ class StatefulBash:
         self.token = None
         """Token of the running command; None if no answer is expected."""
         self.answer = bytearray()
-        self.settling = False
+        self.reading_state = False
         """True after the answer to the last command, until its state has arrived."""
         self.overflowing = False
-        self.ask = self.tell = None
+        self.command_pipe = self.answer_pipe = None
 
     def start(self) -> None:
         """Start a shell with the last state.
@@ -94,23 +94,23 @@ class StatefulBash:
         env = dict(self.agent.env)
         argv, begin = ["bash", "--noprofile", "--norc", "-s"], BEGIN
         try:
-            asked, ask = os.pipe()
-            theirs.append(asked)
-            ours.append(ask)
-            tell, told = os.pipe()
-            ours.append(tell)
-            theirs.append(told)
+            commands, command_pipe = os.pipe()
+            theirs.append(commands)
+            ours.append(command_pipe)
+            answer_pipe, answers = os.pipe()
+            ours.append(answer_pipe)
+            theirs.append(answers)
             # Above the shell's numbers: `dup2` to one of them must not overwrite another.
-            theirs.append(fcntl.fcntl(told, fcntl.F_DUPFD_CLOEXEC, TELL + 1))
-            files = {0: asked, 1: self.outputs[0], 2: self.outputs[1], TELL: theirs[-1]}
+            theirs.append(fcntl.fcntl(answers, fcntl.F_DUPFD_CLOEXEC, ANSWER_FD + 1))
+            files = {0: commands, 1: self.outputs[0], 2: self.outputs[1], ANSWER_FD: theirs[-1]}
             # A new copy each time: a shell can make its copy readable, and so that of all shells that run the same
             # copy.
             own = unreadable_copy(self.agent.bash)
             if own >= 0:
                 theirs.append(own)
-                theirs.append(fcntl.fcntl(own, fcntl.F_DUPFD_CLOEXEC, TELL + 1))
+                theirs.append(fcntl.fcntl(own, fcntl.F_DUPFD_CLOEXEC, ANSWER_FD + 1))
                 argv[-1:], begin = ["-c", ENTER], LEAVE + BEGIN
-                files[PROGRAM] = theirs[-1]
+                files[PROGRAM_FD] = theirs[-1]
             cwd = self.agent.resolve(".")
             self.pid = self.agent.launcher.call(
                 lambda: spawn(self.agent.bash, argv, env, cwd, files, False, self.number)
@@ -129,12 +129,12 @@ class StatefulBash:
         self.agent.children[self.pid] = self.owner
         self.leaders.append(self.pid)
         self.answer = bytearray()
-        self.ask, self.outgoing = ask, bytearray(begin)
-        os.set_blocking(self.ask, False)
-        self.tell = Pipe(self.agent.loop, tell, self.hear)
+        self.command_pipe, self.outgoing = command_pipe, bytearray(begin)
+        os.set_blocking(self.command_pipe, False)
+        self.answer_pipe = Pipe(self.agent.loop, answer_pipe, self.take_answer)
         if self.state:
             cwd = quote(self.cwd.encode("utf-8", "surrogateescape"))
-            self.say(RESTORE.encode() % (cwd, quote(self.state)), b":")
+            self.send_command(RESTORE.encode() % (cwd, quote(self.state)), b":")
 
     def measure(self) -> "tuple[int, int]":
         """Return the CPU ticks of the shell and its reaped children, and the machine's uptime in ticks."""
@@ -144,7 +144,7 @@ class StatefulBash:
             ticks = 0
         return ticks, int(uptime() * CLOCK_TICK)
 
-    def say(self, command: bytes, answer: bytes) -> None:
+    def send_command(self, command: bytes, answer: bytes) -> None:
         """Send one command to the shell, and the command that prints its answer."""
         status = b"_flash_status %d; " % self.status if self.status else b""
         self.outgoing += TURN % (status, quote(command), answer)
@@ -154,19 +154,19 @@ class StatefulBash:
         """Write as much as the shell takes."""
         try:
             while self.outgoing:
-                del self.outgoing[: os.write(self.ask, memoryview(self.outgoing)[: 1 << 16])]
+                del self.outgoing[: os.write(self.command_pipe, memoryview(self.outgoing)[: 1 << 16])]
         except BlockingIOError:
             pass
         except OSError:
             self.outgoing = bytearray()  # The shell has ended; it will be reaped.
-        self.agent.loop.watch(self.ask, None, self.write if self.outgoing else None)
+        self.agent.loop.watch(self.command_pipe, None, self.write if self.outgoing else None)
 
-    def hear(self, data: bytes) -> None:
+    def take_answer(self, data: bytes) -> None:
         """Process bytes from the shell: exit code and directory first, its state later."""
         self.answer += data
         while True:
-            if self.settling:
-                if not self.settle():
+            if self.reading_state:
+                if not self.take_state():
                     return
                 continue
             if self.token is None:
@@ -180,18 +180,18 @@ class StatefulBash:
             if (len(fields) > 1 and fields[1] not in CODES) or (len(fields) < 4 and len(self.answer) > ANSWER_LIMIT):
                 # A trap changes the output of our own commands.
                 self.token = None
-                self.owner.untold()
+                self.owner.stop_unreported()
                 return
             if len(fields) < 4:
                 return
             self.status = int(fields[1])
             self.cwd = fields[2].decode("utf-8", "surrogateescape")
             self.answer = bytearray(fields[3])
-            self.settling = True
+            self.reading_state = True
             self.token = None
             self.owner.finish({"exit_code": self.status, "signal": None})
 
-    def settle(self) -> bool:
+    def take_state(self) -> bool:
         """Read the state that follows an answer. Returns False while it is incomplete."""
         state, end, rest = self.answer.partition(b"\0")
         if len(state) > STATE_LIMIT:
@@ -202,17 +202,17 @@ class StatefulBash:
             return False
         self.state = b"" if self.overflowing else bytes(state)
         self.answer = bytearray(rest)
-        self.settling = self.overflowing = False
+        self.reading_state = self.overflowing = False
         return True
 
     def gone(self) -> None:
         """Clean up after the shell's end. Its last output is read first."""
-        self.tell.drain()
-        self.tell.close()
-        self.agent.loop.watch(self.ask)
-        os.close(self.ask)
+        self.answer_pipe.drain()
+        self.answer_pipe.close()
+        self.agent.loop.watch(self.command_pipe)
+        os.close(self.command_pipe)
         self.pid = -1
-        self.settling = self.overflowing = False
+        self.reading_state = self.overflowing = False
         self.status = 0
 
 
@@ -232,7 +232,7 @@ class Running:
         self.rings = {"stdout": Ring(request["limit"]), "stderr": Ring(request["limit"])}
         self.token = binascii.hexlify(os.urandom(12))
         self.timed_out = False
-        self.untold = False
+        self.unreported = False
         """True if the shell's answer did not report how the command ended."""
         self.stopping = None
         self.timer = None
@@ -350,7 +350,9 @@ class Shell:
         running.cpu_before, running.born = self.bash.measure()
         running.timer = self.agent.loop.later(running.request["timeout"], running.expire)
         self.bash.token = running.token
-        self.bash.say(running.text.encode("utf-8", "surrogateescape"), SAY.encode().replace(b"TOKEN", running.token))
+        self.bash.send_command(
+            running.text.encode("utf-8", "surrogateescape"), REPORT.encode().replace(b"TOKEN", running.token)
+        )
 
     def take(self, name: str, data: bytes) -> None:
         """Add output to the running command, or keep it for the next one."""
@@ -377,9 +379,9 @@ class Shell:
         send_result(running.reply, body, running.rings, False)
         self.proceed()
 
-    def untold(self) -> None:
+    def stop_unreported(self) -> None:
         """Stop the running command: the shell's answer does not report how it ended."""
-        self.current.untold = True
+        self.current.unreported = True
         self.current.stop()
 
     def refuse(self, message: str) -> None:
@@ -404,7 +406,7 @@ class Shell:
         self.restarts += 1
         if self.closed:
             self.release()
-        elif self.current is not None and self.current.untold:
+        elif self.current is not None and self.current.unreported:
             self.refuse("the shell does not say how the command ended, and was replaced: a trap or option changes that")
         elif self.current is not None:
             self.finish(ending(status))

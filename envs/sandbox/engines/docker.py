@@ -17,8 +17,6 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
 
-import msgspec
-
 from envs.sandbox.api import Spec
 from envs.sandbox.engines import profiles
 from envs.sandbox.engines.backend import AGENT_ADDRESS, Backend, EngineInfo, Surroundings
@@ -28,6 +26,8 @@ from envs.sandbox.engines.docker_images import DockerImages
 from envs.sandbox.engines.machine import memory_bytes
 from flash.errors import ConfigError, SandboxLostError, SandboxStartError
 
+REQUEST_S, START_S, IMAGE_S = 20.0, 60.0, 600.0
+"""Seconds that the engine has for one request: a usual one, the start of a container, and one that makes an image."""
 SOCKETS = ("/run/docker.sock", "/var/run/docker.sock", "/run/podman/podman.sock")
 """Sockets where engines listen, tried in this order if DOCKER_HOST is not set."""
 
@@ -68,14 +68,6 @@ done
 """
 
 
-class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds that the engine has for one request, by kind of request."""
-
-    request: float = 20.0
-    start: float = 60.0
-    image: float = 600.0
-
-
 class DockerAgents:
     """Connections to the agents of containers of Docker or Podman."""
 
@@ -105,22 +97,20 @@ class DockerBackend:
 
     Args:
         url: `unix:///path` or `http://host:port`; by default DOCKER_HOST, or the first of `SOCKETS` that exists.
-        deadlines: deadlines of requests to the engine.
         users: user ids for sandboxes, one for each; see `envs.sandbox.engines.docker_containers`.
 
     Raises:
         ConfigError: there is no engine, or the address has an unknown form.
     """
 
-    def __init__(self, url: str | None = None, *, deadlines: Deadlines | None = None, users: range = USERS) -> None:
+    def __init__(self, url: str | None = None, *, users: range = USERS) -> None:
         self.url = url or find_engine()
         if not self.url.startswith(("unix://", "http://", "https://", "tcp://")):
             raise ConfigError(f"expected unix:///path or tcp://HOST:PORT as the engine's address, not {self.url!r}")
-        deadlines = deadlines or Deadlines()
-        self._api = DockerApi(self.url, deadlines.request)
+        self._api = DockerApi(self.url, REQUEST_S)
         self._user_numbers = users
-        self.containers = DockerContainers(self._api, self.info, deadlines.start, users)
-        self.images = DockerImages(self._api, self.containers, deadlines.request, deadlines.image)
+        self.containers = DockerContainers(self._api, self.info, START_S, users)
+        self.images = DockerImages(self._api, self.containers, REQUEST_S, IMAGE_S)
         self.agents = DockerAgents(self._api)
 
     async def __aenter__(self) -> Self:

@@ -46,6 +46,7 @@ class AttachedLink:
         self.transcript = b""
 
     async def send(self, data: bytes) -> None:
+        """Send all of `data`. Raises SandboxLostError if the connection broke."""
         try:
             # Writes everything to the transport before it waits: a frame is sent as a whole, even if this task is
             # cancelled.
@@ -54,6 +55,7 @@ class AttachedLink:
             raise SandboxLostError(f"the link to container {self._container_id[:12]} broke: {error}") from error
 
     async def receive(self) -> bytes:
+        """Return the next bytes of standard output; empty at the end. Standard error is only kept in `transcript`."""
         try:
             # Messages of the shell or of Python on standard error are not part of the agent's stream.
             while (message := await self._stream.read_out()) is not None and message.stream != STDOUT:
@@ -158,6 +160,7 @@ class DockerApi:
 
     @asynccontextmanager
     async def _opened(self, stream: Stream, container_id: str) -> AsyncGenerator[AttachedLink]:
+        """Open a stream for the time of the block, within the deadline of a request."""
         link = AttachedLink(stream, container_id)
         try:
             with (

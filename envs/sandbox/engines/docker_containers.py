@@ -152,6 +152,10 @@ class DockerContainers:
                 self._users.give_up(number)
 
     async def _create(self, spec: Spec, name: str, config: dict[str, object], user: int | None) -> str:
+        """Create a container.
+
+        `user`: the user id that was drawn for it; it is kept under the container's id at once.
+        """
         async with self._creating:
             answer = await self._api.json(
                 "containers/create", SandboxStartError, method="POST", params={"name": name}, data=config
@@ -185,6 +189,11 @@ class DockerContainers:
         self._half_started.discard(container_id)
 
     async def inspect(self, container_id: str, *, runtime: bool = False, surely: bool = False) -> ContainerInfo | None:
+        """Return the state of a container; None if there is no such container.
+
+        With `surely`, a container that the engine reports as running is checked again, because Podman may not have
+        noticed its end (`_has_ended`). Its exit code is then -1.
+        """
         path = f"containers/{container_id}/json"
         found = await self._api.json(path, SandboxLostError, missing=None)
         if found is None:

@@ -46,6 +46,11 @@ class DockerImages:
     async def commit(
         self, container_id: str, *, name: str, labels: Mapping[str, str], files: AsyncIterator[bytes] | None, most: int
     ) -> int:
+        """Save a container's files as an image, as `Images.commit` says.
+
+        A running container is paused meanwhile, so that the files belong to one moment. Files in memory are no part of
+        a container's layer: they travel as an archive into a second container, which never runs.
+        """
         if files is None:
             async with self._paused(container_id):
                 # Measured with holes, since engines write them out. A paused container can make no new ones after this.
@@ -115,6 +120,7 @@ class DockerImages:
                 await anyio.sleep(RETRY_S)
 
     async def _commit(self, container_id: str, name: str, labels: Mapping[str, str]) -> int:
+        """Make an image of a container. Returns the bytes by which it is larger than the container's own image."""
         repository, _, tag = name.partition(":")
         made = await self._api.json(
             "commit",

@@ -68,6 +68,8 @@ class FakeContainer:
 
 
 class _ProcessLink:
+    """Standard input and output of a local process, as a `Link`."""
+
     def __init__(self, process: Process) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -213,6 +215,7 @@ class FakeContainers:
             await self._remove(container.container_id)
 
     async def _remove(self, container_id: str) -> None:
+        """Kill the processes of a container, wait for their end, and remove its folder."""
         await self.kill(container_id)
         container = self.kept.pop(container_id)
         if container.process is not None:

@@ -53,6 +53,7 @@ class MachineMeter:
         return MachineLoad(self._busy(cpus), cpus, used // _MIB, memory["MemTotal"] // _MIB)
 
     def _busy(self, cpus: int) -> float | None:
+        """Return the average number of busy processors since the last reading; None if that was too short ago."""
         busy, total = self._ticks()
         busy_before, total_before = self._last
         if total - total_before < ENOUGH:
@@ -119,6 +120,10 @@ def layer_use(folder: Path, pid: int, most: LayerUse, *, holes: bool = False) ->
 
 
 def _add_tree(top: int, use: LayerUse, most: LayerUse, *, holes: bool) -> None:
+    """Add the use of an open folder to `use`, until it exceeds `most`. Closes the folder.
+
+    A file with several names counts once. A tree deeper than `DEPTH` counts as over the limit.
+    """
     linked: set[int] = set()
     opened = [(top, os.scandir(top))]
     try:
@@ -153,6 +158,7 @@ def _add_tree(top: int, use: LayerUse, most: LayerUse, *, holes: bool) -> None:
 
 
 def _add_removed(pid: int, devices: set[int], use: LayerUse, most: LayerUse) -> None:
+    """Add the files that a process keeps open although they are removed. `devices`: those of the layer."""
     with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as names:
         for entry in names:
             if use.over(most):
@@ -234,6 +240,7 @@ def remove_groups(id: str, root: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def _remove_group(folder: str) -> None:
+    """Remove one control group. Tries again while a process of it is ending."""
     for _ in range(LOOKS):
         try:
             return os.rmdir(folder)

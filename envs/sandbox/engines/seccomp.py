@@ -86,6 +86,12 @@ def tighten(profile: dict[str, Any], families: Sequence[int]) -> dict[str, Any]:
 
 
 def _sockets(families: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Yield the rules that allow sockets of these families and refuse all others.
+
+    A profile with the internet's families also gets AF_NETLINK with protocol 0, with which programs list their own
+    network interfaces. A filter can only compare an argument with one value, so the families in between are refused one
+    by one.
+    """
     for family in families:
         yield _allow("socket", _argument(0, "EQ", family))
     yield _allow("socketpair", _argument(0, "EQ", socket.AF_UNIX))

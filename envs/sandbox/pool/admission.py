@@ -369,6 +369,10 @@ class SandboxAdmission:
         return None
 
     def _place(self, waiting: _Waiting, closed: set[str]) -> HostView | None:
+        """Return the best host for a request now;
+
+        None if it fits on none. `closed`: hosts that are kept for overdue ones.
+        """
         request = waiting.request
         return choose(
             self._hosts.values(),
@@ -382,6 +386,7 @@ class SandboxAdmission:
     # ---- records
 
     def _enter(self, waiting: _Waiting) -> None:
+        """Add a request to the queues, and set the grant at which it becomes late."""
         request = waiting.request
         self._waiting[request.id] = waiting
         queue = self._by_owner.setdefault(request.owner, {}).setdefault(_shape(request), [])
@@ -391,6 +396,7 @@ class SandboxAdmission:
             heapq.heappush(alarms, (waiting.late_at, waiting.arrival, request.id))
 
     def _leave(self, waiting: _Waiting) -> None:
+        """Take a waiting request out of all queues."""
         request = waiting.request
         del self._waiting[request.id]
         self._overdue.pop(request.id, None)
@@ -405,6 +411,11 @@ class SandboxAdmission:
             self._forget(request.owner)
 
     def _grant(self, waiting: _Waiting, host: HostView, *, counted: bool = True) -> Grant:
+        """Give a request its place on a host, and count it for its owner and payer.
+
+        Only grants that were decided count for the laws. The places of an earlier run, which `restore` gives back,
+        overtake nobody, so they are not `counted`.
+        """
         request = waiting.request
         if request.id in self._waiting:
             self._leave(waiting)
@@ -440,6 +451,7 @@ class SandboxAdmission:
                 insort(queue, waiting, key=_Waiting.order)
 
     def _end(self, id: str) -> _Granted:
+        """Free the place of a granted request, and return its record."""
         granted = self._granted.pop(id)
         owner, demand = granted.request.owner, granted.request.demand
         self._hosts[granted.host].granted -= demand

@@ -87,6 +87,12 @@ class EngineMaker:
         return sandbox
 
     async def _live(self, sandbox: LocalSandbox, *, task_status: TaskStatus[SandboxError | None]) -> None:
+        """Run one sandbox until it has ended. Reports None as the started value once it is ready, or the error of its
+        start.
+
+        The sandbox has a task of its own because its block must be left by the task that has entered it, and the caller
+        of `make` goes on before.
+        """
         started = False
         try:
             async with sandbox:

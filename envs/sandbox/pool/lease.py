@@ -40,7 +40,7 @@ from flash.errors import SandboxClosedError, SandboxError, SandboxLostError, San
 
 LeaseState = Literal["queued", "starting", "ready", "failed", "closed"]
 
-REMADE_WAIT_S = 20.0
+REPLACED_WAIT_S = 20.0
 """Seconds for which a call waits while its lost sandbox is replaced. Shorter than a caller waits beyond its timeout."""
 PROBE_S = 5.0
 """Seconds that a sandbox has to answer the probe that finds out if it was lost, or only its connection broke."""
@@ -108,9 +108,9 @@ class SandboxLease:
         """Calls in progress."""
         self._last_use = anyio.current_time()
         self._changed = anyio.Event()
-        self._untold: tuple[Sandbox | None, SandboxLostError] | None = None
+        self._unreported: tuple[Sandbox | None, SandboxLostError] | None = None
         """A lost sandbox, and the error that the holder's next call raises."""
-        self._told: Sandbox | None = None
+        self._reported: Sandbox | None = None
         """Sandbox whose loss the holder already knows."""
 
     def set(self, state: LeaseState, reason: str = "") -> None:
@@ -126,16 +126,16 @@ class SandboxLease:
         while self.state in ("queued", "starting"):
             await self._changed.wait()
 
-    async def _remade(self) -> None:
+    async def _wait_replaced(self) -> None:
         """Wait until the lease is settled and its sandbox is not one whose loss the holder knows."""
         while True:
             changed, sandbox = self._changed, self.sandbox
             if self.state in ("queued", "starting"):
                 await changed.wait()
-            elif self.state != "ready" or sandbox is None or sandbox is not self._told:
+            elif self.state != "ready" or sandbox is None or sandbox is not self._reported:
                 return
-            elif await _answers(sandbox):
-                self._told = None if self._told is sandbox else self._told
+            elif await _still_answers(sandbox):
+                self._reported = None if self._reported is sandbox else self._reported
             else:
                 # A connection that works again changes no state, so the sandbox is probed again after a while.
                 with anyio.move_on_after(PROBE_S):
@@ -169,7 +169,7 @@ class SandboxLease:
 
     def lost(self, sandbox: Sandbox | None, error: SandboxLostError) -> None:
         """Record the loss of the sandbox. The next call raises `error`, unless the holder knows of the loss."""
-        self._untold = None if sandbox is not None and sandbox is self._told else (sandbox, error)
+        self._unreported = None if sandbox is not None and sandbox is self._reported else (sandbox, error)
 
     @asynccontextmanager
     async def use(self) -> AsyncGenerator[Sandbox]:
@@ -179,9 +179,9 @@ class SandboxLease:
         try:
             yield sandbox
         except SandboxLostError:
-            self._told = sandbox
-            if self._untold is not None and self._untold[0] is sandbox:
-                self._untold = None
+            self._reported = sandbox
+            if self._unreported is not None and self._unreported[0] is sandbox:
+                self._unreported = None
             raise
         finally:
             self.uses -= 1
@@ -189,21 +189,21 @@ class SandboxLease:
 
     async def _usable(self) -> Sandbox:
         """Return the sandbox once the holder may use it, or raise the error that prevents it."""
-        if self._untold is not None:
-            (_, error), self._untold = self._untold, None
+        if self._unreported is not None:
+            (_, error), self._unreported = self._unreported, None
             raise error
-        with anyio.move_on_after(REMADE_WAIT_S):
-            await self._remade()
-        if self.state == "ready" and self.sandbox is not None and self.sandbox is not self._told:
+        with anyio.move_on_after(REPLACED_WAIT_S):
+            await self._wait_replaced()
+        if self.state == "ready" and self.sandbox is not None and self.sandbox is not self._reported:
             return self.sandbox
         if self.error is not None:
             raise self.error
         if self.state in ("queued", "starting", "ready"):
-            raise SandboxLostError(f"waited {REMADE_WAIT_S:g} s for sandbox {self.id} to be made again")
+            raise SandboxLostError(f"waited {REPLACED_WAIT_S:g} s for sandbox {self.id} to be made again")
         raise SandboxClosedError(f"sandbox {self.id} is closed: {self.reason}")
 
 
-async def _answers(sandbox: Commands) -> bool:
+async def _still_answers(sandbox: Commands) -> bool:
     """Return True if a sandbox that a call reported as lost still answers."""
     try:
         with anyio.move_on_after(PROBE_S):

@@ -48,33 +48,33 @@ class WarmPolicy:
         self._fixed = dict(fixed)
         self._learned_max = learned_max
         self._window = window
-        self._asked: dict[str, deque[float]] = {}
+        self._requests: dict[str, deque[float]] = {}
         self.hits: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()
 
-    def asked(self, key: str, *, hit: bool, now: float) -> None:
+    def record_request(self, key: str, *, hit: bool, now: float) -> None:
         """Record a request for a sandbox of this kind. `hit` is True if a ready one was found."""
         (self.hits if hit else self.misses)[key] += 1
         if self._learned_max:
-            self._asked.setdefault(key, deque(maxlen=self._learned_max)).append(now)
+            self._requests.setdefault(key, deque(maxlen=self._learned_max)).append(now)
 
     def target(self, key: str, now: float) -> int:
         """Return the number of sandboxes of this kind to keep ready."""
-        asked = self._asked.get(key)
-        while asked and asked[0] <= now - self._window:
-            asked.popleft()
-        if asked is not None and not asked:
-            del self._asked[key]
-        return max(self._fixed.get(key, 0), len(asked or ()))
+        times = self._requests.get(key)
+        while times and times[0] <= now - self._window:
+            times.popleft()
+        if times is not None and not times:
+            del self._requests[key]
+        return max(self._fixed.get(key, 0), len(times or ()))
 
     def targets(self, now: float) -> dict[str, int]:
         """Return the target of every kind whose target is not 0."""
-        wanted = {key: self.target(key, now) for key in [*self._fixed, *self._asked]}
+        wanted = {key: self.target(key, now) for key in [*self._fixed, *self._requests]}
         return {key: number for key, number in wanted.items() if number}
 
     def next_change(self, now: float) -> float | None:
         """Return the seconds until a target falls because time passes; None: no target will."""
-        oldest = min((asked[0] for asked in self._asked.values() if asked), default=None)
+        oldest = min((times[0] for times in self._requests.values() if times), default=None)
         return None if oldest is None else max(0.0, oldest + self._window - now)
 
 
@@ -161,7 +161,7 @@ class LocalHost:
         key = warm_key(spec)
         found = next((each for each in self._ready if each.key == key and each.sandbox.state == "ready"), None)
         self._specs.setdefault(key, spec)
-        self._policy.asked(key, hit=found is not None, now=anyio.current_time())
+        self._policy.record_request(key, hit=found is not None, now=anyio.current_time())
         if found is not None:
             self._ready.remove(found)
         self._wake.set()
@@ -204,6 +204,7 @@ class LocalHost:
         answered()
 
         async def adopt(ticket: Ticket, container: Container) -> None:
+            """Take over the container of one ticket, or count its sandbox as lost."""
             self._known[ticket.sandbox_id] = demand(ticket.spec)
             try:
                 with anyio.fail_after(self._settings.adopt_s):
@@ -237,7 +238,7 @@ class LocalHost:
             with anyio.CancelScope(shield=True):
                 kept = {ours[id].id for id in {ticket.sandbox_id for ticket in tickets} - lost}
                 self._reaper.restored(tickets)
-                images = [each for each in containers if each.image and self._reaper.is_untold(each)]
+                images = [each for each in containers if each.image and self._reaper.is_unreported(each)]
                 await self._reaper.remove_all([*(each for each in made if each.id not in kept), *images])
         return adopted
 
@@ -265,6 +266,10 @@ class LocalHost:
     # ---- starting
 
     async def _make(self, ticket: Ticket, deadline: float) -> Sandbox:
+        """Start a sandbox with labels of this service, in one of the places of `starts_at_once`.
+
+        `deadline`: unix time after which other services may remove the container if this one is gone.
+        """
         identity = self._identity
         labels = Labels(
             ticket.sandbox_id,
@@ -305,6 +310,9 @@ class LocalHost:
         self._changed()
 
     async def _discard(self, ready: _Ready) -> None:
+        """Close a ready sandbox that nobody takes, and forget it even if that fails: the next check removes the
+        container.
+        """
         with anyio.move_on_after(self._settings.close_s, shield=True):
             try:
                 await ready.sandbox.close()

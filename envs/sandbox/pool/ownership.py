@@ -240,7 +240,7 @@ class Reaper:
         labels = Labels.read(container.labels)
         return labels is not None and labels.service == self._identity.service
 
-    def is_untold(self, image: Container) -> bool:
+    def is_unreported(self, image: Container) -> bool:
         """Return True if the image is a snapshot whose service died before it could report it to the holder."""
         ticket = self._restored.get(image.labels.get(f"{PREFIX}box", ""))
         return ticket is not None and image.id not in ticket.snapshots
@@ -250,6 +250,11 @@ class Reaper:
         return [each for each in containers if self._is_leftover(each, known)]
 
     def _is_leftover(self, container: Container, known: Collection[str]) -> bool:
+        """Return True if a container or image must be removed now.
+
+        Those of this service are left over if they are not `known`, or are snapshots that are too old, were never
+        reported to a holder, or could not be removed before. For those of another service `verdict` decides.
+        """
         labels = Labels.read(container.labels)
         if labels is None:
             return False
@@ -257,8 +262,8 @@ class Reaper:
             if container.image:
                 late = self._wall() > labels.deadline + self._settings.snapshot_s
                 # An engine may finish a snapshot after the process that asked for it has ended.
-                untold = container.labels.get(INSTANCE_LABEL) != INSTANCE and self.is_untold(container)
-                return late or untold or container.id in self._forgotten
+                unreported = container.labels.get(INSTANCE_LABEL) != INSTANCE and self.is_unreported(container)
+                return late or unreported or container.id in self._forgotten
             return labels.sandbox_id not in known
         judged = verdict(labels, self._alive(labels, self._identity.machine), self._wall())
         if judged is not OwnerVerdict.ORPHAN:
@@ -273,6 +278,7 @@ class Reaper:
         """Remove these. A container or image that cannot be removed now is found again at the next check."""
 
         async def remove(container: Container) -> None:
+            """Remove one of them, within `HostSettings.close_s`."""
             try:
                 with anyio.fail_after(self._settings.close_s):
                     await self._maker.remove(container.id, image=container.image)

@@ -191,6 +191,7 @@ class SandboxPool:
         return LeasedSandbox(self, lease)
 
     def _order_fork(self, parent: SandboxLease, spec: Spec) -> SandboxLease:
+        """Order one fork with the parent's token, owner and priority, on the parent's host."""
         order = msgspec.structs.replace(parent.order, spec=spec, on_lost="fail", key="")
         fork = self.order(order, only=parent.host)
         fork.parent = parent.id

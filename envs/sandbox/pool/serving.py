@@ -100,6 +100,7 @@ class LeaseServer:
             self.state.put_back(lease, avoid=set())
 
     def _hand_out(self, lease: SandboxLease, sandbox: Sandbox) -> None:
+        """Give the lease its sandbox. The lifetime of the lease begins with the first one."""
         lease.sandbox = sandbox
         if math.isinf(lease.hard_until):
             lease.hard_until = anyio.current_time() + lease.spec.deadline_s
@@ -137,6 +138,7 @@ class LeaseServer:
             self.state.put_back(lease, avoid)
 
     async def _start(self, lease: SandboxLease) -> Sandbox:
+        """Take a ready sandbox of the granted host, or start one there. Records it in the journal before and after."""
         host = self.state.host(lease.host)
         sandbox = host.take(lease.spec)
         lease.sandbox = sandbox
@@ -171,6 +173,7 @@ class LeaseServer:
             await self.state.host(host).forget(image)
 
     async def _close_sandbox(self, sandbox: Sandbox) -> None:
+        """Close a sandbox. A failure is only logged."""
         try:
             with anyio.fail_after(self.settings.close_s):
                 await sandbox.close()

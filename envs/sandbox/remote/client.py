@@ -244,6 +244,7 @@ class SandboxClient:
         await self.http.ask("DELETE", f"/v1/snapshots/{quote(snapshot_id, safe='')}", type(None), seconds=CLOSE_S)
 
     async def _give_back(self, sandbox: RemoteSandbox | None, order: SandboxOrder, key: str) -> None:
+        """End the sandbox of `acquire`, also if it is not known because the order was never answered."""
         try:
             if sandbox is not None:
                 await sandbox.close()

@@ -82,6 +82,7 @@ class RemoteHost:
         answered()
 
         async def attach(info: Info) -> None:
+            """Wait for one sandbox of an earlier run, or end it if it does not become ready."""
             try:
                 # The sandbox may not be ready yet: the host was restarted as well, or got the order just before this
                 # front ended.

@@ -1,8 +1,11 @@
-"""Calls to the service over HTTP: encoding, errors, and repetition when a connection breaks.
+"""HttpClient: calls to a service over HTTP, with their encoding, errors, and repetition when a connection breaks.
+
+`envs.sandbox.remote.client` calls it; one function of `envs.sandbox.service.routes` answers each call.
 
 A call is repeated only if that is safe: nothing was sent yet, it only reads or removes, or it has an idempotency key.
-If the service was restarted in between and does not know a repeated call, it answers with a SandboxLostError, because
-it cannot know if the first attempt was run.
+The key is a random text that the client chooses: the service runs the calls with one key only once. If the service was
+restarted in between and does not know the key of a repeated call, it answers with a SandboxLostError, because it cannot
+know if the first attempt was run. To find this out it is sent the identifier of the start that the client last saw.
 """
 
 from __future__ import annotations
@@ -29,8 +32,8 @@ REPEAT_S = 30.0
 """Seconds for which a call is repeated while the service cannot be reached: as long as a restart takes."""
 MARGIN_S = 30.0
 """Seconds that a response may take in addition to the time of the call itself."""
-_FIRST_PAUSE_S = 0.05
-_LAST_PAUSE_S = 1.0
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 1.0
+"""Seconds between two attempts of a call: the first pause, and the longest one."""
 
 
 class HttpClient:
@@ -43,10 +46,8 @@ class HttpClient:
             ConfigError: the address has another form, or the token is empty or cannot be sent in a header.
         """
         self.url = url
-        self.token = token
-        self.verify = httpx.create_ssl_context(verify=verify, trust_env=False)
-        """TLS settings that check the certificate of the service."""
         self._boot = ""
+        """Identifier of the service's last start, as its responses report it."""
         unix = url.removeprefix("unix:") if url.startswith("unix:") else None
         if unix is None and not url.startswith(("http://", "https://")):
             raise ConfigError(f"expected http://…, https://… or unix:/path as the address of the service, not {url!r}")
@@ -65,7 +66,7 @@ class HttpClient:
             base_url=parsed,
             transport=httpx.AsyncHTTPTransport(uds=unix, limits=limits) if unix else None,
             limits=limits,
-            verify=self.verify,
+            verify=httpx.create_ssl_context(verify=verify, trust_env=False),
             trust_env=False,
             headers={"authorization": f"Bearer {token}"},
             timeout=httpx.Timeout(MARGIN_S, connect=CONNECT_S),
@@ -118,11 +119,9 @@ class HttpClient:
         """Return the bytes of a file."""
         return (await self._send("GET", path, None, query, {"accept": BINARY}, 0.0, "")).content
 
-    async def put_bytes(
-        self, path: str, query: Mapping[str, Any], data: bytes, *, key: str = "", media_type: str = BINARY
-    ) -> None:
-        """Send bytes. With an idempotency key the call may be repeated."""
-        await self._send("PUT", path, data, query, {"content-type": media_type}, MARGIN_S, key)
+    async def put_bytes(self, path: str, query: Mapping[str, Any], data: bytes) -> None:
+        """Send the bytes of a file. The call is not repeated once bytes were sent: an append would happen twice."""
+        await self._send("PUT", path, data, query, {"content-type": BINARY}, MARGIN_S, "")
 
     async def put_pieces(
         self, path: str, query: Mapping[str, Any], pieces: AsyncIterator[bytes], size: int | None, *, media_type: str
@@ -170,6 +169,20 @@ class HttpClient:
         seconds: float,
         key: str,
     ) -> httpx.Response:
+        """Send a call and return its response. Repeats it for `REPEAT_S` seconds, if that is safe.
+
+        Args:
+            method: HTTP method.
+            path: path of the endpoint.
+            content: body, or its pieces.
+            query: parameters of the query.
+            headers: HTTP headers.
+            seconds: seconds that the call itself may take.
+            key: idempotency key; empty if the call has none.
+
+        Raises:
+            SandboxError: the error of the service, or the service cannot be reached.
+        """
         headers = {**headers, **({"idempotency-key": key} if key else {})}
         repeatable = bool(key) or method in ("GET", "DELETE")
         begin = anyio.current_time()
@@ -208,6 +221,7 @@ class HttpClient:
         headers: Mapping[str, str],
         seconds: float,
     ) -> httpx.Request:
+        """Build a request. Raises SandboxRefusedError if its address is too long or cannot be encoded."""
         try:
             return self._client.build_request(
                 method, target, content=content, headers=headers, timeout=self._timeout(seconds)
@@ -237,6 +251,7 @@ class HttpClient:
         return SandboxTimeoutError(f"waited {seconds + MARGIN_S:g} s for {self.url}{path}; look at the service's log")
 
     def _error(self, response: httpx.Response) -> SandboxError:
+        """Return the exception for a response with an error status."""
         if response.headers.get("content-type", "").startswith(MEDIA_TYPE):
             try:
                 return error_of(msgspec.json.decode(response.content, type=HttpProblem))

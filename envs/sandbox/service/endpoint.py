@@ -188,6 +188,7 @@ class _Dispatcher:
         self._methods = methods
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer one request; 405 if the path has no endpoint for its method."""
         request = Request(scope, receive)
         endpoint = self._methods.get(request.method)
         if endpoint is None:
@@ -336,6 +337,7 @@ def document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
 
 
 def _operation(endpoint: Endpoint, schema_of: dict[str, Any], components: dict[str, Any]) -> dict[str, Any]:
+    """Return the description of one endpoint. `schema_of`: schema of each type; `components`: all named schemas."""
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in re.findall(r"{(\w+)}", endpoint.path)
@@ -363,6 +365,7 @@ def _operation(endpoint: Endpoint, schema_of: dict[str, Any], components: dict[s
 
 
 def _content(kind: Any, schema_of: dict[str, Any]) -> dict[str, Any]:
+    """Return the description of a body or an answer: a struct, or a media type."""
     if kind is None:
         return {}
     if isinstance(kind, str):

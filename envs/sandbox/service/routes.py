@@ -246,6 +246,7 @@ class TreeStream(Response):
         held, begun = bytearray(), False
 
         async def give(piece: bytes, *, more: bool) -> None:
+            """Send a piece of the body, and the head of the answer before the first one."""
             nonlocal begun
             if not begun:
                 # Without the content length that `Response` computes for an empty body: the real length is not known.

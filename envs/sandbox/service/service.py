@@ -48,8 +48,9 @@ SESSIONS_OPEN = 64
 class _Answer:
     """Answer to a call with an idempotency key, which may still be in progress."""
 
-    def __init__(self, asked: bytes) -> None:
-        self.asked = asked
+    def __init__(self, digest: bytes) -> None:
+        self.digest = digest
+        """Digest of the call's path and body."""
         self.done = anyio.Event()
         self.scope = anyio.CancelScope()
         self.result: Any = None
@@ -151,13 +152,13 @@ class LeaseWork:
 
     # ---- calls that are carried out once
 
-    async def once(self, key: str, asked: bytes, call: Callable[[], Awaitable[_T]]) -> _T:
+    async def once(self, key: str, digest: bytes, call: Callable[[], Awaitable[_T]]) -> _T:
         """Return the answer to the call with this key.
 
         The first call with a key is carried out. A later one waits for the answer to the first.
 
         Raises:
-            SandboxRefusedError: the key was used before for a call with another `asked` digest.
+            SandboxRefusedError: the key was used before for a call with another digest.
             SandboxBusyError: too many calls with keys are in progress.
             SandboxError: the call failed.
         """
@@ -165,9 +166,9 @@ class LeaseWork:
         if answer is None:
             if sum(not each.done.is_set() for each in self._answers.values()) >= CALLS_OPEN:
                 raise SandboxBusyError(f"{CALLS_OPEN} calls are in progress in this sandbox; wait for some of them")
-            answer = self._answers[key] = _Answer(asked)
+            answer = self._answers[key] = _Answer(digest)
             self._tasks.start_soon(self._carry_out, answer, call)
-        elif answer.asked != asked:
+        elif answer.digest != digest:
             raise SandboxRefusedError(f"the idempotency key {key!r} was used for another call; use a new one")
         await answer.done.wait()
         if answer.error is not None:
@@ -406,7 +407,7 @@ class Service:
         states: dict[str, int] = {}
         for lease in state.leases.all():
             states[lease.state] = states.get(lease.state, 0) + 1
-        hits, asked = sum(host.hits for host in hosts), sum(host.hits + host.misses for host in hosts)
+        hits, requests = sum(host.hits for host in hosts), sum(host.hits + host.misses for host in hosts)
         return Status(
             version=state.version,
             service=self.name,
@@ -414,7 +415,7 @@ class Service:
             hosts=hosts,
             states=states,
             queue=_queue_for(token, state.admission.waiting()),
-            hit_rate=hits / asked if asked else None,
+            hit_rate=hits / requests if requests else None,
             failures=dict(state.failures.counts),
             recent_failures=list(state.failures.recent)[-10:] if token == ADMIN else [],
             images_put_aside=state.failures.images_put_aside() if token == ADMIN else {},

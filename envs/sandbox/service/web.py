@@ -117,6 +117,7 @@ class FewLines(logging.Filter):
         self._count = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Return True if the record is to be logged. Called by `logging` for each record."""
         minute = int(self._clock() // 60)
         dropped = 0
         if minute != self._minute:

@@ -11,7 +11,7 @@ import pytest
 from envs.sandbox.engines.backend import SNAPSHOT_LABEL
 from envs.sandbox.pool.host import HostSettings
 from envs.sandbox.pool.journal import MemoryPoolJournal
-from envs.sandbox.pool.lease import PROBE_S, REMADE_WAIT_S, LeaseOrder, SandboxLease
+from envs.sandbox.pool.lease import PROBE_S, REPLACED_WAIT_S, LeaseOrder, SandboxLease
 from envs.sandbox.pool.simulated import SimulatedSandbox
 from flash.errors import SandboxClosedError, SandboxLostError
 from flash.simulate.clock import run_virtual
@@ -284,7 +284,7 @@ async def test_a_call_does_not_wait_for_ever_for_a_sandbox_whose_link_stays_brok
         begin = anyio.current_time()
         with pytest.raises(SandboxLostError):
             await run(lease)
-        assert anyio.current_time() - begin <= REMADE_WAIT_S + PROBE_S
+        assert anyio.current_time() - begin <= REPLACED_WAIT_S + PROBE_S
 
 
 async def test_a_call_that_was_cancelled_has_not_told_of_the_loss():

@@ -15,7 +15,7 @@ def test_a_kind_is_kept_ready_as_often_as_it_was_asked_for_lately(asked, window)
     times: dict[str, list[float]] = {"a": [], "b": []}
     for key, later in asked:
         now += later
-        policy.asked(key, hit=False, now=now)
+        policy.record_request(key, hit=False, now=now)
         times[key].append(now)
     for key, fixed in (("a", 1), ("b", 0)):
         recent = sum(time > now - window for time in times[key])
