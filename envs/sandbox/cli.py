@@ -208,8 +208,8 @@ def _spec(arguments: argparse.Namespace) -> Spec:
 async def _serve(arguments: argparse.Namespace) -> int:
     """Serve sandboxes until SIGTERM or SIGINT.
 
-    The lock is taken before the journal is opened and the tokens are used: two services with one state folder would
-    remove each other's sandboxes.
+    The lock is taken before the hosts are opened: two services with one state folder would remove each other's
+    sandboxes.
 
     Raises:
         ConfigError: the state folder, the token file or the address cannot be used, or another service uses them.

@@ -1,12 +1,16 @@
 """Channel: calls to the agent of one sandbox over one link, any number of them at a time.
 
+`envs.sandbox.local.sandbox.LocalSandbox` opens it over the standard streams of the container's first process.
+`envs.sandbox.local.agent.AgentSandbox` makes the calls, and `envs.sandbox.agent.main` answers them.
+
 Law of a call: it ends exactly once, by its result, a typed refusal, its deadline, the loss of the channel, or its own
 cancellation. After a deadline or a cancellation the agent is notified, and ends everything that it started for the
 call. A call that did not end by its result may or may not have been carried out.
 
 A frame is written completely or not at all, also if its caller is cancelled, so one call cannot damage another. The
 data that a call holds in memory is bounded: output by the credit that the host gave or by the cap of the result, input
-by the credit of the agent. Data from the sandbox is only ever decoded as the expected types. A frame is
+by the credit of the agent. Credit is a number of bytes that one end allows the other to send. Data from the sandbox is
+only ever decoded as the expected types. A frame is
 
     length u32 | crc32 u32 | body (msgpack)
 

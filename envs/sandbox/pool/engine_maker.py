@@ -87,8 +87,7 @@ class EngineMaker:
         return sandbox
 
     async def _live(self, sandbox: LocalSandbox, *, task_status: TaskStatus[SandboxError | None]) -> None:
-        """Run one sandbox until it has ended. Reports None as the started value once it is ready, or the error of its
-        start.
+        """Run one sandbox until it has ended. The started value is None once it is ready, or the error of its start.
 
         The sandbox has a task of its own because its block must be left by the task that has entered it, and the caller
         of `make` goes on before.

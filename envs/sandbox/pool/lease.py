@@ -1,9 +1,11 @@
-"""Lease: one holder's right to a sandbox, from its order to its end.
+"""Lease: one holder's right to a sandbox, from its order to its end, and the sandbox as the holder sees it.
 
-`SandboxLease` is state without tasks; the pool changes it. While a call is in progress the lease does not idle. The
-holder learns of each loss exactly once: after a sandbox was replaced, the next call raises SandboxLostError, unless a
-call that was in progress has raised it already. So no holder goes on in an empty sandbox without knowing. A call that
-was cancelled has not reported the loss.
+`SandboxLease` is state without tasks; the pool changes it. `LeasedSandbox` has the methods that the holder calls: a
+program of this process, or a route of the service for its client.
+
+The holder is notified of each loss exactly once: after a sandbox was replaced, the next call raises SandboxLostError,
+unless a call that was in progress has raised it already. So no holder goes on in an empty sandbox without knowing. A
+call that was cancelled has not reported the loss.
 
 A broken connection ends the calls in progress with the same error as a loss. The next call finds out which of the two
 it was: a sandbox that answers again is used again.
@@ -47,7 +49,7 @@ PROBE_S = 5.0
 
 
 class LeaseOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """An order of one lease."""
+    """An order of one lease, by a program of this process or by a client of the service."""
 
     spec: Spec
     owner: str
@@ -62,7 +64,11 @@ class LeaseOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SandboxLease:
-    """Right to one sandbox. Times are seconds on the event loop's clock."""
+    """Right to one sandbox. Times are seconds on the event loop's clock.
+
+    The task of `envs.sandbox.pool.serving.LeaseServer` changes it, and `LeasedSandbox` uses it for each call of the
+    holder.
+    """
 
     def __init__(self, id: str, order: LeaseOrder) -> None:
         self.id = id
@@ -81,7 +87,9 @@ class SandboxLease:
         self.sandbox: Sandbox | None = None
         self.host = ""
         self.generation = 0
+        """Number of times the sandbox was replaced after a loss."""
         self.until = anyio.current_time() + self.lease_s
+        """Time at which the lease ends unless it is renewed before."""
         self.hard_until = math.inf
         """Time at which the lease ends in any case. Set when the sandbox is first ready, since its lifetime begins
         then."""
@@ -89,6 +97,7 @@ class SandboxLease:
         self.scope = anyio.CancelScope()
         """Cancel scope around the task that serves the lease."""
         self.granted = anyio.Event()
+        """Set when admission has given the lease a place on `host`; a new event after each return to the queue."""
         self.done = anyio.Event()
         """Set when the sandbox is closed and all records of the lease are removed."""
         self.parent = ""
@@ -114,7 +123,10 @@ class SandboxLease:
         """Sandbox whose loss the holder already knows."""
 
     def set(self, state: LeaseState, reason: str = "") -> None:
-        """Change the state, and wake every task that waits for a change."""
+        """Change the state, and wake every task that waits for a change.
+
+        The time without a call begins with `ready`.
+        """
         self.state, self.reason = state, reason
         if state == "ready":
             self._last_use = anyio.current_time()
@@ -127,7 +139,11 @@ class SandboxLease:
             await self._changed.wait()
 
     async def _wait_replaced(self) -> None:
-        """Wait until the lease is settled and its sandbox is not one whose loss the holder knows."""
+        """Wait until the lease is settled and its sandbox is not one whose loss the holder knows.
+
+        A call may have taken a broken connection for the loss of the sandbox. So a sandbox that counts as lost is
+        probed, and one that answers counts as usable again.
+        """
         while True:
             changed, sandbox = self._changed, self.sandbox
             if self.state in ("queued", "starting"):
@@ -146,17 +162,24 @@ class SandboxLease:
         await self._changed.wait()
 
     def renew(self) -> None:
-        """Extend the lease by `lease_s` from now: the holder is still there."""
+        """Extend the lease by `lease_s` from now. The service calls this at each request of the holder."""
         self.until = anyio.current_time() + self.lease_s
 
     def end(self, reason: str, error: SandboxError | None = None) -> None:
-        """Cancel the task that serves the lease, so that it ends. Only the first reason is kept."""
+        """Cancel the task that serves the lease, so that it ends. Only the first reason is kept.
+
+        Callers that need the lease's resources to be gone then wait for `done`.
+        """
         if not self.scope.cancel_called:
             self.ending, self.error = reason, error
             self.scope.cancel()
 
     def due(self) -> tuple[float, str]:
-        """Return the time at which the lease ends if nothing happens, and the reason."""
+        """Return the time at which the lease ends if nothing happens, and the reason.
+
+        While a call is in progress the lease does not idle. The task that keeps the time calls this again after each
+        change of state, and when the returned time has come.
+        """
         idle = math.inf
         if self.spec.idle_s is not None and self.state == "ready":
             idle = (anyio.current_time() if self.uses else self._last_use) + self.spec.idle_s
@@ -168,12 +191,25 @@ class SandboxLease:
         return min(times)
 
     def lost(self, sandbox: Sandbox | None, error: SandboxLostError) -> None:
-        """Record the loss of the sandbox. The next call raises `error`, unless the holder knows of the loss."""
+        """Record the loss of the sandbox. The next call of the holder raises `error`.
+
+        Nothing is recorded if a call in progress has raised that error already. `sandbox` is None after a restart of
+        the service, when it is unknown what the holder knows.
+        """
         self._unreported = None if sandbox is not None and sandbox is self._reported else (sandbox, error)
 
     @asynccontextmanager
     async def use(self) -> AsyncGenerator[Sandbox]:
-        """Hold the sandbox for one call of the lease's holder."""
+        """Hold the sandbox for one call of the lease's holder.
+
+        A SandboxLostError of the call counts as the report of the loss to the holder.
+
+        Raises:
+            SandboxLostError: the sandbox was lost and this call is the first one after that, or it is not replaced in
+                time.
+            SandboxClosedError: the lease has ended.
+            SandboxError: the error that ended the lease.
+        """
         sandbox = await self._usable()
         self.uses += 1
         try:

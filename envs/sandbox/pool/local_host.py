@@ -268,7 +268,8 @@ class LocalHost:
     async def _make(self, ticket: Ticket, deadline: float) -> Sandbox:
         """Start a sandbox with labels of this service, in one of the places of `starts_at_once`.
 
-        `deadline`: unix time after which other services may remove the container if this one is gone.
+        `deadline`: unix time after which other services remove the container if they cannot tell that this one still
+        runs.
         """
         identity = self._identity
         labels = Labels(

@@ -302,7 +302,7 @@ class LeaseBook:
         return list(self._leases.values())
 
     def of(self, id: str) -> SandboxLease:
-        """Return a lease that is not done. Raises KeyError."""
+        """Return a lease that is not done. Raises KeyError for any other id."""
         return self._leases[id]
 
     def find(self, id: str) -> SandboxLease | None:

@@ -5,7 +5,8 @@
 A call is repeated only if that is safe: nothing was sent yet, it only reads or removes, or it has an idempotency key.
 The key is a random text that the client chooses: the service runs the calls with one key only once. If the service was
 restarted in between and does not know the key of a repeated call, it answers with a SandboxLostError, because it cannot
-know if the first attempt was run. To find this out it is sent the identifier of the start that the client last saw.
+know if the first attempt was run. So a repeated call carries the identifier of the service's start that the client last
+saw.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from envs.sandbox.api import Chunk
-from envs.sandbox.engines.docker import environment
+from envs.sandbox.engines.docker import takeover_environment
 from envs.sandbox.local.sandbox import LocalSandbox
 from flash.errors import SandboxError, SandboxLostError
 
@@ -86,10 +86,10 @@ def test_the_relay_has_no_variable_of_the_sandbox_and_no_folder_that_it_can_writ
     env = ["PATH=/work/bin:/opt/x/bin:bin:/tmp/../tmp/b:/work:/usr/bin", "LD_PRELOAD=/work/x.so", "HOME=/work"]
     container = {"Config": {"User": "1000:1000", "Env": env, "WorkingDir": "/work"}, "HostConfig": {}}
     fixed = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-    assert environment(container) == {"PATH": fixed, "LD_PRELOAD": "", "HOME": "/"}
+    assert takeover_environment(container) == {"PATH": fixed, "LD_PRELOAD": "", "HOME": "/"}
     container["HostConfig"] = {"ReadonlyRootfs": True}
-    assert environment(container)["PATH"] == f"{fixed}:/opt/x/bin:/usr/bin"
+    assert takeover_environment(container)["PATH"] == f"{fixed}:/opt/x/bin:/usr/bin"
     for user in ("", "0", "root", "root:root", "0:0"):
         container["Config"]["User"] = user
         with pytest.raises(SandboxLostError, match="may be root"):
-            environment(container)
+            takeover_environment(container)
