@@ -87,7 +87,7 @@ async def test_a_sandbox_is_lost_when_its_lease_has_run_out_without_an_answer(be
 
 @pytest.mark.parametrize("behaviour", [silent, unreachable])
 async def test_a_service_that_answers_again_within_the_lease_keeps_its_sandbox(behaviour):
-    sandbox = sandbox_of(answers, behaviour, behaviour, answers)
+    sandbox = sandbox_of(answers, behaviour, answers)
     with anyio.move_on_after(10 * LEASE_S) as scope:
         await sandbox.keep()
     assert scope.cancelled_caught
