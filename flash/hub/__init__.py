@@ -4,7 +4,7 @@ One sample's way through it: `work` leases its task to a node and books its resu
 deals that to the trainer ranks and books the step.
 
 - `hub`: `Hub` wires all parts and answers requests; `protocol`: the messages; `gate`: checks what peers send.
-- `work`, `dealing`: leases and results; which node gets how many.
+- `work`: leases and results; which node gets how many tasks.
 - `nodes`, `fleet`: nodes and engines that come, load weights and go; their state.
 - `trainers`, `steps`: the trainer ranks and their restarts; batches, commits and versions.
 - `context`: the state that all parts share; `recovery`: the state that survives a hub.

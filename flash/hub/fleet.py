@@ -74,13 +74,6 @@ class NodeRegistry:
         """The run's configuration as TOML."""
         return dump(self._config)
 
-    def has_joined(self, node: int) -> bool:
-        """Return True if a node of this number is, or would be, registered by `join`: all nodes but the hub's own.
-
-        Such a node may leave, and may outlive the hub.
-        """
-        return node != HUB_NODE
-
     @property
     def engines(self) -> int:
         """Number of engines of all nodes, started or not."""
@@ -93,8 +86,8 @@ class NodeRegistry:
 
     @property
     def joined(self) -> list[int]:
-        """Numbers of the nodes that have joined."""
-        return [node for node in self._engines if self.has_joined(node)]
+        """Numbers of the nodes that have joined: all but the hub's own node."""
+        return [node for node in self._engines if node != HUB_NODE]
 
     def describe_run(self, request: p.RunRequest, version: int, *, ending: bool) -> p.RunReply:
         """Return the facts that a guest needs to join.
@@ -151,7 +144,7 @@ class NodeRegistry:
 
     def left(self, node: int) -> None:
         """Free the numbers of a node that is gone. The hub's own node stays registered: it ends with the hub."""
-        if self.has_joined(node):
+        if node != HUB_NODE:
             self._engines.pop(node, None)
 
 

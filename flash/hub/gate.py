@@ -8,8 +8,8 @@ disconnected with a ProtocolError, and the hub never sees the request.
 
 The trainer ranks between two restarts are an *incarnation*. A trainer rank belongs to the incarnation in which it has
 connected, and is answered only until this incarnation is over.
-Lifecycle: `flash.transport.server.serve` asks `former` and calls `arrived`, then `handle` for each request, then
-`left`.
+Lifecycle: for a new connection `flash.transport.server.serve` asks `connection_to_replace` and ends the connection that
+it names. Then it calls `arrived`, `handle` for each request, and `left` when the connection has ended.
 """
 
 from __future__ import annotations
@@ -106,16 +106,20 @@ class Gate:
         """Connected peers, by the id of their connection."""
         self._closed = False
 
-    def former(self, name: str) -> int | None:
-        """Return the id of the silent connection that a new peer of this name replaces.
+    def connection_to_replace(self, name: str) -> int | None:
+        """Return the id of the silent connection that a new connection with this name replaces; None if there is none.
 
-        None if no node or trainer rank of this name is connected, or if its connection is not silent. In the second
-        case `arrived` refuses the new peer. `flash.transport.server.serve` calls this for each new connection, and ends
-        the returned connection before it calls `arrived`.
+        `flash.transport.server.serve` calls this for each new connection, and ends the returned connection before it
+        calls `arrived`. A connection is silent if no request has arrived in it for `SILENT_S`. It may be dead without
+        the hub knowing it: if the network was cut, the end of the connection never arrives. Then the peer connects
+        again while its old connection still seems open.
 
-        A connection is silent if no request has arrived in it for `SILENT_S`. It may be dead without the hub knowing
-        it: if the network was cut, the end of the connection never arrives. Then the peer connects again while its old
-        connection still seems open.
+        There are three cases in which nothing is replaced:
+        - No node or trainer rank of this name is connected. `arrived` then admits the new peer. Messengers and guests
+          are always in this case, because several of one name may be connected: the hub keeps no state for them.
+        - A trainer rank of this name is connected, but its incarnation is over. The hub does not answer that connection
+          any more, so `arrived` admits the new rank into the next incarnation.
+        - The connected peer is not silent. `arrived` then refuses the new one.
         """
         connection = self._find(name)
         return connection if connection is not None and self._peers[connection].silence > SILENT_S else None
@@ -135,7 +139,7 @@ class Gate:
 
         Raises:
             ProtocolError: the run has no peer of this name, or a peer of this name is still connected. The server has
-                already ended a silent connection of this name (`former`).
+                already ended a silent connection of this name (`connection_to_replace`).
         """
         match = _PEER_NAME.fullmatch(connection.name)
         if match is None or int(match[2]) >= self._limits.get(match[1], math.inf):
@@ -143,8 +147,8 @@ class Gate:
             raise ProtocolError(f"no peer of this run is called {connection.name[:60]!r} (the run has {known})")
         kind: Any = match[1]
         number = int(match[2])
-        if (former := self._find(connection.name)) is not None:
-            heard = f"and was heard {self._peers[former].silence:.0f} s ago"
+        if (connected := self._find(connection.name)) is not None:
+            heard = f"and was heard {self._peers[connected].silence:.0f} s ago"
             raise ProtocolError(
                 f"{connection.name} is connected already, {heard}; it must be silent for {SILENT_S:g} s. Has another "
                 "node of the job the same FLASH_NODE_RANK?"

@@ -20,8 +20,8 @@ of the run, and does the work that no request waits for.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from itertools import count
+from typing import Any
 
 import anyio
 import msgspec
@@ -135,7 +135,7 @@ class Hub:
             fleet=Fleet(),
         )
         self.registry = NodeRegistry(config, origin)
-        self.work = NodeWork(context, self.registry.has_joined)
+        self.work = NodeWork(context)
         self._nodes = Nodes(context, self.registry, self.work)
         self._versions = WeightVersions(context, self.work)
         start = recovered.start or TrainerStart(version, "")
@@ -214,8 +214,10 @@ class Hub:
                 return self.stages.last_work
             waited_for = self.stages.describe(stage)
             if stage.of_trainers and self.incarnations.present:
-                # `hang` ends their incarnation. The run ends only if the ranks cannot start again.
-                self._trainers.hang(f"the run has waited {seconds:g} s (deadlines.{stage.deadline}) for {waited_for}")
+                # This ends their incarnation. The run ends only if the ranks cannot start again.
+                self._trainers.deadline_exceeded(
+                    f"the run has waited {seconds:g} s (deadlines.{stage.deadline}) for {waited_for}"
+                )
             else:
                 raise DeadlineError(waited_for, seconds, stage.look_at)
         return ""
@@ -256,12 +258,14 @@ class Hub:
         """
         return check_reply(request, await self._answer(request))
 
-    async def _answer(self, request: msgspec.Struct) -> msgspec.Struct:
+    async def _answer(self, request: Request[Any]) -> msgspec.Struct:
         """Call the part of the hub that answers a request.
 
-        Every request that the `match` below does not name comes from a trainer rank, and `_answer_rank` answers it.
-        Such a request ends with an IncarnationOverError as soon as the rank's incarnation is over. A request for which
-        no part returns a reply is answered with an `Ack`.
+        A request for which no part returns a reply is answered with an `Ack`.
+
+        Raises:
+            IncarnationOverError: the incarnation of the trainer rank that sent the request has ended meanwhile.
+            ContractError: the hub serves no such request.
         """
         match request:
             case p.LeaseRequest():
@@ -298,22 +302,21 @@ class Hub:
                 # The peer must not get a reply: the end of its connection tells it that the error was reported. So
                 # wait until its call has timed out; the Ack below then reaches nobody.
                 await anyio.sleep(self._config.deadlines.request)
+            case p.RankRequest() | p.FirstRankRequest():
+                # The work for a rank must not go on after its incarnation: the next incarnation begins with a clean
+                # state.
+                with self._trainers.within_incarnation():
+                    return await self._answer_rank(request)
             case _:
-                return await self._trainers.within_incarnation(partial(self._answer_rank, request))
+                raise ContractError(f"the hub does not serve a {type(request).__name__}")
         return p.Ack()
 
-    async def _answer_rank(self, request: msgspec.Struct) -> msgspec.Struct:
-        """Call the part of the hub that answers a request of a trainer rank.
-
-        A request for which the part returns no reply is answered with an `Ack`.
-
-        Raises:
-            ContractError: the hub serves no such request.
-        """
+    async def _answer_rank(self, request: Request[Any]) -> msgspec.Struct:
+        """Call the part of the hub that answers a request of a trainer rank. `_answer` describes the reply."""
         match request:
             case p.IncarnationRequest():
                 return await self._trainers.start(request)
-            case p.IncarnationWatch():  # the heartbeat of the rank
+            case p.RankHeartbeat():
                 await self._trainers.heartbeat(request)
             case p.BatchRequest():
                 return await self._steps.batch(request)

@@ -159,7 +159,7 @@ class Nodes:
                 f"node {node} leaves: it takes no more samples, and finishes those that it has or hands them back"
             )
         self._leaving[node] = request.error and f"{request.error}: {request.message}"
-        self._work.stop_dealing_to(node)
+        self._work.stop_leasing_to(node)
 
     async def watch(self) -> None:
         """Take all leases from nodes that are silent, and take single leases that have lasted too long.
@@ -191,7 +191,7 @@ class Nodes:
         self._take_leases(node)
         self._silent.add(node)
         self._observer.failure("node_silent", f"node {node} has not asked for anything for {limit:g} s; see {look_at}")
-        if self._fleet or self._registry.has_joined(node):
+        if self._fleet or node != HUB_NODE:
             then = "the others do its work" if self._fleet else "no other node has engines"
             self._observer.note(f"node {node} has been silent for {limit:g} s, and {then}; see {look_at}")
         else:
@@ -245,7 +245,7 @@ class WeightVersions:
 
     Args:
         context: the shared objects of the hub.
-        work: leases queued tasks to waiting nodes (`deal`). A node that is loading a version gets its share later.
+        work: grants leases to waiting nodes (`grant_leases`). It keeps a share for a node that is loading a version.
     """
 
     def __init__(self, context: HubContext, work: NodeWork) -> None:
@@ -258,7 +258,7 @@ class WeightVersions:
         self._progress.newest = version
         self._shares.version_published(self._now())
         self._progress.send("versions")
-        self._work.deal()
+        self._work.grant_leases()
 
     async def newer(self, request: p.VersionRequest) -> p.VersionReply:
         """Answer a node with a version that is newer than `request.after`, the version that the node has.
@@ -316,5 +316,5 @@ class WeightVersions:
             elif newest >= self._progress.newest:
                 self._shares.version_loaded(node)
             if newest != before:
-                self._work.deal()
+                self._work.grant_leases()
         return p.Ack()

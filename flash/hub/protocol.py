@@ -39,7 +39,7 @@ class HubCaller(Protocol):
 
 
 class BlockingHubCaller(Protocol):
-    """A connection to the hub whose calls block their thread, such as `flash.transport.blocking.BlockingClient`."""
+    """A connection to the hub whose calls block their thread, such as `flash.transport.client.BlockingClient`."""
 
     def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
         """Send one request and wait for its reply, for `timeout` seconds at most."""
@@ -94,9 +94,9 @@ class LeaseReply(msgspec.Struct, frozen=True, tag=True):
 class LeaseRequest(NodeRequest[LeaseReply], frozen=True, tag=True):
     """A node with room asks for tasks.
 
-    The hub answers as soon as the node's share of the available tasks has at least one (`flash.hub.dealing`), or empty
-    after the long poll. A node sends one such request at a time. If its connection ends before the reply, the tasks of
-    the leases in that reply queue again.
+    The hub answers as soon as the node's share of the available tasks (`flash.hub.work.NodeShares`) has at least one,
+    or empty after the long poll. A node sends one such request at a time. If its connection ends before the reply, the
+    tasks of the leases in that reply queue again.
     """
 
     capacity: int
@@ -292,7 +292,7 @@ class IncarnationRequest(RankRequest[IncarnationReply], frozen=True, tag=True):
     """HOST:PORT of the store that rank 0 has opened for all ranks; empty from any other rank."""
 
 
-class IncarnationWatch(RankRequest[Ack], frozen=True, tag=True):
+class RankHeartbeat(RankRequest[Ack], frozen=True, tag=True):
     """Heartbeat of a trainer rank. A thread of the rank sends it again after each reply.
 
     The hub answers after `flash.config.waits.BEAT_S` seconds. A rank that does not ask again for several such periods

@@ -180,7 +180,7 @@ class TrainingSteps:
             # The batch has left the buffer. This may withdraw leases that have become useless, and makes room for new
             # leases.
             self._work.pass_on_withdrawals()
-            self._work.deal()
+            self._work.grant_leases()
             min_version = self._contract.min_token_version(self._progress.version)
             batch = gather(groups, self._progress.version, min_version)
             shards = await self._split_batch(batch)

@@ -17,8 +17,8 @@ after its checkpoint, in order. Engines are given only the run's version, so the
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 
 import anyio
 import msgspec
@@ -31,8 +31,6 @@ from flash.hub.context import HubContext, RunProgress
 from flash.hub.recovery import TrainerStart
 from flash.observe.cluster import RankNow
 from flash.types import Published
-
-T = TypeVar("T")
 
 INCARNATION_OVER = "this incarnation of the trainer ranks is over, as one of them is gone or hangs"
 """Message of the IncarnationOverError for a rank whose incarnation is over."""
@@ -311,7 +309,7 @@ class TrainerRanks:
         self._progress.fail(failed)
         return failed
 
-    async def heartbeat(self, request: p.IncarnationWatch) -> None:
+    async def heartbeat(self, request: p.RankHeartbeat) -> None:
         """Record the heartbeat of a rank, and wait `waits.BEAT_S` before the reply.
 
         The rank sends its next heartbeat after the reply.
@@ -348,19 +346,23 @@ class TrainerRanks:
         self._processes_changed()
         self._progress.send("run")
 
-    async def within_incarnation(self, answer: Callable[[], Awaitable[T]]) -> T:
-        """Call `answer`, which answers a request of a rank, and return its result.
+    @contextmanager
+    def within_incarnation(self) -> Generator[None]:
+        """Answer a request of a rank in this block, which the end of the incarnation cancels.
+
+        `Hub` uses it for every request of a rank, so that no request of an incarnation that is over keeps waiting.
 
         Raises:
-            IncarnationOverError: the incarnation has ended while `answer` was waiting.
+            IncarnationOverError: the incarnation has ended while the block was waiting.
         """
-        with anyio.CancelScope() as call:
-            self._calls.add(call)
+        with anyio.CancelScope() as scope:
+            self._calls.add(scope)
             try:
-                return await answer()
+                yield
             finally:
-                self._calls.discard(call)
-        raise IncarnationOverError(INCARNATION_OVER)
+                self._calls.discard(scope)
+        if scope.cancelled_caught:
+            raise IncarnationOverError(INCARNATION_OVER)
 
     # -- the end of an incarnation -----------------------------------------------------------------------------------
 
@@ -378,21 +380,25 @@ class TrainerRanks:
             lost = f"trainer rank {rank} is gone without an error message: its process was killed, or crashed"
             self._end_incarnation(PeerLostError("; ".join([lost, *hanging])), causes)
 
-    def hang(self, waited: str) -> None:
-        """End the newest incarnation because it has exceeded a deadline.
+    def deadline_exceeded(self, exceeded: str) -> None:
+        """End the newest incarnation because it has exceeded a deadline: that of a stage, or that of heartbeats.
 
-        After the first rank has left, all ranks count as left instead, and the run ends.
+        The run ends instead if the ranks cannot start again, or if it was interrupted (`_end_incarnation`). After the
+        first rank has left normally, all other ranks count as left, and the run does not wait for them any more: a rank
+        leaves only after all ranks have saved everything.
 
-        `waited`: clause for the error message that names the deadline.
+        `exceeded`: clause that names the deadline, for the error message.
         """
+        # Described before `ranks_lost`, which clears the state of the ranks.
         missing = self._describe_missing()
         hanging = [*self._describe_silent(), *filter(None, [missing])]
         hanging = hanging or [f"{self._describe_rank(rank)} hangs" for rank in self.incarnations.present]
         causes = self._processes_of(self._silent() or self.incarnations.present)
         if self.incarnations.ranks_lost(range(len(self.incarnations.ranks))):
-            self._end_incarnation(PeerLostError(f"{' and '.join(hanging)}: {waited}"), causes, missing)
+            self._end_incarnation(PeerLostError(f"{' and '.join(hanging)}: {exceeded}"), causes, missing)
         else:
-            self._progress.send("run")  # every rank counts as left: the run waits for none of them any more
+            # Without this signal `Hub.run` would not notice that all ranks count as left now.
+            self._progress.send("run")
 
     async def watch(self) -> None:
         """Watch the heartbeats, and end the incarnation if one of its ranks is silent. Runs until it is cancelled.
@@ -408,7 +414,9 @@ class TrainerRanks:
             if self.incarnations.silent(limit, anyio.current_time()):
                 await anyio.sleep(waits.SECOND_LOOK_S)
             if self.incarnations.silent(limit, anyio.current_time()):
-                self.hang(f"a rank that runs sends a heartbeat at least every {limit:g} s (deadlines.request)")
+                self.deadline_exceeded(
+                    f"a rank that runs sends a heartbeat at least every {limit:g} s (deadlines.request)"
+                )
 
     async def fatal(self, request: p.Fatal, describe_wait: Callable[[], str]) -> None:
         """End the run with the error of a peer, or end the incarnation if a collective failed.

@@ -1,41 +1,325 @@
-"""Grant leases of tasks to nodes, and book the results that come back.
+"""The hub's leases: how tasks get to nodes, and how results come back.
 
-`NodeWork.lease` answers a node with leases from the sample buffer. The node runs them (`flash.rollout.scheduler`).
-`NodeWork.deliver` stores the results in the buffer, where they complete groups. When the buffer can form a batch, the
-waiting trainer ranks are woken, and `flash.hub.steps.TrainingSteps.batch` continues.
+A *lease* is the right and the duty of a node to run one task. On a sample's road, `NodeWork.lease` answers a node with
+leases from the sample buffer, and `NodeWork.deliver` gives the results of the node to the buffer, where they complete
+groups. When the buffer can form a batch, the waiting trainer ranks are woken, and `flash.hub.steps.TrainingSteps.batch`
+continues. `flash.hub.hub.Hub` makes the one `NodeWork` of a run and calls it for each request of a node.
 
-A lease is the right and the duty of a node to run one task. Invariant of the buffer: issued = trained + filtered +
-given_up + in_flight. For this module it means that every lease that the buffer has granted is finished, revoked or
-withdrawn exactly once, even if its node is lost. The methods run in the tasks of the nodes' requests, except that
-`work_off_backlog` and `expire_claims` run in tasks of `Hub.run`.
+The *load* of a node is the number of its leases, divided by the number that it has room for. `NodeShares` decides which
+*share* of the available tasks each waiting node gets, so that all loads become equal. So a node with more engines gets
+more leases, and a node with slow engines, which holds its leases longer, gets fewer.
+
+Invariants:
+- Every lease that the buffer has granted is finished, revoked or withdrawn exactly once, even if its node is lost.
+- No task waits while a waiting node could run it. There is one exception: a share is kept, for at most `KEPT_S`, for a
+  node that will soon ask. It is loading the version that the tasks need, or its last reply had no space for its share.
+
+`NodeShares` and `LeaseClaims` are pure state: they own no tasks, clocks or files. The methods of `NodeWork` run in the
+tasks of requests, except that `work_off_backlog` and `expire_claims` run in tasks of `Hub.run`.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import islice, takewhile
 
 import anyio
+import msgspec
 from anyio.lowlevel import checkpoint
 
 from flash.config import waits
 from flash.errors import FlashError
 from flash.hub import protocol as p
 from flash.hub.context import HubContext
-from flash.hub.dealing import LeaseDealer
+from flash.hub.fleet import HUB_NODE
 from flash.hub.metrics import FAILURES
 from flash.samples.leases import LeaseTable
 from flash.types import Activity, Failure, Lease, Outcome, Trajectory
 
 RESULTS_AT_ONCE = 256
 """Number of results that are stored before other tasks are served. Each result takes some 30 microseconds."""
+KEPT_S = 5.0
+"""Seconds for which a share is kept for a node that will soon ask. Nodes may differ by this much in the time to load a
+version. If no share was kept, the first node that has loaded a version would take all tasks that need this version. The
+limit also bounds how long a node that hangs keeps its share from other nodes."""
+LEASES_AT_ONCE = 256
+"""Largest number of leases in one reply, so that one reply takes only a few milliseconds: granting a lease takes some
+ten microseconds. The node asks for the rest of its share at once."""
+SLICE = 128
+"""Number of leases after which other tasks of the hub are served before more leases are granted (a slice). A slice may
+have more leases, because the reply that is being filled when this number is reached still gets its whole share, up to
+`LEASES_AT_ONCE`."""
+
+
+# -- leases of nodes -------------------------------------------------------------------------------------------------
+
+
+class Holders:
+    """Records which node holds which lease, and which leases each node has to cancel.
+
+    It has training and evaluation leases alike. The sample buffer and the evaluations know the tasks that are leased,
+    but need not know the nodes. A node holds a lease until it has delivered a result, also if the lease was withdrawn.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[int, Lease, float]] = {}
+        """Node, lease, and time at which it was granted, by the number of the lease, in the order of the times."""
+        self._of_node: dict[int, dict[int, Lease]] = {}
+        """Leases of each node, by the number of the lease."""
+        self._cancels: dict[int, list[int]] = {}
+        """Numbers of the leases to cancel, by node."""
+
+    def granted(self, node: int, leases: Iterable[Lease], now: float) -> None:
+        """Record that a node was given leases at the time `now`."""
+        for lease in leases:
+            self._held[lease.lease_id] = node, lease, now
+            self._of_node.setdefault(node, {})[lease.lease_id] = lease
+
+    def held(self, node: int) -> int:
+        """Return the number of leases that a node holds."""
+        return len(self._of_node.get(node, ()))
+
+    def granted_before(self, then: float) -> list[tuple[int, Lease]]:
+        """Return the leases that were granted before a time, each with its node. The hub takes back those that hang."""
+        held = self._held.values()
+        return [(node, lease) for node, lease, _ in takewhile(lambda each: each[2] < then, held)]
+
+    def oldest(self, most: int) -> list[tuple[int, Lease, float]]:
+        """Return the `most` oldest leases, each with its node and the time at which it was granted."""
+        return list(islice(self._held.values(), most))
+
+    def oldest_of(self, node: int) -> float | None:
+        """Return the time at which the oldest lease of a node was granted; None if the node holds no lease."""
+        first = next(iter(self._of_node.get(node, ())), None)
+        return None if first is None else self._held[first][2]
+
+    def ended(self, lease_id: int) -> None:
+        """Record that a lease is over: its result was delivered, or the hub has taken it back.
+
+        An unknown lease is ignored.
+        """
+        if (held := self._held.pop(lease_id, None)) is not None:
+            del self._of_node[held[0]][lease_id]
+
+    def lost(self, node: int) -> list[Lease]:
+        """Forget a node that is gone, and the leases that it should have cancelled. Returns the leases that it held."""
+        self._cancels.pop(node, None)
+        leases = list(self._of_node.pop(node, {}).values())
+        for lease in leases:
+            del self._held[lease.lease_id]
+        return leases
+
+    def withdraw(self, lease_ids: Iterable[int]) -> set[int]:
+        """Record that the nodes of these leases have to cancel them. Returns the nodes.
+
+        Leases that no node holds any more are ignored.
+        """
+        nodes: set[int] = set()
+        for lease_id in lease_ids:
+            if lease_id in self._held:
+                node = self._held[lease_id][0]
+                self._cancels.setdefault(node, []).append(lease_id)
+                nodes.add(node)
+        return nodes
+
+    def has_cancels(self, node: int) -> bool:
+        """Return True if a node has leases to cancel."""
+        return node in self._cancels
+
+    def take_cancels(self, node: int) -> list[int]:
+        """Return the leases that a node has to cancel, and forget them, because a node is notified once."""
+        return self._cancels.pop(node, [])
+
+
+# -- the share of each node ------------------------------------------------------------------------------------------
+
+
+class _NodeRoom(msgspec.Struct):
+    """Room of one node, and the reasons to keep a share for the node. Times are seconds on the caller's clock."""
+
+    room: int = 0
+    """Number of leases that the node can hold at once, from its last report."""
+    requested: int = 0
+    """Number of tasks that the last request of the node could take."""
+    waiting: bool = False
+    """True if a request of the node waits for tasks."""
+    no_engine: bool = False
+    """True if no engine of the node has a version now. The node will report when an engine has loaded one."""
+    loads_until: float = -math.inf
+    """A share is kept for the node until this time, or until the node has the newest version."""
+    asks_until: float = -math.inf
+    """A share is kept for the node until this time, or until the node asks again."""
+
+
+class NodeLoad(msgspec.Struct, frozen=True):
+    """Load of one node at one moment: the leases that the node holds, and its room."""
+
+    node: int
+    held: int
+    """Number of leases that the node holds."""
+    room: int
+    """Number of leases that the node can hold."""
+    takes: bool = True
+    """True if the node takes its share now; False if the share is kept for it. If two loads are equal, a node that
+    takes its share is served before a node that does not."""
+
+
+class NodeShares:
+    """Decides how many of the available tasks each node gets. Times are seconds on the caller's clock.
+
+    `NodeWork` and `flash.hub.nodes.WeightVersions` report each event that changes the shares. `NodeWork` asks for the
+    shares with `compute` when it grants leases.
+
+    Args:
+        held: returns the number of leases that a node holds.
+        unit: number of tasks that go to one node together: 1, or the size of a whole group.
+    """
+
+    def __init__(self, held: Callable[[int], int], unit: int) -> None:
+        self._held = held
+        self._unit = unit
+        self._nodes: dict[int, _NodeRoom] = {}
+        self.kept_until = -math.inf
+        """Time until which a share may be kept for some node. After this time, all shares go to the waiting nodes."""
+
+    def node_waits(self, node: int, capacity: int) -> None:
+        """Record that a request of a node waits for tasks. The node could start `capacity` of them now."""
+        known = self._nodes.setdefault(node, _NodeRoom())
+        known.room, known.requested = self._held(node) + capacity, capacity
+        known.waiting, known.asks_until = True, -math.inf
+
+    def stops_waiting(self, node: int) -> None:
+        """Record that no request of the node waits any more."""
+        if node in self._nodes:
+            self._nodes[node].waiting = False
+
+    def set_capacity(self, node: int, capacity: int) -> None:
+        """Update the room of a node that has delivered results, and could start `capacity` tasks now.
+
+        A request of the node may wait for more tasks than that: the node has sent both messages at different times.
+        Then the number of the request counts. An unknown node changes nothing.
+        """
+        if (known := self._nodes.get(node)) is not None:
+            known.room = self._held(node) + max(capacity, known.requested if known.waiting else 0)
+
+    def remove(self, node: int) -> None:
+        """Remove a node that is lost or leaves the run. It gets no share any more."""
+        self._nodes.pop(node, None)
+
+    def version_published(self, now: float) -> None:
+        """Keep a share for each node that has an engine, because these nodes begin to load a new version."""
+        self.kept_until = now + KEPT_S
+        for known in self._nodes.values():
+            known.loads_until = -math.inf if known.no_engine else self.kept_until
+
+    def version_loaded(self, node: int) -> None:
+        """Record that an engine of the node has the newest version, so that no share is kept for the node."""
+        if node in self._nodes:
+            self._nodes[node].loads_until, self._nodes[node].no_engine = -math.inf, False
+
+    def engines_died(self, node: int) -> None:
+        """Record that the node has no engine. No share is kept for the node until an engine has loaded a version."""
+        if node in self._nodes:
+            known = self._nodes[node]
+            known.loads_until, known.asks_until, known.no_engine = -math.inf, -math.inf, True
+
+    def reply_full(self, node: int, now: float) -> None:
+        """Keep the rest of a node's share until the node asks again, because its reply had no space for the rest.
+
+        The node then counts as one that does not wait, so that it gets nothing more in this reply.
+        """
+        self.kept_until = now + KEPT_S
+        known = self._nodes[node]
+        known.waiting, known.asks_until = False, self.kept_until
+
+    @property
+    def any_waiting(self) -> bool:
+        """True if any node waits for tasks."""
+        return any(known.waiting for known in self._nodes.values())
+
+    def compute(self, tasks: int, now: float, unable: Collection[int]) -> dict[int, int]:
+        """Return the number of tasks that each waiting node gets now, the least loaded node first.
+
+        Args:
+            tasks: number of available tasks.
+            now: the present time.
+            unable: nodes that can run none of the tasks that are left.
+
+        Returns:
+            The number of tasks by node. Nodes without a share are left out. Empty if no waiting node can get a task.
+        """
+        # A node for which a share is kept counts in the division, so that nobody else gets its share. The node itself
+        # gets nothing now.
+        loads: list[NodeLoad] = []
+        for node, known in self._nodes.items():
+            takes = known.waiting and node not in unable
+            if takes or now < max(known.loads_until, known.asks_until):
+                loads.append(NodeLoad(node, self._held(node), known.room, takes))
+        if not any(load.takes for load in loads):
+            return {}
+        shares = equal_loads(loads, tasks, self._unit)
+        given = sorted(
+            (load.held / load.room, load.node, share)
+            for load, share in zip(loads, shares, strict=True)
+            if share and load.takes
+        )
+        return {node: share for _, node, share in given}
+
+
+def equal_loads(loads: Sequence[NodeLoad], tasks: int, unit: int) -> list[int]:
+    """Return the number of tasks that each node gets, so that the loads become as equal as they can.
+
+    Tasks are given in groups of `unit` tasks that stay together. All tasks are given as long as there is room. The last
+    unit of a node may exceed its room.
+    """
+    level = _common_level(loads, tasks)
+    shares = [max(0, math.floor((level * load.room - load.held) / unit)) * unit for load in loads]
+    left = tasks - sum(shares)
+    # Rounding down has left some tasks. Give them, unit by unit, to the node that then has the lowest load.
+    heap = [
+        ((load.held + share + unit) / load.room, not load.takes, load.node, at)
+        for at, (load, share) in enumerate(zip(loads, shares, strict=True))
+        if load.held + share < load.room
+    ]
+    heapq.heapify(heap)
+    while left > 0 and heap:
+        *_, at = heapq.heappop(heap)
+        shares[at] += unit
+        left -= unit
+        load, held = loads[at], loads[at].held + shares[at]
+        if held < load.room:
+            heapq.heappush(heap, ((held + unit) / load.room, not load.takes, load.node, at))
+    return shares
+
+
+def _common_level(loads: Sequence[NodeLoad], tasks: int) -> float:
+    """Return the load that the tasks give to all nodes with a lower load, if nothing is rounded.
+
+    At most 1, which is the load of a full node. `equal_loads` rounds the share that brings each node to this level.
+    """
+    room, wanted = 0, float(tasks)
+    level = 0.0
+    # Take in one node after the other, the least loaded first, and stop before a node whose load is already higher than
+    # the level that the nodes before it reach with all tasks. `wanted` is the tasks plus the leases of these nodes.
+    for load in sorted((load for load in loads if load.held < load.room), key=lambda load: load.held / load.room):
+        if room and wanted <= load.held / load.room * room:
+            break
+        room += load.room
+        wanted += load.held
+        level = wanted / room
+    return min(1.0, level)
+
+
+# -- leases of previous hubs -----------------------------------------------------------------------------------------
 
 
 class LeaseClaims:
     """Set of the leases that previous hubs granted and that no node has presented to this hub yet. Pure state.
 
     A node that outlives a hub continues its work, and presents its leases to the next hub. The next hub knows from its
-    recovered state which leases are out: granted, and neither finished nor withdrawn. The node may keep these leases
+    recovered state which leases are *out*: granted, and neither finished nor withdrawn. The node may keep these leases
     and drops all others. If no node claims a lease within some time, its task is queued again.
 
     Invariant: each lease of a previous hub is claimed by a node, or is revoked, or had ended before. Exactly one of
@@ -43,15 +327,15 @@ class LeaseClaims:
 
     Args:
         leases: the training leases as the previous hub has left them.
-        survives: returns True for a node that may have outlived the previous hub.
+        ended_node: number of the node that ended together with the previous hub, because it ran that hub.
     """
 
-    def __init__(self, leases: LeaseTable, survives: Callable[[int], bool]) -> None:
+    def __init__(self, leases: LeaseTable, ended_node: int) -> None:
         self._leases = leases
-        self._open = {lease_id for lease_id, member in leases.out.items() if survives(member.node)}
+        self._open = {lease_id for lease_id, member in leases.out.items() if member.node != ended_node}
         """Numbers of the leases that no node has claimed yet."""
         self.void = [lease_id for lease_id in leases.out if lease_id not in self._open]
-        """Numbers of the leases whose nodes ended together with the previous hub. The owner revokes these leases."""
+        """Numbers of the leases of `ended_node`. The owner revokes these leases."""
 
     def __bool__(self) -> bool:
         """Return True if any lease can still be claimed."""
@@ -62,28 +346,37 @@ class LeaseClaims:
         kept: list[Lease] = []
         for lease in presented:
             member = self._leases.out.get(lease.lease_id) if lease.lease_id in self._open else None
-            # A node may present anything, so a lease counts only if its task and version are those that were granted.
+            # A node may present anything, so a lease counts only if its task and the oldest version that may sample
+            # for it are those that were granted.
             if member is not None and (member.task, member.oldest_version) == (lease.task, lease.min_version):
                 self._open.discard(lease.lease_id)
                 kept.append(lease)
         return kept
 
     def expire(self) -> list[int]:
-        """End the time for claims. Returns the numbers of the unclaimed leases that are still out."""
+        """End the time for claims. Returns the numbers of the unclaimed leases that are still out.
+
+        A lease may have ended without a claim, for example because its group was withdrawn.
+        """
         left = [lease_id for lease_id in sorted(self._open) if lease_id in self._leases.out]
         self._open.clear()
         return left
 
 
+# -- leases and results ----------------------------------------------------------------------------------------------
+
+
 class NodeWork:
-    """Grants leases to nodes and books their results.
+    """Grants leases to nodes and stores their results.
+
+    It has two sources of tasks: the sample buffer (training tasks) and the evaluations. Waiting requests are woken by
+    *signals*, which are names of things that may change (`flash.hub.context`).
 
     Args:
         context: the shared objects of the hub.
-        survives: returns True for a node that may have outlived the previous hub.
     """
 
-    def __init__(self, context: HubContext, survives: Callable[[int], bool]) -> None:
+    def __init__(self, context: HubContext) -> None:
         self._config, self._observer, self._now = context.config, context.observer, context.now
         self._progress, self._metrics, self._fleet = context.progress, context.metrics, context.fleet
         self._buffer, self._samples = context.buffer, context.buffer.samples
@@ -92,47 +385,61 @@ class NodeWork:
         """Nodes that are leaving, and get no more leases."""
         rollout = self._config.rollout
         unit = 1 if rollout.replicate_prompts else rollout.group_size + rollout.extra_per_group
-        self._dealer = LeaseDealer(self._available_tasks, self._lease_next, unit)
-        # `holders` records which node has which lease; `shares` decides how many of the tasks each node gets.
-        self.holders, self.shares = self._dealer.holders, self._dealer.shares
-        self.claims = LeaseClaims(self._samples.leases, survives)
+        self.holders = Holders()
+        """Leases that each node holds, and leases that each node has to cancel."""
+        self.shares = NodeShares(self.holders.held, unit)
+        """Decides how many of the available tasks each node gets."""
+        self._replies: dict[int, list[Lease]] = {}
+        """Replies to the waiting nodes, to which `grant_leases` still appends leases, by node."""
+        self._kept_until = self.shares.kept_until
+        """Value of `shares.kept_until` after the last `grant_leases`."""
+        self.slice_full = False
+        """True if the last slice of `grant_leases` ended because it was full, so that tasks may be left for another."""
+        self.claims = LeaseClaims(self._samples.leases, HUB_NODE)
         if self.claims.void:
             self._buffer.revoke(self.claims.void)
         self._poll_s = waits.long_poll_s(self._config)
+        """Seconds after which a request for leases is answered at the latest."""
         self._openings = 0
-        """Value of `admission.openings`, which counts the events that may have made a lease possible, at the last deal
-        after a delivery. If the counter has changed since then, leases are dealt again."""
+        """Value of `admission.openings`, which counts the events that may have made a lease possible, when results last
+        made `deliver` grant leases. If the counter has changed since then, `deliver` grants leases again."""
         self._evaluation_start: float | None = None
         """Unix seconds of the first lease of the running evaluation; None while none runs."""
 
     # -- leases go out -----------------------------------------------------------------------------------------------
 
     async def lease(self, request: p.LeaseRequest) -> p.LeaseReply:
-        """Reply to a node with leases: its share of the tasks that can run now (`flash.hub.dealing`).
+        """Reply to a node with leases: its share of the tasks that can run now.
 
-        If there is none, waits for at most `waits.long_poll_s`; the reply may be empty then. `deal` appends leases to
-        the list `reply` and wakes this request. The end of the run wakes it, too, and so does the end of the time for
-        which tasks were kept for other nodes.
+        If there is none, waits for at most `waits.long_poll_s`; the reply may be empty then. `grant_leases` appends
+        leases to the list `reply` and wakes this request. The end of the run wakes it, too, and so does the end of the
+        time for which tasks were kept for other nodes.
         """
-        if request.node in self._leaving:
+        node = request.node
+        if node in self._leaving:
             # A node that leaves asks for leases until it has the reply to `Leave`. If it got an empty reply at once, it
             # would ask again and again.
             await anyio.sleep(self._poll_s)
             return p.LeaseReply([], done=self._progress.done)
-        reply = self._dealer.open_reply(request.node, request.capacity)
-        self.deal()
+        reply: list[Lease] = []
+        self.shares.node_waits(node, request.capacity)
+        self._replies[node] = reply
+        self.grant_leases()
         try:
             with anyio.move_on_after(self._poll_s):
                 while not reply and not self._progress.done:
-                    await self._wait_for_leases(request.node, reply)
+                    await self._wait_for_leases(node, reply)
         finally:
-            self._dealer.close_reply(request.node, reply)
+            # A later request of the node may have put another reply in this place, which stays open.
+            if self._replies.get(node) is reply:
+                del self._replies[node]
+                self.shares.stops_waiting(node)
         return p.LeaseReply(reply, done=self._progress.done)
 
     async def _wait_for_leases(self, node: int, reply: list[Lease]) -> None:
         """Wait until the reply has leases, the run is over, or the time for which shares are kept was changed.
 
-        If that time passes first, deal again: the tasks that were kept for other nodes are free then.
+        If that time passes first, grant leases again: the tasks that were kept for other nodes are free then.
         """
         kept, now = self.shares.kept_until, self._now()
         with anyio.move_on_after(kept - now if kept > now else math.inf):
@@ -140,22 +447,61 @@ class NodeWork:
                 ("leases", node), lambda: bool(reply) or self._progress.done or self.shares.kept_until != kept
             )
             return
-        self.deal()
+        self.grant_leases()
 
-    def deal(self) -> None:
-        """Lease a slice of the available tasks to the waiting nodes, by their shares (`flash.hub.dealing`).
+    def grant_leases(self) -> None:
+        """Lease one slice of the available tasks to the waiting nodes, by their shares, and wake these nodes.
 
-        This is called whenever tasks may have become available, or a node may have room again. If tasks are left for
-        another slice, `work_off_backlog` calls this again.
+        This is called whenever tasks may have become available, or a node may have room again. If the slice was full,
+        `work_off_backlog` calls this again, after other tasks were served. Does nothing in a run that has failed.
         """
-        if self._progress.error is None:
-            for node in self._dealer.deal(self._now()):
-                self._progress.send(("leases", node))
-            if self._dealer.unfinished:
-                self._progress.send("backlog")
+        if self._progress.error is not None:
+            return
+        self.slice_full = self._grant_slice(self._now())
+        woken = [node for node, reply in self._replies.items() if reply]
+        if self.shares.kept_until != self._kept_until:
+            # The request of each waiting node sleeps until the old time (`_wait_for_leases`), and has to learn the new.
+            self._kept_until = self.shares.kept_until
+            woken = list(self._replies)
+        for node in woken:
+            self._progress.send(("leases", node))
+        if self.slice_full:
+            self._progress.send("backlog")
+
+    def _grant_slice(self, now: float) -> bool:
+        """Append leases to the open replies, until the slice is full or no waiting node can be given a task any more.
+
+        Returns True if the slice is full: `SLICE` leases were granted, and nodes with a share of the rest are left.
+        """
+        unable: set[int] = set()
+        granted = 0
+        while self.shares.any_waiting and (tasks := self._available_tasks()):
+            shares = self.shares.compute(tasks, now, unable)
+            if not shares:
+                break
+            for node, share in shares.items():
+                if granted >= SLICE:
+                    return True
+                reply = self._replies[node]
+                wanted = min(share, LEASES_AT_ONCE - len(reply))
+                leases: list[Lease] = []
+                while len(leases) < wanted and (more := self._grant_next(node)):
+                    leases += more
+                self.holders.granted(node, leases, now)
+                reply += leases
+                granted += len(leases)
+                if len(leases) < wanted:
+                    # The node cannot run any task that is left, for example because it lacks the version for it.
+                    unable.add(node)
+                elif wanted < share:
+                    self.shares.reply_full(node, now)
+        return False
 
     def _available_tasks(self) -> int:
-        """Return the number of tasks that a node with the newest version could get. The number may be too high."""
+        """Return the number of tasks that a node with the newest version could get.
+
+        The number may be too high, but it is 0 only if no node can get a task.
+        """
         newest = self._progress.newest
         tasks = self._evaluations.available(newest)
         if newest >= 0 and self._progress.stopping is None and not self._evaluations.evaluates_untrained:
@@ -168,18 +514,18 @@ class NodeWork:
         able = self._fleet.able_nodes
         return able - self._leaving if self._leaving else able
 
-    def _lease_next(self, node: int) -> list[Lease]:
+    def _grant_next(self, node: int) -> list[Lease]:
         """Grant a node the next task; without `rollout.replicate_prompts`, all members of the next training group.
 
         Evaluation tasks come first, one at a time. Returns an empty list if there is no task for this node: no engine
-        of the node has a version, the run stops, the untrained policy is being evaluated, or the age contract admits
-        none. An error of the buffer ends the run.
+        of the node has a version, the run stops, the untrained policy is being evaluated, or the age contract (the
+        bound on how far sampling may be ahead of training) admits none. An error of the buffer ends the run.
         """
         versions = self._fleet.versions(node)
         if (lease := self._evaluations.lease(versions, node, nodes=self._able_nodes)) is not None:
             self._evaluation_start = self._now() if self._evaluation_start is None else self._evaluation_start
             return [lease]
-        # No training task goes out while the untrained policy is evaluated.
+        # The untrained policy is evaluated alone, before any training task.
         untrained = self._evaluations.evaluates_untrained
         if max(versions, default=-1) < 0 or self._progress.stopping is not None or untrained:
             return []
@@ -198,14 +544,16 @@ class NodeWork:
     # -- results come in ---------------------------------------------------------------------------------------------
 
     async def deliver(self, request: p.DeliverRequest) -> p.Ack:
-        """Store the results of leases, in slices. Then lease the tasks that they make possible, and wake the ranks.
+        """Store the results of leases that a node delivers, in slices.
 
-        Returns when the journal has the results. Only then may the node forget them, because the next hub recovers
-        results only from the journal. The ranks are woken if they can continue (`ranks_can_proceed`).
+        Then it passes on the leases that the results have made useless, grants the tasks that the results make
+        possible, and wakes the trainer ranks if they can continue (`ranks_can_proceed`). The reply goes out when the
+        journal has the results. Only then may the node forget them, because the next hub recovers results only from the
+        journal.
         """
         for number, ended in enumerate(request.ended, start=1):
             self.holders.ended(ended.lease_id)
-            self._book(request.node, ended.lease_id, ended.result)
+            self._store_result(request.node, ended.lease_id, ended.result)
             if number % RESULTS_AT_ONCE == 0:
                 await checkpoint()
         self.shares.set_capacity(request.node, request.capacity)
@@ -214,7 +562,7 @@ class NodeWork:
             ended.result.task.split == "eval" for ended in request.ended
         ):
             self._openings = self._samples.admission.openings
-            self.deal()
+            self.grant_leases()
         if self._samples.backlog:
             await self.tidy()
         elif self.ranks_can_proceed():
@@ -222,8 +570,13 @@ class NodeWork:
         await self._journal.written()
         return p.Ack()
 
-    def _book(self, node: int, lease_id: int, result: Trajectory | Failure) -> None:
-        """Store one result in the evaluation or in the sample buffer. An error of the buffer ends the run."""
+    def _store_result(self, node: int, lease_id: int, result: Trajectory | Failure) -> None:
+        """Store one result in the evaluation or in the sample buffer. An error of the buffer ends the run.
+
+        A failure is also reported to the observer, for people. The last result of an evaluation gives the observer the
+        row of the evaluation and its *activity* (a bar on the run's timeline), and wakes the tasks that wait for the
+        stage of the run.
+        """
         if isinstance(result, Failure) and result.outcome in FAILURES:
             self._observer.failure(result.outcome, f"node {node}: {result.message}")
         if result.task.split == "eval":
@@ -241,7 +594,11 @@ class NodeWork:
             self._progress.fail(error)
 
     async def tidy(self) -> None:
-        """Do all work in the buffer's backlog, in slices. Other tasks are served after each slice."""
+        """Do all work in the buffer's backlog, in slices, then grant the leases that it made possible.
+
+        The backlog is work on many groups that one event has begun; no batch is formed while it has work. Other tasks
+        are served after each slice. Wakes the ranks that wait for a batch. An error of the buffer ends the run.
+        """
         while self._samples.backlog:
             try:
                 self._buffer.do_slice()
@@ -251,27 +608,31 @@ class NodeWork:
             await checkpoint()
         self.pass_on_withdrawals()
         self._openings = self._samples.admission.openings
-        self.deal()
+        self.grant_leases()
         self._progress.send("batches")
 
     async def work_off_backlog(self) -> None:
         """Do the postponed work for which no request waits.
 
-        Consumes the buffer's backlog, and tasks that `deal` has left for a further slice. Waits for more such work.
-        Unblocked by the signal `backlog`. Produces leases and queued tasks. Other tasks are served after each slice.
-        The loop ends when the run fails.
+        Consumes the buffer's backlog (`tidy`), and tasks that `grant_leases` has left for a further slice. Waits for
+        more such work. Unblocked by the signal `backlog`. Produces leases and queued tasks. Other tasks are served
+        after each slice. The loop ends when the run fails.
         """
         while self._progress.error is None:
             if self._samples.backlog:
                 await self.tidy()
-            elif self._dealer.unfinished:
+            elif self.slice_full:
                 await checkpoint()
-                self.deal()
+                self.grant_leases()
             else:
                 await self._progress.wait("backlog")
 
     def pass_on_withdrawals(self) -> None:
-        """Pass withdrawn leases of the buffer to the cancel requests of their nodes, and its notes to the observer."""
+        """Pass on what the buffer has collected: withdrawn leases to their nodes, and notes to people.
+
+        The results of withdrawn leases are not needed any more. Their nodes learn it by `CancelReply`. This is called
+        after each operation of the buffer that may withdraw leases.
+        """
         for node in self.holders.withdraw(self._samples.leases.to_cancel):
             self._progress.send(("cancels", node))
         self._samples.leases.to_cancel.clear()
@@ -280,7 +641,11 @@ class NodeWork:
         self._samples.notes.clear()
 
     def ranks_can_proceed(self) -> bool:
-        """Return True if a rank that waits for its shard can form a batch, fetch it, or learn that the run stops."""
+        """Return True if a rank that waits for its shard can form a batch, fetch it, or learn that the run stops.
+
+        A shard is the part of a batch that one trainer rank trains. While another rank's request forms the batch, all
+        ranks wait.
+        """
         progress = self._progress
         if progress.batch == "forming":
             return False
@@ -291,7 +656,11 @@ class NodeWork:
     # -- leases of previous hubs -------------------------------------------------------------------------------------
 
     def claim(self, request: p.ClaimRequest) -> p.ClaimReply:
-        """Let a node that has outlived the previous hub keep the leases that it presents and that are still out."""
+        """Let a node that has outlived the previous hub keep the leases that it presents and that are still out.
+
+        The node sends this request right after it has joined. Like a new lease, a kept one may begin the time for which
+        the metrics of the next step count (`StepMetrics.sampling_began`).
+        """
         kept = self.claims.claim(request.leases)
         if kept:
             self._metrics.sampling_began(self._now())
@@ -301,7 +670,8 @@ class NodeWork:
     async def expire_claims(self) -> None:
         """Queue the tasks of leases again that previous hubs granted and that no node has claimed in time.
 
-        Waits once, for `flash.config.waits.claim_s`. Returns at once if there is no lease to claim.
+        `Hub.run` starts this once. It waits for `flash.config.waits.claim_s`, or returns at once if there is no lease
+        to claim.
         """
         if not self.claims:
             return
@@ -310,40 +680,51 @@ class NodeWork:
             self._observer.note(f"samples that queue again, since their nodes did not come back: {len(left)}")
             self._buffer.revoke(left)
             self._progress.send("batches", "backlog")
-            self.deal()
+            self.grant_leases()
 
     # -- leases of nodes that leave, hang or are lost ----------------------------------------------------------------
 
-    def stop_dealing_to(self, node: int) -> None:
-        """Give no more leases to a node that leaves, until `node_left`."""
-        self.shares.lost(node)
+    def stop_leasing_to(self, node: int) -> None:
+        """Give no more leases to a node that has announced that it leaves, until `node_left`.
+
+        Its share is granted to other nodes at once.
+        """
+        self.shares.remove(node)
         self._leaving.add(node)
-        self.deal()
+        self.grant_leases()
 
     def node_left(self, node: int) -> None:
-        """Remove a node from the leaving ones, because another node may get its number."""
+        """Forget that a node was leaving. Its connection has ended, so another node may get its number."""
         self._leaving.discard(node)
 
     def take_back(self, node: int, lease: Lease, message: str) -> None:
-        """End a lease that a node has held for too long. The node must cancel it, and the task counts as failed on it.
+        """End a lease that a node has held for too long.
+
+        The node must cancel the episode. The task counts as failed on this node, and is tried again as after any other
+        failure of an engine.
 
         `message`: the reason, for the failure.
         """
         self.holders.withdraw([lease.lease_id])
         self._progress.send(("cancels", node), "batches", "backlog")
         self.holders.ended(lease.lease_id)
-        self._book(node, lease.lease_id, Failure(lease.task, Outcome.ENGINE_ERROR, message, 0))
-        self.deal()
+        self._store_result(node, lease.lease_id, Failure(lease.task, Outcome.ENGINE_ERROR, message, 0))
+        self.grant_leases()
 
     def node_lost(self, node: int) -> None:
-        """Queue the tasks of all leases of a node again, because the node is lost or silent."""
+        """Queue the tasks of all leases of a node again, because the node is lost or silent.
+
+        The fleet forgets its engines, and its open reply gets no more leases.
+        """
         self._fleet.lost(node)
+        self._replies.pop(node, None)
+        self.shares.remove(node)
         training: list[int] = []
-        for lease in self._dealer.lost(node):
+        for lease in self.holders.lost(node):
             if lease.task.split == "eval":
                 self._evaluations.revoke(lease.lease_id)
             else:
                 training.append(lease.lease_id)
         self._buffer.revoke(training)
         self._progress.send("run", "batches", "engines", "backlog")
-        self.deal()
+        self.grant_leases()

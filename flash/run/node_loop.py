@@ -196,8 +196,13 @@ async def _serving(hub: Hub, config: Config, given: str | None) -> AsyncGenerato
     host, gate = advertised_host(config), Gate(hub, config)
     with hub_token(config.run_dir, given) as (token, token_file):
         async with anyio.create_task_group() as group:
-            told = {"former": gate.former, "on_connect": gate.arrived, "on_disconnect": gate.left}
-            server = partial(serve, deadline=config.deadlines.connect, **told)
+            server = partial(
+                serve,
+                deadline=config.deadlines.connect,
+                connection_to_replace=gate.connection_to_replace,
+                on_connect=gate.arrived,
+                on_disconnect=gate.left,
+            )
             with naming_the_key(config.cluster.hub_port):
                 port = await group.start(server, host, config.cluster.hub_port, token, p.HubRequest, gate.handle)
             address = HubAddress(host, port, token)

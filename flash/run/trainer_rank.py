@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
     from flash.hub.protocol import IncarnationReply
-    from flash.transport.blocking import BlockingClient
+    from flash.transport.client import BlockingClient
 
 log = logging.getLogger("flash")
 
@@ -98,11 +98,11 @@ def send_heartbeats(hub: BlockingClient, rank: int) -> None:
     The thread does not end the process when the incarnation is over: torch may block the main thread then, so the
     launcher kills the process.
     """
-    from flash.hub.protocol import IncarnationWatch
+    from flash.hub.protocol import RankHeartbeat
 
     with suppress(FlashError):  # raised when the incarnation is over or the hub is gone
         while True:
-            hub.call(IncarnationWatch(rank), timeout=math.inf)
+            hub.call(RankHeartbeat(rank), timeout=math.inf)
 
 
 def _enter(
@@ -113,7 +113,7 @@ def _enter(
     The connection is closed with `stack`. `store` is the address of rank 0's store; empty for other ranks.
     """
     from flash.hub import protocol as p
-    from flash.transport.blocking import BlockingClient
+    from flash.transport.client import BlockingClient
 
     with ExitStack() as entered:
         peer = (address.host, address.port, address.token, f"trainer-{index}", config.deadlines.connect)

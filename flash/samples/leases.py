@@ -3,7 +3,7 @@
 A *lease* is the right and the duty of a node to run one task. `LeaseTable` has the queue of waiting tasks and the
 leases that are *out*, that is, held by nodes. Invariant: each unfinished task is either in the queue or out on exactly
 one lease. `flash.samples.store.SampleStore` owns the table of the training tasks, and `flash.samples.evaluation` owns
-the table of the evaluation tasks. `flash.hub.dealing.Holders` records which node holds which lease, for both tables.
+the table of the evaluation tasks. `flash.hub.work.Holders` records which node holds which lease, for both tables.
 
 `Admission` decides for training tasks. `SampleBuffer.lease` asks it before each lease, and `SampleStore.issue` calls
 `Admission.issue` to make the tasks of another group. The rule follows from the age contract, which bounds how many

@@ -7,9 +7,8 @@ Weights travel on connections of their own (`flash.weights`), which use the proo
         call(request) → REQUEST frame ──►  FrameConnection  ──► handler(peer, request)
         reply         ◄── REPLY or ERROR ◄──  (connection)  ◄── reply struct or FlashError
 
-    auth        both ends prove that they hold the run's token, before the first frame
-    connection  one stream of frames in each direction, with bounded buffers
-    frames      requests, their replies' types, and their bytes
+    auth    both ends prove that they hold the run's token, before the first frame
+    frames  requests, their replies' types, their bytes, and one stream of frames in each direction with bounded buffers
 
 Security: the token is proven in both directions and never sent (`auth`). Every size is checked against a bound before
 memory is allocated for it (`auth`, `frames.FrameDecoder`). Connections without a proof are few and short-lived
@@ -19,8 +18,7 @@ memory is allocated for it (`auth`, `frames.FrameDecoder`). Connections without 
 from __future__ import annotations
 
 from flash.transport.auth import new_token
-from flash.transport.blocking import BlockingClient
-from flash.transport.client import Client, connect
+from flash.transport.client import BlockingClient, Client, connect
 from flash.transport.frames import Request
 from flash.transport.server import Handler, Peer, serve
 

@@ -35,8 +35,7 @@ from anyio.streams.stapled import MultiListener
 
 from flash.errors import ConfigError, FlashError, PeerLostError, ProtocolError, TransportError
 from flash.transport.auth import admit_client, check_token
-from flash.transport.connection import FrameConnection, set_socket_options
-from flash.transport.frames import Frame, FrameKind, Refusal
+from flash.transport.frames import Frame, FrameConnection, FrameKind, Refusal, set_socket_options
 
 MAX_UNPROVEN = 256
 """Unproven connections at a time. A proof takes two round trips, so that even 1,000 nodes that connect at once pass."""
@@ -144,7 +143,7 @@ async def serve(
     handler: Handler[RequestT],
     *,
     deadline: float,
-    former: Callable[[str], int | None] | None = None,
+    connection_to_replace: Callable[[str], int | None] | None = None,
     on_connect: Callable[[Peer], None] | None = None,
     on_disconnect: Callable[[Peer], None] | None = None,
     task_status: TaskStatus[int] = anyio.TASK_STATUS_IGNORED,
@@ -162,8 +161,8 @@ async def serve(
             first. A `FlashError` that it raises is sent to the caller; a `ProtocolError` ends the connection too. Any
             other exception is a bug and ends the server.
         deadline: seconds for a new connection to prove the token.
-        former: returns the id of the peer that a new peer of this name replaces, or None. The replaced peer is
-            disconnected first, and its handlers end before the new peer's `on_connect`.
+        connection_to_replace: returns the id of the connection that a new connection with this name replaces; None if
+            it replaces none. The old connection is ended first, and its handlers end before `on_connect` is called.
         on_connect: called once per peer, before its first request. It refuses the peer by raising a `ProtocolError`.
         on_disconnect: called once per peer, after its last handler ended, also when the server ends.
         task_status: receives the bound port.
@@ -172,7 +171,7 @@ async def serve(
         ConfigError: the address cannot be listened at, or the token is too short.
     """
     check_token(token)
-    server = _Server(token, request_type, handler, deadline, former, on_connect, on_disconnect)
+    server = _Server(token, request_type, handler, deadline, connection_to_replace, on_connect, on_disconnect)
     async with await _listen(host, port) as listener, anyio.create_task_group() as tasks:
         for one in listener.listeners:
             assert isinstance(one, SocketListener), "a port's listeners are sockets"
@@ -248,7 +247,7 @@ class _Server(Generic[RequestT]):
         request_type: type[RequestT],
         handler: Handler[RequestT],
         deadline: float,
-        former: Callable[[str], int | None] | None,
+        connection_to_replace: Callable[[str], int | None] | None,
         on_connect: Callable[[Peer], None] | None,
         on_disconnect: Callable[[Peer], None] | None,
     ) -> None:
@@ -258,7 +257,7 @@ class _Server(Generic[RequestT]):
         self._decoder = msgspec.msgpack.Decoder(request_type)
         self._handler = handler
         self._deadline = deadline
-        self._former = former
+        self._connection_to_replace = connection_to_replace
         self._on_connect = on_connect
         self._on_disconnect = on_disconnect
         self._ids = count(1)
@@ -293,8 +292,9 @@ class _Server(Generic[RequestT]):
             address = _address(stream)
             try:
                 name = await self._authenticate(stream)
-                while self._former is not None and (former := self._former(name)) is not None:
-                    await self._sessions[former].replace(address)
+                to_replace = self._connection_to_replace
+                while to_replace is not None and (old := to_replace(name)) is not None:
+                    await self._sessions[old].replace(address)
                 peer = Peer(next(self._ids), name, address)
                 set_socket_options(stream)
                 if self._on_connect is not None:

@@ -140,7 +140,7 @@ async def target(steps: int) -> AsyncGenerator[Target]:
             p.HubRequest,
             handle,
             deadline=PATIENCE_S,
-            former=gate.former,
+            connection_to_replace=gate.connection_to_replace,
             on_connect=gate.arrived,
             on_disconnect=gate.left,
             task_status=task_status,

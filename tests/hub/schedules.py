@@ -28,9 +28,9 @@ from flash.config.tree import Config
 from flash.environment.interface import Domain
 from flash.hub import protocol as p
 from flash.hub.context import SliceLimits
-from flash.hub.dealing import KEPT_S
 from flash.hub.hub import Hub
 from flash.hub.recovery import HubState, Persistence, RecoveredState, TrainerStart
+from flash.hub.work import KEPT_S
 from flash.observe.observer import MemoryObserver
 from flash.samples.buffer import MEMBERS_PER_SLICE
 from flash.samples.journal import MemoryJournal

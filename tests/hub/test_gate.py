@@ -99,7 +99,7 @@ async def test_a_second_connection_of_a_living_peers_name_is_refused_and_takes_n
     await guarded.begin(0)
     (lease,) = await guarded.lease(0, 1)
     await anyio.sleep(SILENT_S - 2)
-    assert guarded.gate.former("node-0") is None
+    assert guarded.gate.connection_to_replace("node-0") is None
     twin = peer("node-0", 9)
     with pytest.raises(ProtocolError, match="node-0 is connected already, and was heard 7 s ago"):
         guarded.gate.arrived(twin)
@@ -121,12 +121,12 @@ async def test_who_leaves_with_the_hub_is_not_lost() -> None:
 async def test_a_rank_whose_former_connection_is_silent_takes_its_place_and_begins_the_next_incarnation() -> None:
     guarded = GuardedHub()
     await guarded.begin(0)
-    assert guarded.gate.former("trainer-0") is None
+    assert guarded.gate.connection_to_replace("trainer-0") is None
     await anyio.sleep(SILENT_S + 1)
     incarnation = next(number for number in range(9) if guarded.hub.incarnations.is_current(number))
-    assert guarded.gate.former("trainer-0") == guarded.trainer.id
+    assert guarded.gate.connection_to_replace("trainer-0") == guarded.trainer.id
     guarded.gate.left(guarded.trainer)
-    assert guarded.gate.former("trainer-0") is None
+    assert guarded.gate.connection_to_replace("trainer-0") is None
     assert not guarded.hub.incarnations.is_current(incarnation)
     guarded.gate.arrived(peer("trainer-0", 9))
     assert guarded.hub.incarnations.is_current(incarnation + 1)

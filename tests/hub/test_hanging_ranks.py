@@ -199,10 +199,10 @@ async def test_of_several_ranks_the_one_that_is_silent_is_named_where_a_collecti
             await rank.fetch()
         async with anyio.create_task_group() as group:
             for rank in (ranks[0], ranks[1], ranks[3]):
-                group.start_soon(until_over, rank, p.IncarnationWatch(rank.index))
+                group.start_soon(until_over, rank, p.RankHeartbeat(rank.index))
             with anyio.move_on_after(7):
                 while True:
-                    await ranks[2].call(p.IncarnationWatch(2))
+                    await ranks[2].call(p.RankHeartbeat(2))
             await anyio.sleep(COLLECTIVE)
             group.start_soon(
                 ranks[0].call, p.Fatal("CollectiveError", "trainer rank 0: a collective failed: timed out")
@@ -235,10 +235,10 @@ async def test_a_rank_that_does_not_show_any_more_that_it_runs_is_lost_long_befo
         for rank in ranks:
             await rank.fetch()
         async with anyio.create_task_group() as group:
-            group.start_soon(until_over, ranks[0], p.IncarnationWatch(0))
+            group.start_soon(until_over, ranks[0], p.RankHeartbeat(0))
             with anyio.move_on_after(2 * SILENCE):
                 while True:
-                    await ranks[1].call(p.IncarnationWatch(1))
+                    await ranks[1].call(p.RankHeartbeat(1))
             quiet = anyio.current_time()
             assert await launcher_hears(world, 0, {rank.process for rank in ranks}) == [ranks[1].process]
             assert SILENCE < anyio.current_time() - quiet + waits.BEAT_S < SILENCE + 2 * waits.BEAT_S

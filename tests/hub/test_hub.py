@@ -15,10 +15,10 @@ from flash.config.waits import LONG_POLL_S
 from flash.errors import BreakerError, ContractError
 from flash.hub import protocol as p
 from flash.hub.context import SliceLimits
-from flash.hub.dealing import KEPT_S
 from flash.hub.hub import DEFAULT_LIMITS, Hub, InProcessCaller
 from flash.hub.protocol import fetch_shard
 from flash.hub.recovery import HubState, Persistence, RecoveredState
+from flash.hub.work import KEPT_S
 from flash.observe.observer import MemoryObserver
 from flash.samples.journal import NO_JOURNAL, Journal
 from flash.samples.rules import ONE_KIND

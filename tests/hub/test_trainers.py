@@ -393,7 +393,7 @@ async def test_what_a_lost_incarnation_still_says_is_refused_and_what_it_had_beg
         for rank in ranks:
             await rank.fetch()
         async with anyio.create_task_group() as group:
-            for request in (p.IncarnationWatch(0), p.Fatal("CollectiveError", "trainer rank 0: a collective failed")):
+            for request in (p.RankHeartbeat(0), p.Fatal("CollectiveError", "trainer rank 0: a collective failed")):
                 group.start_soon(until_over, ranks[0], request)
             await anyio.sleep(0.1)
             ranks[1].die()
@@ -662,7 +662,7 @@ async def test_a_rank_that_hangs_after_another_has_left_holds_the_end_of_the_run
         await anyio.sleep(1.0)
         for rank in range(2):
             world.hub.incarnations.rank_arrived(rank)
-            tasks.start_soon(world.hub.handle, p.IncarnationWatch(rank))
+            tasks.start_soon(world.hub.handle, p.RankHeartbeat(rank))
         await anyio.sleep(waits.BEAT_S)
         tasks.start_soon(world.hub.handle, p.Interrupt("signal"))
         await world.hub.handle(p.Goodbye(0, []))

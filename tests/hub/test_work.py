@@ -1,6 +1,9 @@
-"""Leases that outlive the hub that granted them, and results that reach the journal."""
+"""Leases that are granted in slices or outlive their hub, and results that reach the journal."""
 
 from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 
 import anyio
 import msgspec
@@ -12,16 +15,70 @@ from flash.hub import protocol as p
 from flash.hub.gate import Gate
 from flash.hub.hub import Hub
 from flash.hub.recovery import HubState, Persistence, RecoveredState
+from flash.hub.work import LEASES_AT_ONCE, SLICE
 from flash.observe.observer import MemoryObserver
 from flash.samples.journal import Committed, MemoryJournal, Revoked
 from flash.samples.replay import Replay
 from flash.transport.server import Peer
 from flash.types import Failure, Lease, Outcome
-from tests.hub.test_hub import Driver, make_config
+from tests.hub.test_hub import Driver, load, make_config, publish
 from tests.samples.cases import trajectory
 from tests.samples.test_replay import replayed
 
 pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
+
+
+@asynccontextmanager
+async def burst(nodes: int, capacity: int) -> AsyncGenerator[tuple[Driver, dict[int, int]]]:
+    """Let all nodes wait for leases, and make tasks for all of them available at once. Yields after the first slice.
+
+    Also yields the number of leases that each node has got.
+    """
+    config, got = make_config(), dict[int, int]()
+    config = msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, batch_size=nodes * capacity))
+    driver = Driver(config)
+    await publish(driver, 0)
+    for node in range(nodes):
+        await load(driver, node, 0)
+    (evaluation,) = await driver.lease(0, 1)
+
+    async def ask(node: int) -> None:
+        got[node] = len(await driver.lease(node, capacity))
+
+    async with anyio.create_task_group() as tasks:
+        for node in range(nodes):
+            tasks.start_soon(ask, node)
+        await anyio.wait_all_tasks_blocked()
+        # No training task is leased before the evaluation of the untrained policy is over.
+        assert not driver.hub.samples.leases.out
+        await driver.bring(0, evaluation)
+        yield driver, got
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_burst_is_granted_in_slices_after_which_each_node_that_was_given_leases_has_its_share() -> None:
+    async with burst(nodes=40, capacity=100) as (driver, got):
+        work, out = driver.hub.work, driver.hub.samples.leases.out
+        slices, before = 1, 0
+        while True:
+            assert len(out) - before <= SLICE + LEASES_AT_ONCE
+            before = len(out)
+            await anyio.wait_all_tasks_blocked()
+            assert set(got.values()) == {100}
+            assert sum(got.values()) == len(out) == before
+            if not work.slice_full:
+                break
+            work.grant_leases()
+            slices += 1
+    assert (len(out), len(got), slices) == (4_000, 40, 20)
+
+
+async def test_when_nobody_waits_for_leases_any_more_no_further_slice_is_due() -> None:
+    async with burst(nodes=5, capacity=200) as (driver, _):
+        assert driver.hub.work.slice_full
+        for node in range(5):
+            driver.hub.work.node_lost(node)
+        assert not driver.hub.work.slice_full
 
 
 class NextHub:

@@ -81,7 +81,7 @@ class Job:
                     lambda task_status: serve(
                         *("127.0.0.1", 0, token, p.HubRequest, handle),
                         deadline=5,
-                        former=gate.former,
+                        connection_to_replace=gate.connection_to_replace,
                         on_connect=gate.arrived,
                         on_disconnect=gate.left,
                         task_status=task_status,

@@ -118,10 +118,10 @@ class Beaten:
     """A hub that answers so many signs of life; then the connection ends."""
 
     def __init__(self, answers: int) -> None:
-        self.heard: list[p.IncarnationWatch] = []
+        self.heard: list[p.RankHeartbeat] = []
         self._answers = answers
 
-    def call(self, request: p.IncarnationWatch, timeout: float) -> p.Ack:
+    def call(self, request: p.RankHeartbeat, timeout: float) -> p.Ack:
         self.heard.append(request)
         if len(self.heard) > self._answers:
             raise PeerLostError("the hub is gone")
@@ -131,4 +131,4 @@ class Beaten:
 def test_a_rank_shows_that_it_runs_as_long_as_somebody_hears_it() -> None:
     hub = Beaten(3)
     send_heartbeats(hub, 2)
-    assert hub.heard == [p.IncarnationWatch(2)] * 4
+    assert hub.heard == [p.RankHeartbeat(2)] * 4

@@ -277,7 +277,7 @@ class Incarnation(RuleBasedStateMachine):
                 generated,
             )
         out = {member.lease_id for member in self.buffer.samples.leases.out.values()}
-        claims = LeaseClaims(self.buffer.samples.leases, lambda node: True)
+        claims = LeaseClaims(self.buffer.samples.leases, ended_node=-1)
         living = [each for each, start in self.leases.values() if start <= self.version and each.lease_id % lost]
         kept = [lease.lease_id for lease in claims.claim([*living, *living])]
         unclaimed = claims.expire()

@@ -253,7 +253,7 @@ async def test_a_client_that_connects_again_takes_the_place_of_its_former_connec
         del here[peer.name]
 
     service.expect(1)
-    options = {"former": here.get, "on_connect": arrived, "on_disconnect": left}
+    options = {"connection_to_replace": here.get, "on_connect": arrived, "on_disconnect": left}
 
     async def wait(client: Client) -> None:
         with pytest.raises(ProtocolError, match=r"another connection of me, from .*, has taken the place"):

@@ -14,8 +14,7 @@ from anyio.abc import SocketAttribute, SocketStream, TaskStatus
 from flash.errors import DeadlineError, PeerLostError, TransportError
 from flash.transport import Peer, Request, connect, serve
 from flash.transport.auth import prove_to_server
-from flash.transport.connection import BUFFER_BYTES
-from flash.transport.frames import FrameDecoder, FrameKind, append_frame
+from flash.transport.frames import BUFFER_BYTES, FrameDecoder, FrameKind, append_frame
 from flash.transport.server import MAX_CALLS
 
 pytestmark = pytest.mark.anyio

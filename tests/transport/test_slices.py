@@ -11,8 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flash.hub import protocol as p
-from flash.transport.connection import FrameConnection
-from flash.transport.frames import SLICE_BYTES, SLICE_ITEMS, FrameDecoder, FrameKind, encode_slices, encoded_pieces
+from flash.transport.frames import (
+    SLICE_BYTES,
+    SLICE_ITEMS,
+    FrameConnection,
+    FrameDecoder,
+    FrameKind,
+    encode_slices,
+    encoded_pieces,
+)
 from flash.types import BatchSample, Canary, Failure, Lease, Outcome, Published, Shard, ShardSample, Task
 from tests.samples.cases import trajectory
 

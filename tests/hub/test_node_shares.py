@@ -1,63 +1,15 @@
-"""The choice of the node that gets the next leases."""
+"""The share of the available tasks that each node gets."""
 
 from __future__ import annotations
 
 from collections import Counter
-from itertools import count
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash.hub.dealing import KEPT_S, LEASES_AT_ONCE, SLICE, Holders, LeaseDealer, NodeLoad, NodeShares, equal_loads
+from flash.hub.work import KEPT_S, Holders, NodeLoad, NodeShares, equal_loads
 from flash.types import Lease, Task
-
-
-class Tasks:
-    """A number of tasks that any node can run."""
-
-    def __init__(self, number: int) -> None:
-        self.left = number
-        self._ids = count()
-
-    def lease(self, node: int) -> list[Lease]:
-        if not self.left:
-            return []
-        self.left -= 1
-        number = next(self._ids)
-        return [Lease(number, Task(number, number, 0, number), 0)]
-
-
-def test_a_burst_is_dealt_in_slices_after_which_whoever_was_dealt_to_has_its_share() -> None:
-    tasks = Tasks(4_000)
-    dealer = LeaseDealer(lambda: tasks.left, tasks.lease, 1)
-    replies = {node: dealer.open_reply(node, 100) for node in range(40)}
-    slices = 0
-    dealing = True
-    while dealing:
-        before = tasks.left
-        for node in dealer.deal(0.0):
-            assert len(replies[node]) == 100
-            dealer.close_reply(node, replies[node])
-        assert before - tasks.left <= SLICE + LEASES_AT_ONCE
-        slices += 1
-        dealing = dealer.unfinished
-    assert (tasks.left, slices) == (0, 20)
-    assert all(len(reply) == 100 for reply in replies.values())
-
-
-def test_a_deal_that_nobody_waits_for_any_more_is_over() -> None:
-    tasks = Tasks(1_000)
-    dealer = LeaseDealer(lambda: tasks.left, tasks.lease, 1)
-    for node in range(5):
-        dealer.open_reply(node, 200)
-    dealer.deal(0.0)
-    assert dealer.unfinished
-    for node in range(5):
-        dealer.lost(node)
-    dealer.deal(0.0)
-    assert not dealer.unfinished
-
 
 NODES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=8)
 """Nodes, each with the leases that it holds and the number of tasks that it could start besides."""
@@ -107,7 +59,7 @@ class Nodes:
         self.held = Counter[int]()
         self.shares = NodeShares(lambda node: self.held[node], unit=1)
         for name, capacity in capacities.items():
-            self.shares.waits(int(name[1:]), capacity)
+            self.shares.node_waits(int(name[1:]), capacity)
 
     def deal(self, tasks: int, now: float = 0.0, passed: tuple[int, ...] = ()) -> dict[int, int]:
         return self.shares.compute(tasks, now, passed)
@@ -155,7 +107,7 @@ def test_the_share_of_a_node_whose_reply_was_too_short_is_kept_until_it_asks_aga
     nodes.shares.set_capacity(0, 6)
     assert nodes.deal(4, now=1.0) == {1: 1}
     if comes_back:
-        nodes.shares.waits(0, 6)
+        nodes.shares.node_waits(0, 6)
         assert nodes.deal(4, now=1.0) == {0: 3, 1: 1}
     else:
         assert nodes.deal(4, now=KEPT_S) == {1: 4}
@@ -164,7 +116,7 @@ def test_the_share_of_a_node_whose_reply_was_too_short_is_kept_until_it_asks_aga
 def test_nodes_that_do_not_wait_take_nothing_from_the_others() -> None:
     nodes = Nodes(n0=8, n1=8, n2=8)
     nodes.shares.stops_waiting(1)
-    nodes.shares.lost(2)
+    nodes.shares.remove(2)
     assert nodes.deal(8) == {0: 8}
 
 
