@@ -6,7 +6,7 @@ next version while thousands of results arrive. So there are several signals, an
 it concerns.
 
 A *lease* is the right and the duty of a node to run one task. The trainer ranks between two restarts are an
-*incarnation*.
+*incarnation*. A step's batch is *dealt* when its samples are divided among the trainer ranks.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class RunProgress:
         self.done = False
         """True once all peers may leave."""
         self.stages_ended = 0
-        """Counter of the events that end a stage (`flash.hub.stages`)."""
+        """Counter of the events that end a stage, so that two stages of the same kind can be told apart
+        (`flash.hub.stages`)."""
         self.error: FlashError | None = None
         """Error that has ended the run; None if there is none."""
         self.batch: Literal["none", "forming", "dealt"] = "none"
@@ -129,7 +130,10 @@ class RunProgress:
 
     @property
     def ending(self) -> bool:
-        """True if the run needs no nodes any more. The last evaluation of a finished run may still need nodes."""
+        """True if the run needs no more nodes, so that a guest that wants to join is refused.
+
+        A run that has trained all steps may still need nodes, for its last evaluation.
+        """
         return self.done or self.stopping == "interrupted"
 
     def refuse_if_failed(self) -> None:
@@ -146,7 +150,7 @@ class RunProgress:
         self.send("run", "batches", "engines")
 
     def end(self) -> None:
-        """End the run without an error, so that all peers leave. Wakes all waiting requests."""
+        """End the run without an error. Wakes all waiting requests, whose replies let their peers leave."""
         self.done = True
         self.send(*list(self._events))
 

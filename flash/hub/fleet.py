@@ -2,7 +2,8 @@
 
 `NodeRegistry` gives numbers to nodes and engines. `Fleet` knows which engine has which version. `Heartbeats` knows
 which nodes are silent. `NodeStatuses` keeps the nodes' reports about themselves, for people. `flash.hub.nodes` and
-`flash.hub.work` call these classes when a node sends a request, is lost or leaves.
+`flash.hub.work` call these classes when a node sends a request, is lost or leaves. A *guest* is a process that asks to
+become a node.
 
 Laws: no two living nodes have the same number, and no two engines have the same number. Engines are at most one version
 behind, because the next version is announced only when `Fleet.up_to_date` is True.
@@ -47,7 +48,10 @@ NO_ORIGIN = RunOrigin()
 
 
 def config_digest(config_text: str) -> str:
-    """Return a digest of a configuration (TOML). Different configurations have different digests."""
+    """Return a digest of a configuration (TOML). Different configurations have different digests.
+
+    A guest that joins repeats the digest, by which the hub sees that it starts its engines with this configuration.
+    """
     return sha256(config_text.encode()).hexdigest()[:16]
 
 
@@ -59,15 +63,15 @@ class NodeRegistry:
     that it has in the job.
 
     Args:
-        config: the run.
-        origin: where the run was started.
+        config: the configuration of the run.
+        origin: the place where the run was started.
     """
 
     def __init__(self, config: Config, origin: RunOrigin) -> None:
         self._config = config
         self._origin = origin
         self._engines = {HUB_NODE: range(config.engines_on(HUB_NODE))}
-        """Numbers of the engines of each node."""
+        """Numbers of the engines of each node. The keys are the registered nodes."""
 
     @cached_property
     def _config_text(self) -> str:
@@ -90,7 +94,7 @@ class NodeRegistry:
         return [node for node in self._engines if node != HUB_NODE]
 
     def describe_run(self, request: p.RunRequest, version: int, *, ending: bool) -> p.RunReply:
-        """Return the facts that a guest needs to join.
+        """Return the facts that a guest needs to join, such as the configuration with which it starts engines.
 
         Raises:
             ConfigError: the guest runs a version of Flash with other messages.
@@ -113,6 +117,9 @@ class NodeRegistry:
     def join(self, request: p.JoinRequest) -> p.JoinReply:
         """Register a node: give it and its engines numbers that are free.
 
+        A node with trainer ranks asks for the number that it has in the job. Other nodes get a number above the numbers
+        of all nodes with trainer ranks.
+
         Raises:
             ConfigError: engines of this run must be on the trainers' machine.
             PeerLostError: the hub has restarted with another configuration than the one the guest was given.
@@ -125,7 +132,7 @@ class NodeRegistry:
                 "weights.backend = ipc works only on the trainers' machine: a run that nodes join needs tcp or nccl"
             )
         free = (number for number in count(cluster.trainer_nodes) if number not in self._engines)
-        own = request.node
+        own = request.node  # 0 if the node has no trainer ranks
         node = own if 0 < own < cluster.trainer_nodes and own not in self._engines else next(free)
         # Engines of a node have consecutive numbers: take the first gap between other nodes that is wide enough.
         first = 0
@@ -152,7 +159,7 @@ class NodeRegistry:
 
 
 class _ReportedNode:
-    """Engines of a node as in the node's newest report."""
+    """Engines of a node as in the node's newest report. `oldest` is the lowest of their versions."""
 
     def __init__(self, report: p.EngineReport) -> None:
         self.number = report.number
@@ -165,7 +172,8 @@ class Fleet:
     """State of the engines of all nodes, with the weight version of each.
 
     A node counts as soon as it is given its first version to load, and not only from its first report. The trainer
-    ranks hold only the newest versions, so no further version may be announced before the node has loaded this one.
+    ranks hold only the newest versions. If a further version was announced before the node has loaded this one, the
+    node could not fetch it any more.
     """
 
     def __init__(self) -> None:
@@ -191,7 +199,7 @@ class Fleet:
         return (engine for node in self._nodes.values() for engine in node.engines)
 
     def engines_of(self, node: int) -> Sequence[p.EngineStatus]:
-        """Return the reported engines of a node."""
+        """Return the reported engines of a node; empty if it has reported none."""
         known = self._nodes.get(node)
         return known.engines if known is not None else ()
 
@@ -201,14 +209,15 @@ class Fleet:
         return bool(self._nodes) and next(self.engines(), None) is None
 
     def versions(self, node: int) -> list[int]:
-        """Return the versions of a node's engines; -1 for an engine without a version."""
+        """Return the versions of a node's engines; -1 for an engine without a version. Empty without a report."""
         known = self._nodes.get(node)
         return known.versions if known is not None else []
 
     def report(self, report: p.EngineReport) -> bool:
         """Replace the engines of a node by the engines in its report.
 
-        Returns False, and changes nothing, if a later report of the node has arrived before this one.
+        Returns False, and changes nothing, if a later report of the node has arrived before this one. Reports may
+        overtake each other on the way.
         """
         known = self._nodes.get(report.node)
         if known is not None and known.number >= report.number:
@@ -222,22 +231,22 @@ class Fleet:
         return True
 
     def given_version(self, node: int) -> None:
-        """Count a node that was given a version to load, even if it has not reported yet."""
+        """Count a node that was given a version to load as one that loads it, if it has not reported yet."""
         if node not in self._nodes:
             self._joining.add(node)
 
     def lost(self, node: int) -> None:
-        """Forget a node that is gone or silent."""
+        """Forget a node that is gone or silent, so that no new version waits for its engines."""
         self._nodes.pop(node, None)
         self.able_nodes.discard(node)
         self._joining.discard(node)
 
     def up_to_date(self, newest: int) -> bool:
-        """Return True if every engine has version `newest`, so that no engine needs older weights any more."""
+        """Return True if every engine has version `newest`, so that the next version may be announced."""
         return not self._joining and all(node.oldest >= newest for node in self._nodes.values())
 
     def describe_behind(self, newest: int) -> str:
-        """Name the engines that have not loaded version `newest`, for people."""
+        """Return a phrase that names the engines which have not loaded version `newest`, for people."""
         late = [
             f"engine {engine.index} of node {number} (it has version {engine.version})"
             for number, node in self._nodes.items()
@@ -251,7 +260,7 @@ class Fleet:
 
 
 class Heartbeats:
-    """Record of the nodes that are present, and of the silent nodes among them. Times are on anyio's clock.
+    """Record of the nodes that are present, and of the silent nodes among them. Times are seconds on the loop's clock.
 
     A living node always has a `CancelRequest` waiting at the hub. A node is *silent* if it does not send the next
     request within `silence_s` after the last reply, although its connection is open. Its event loop is then blocked, or
@@ -282,15 +291,15 @@ class Heartbeats:
         self._answered[node] = now
 
     def silent(self, now: float) -> list[int]:
-        """Return the nodes that are silent."""
+        """Return the nodes that are silent now. `Nodes.watch` takes their leases back."""
         return [node for node, since in self._answered.items() if now - since >= self._silence_s]
 
     def next_silence(self, now: float) -> float:
-        """Return the seconds until a node can become silent at the earliest."""
+        """Return the seconds until a node can become silent at the earliest. `Nodes.watch` sleeps that long."""
         return max(0.0, min(self._answered.values(), default=now) + self._silence_s - now)
 
     def lost(self, node: int) -> None:
-        """Forget a node that is gone, or whose silence was handled."""
+        """Forget a node that is gone, or whose silence was handled. Its next request counts it as present again."""
         self._present.discard(node)
         self._answered.pop(node, None)
 
@@ -331,7 +340,7 @@ class NodeStatuses:
         return self._reported[node][0] if node in self._reported else None
 
     def left(self, node: int, now: float, *, silent: bool, leaving: str | None) -> str:
-        """Move a node to `gone`.
+        """Move a node to `gone`, with the reason why it is gone, for people.
 
         Args:
             node: the node.

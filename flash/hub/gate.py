@@ -1,10 +1,11 @@
 """The gate between the hub's port and the hub: it checks each request before the hub sees it.
 
-A peer is a rollout node, a trainer rank, a messenger (the launcher of a node with trainer ranks) or a guest, which
-becomes a node when it joins. A peer may send only the requests of its kind, only for itself, and only valid ones. For
-example, a node delivers results only for the *leases* that it holds (a lease is the right and the duty of a node to run
-one task), each once, and each complete. A peer that breaks these rules runs other code than ours, or means harm: it is
-disconnected with a ProtocolError, and the hub never sees the request.
+A peer is a rollout node, a trainer rank, a *messenger* (the launcher of a node with trainer ranks, which asks for the
+state of the rank processes) or a *guest* (a process that is not part of the run yet, and becomes a node when it joins).
+A peer may send only the requests of its kind, only for itself, and only valid ones. For example, a node delivers
+results only for the *leases* that it holds (a lease is the right and the duty of a node to run one task), each once,
+and each complete. A peer that breaks a rule has other code than ours or is an attacker. It is disconnected with a
+ProtocolError, and the hub never sees the request.
 
 The trainer ranks between two restarts are an *incarnation*. A trainer rank belongs to the incarnation in which it has
 connected, and is answered only until this incarnation is over.
@@ -61,9 +62,10 @@ MOST_HOST = 255
 MOST_ENGINES = 1024
 """Largest number of engines of one node; far above what a machine holds."""
 MOST_STOCKS = 64
-"""Largest number of shared resources, such as pools of sandboxes, that the environments of one node use."""
+"""Largest number of stocks in a status. A stock is a resource that the environments of one node share, such as a pool
+of sandboxes."""
 ENGINE_FIGURES = {column.name for column in columns("engine")}
-"""Names of the figures that an engine may report."""
+"""Names of the figures (numbers for people) that an engine may report."""
 
 
 class _ConnectedPeer(msgspec.Struct):
@@ -77,8 +79,8 @@ class _ConnectedPeer(msgspec.Struct):
     incarnation: int = 0
     """Incarnation of a trainer rank; 0 for other peers."""
     leases: dict[int, Task] = {}
-    """Tasks whose results a node has not delivered yet, by the number of their lease. A task that the hub withdraws
-    stays here, because the node still delivers a failure for its lease."""
+    """Tasks whose results the node has not delivered yet, by the number of their lease. A task that the hub withdraws
+    stays here, because the node still delivers a failure for its lease. Empty for peers that are no nodes."""
 
     @property
     def name(self) -> str:
@@ -92,7 +94,10 @@ class _ConnectedPeer(msgspec.Struct):
 
 
 class Gate:
-    """Admits peers by their names, and passes their valid requests on to the hub."""
+    """Admits peers by their names, and passes their valid requests on to the hub.
+
+    The owner of the hub's port gives its methods to `flash.transport.server.serve`.
+    """
 
     def __init__(self, hub: Hub, config: Config) -> None:
         self._hub, self._incarnations = hub, hub.incarnations
@@ -105,6 +110,7 @@ class Gate:
         self._peers: dict[int, _ConnectedPeer] = {}
         """Connected peers, by the id of their connection."""
         self._closed = False
+        """True once the hub ends, so that lost connections are not reported to it any more."""
 
     def connection_to_replace(self, name: str) -> int | None:
         """Return the id of the silent connection that a new connection with this name replaces; None if there is none.
@@ -135,7 +141,7 @@ class Gate:
         return None
 
     def arrived(self, connection: Peer) -> None:
-        """Admit a peer that has connected.
+        """Admit a peer that has connected. A trainer rank becomes part of the newest incarnation, or begins the next.
 
         Raises:
             ProtocolError: the run has no peer of this name, or a peer of this name is still connected. The server has
@@ -159,7 +165,8 @@ class Gate:
     def left(self, connection: Peer) -> None:
         """Forget a peer whose connection has ended, and report its loss to the hub.
 
-        The hub gets no report on ranks of an incarnation that is over, nor any report after `close`.
+        The hub gets no report on ranks of an incarnation that is over, nor any report after `close`. A connection that
+        `arrived` has refused is unknown, and changes nothing.
         """
         peer = self._peers.pop(connection.id, None)
         if peer is not None and self._is_current(peer) and not self._closed:
@@ -170,15 +177,17 @@ class Gate:
         self._closed = True
 
     def _is_current(self, peer: _ConnectedPeer) -> bool:
-        """Return False for a trainer rank whose incarnation is over.
+        """Return False for a trainer rank whose incarnation is over, and True for every other peer.
 
-        Its requests and the end of its connection must not reach the hub, which already deals with the next
-        incarnation.
+        The requests of such a rank, and the end of its connection, must not reach the hub, which already serves the
+        next incarnation.
         """
         return peer.kind != "trainer" or self._incarnations.is_current(peer.incarnation)
 
     async def handle(self, connection: Peer, request: Request[Any]) -> msgspec.Struct:
-        """Check a request and return the hub's reply.
+        """Check a request and return the hub's reply. Also keeps track of the leases that a node holds.
+
+        A guest becomes a node with the reply to its `JoinRequest`, and may send the requests of nodes from then on.
 
         Raises:
             ProtocolError: the peer may not send this request.
@@ -193,8 +202,8 @@ class Gate:
         if fault is not None:
             raise ProtocolError(f"{peer.name} sent a {type(request).__name__}: {fault}")
         if isinstance(request, p.DeliverRequest):
-            # Before the hub answers, so that a second delivery of a result, while the hub works on the first, is
-            # refused.
+            # They are removed before the hub answers. So a second delivery of the same result, while the hub works on
+            # the first, is refused.
             for ended in request.ended:
                 del peer.leases[ended.lease_id]
         reply = await self._hub.handle(request)
@@ -208,7 +217,7 @@ class Gate:
         return reply
 
     def _fault(self, peer: _ConnectedPeer, request: Request[Any]) -> str | None:
-        """Return why this peer may not send this request; None if it may."""
+        """Return why this peer may not send this request, as a phrase for the error message; None if it may."""
         if peer.kind not in next(SENDERS[base] for base in type(request).__mro__ if base in SENDERS):
             return f"a {peer.kind} may not"
         if isinstance(request, p.NodeRequest | p.RanksRequest) and request.node != peer.number:
@@ -236,7 +245,10 @@ class Gate:
                 return None
 
     def _delivery_faults(self, request: p.DeliverRequest, leases: Mapping[int, Task]) -> Iterator[str]:
-        """Yield the faults of a delivery by a peer with these leases."""
+        """Yield the faults of a delivery, each as a phrase.
+
+        `leases`: tasks of the leases that the peer holds, by the number of the lease.
+        """
         seen: set[int] = set()
         for ended in request.ended:
             task = leases.get(ended.lease_id)
@@ -247,7 +259,10 @@ class Gate:
             seen.add(ended.lease_id)
 
     def _report_fault(self, request: p.EngineReport) -> str | None:
-        """Return the first impossible number in a report on engines, as a phrase; None if there is none."""
+        """Return a phrase for the first impossible number in a report on engines; None if there is none.
+
+        The hub decides by the versions, and sums up the other numbers in the metrics.
+        """
         newest = self._hub.progress.newest
         for engine in request.engines:
             if not -1 <= engine.version <= newest:
@@ -266,10 +281,10 @@ class Gate:
 
 
 def _status_fault(status: NodeStatus) -> str | None:
-    """Return the first fault of a status, as a phrase; None if there is none.
+    """Return a phrase for the first fault of a node's status; None if there is none.
 
-    Only faults that would break the display or fill the memory are looked for. No other part of a status is checked,
-    because it is shown to people and the hub decides nothing by it.
+    A status is only shown to people, and the hub decides nothing by it. So only faults that would break the display or
+    fill the memory are looked for.
     """
     if len(status.engines) > MOST_ENGINES or len(status.stocks) > MOST_STOCKS:
         return f"{len(status.engines)} engines and {len(status.stocks)} stocks"
@@ -284,7 +299,11 @@ def _status_fault(status: NodeStatus) -> str | None:
 
 
 def _activity_fault(activities: Iterable[Activity]) -> str | None:
-    """Return the first activity with impossible times, as a phrase; None if there is none."""
+    """Return a phrase for the first activity whose times are impossible; None if all are possible.
+
+    An activity is something that a worker did, which the run's page draws as a bar of the timeline. JSON, in
+    which activities are stored, has no number that is not finite, and a bar cannot end before its start.
+    """
     for activity in activities:
         if not (_finite((activity.start, activity.stop)) and activity.start <= activity.stop):
             return f"an activity from {activity.start} to {activity.stop}"
@@ -292,7 +311,7 @@ def _activity_fault(activities: Iterable[Activity]) -> str | None:
 
 
 def _result_fault(task: Task, result: Trajectory | Failure, newest: int) -> str | None:
-    """Return why `result` cannot be the result of the task; None if it can.
+    """Return why `result` cannot be the result of the task, as a phrase; None if it can.
 
     `newest` is the newest policy version that engines can have.
     """
@@ -307,11 +326,12 @@ def _result_fault(task: Task, result: Trajectory | Failure, newest: int) -> str 
 
 
 def _trajectory_fault(trajectory: Trajectory, newest: int) -> str | None:
-    """Return the first inconsistency in a trajectory, as a phrase; None if there is none.
+    """Return a phrase for the first inconsistency in a trajectory; None if there is none.
 
     `newest` is the newest policy version that engines can have. An inconsistent sample is refused here, because on a
-    trainer rank it would end the run.
+    trainer rank it would end the run. An action span is the range of the tokens of one response.
     """
+    # The bytes are int32 token ids and float32 log-probs: four bytes each.
     if len(trajectory.token_ids) % 4 or len(trajectory.logprobs) % 4:
         return "its arrays end in the middle of a number"
     end, sampled = 0, 0
@@ -332,10 +352,12 @@ def _trajectory_fault(trajectory: Trajectory, newest: int) -> str | None:
     metrics = (number for turn in turns for number in turn.metrics.values())
     if not (math.isfinite(trajectory.reward) and _finite(numbers) and _finite(metrics)):
         return "a number that is not finite"
+    # A kept set has the tokens that could have been drawn in place of a sampled token, under top-k and similar limits.
     if trajectory.kept is None and trajectory.task.sampling.has_kept_sets:
         return f"no kept sets, and drawn with top_k = {trajectory.task.sampling.top_k}"
     if trajectory.kept is not None and (fault := trajectory.kept.fault(trajectory.action_count)) is not None:
         return fault
+    # Routes are the experts that a mixture of experts has chosen for each token.
     if trajectory.routes is not None and (fault := trajectory.routes.fault(trajectory.length)) is not None:
         return fault
     if trajectory.teacher is not None and len(trajectory.teacher) != len(trajectory.logprobs):
@@ -348,12 +370,12 @@ def _trajectory_fault(trajectory: Trajectory, newest: int) -> str | None:
 
 
 def _branch_fault(trajectory: Trajectory) -> str | None:
-    """Return the first contradiction between a trajectory's branches and its responses, as a phrase; None if there is
-    none.
+    """Return a phrase for the first contradiction between a trajectory's branches and responses; None if none exists.
 
     A branch is one of the token sequences of a sample. Each branch begins with a prompt and holds one or more
-    responses.
+    responses. `trajectory.branches` has the position of the first token of each branch.
     """
+    # Almost all trajectories have only one branch, and need no further check.
     if trajectory.branches == (0,):
         return "a response in no branch" if any(turn.branch for turn in trajectory.turns) else None
     ends = (*trajectory.branches[1:], trajectory.length)

@@ -69,7 +69,7 @@ class Hub:
         problems: the kind of each problem of the environment, and the settings of its domains.
         recovered: the state that the previous hub processes have left.
         persistence: the functions and files that save the state which must survive a restart.
-        origin: the place where the run was started.
+        origin: the place where the run was started, for nodes that join.
         limits: limits on the work that the hub does at once, before it serves other tasks.
     """
 
@@ -146,7 +146,10 @@ class Hub:
 
     @property
     def late_restarts(self) -> dict[str, int]:
-        """Numbers of restarts of engines and of trainer ranks since the last step, by their names in the metrics."""
+        """Numbers of restarts of engines and of trainer ranks since the last step, by their names in the metrics.
+
+        No row of a step has them any more when the run ends, so the summary of the run adds them.
+        """
         return self._metrics.restarts
 
     def interrupt(self) -> str:
@@ -173,7 +176,8 @@ class Hub:
         Waits until each stage of the run has ended, under the deadline of the stage. `RunProgress.send("run")` wakes
         it. If a stage exceeds its deadline, it ends the *incarnation* of the trainer ranks (their processes between two
         restarts), or the run. It also runs the tasks that watch nodes and ranks, that do postponed work, and that
-        expire the claims on leases of nodes which outlived the previous hub process.
+        expire the claims on leases of nodes which outlived the previous hub process. At the end it lets all peers
+        leave, and checks that every sample is accounted for.
         """
         progress = self.progress
         async with unwrapped_group() as tasks:
@@ -199,6 +203,8 @@ class Hub:
             ended, stage = self.progress.stages_ended, self.stages.now
             seconds = stage.seconds(self._config)
             with anyio.move_on_after(seconds) as scope:
+                # A stage may follow one of the same kind, so the counter of ended stages is compared, too. All the time
+                # after an interrupt is one stage, even if a step and a publication end in it.
                 await self.progress.until(
                     "run",
                     lambda ended=ended, stage=stage: (
@@ -207,7 +213,7 @@ class Hub:
                         or self._trainers.done
                     ),
                 )
-            if not scope.cancelled_caught:
+            if not scope.cancelled_caught:  # the stage has ended in time
                 continue
             if stage is Stage.ENDING:
                 # No error is raised: after an interrupt the run has to end, even if some work is left.
@@ -223,7 +229,10 @@ class Hub:
         return ""
 
     async def all_nodes_left(self) -> None:
-        """Wait until every node was notified that the run is over and has closed its connection. Sets no deadline."""
+        """Wait until every node was notified that the run is over and has closed its connection. Sets no deadline.
+
+        The owner calls this after `run`, before it closes the hub's port.
+        """
         await self.progress.until("run", lambda: self._nodes.all_left)
 
     def overview(self) -> HubNow:
@@ -337,8 +346,8 @@ class Hub:
 
         `Gate.left` calls this, but not for ranks of an incarnation that is over. The tasks that a lost node had leased
         are queued again. The loss of a trainer rank ends its incarnation, or the run if the ranks cannot start again.
-        After the first rank has left normally, the loss of a rank ends neither. The end of any other connection changes
-        nothing.
+        After the first rank has left normally, the loss of a rank ends neither. The hub keeps no state for the other
+        kinds, guests (processes that have not joined yet) and messengers (launchers), so their ends change nothing.
         """
         kind, _, number = name.partition("-")
         if kind == "trainer":
@@ -349,6 +358,8 @@ class Hub:
 
 class InProcessCaller:
     """Connection of a peer in the hub's own process. It uses no network, but sets the same deadlines.
+
+    Simulations and commands that only sample use it. In a training run all peers, also the hub's own node, use TCP.
 
     Args:
         hub: the hub that answers the requests.

@@ -2,7 +2,8 @@
 
 The row joins three sources: the metrics that the trainer measured, the means over the batch's samples, and the numbers
 that only the hub knows (counts of the ledger, rates, engines, restarts). `flash.hub.steps.TrainingSteps` asks for it
-after each step.
+after each step. The *ledger* counts every task and every token of the run. `flash/observe/columns/` describes each
+column of the row.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ from flash.types import RETRIED, Outcome, Trajectory
 FAILURES = (*sorted(RETRIED), Outcome.ENGINE_KILLED, Outcome.TOO_LONG)
 """Outcomes of an attempt that count as failures."""
 ROUNDING_S = 1e-3
-"""Seconds by which rounding may make the idle time of an engine longer than its lifetime."""
+"""Seconds by which rounding may make the idle time of an engine negative, or longer than its lifetime."""
 NO_MISBEHAVIOUR = {"loop_blocked_s": 0.0, "abandoned_calls": 0}
 """Metrics of a step in which no user code has blocked a loop or ignored its cancellation."""
 
 
 class BranchCounts:
-    """Counts of the branches of a step's episodes. A branch is one of the token sequences of an episode."""
+    """Counts of the branches of a step's episodes. A branch is one of the token sequences of an episode.
+
+    Sampled tokens, also called action tokens, are those that the policy has generated.
+    """
 
     def __init__(self) -> None:
         self._episodes = 0
@@ -39,7 +43,11 @@ class BranchCounts:
         """Sampled tokens of all branches but the first of each episode."""
 
     def count(self, trajectories: Iterable[Trajectory]) -> Iterator[Trajectory]:
-        """Count trajectories, and yield each of them, so that the caller needs no second loop over a large batch."""
+        """Yield each trajectory, and count its branches and sampled tokens on the way.
+
+        So the caller needs no second loop over a large batch. Nothing is counted before the caller takes the
+        trajectories, so `metrics` is right only after the last one.
+        """
         for trajectory in trajectories:
             self._episodes += 1
             self._branches += len(trajectory.branches)
@@ -58,9 +66,10 @@ class BranchCounts:
 class StepMetrics:
     """Sums up the metrics between two rows, that is, between two steps.
 
-    Waits and rates count from the first lease of a training task, because no engine worked for training before it. A
-    resumed run may take a step before its first lease, from samples that it had. The interval of such a step is the
-    step itself, and its row has no rates and no waits.
+    The parts of the hub report to it what happens, and `row` gives the sums and begins the next ones. Waits and rates
+    count from the first lease of a training task, because no engine worked for training before it. A resumed run may
+    take a step before its first lease, from samples that it had. The interval of such a step is the step itself, and
+    its row has no rates and no waits.
     """
 
     def __init__(self, samples: SampleStore) -> None:
@@ -82,7 +91,10 @@ class StepMetrics:
         """Seconds and calls of misbehaving user code since the last row."""
 
     def sampling_began(self, now: float) -> None:
-        """Note that a training sample was leased, or a lease of the previous hub was claimed; only the first counts."""
+        """Note that a training task was leased, or that a node has claimed a lease of the previous hub.
+
+        Only the first call counts: it begins the time in which waits and rates are measured.
+        """
         self._since = now if self._since is None else self._since
 
     def add_canaries(self, engines: Sequence[EngineStatus]) -> None:
@@ -98,7 +110,7 @@ class StepMetrics:
         self.restarts["trainer_restarts"] += 1
 
     def add_misbehaviour(self, blocked_s: float, abandoned: int) -> None:
-        """Add the seconds for which user code blocked a node's loop, and its calls that ignored their cancellation."""
+        """Add the seconds for which user code blocked a node's event loop, and its calls that ignored cancellation."""
         self._misbehaviour["loop_blocked_s"] += blocked_s
         self._misbehaviour["abandoned_calls"] += abandoned
 
@@ -111,7 +123,9 @@ class StepMetrics:
         engines: Sequence[EngineStatus],
         now: float,
     ) -> dict[str, float]:
-        """Return the row of a step, and begin to sum up the next one.
+        """Return the row of a step, and begin to sum up the next one: sums of this row are set back.
+
+        Numbers of the ledger since the last row are differences of its totals.
 
         Args:
             version: the version that the step made.
@@ -169,7 +183,7 @@ class StepMetrics:
     def _idle_share(self, engines: Sequence[EngineStatus]) -> dict[str, float]:
         """Return `engine_idle_share`: the idle share of the engines' time since the last row; empty without such time.
 
-        An engine that was not there at the last row does not count.
+        An engine that was not there at the last row does not count in this row. Its times are kept for the next one.
         """
         idle = lifetime = 0.0
         for engine in engines:
@@ -183,7 +197,8 @@ class StepMetrics:
     def _accepted_share(self, engines: Sequence[EngineStatus]) -> dict[str, float]:
         """Return `draft_accepted_share`: the share of the tokens drafted since the last row that engines accepted.
 
-        Drafted tokens are those of speculative decoding. Empty if none was drafted.
+        In speculative decoding several tokens are drafted cheaply, and the engine accepts some of them. Empty if no
+        token was drafted.
         """
         drafted = accepted = 0
         for engine in engines:
@@ -197,7 +212,10 @@ class StepMetrics:
 
 
 def _ended_groups(samples: SampleStore) -> tuple[int, int]:
-    """Return the number of groups that ended in this run, and how many of them had equal rewards."""
+    """Return the number of groups that ended in this run, and how many of them had equal rewards.
+
+    Such groups teach most objectives nothing, so their share is a metric.
+    """
     return samples.source.cursor.ended, samples.source.cursor.equal
 
 
@@ -214,7 +232,11 @@ def _failures(booked: Mapping[str, int]) -> dict[str, float]:
 
 
 def sample_flow(config: Config, samples: SampleStore, evaluations: Evaluations) -> Flow:
-    """Return the numbers of samples between their issue and their step, for the cluster's page."""
+    """Return the numbers of samples between their issue and their step, for the cluster's page.
+
+    `Flow.most`, the most samples that may be in flight, is (1 + α) batches and the redundant samples, where α is
+    `train.async_ratio`.
+    """
     rollout, train = config.rollout, config.train
     groups_per_batch = train.batch_size // rollout.group_size
     groups = (1 + train.async_ratio) * groups_per_batch + rollout.extra_groups

@@ -6,7 +6,9 @@ methods of both classes run in the tasks of the nodes' requests. There are two e
 of `Hub.run`, and `WeightVersions.announce` runs in the task of a trainer rank's request.
 
 A *signal* is a name with which `RunProgress.send` wakes the requests that wait for a change. A *long poll* is a request
-that the hub answers only when it has news, but after some seconds at the latest.
+that the hub answers only when it has news, but after some seconds at the latest. A *guest* is a process that asks to
+become a node. An *activity* is something that a worker did, which is drawn as a bar on the run's timeline. A *canary*
+is a fixed text; by its log-probs an engine proves that it has loaded the right weights.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ class Nodes:
 
     Args:
         context: the shared objects of the hub.
-        registry: gives numbers to nodes, and knows which nodes joined later than the hub's own node.
-        work: takes the leases back from nodes that are lost.
+        registry: gives numbers to nodes, and knows which nodes have joined.
+        work: holds the leases, and takes them back from nodes that are lost.
     """
 
     def __init__(self, context: HubContext, registry: NodeRegistry, work: NodeWork) -> None:
@@ -55,7 +57,7 @@ class Nodes:
 
     @property
     def all_left(self) -> bool:
-        """True if no node is present, not even one whose engines are starting."""
+        """True if no node is present, not even one whose engines are starting. The hub's owner waits for this."""
         return not (self._fleet or self._heartbeats)
 
     # -- nodes that are present --------------------------------------------------------------------------------------
@@ -75,10 +77,10 @@ class Nodes:
         return reply
 
     async def cancels(self, request: p.CancelRequest) -> p.CancelReply:
-        """Answer a node with the leases that it must cancel.
+        """Answer a node with the leases that it must cancel, and with a person's wish that it leaves.
 
-        Waits until there is such a lease, for at most one long poll. The signal `("cancels", node)` and the end of the
-        run wake the request. The request is also the node's heartbeat.
+        Waits until there is such news, for at most one long poll. The signal `("cancels", node)` and the end of the run
+        wake the request. The request is also the node's heartbeat: a silent node that sends it is not silent any more.
         """
         node = request.node
         self._heartbeats.asked(node)
@@ -95,7 +97,7 @@ class Nodes:
         return p.CancelReply(holders.take_cancels(node), done=self._progress.done, leave=leave)
 
     def report_status(self, request: p.StatusReport) -> None:
-        """Keep the status of a node, and report the engines that have died."""
+        """Keep the status of a node, and report the engines that have died since its last status, for people."""
         for death in self._statuses.report(request.node, request.status, self._now()):
             self._observer.failure("engine_died", death)
 
@@ -107,12 +109,14 @@ class Nodes:
         return [*(self._describe(node, rank_nodes) for node in self._registry.numbers), *reversed(self._statuses.gone)]
 
     def _describe(self, node: int, rank_nodes: Collection[int]) -> NodeNow:
+        """Describe one node for people."""
         status, holders = self._statuses.of(node), self._work.holders
         if status is not None:
             # The status is some seconds old. Reports of engines come at once, so their versions are shown.
             known = {engine.index: engine.version for engine in self._fleet.engines_of(node)}
             engines = [replace(engine, version=known.get(engine.number, engine.version)) for engine in status.engines]
             status = replace(status, engines=engines)
+        # A node without engines reports no status. It is present if the trainer ranks of its machine are.
         present = status is not None or (self._config.engines_on(node) == 0 and node in rank_nodes)
         state: NodeState = "here" if present else "starting"
         if node in self._silent:
@@ -133,6 +137,8 @@ class Nodes:
     def ask_to_leave(self, node: int) -> None:
         """Ask a node to leave after it has finished or returned its tasks. The next `CancelReply` to it says so.
 
+        `flash drain` calls this through a `DrainRequest`.
+
         Raises:
             ConfigError: no node of this number has joined.
         """
@@ -141,10 +147,10 @@ class Nodes:
         self._progress.send(("cancels", node))
 
     def leave(self, request: p.Leave) -> None:
-        """Record that a node leaves, and give it no more leases. It may leave because of an error.
+        """Record that a node has announced that it leaves, perhaps because of an error. It gets no more leases.
 
-        When its connection ends, the tasks of its leases are queued again. An error ends the run if it is one of
-        `RUN_ERRORS`, or if no other node has engines.
+        When its connection ends, the tasks of its leases are queued again (`disconnected`). An error ends the run if it
+        is one of `RUN_ERRORS`, or if no other node has engines. Otherwise the other nodes go on, and people get a note.
         """
         node = request.node
         if request.error:
@@ -164,8 +170,9 @@ class Nodes:
     async def watch(self) -> None:
         """Take all leases from nodes that are silent, and take single leases that have lasted too long.
 
-        Runs until it is cancelled. Waits for the next moment at which a node could count as silent. The tasks of the
-        leases are queued again, with a note for people. If no other node has an engine, it ends the run with an error.
+        Runs until it is cancelled. Waits for the next moment at which a node could count as silent, and then a moment
+        more for messages that the hub has not read yet. The tasks of the leases are queued again, with a note for
+        people. Ends the run with an error if the hub's own node is silent and no other node has an engine.
         """
         limit = waits.lease_s(self._config)
         while True:
@@ -182,9 +189,10 @@ class Nodes:
                 self._work.take_back(node, lease, message)
 
     def _handle_silence(self, node: int) -> None:
-        """Take the leases of a silent node. End the run if no engine is left and the node is the hub's own node.
+        """Take the leases of a silent node, and report it to people.
 
-        Every other node has joined the run later, and may join again.
+        Ends the run if the node is the hub's own node and no engine is left. Every other node has joined the run later,
+        and may join again.
         """
         limit = self._config.deadlines.request
         look_at = f"the output of node {node}: its event loop is blocked, or its machine is stopped or cut off"
@@ -198,7 +206,11 @@ class Nodes:
             self._progress.fail(DeadlineError(f"node {node} to ask for anything", limit, look_at))
 
     def disconnected(self, node: int) -> None:
-        """Handle the end of a node's connection: the tasks of its leases are queued again, and its number is free."""
+        """Handle the end of a node's connection: the tasks of its leases are queued again, and its number is free.
+
+        People are notified if the node did not leave in order. In a run that has failed, the leases stay as they are:
+        the node presents them to the next hub.
+        """
         stopping, leaving = self._progress.stopping is not None, self._leaving.get(node)
         if not self._progress.done and self._progress.error is None:
             announced = "" if stopping else leaving
@@ -213,12 +225,16 @@ class Nodes:
         self._leaving.pop(node, None)
         self._work.node_left(node)
         self._asked_to_leave.discard(node)
-        if self._progress.error is None:  # otherwise the node presents its leases to the next hub
+        if self._progress.error is None:
             self._take_leases(node)
         self._registry.left(node)
 
     def _note_loss(self, node: int) -> None:
-        """Write a note for people: how many engines are left, and how lost engines can be replaced."""
+        """Write a note for people: how many engines are gone with a node, how many are left, and what replaces them.
+
+        `_leaving` has the node if it has announced that it leaves, with an empty text if it leaves in order. A node
+        that leaves because of an error has been noted before, so nothing is written if it had no engine.
+        """
         lost = len(self._fleet.versions(node))
         if not lost:
             if node not in self._leaving:
@@ -235,7 +251,7 @@ class Nodes:
         self._observer.note(note)
 
     def _take_leases(self, node: int) -> None:
-        """Queue the tasks of a node's leases again, and expect no heartbeat from the node."""
+        """Queue the tasks of a node's leases again, and expect no heartbeat from the node until its next request."""
         self._heartbeats.lost(node)
         self._work.node_lost(node)
 
@@ -254,17 +270,21 @@ class WeightVersions:
         self._work, self._shares = work, work.shares
 
     def announce(self, version: int) -> None:
-        """Let all engines load a newly published version, and lease the tasks that this version admits."""
+        """Let all engines load a newly published version, and grant the leases that this version admits.
+
+        This wakes the requests of `newer`. Each node with engines keeps its share of the new tasks while it loads.
+        """
         self._progress.newest = version
         self._shares.version_published(self._now())
         self._progress.send("versions")
         self._work.grant_leases()
 
     async def newer(self, request: p.VersionRequest) -> p.VersionReply:
-        """Answer a node with a version that is newer than `request.after`, the version that the node has.
+        """Answer a node with a version that is newer than `request.after`, the version that one of its engines has.
 
         Waits for such a version, for at most one long poll. The signal `versions` and the end of the run wake the
-        request. The reply has no version if there is no newer one.
+        request. The reply has no version if there is no newer one. With the reply the node counts as one that loads the
+        version, so that no further version is announced before it has done so.
         """
         with anyio.move_on_after(waits.long_poll_s(self._config)):
             await self._progress.until("versions", lambda: self._progress.done or self._has_newer(request))
@@ -274,13 +294,15 @@ class WeightVersions:
         return p.VersionReply(self._progress.published, done=self._progress.done)
 
     def _has_newer(self, request: p.VersionRequest) -> bool:
+        """Return True if there is a newer version, and the trainer ranks that hold it are alive."""
         return self._progress.publisher_alive and self._progress.newest > request.after
 
     async def load_failed(self, request: p.LoadFailed) -> p.LoadFailedReply:
         """Answer a node whose engine could not load a version: is the publisher of the version lost?
 
-        If it is lost, the failure is not the engine's fault. The publisher is the trainer ranks that have published the
-        version. Waits up to `waits.echo_s` for their loss, because the engine may notice it before the hub does.
+        If it is lost, the failure is not the engine's fault, and the engine waits for the next version. The publisher
+        is the incarnation of trainer ranks (their processes between two restarts) that holds the version. Waits up to
+        `waits.echo_s` for its loss, because the engine may notice it before the hub does.
         """
 
         def publisher_gone() -> bool:
@@ -297,7 +319,11 @@ class WeightVersions:
         return p.LoadFailedReply(publisher_gone())
 
     def report_engines(self, request: p.EngineReport) -> p.Ack:
-        """Store the report of a node about its engines. Lease tasks if the newest version on the node has changed."""
+        """Store the report of a node about its engines: versions, canary errors, activities, notes and restarts.
+
+        If the newest version on the node has changed, the node's share of the tasks changes, too, and leases are
+        granted. Numbers since the last report are added to the metrics, also if a later report has arrived first.
+        """
         self._metrics.add_canaries(request.engines)
         self._metrics.add_engine_restarts(request.restarts)
         self._metrics.add_misbehaviour(request.blocked_s, request.abandoned)

@@ -3,7 +3,9 @@
 A peer is a rollout node, a trainer rank, a guest (a process that is not part of the run yet) or a messenger (the
 launcher of a machine with trainer ranks). The base class of a request says which peer sends it, and its type argument
 is the reply; `flash.hub.gate` refuses it from any other peer, and `flash.hub.hub.Hub.handle` answers it. A *lease* is
-the right and the duty of a node to run one task. The trainer ranks between two restarts are an *incarnation*.
+the right and the duty of a node to run one task. The trainer ranks between two restarts are an *incarnation*. The
+*shard* of a rank is the part of a batch that it trains. An *activity* is something that a worker did, which the run's
+page draws as a bar of the timeline.
 
 Timeouts. The caller of a request gives up after a timeout of its own and gets a DeadlineError. The hub answers a
 request that waits for news (leases, cancels, versions) at the latest after `flash.config.waits.long_poll_s` (a *long
@@ -241,7 +243,7 @@ class EngineReport(NodeRequest[Ack], frozen=True, tag=True):
     engines: list[EngineStatus]
     """All living engines of the node."""
     activities: list[Activity]
-    """Activities of the engines since the last report; the run's page draws each as a bar of the timeline."""
+    """Activities of the engines since the last report."""
     notes: list[str] = msgspec.field(default_factory=list[str])
     """Lines to show to people."""
     restarts: int = 0
@@ -360,7 +362,7 @@ class BatchRequest(RankRequest[BatchReply], frozen=True, tag=True):
     step: int
     """Version that the rank holds, which is the number of the step to train."""
     activities: list[Activity]
-    """Activities of the rank since the last step, for the timeline; empty in requests for later parts."""
+    """Activities of the rank since the last step; empty in requests for later parts."""
     part: int = 0
     """Index of the part in the shard, from 0."""
 
@@ -416,7 +418,7 @@ class Goodbye(RankRequest[Ack], frozen=True, tag=True):
     """
 
     activities: list[Activity]
-    """Activities of the rank since the last `BatchRequest`, for the timeline."""
+    """Activities of the rank since the last `BatchRequest`."""
 
 
 # -- any peer of the run ---------------------------------------------------------------------------------------------
@@ -526,6 +528,7 @@ class Leave(NodeRequest[Ack], frozen=True, tag=True):
     """Message of that error."""
 
 
+# The base classes have no tag, and are not sent.
 _REQUESTS = [each for each in vars().values() if isinstance(each, type) and issubclass(each, Request)]
 HubRequest: Any = reduce(or_, [each for each in _REQUESTS if each.__struct_config__.tag])
 """Union of all requests that the hub's server decodes."""
@@ -533,9 +536,10 @@ HubRequest: Any = reduce(or_, [each for each in _REQUESTS if each.__struct_confi
 
 @cache
 def dialect() -> str:
-    """Return a digest of the fields of all messages.
+    """Return a digest of the fields of all messages and of the types that they contain.
 
-    A node and a hub whose digests differ run versions of Flash that would not understand each other.
+    A node and a hub whose digests differ run versions of Flash that would not understand each other. So a guest sends
+    its digest (`RunRequest`), and the hub refuses another one.
     """
     structs = {
         value
@@ -570,8 +574,8 @@ def fetch_shard_blocking(
 ) -> BatchReply:
     """Fetch a rank's whole shard of a step with blocking calls, each for at most `timeout` seconds.
 
-    `activities`, which the run's page draws as bars of the timeline, are sent with the first part. Trainer ranks use
-    this function; simulations use `fetch_shard`.
+    `activities`, those of the rank since the last step, are sent with the first part. Trainer ranks use this function;
+    simulations use `fetch_shard`.
     """
     parts = [hub.call(BatchRequest(rank, step, activities), timeout)]
     while parts[-1].left:

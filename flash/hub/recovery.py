@@ -1,10 +1,10 @@
 """The state that outlives a hub process, and the ways to save it and to get it back.
 
-A checkpoint keeps a `HubState`; the journal keeps every change since then. When a run starts again, its owner reads
-both (`flash.run.restart.hub_state`) and gives the new hub a `RecoveredState`. While it runs, the hub saves through its
-`Persistence`. If trainer ranks are lost while the hub goes on, the next ranks load the checkpoint that a `TrainerStart`
-names. They train the recorded batches again, which the hub reads from the `RunHistory`. The ranks between two restarts
-are an *incarnation*.
+A checkpoint keeps a `HubState`; the *journal*, a file, keeps every change after the newest checkpoint. When a run
+starts again, its owner reads both (`flash.run.restart.hub_state`) and gives the new hub a `RecoveredState`. While it
+runs, the hub saves through its `Persistence`. If trainer ranks are lost while the hub goes on, the next ranks load the
+checkpoint that a `TrainerStart` names. They train the recorded batches of later steps again, which the hub reads from
+the `RunHistory`. The ranks between two restarts are an *incarnation*.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class HubState(msgspec.Struct):
 
     @classmethod
     def restore(cls, data: bytes | memoryview, config: Config) -> HubState:
-        """Decode the state in a checkpoint, and check that this run can continue from it.
+        """Return the decoded state of a checkpoint, after a check that this run can continue from it.
 
         Raises:
             CheckpointError: another version of Flash wrote it.
@@ -108,6 +108,8 @@ class RunHistory(Protocol):
     async def start(self, version: int) -> TrainerStart:
         """Return the newest complete checkpoint from which the ranks can train again up to `version`.
 
+        The hub calls this when the ranks of the next incarnation start after a loss.
+
         Raises:
             FlashError: there is no such checkpoint, or the batch of a step after it is missing.
         """
@@ -140,7 +142,7 @@ class RecoveredState(NamedTuple):
 
 
 NEW_RUN = RecoveredState()
-"""Recovered state of the first hub of a run: nothing."""
+"""Value for the first hub of a run, which has no earlier state."""
 
 
 class Persistence(NamedTuple):

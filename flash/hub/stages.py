@@ -1,7 +1,8 @@
 """The stages of a run: what the run waits for, the deadline of the wait, and where to look if the deadline passes.
 
 `RunStages` finds the stage from the state of the other parts of the hub, and changes nothing. `Hub.run` watches that no
-stage outlives its deadline, and `flash.run.startup` shows people the phases before the first step.
+stage outlives its deadline, and `flash.run.startup` shows people the phases before the first step. The trainer ranks
+between two restarts are an *incarnation*.
 """
 
 from __future__ import annotations
@@ -17,10 +18,15 @@ from flash.hub.steps import TrainingSteps
 from flash.hub.trainers import Incarnations
 
 RANKS = "the trainer ranks"
+"""Words for the ranks in the phrases below."""
 
 
 class Stage(Enum):
-    """Event that a run waits for: a phrase, the place to look at if it never happens, and its key in `[deadlines]`."""
+    """Event that a run waits for: a phrase, the place to look at if it never happens, and its key in `[deadlines]`.
+
+    If a stage outlives its deadline, the incarnation of the trainer ranks ends if only they can end the stage.
+    Otherwise the run ends with an error.
+    """
 
     FIRST_VERSION = (f"{RANKS} to publish their first version", f"{RANKS}, and deadlines.rendezvous", "rendezvous")
     RECOVERING = (
@@ -53,7 +59,7 @@ class Stage(Enum):
 
     def __init__(self, description: str, look_at: str, deadline: str = "") -> None:
         self.description = description
-        """Phrase for the event, with placeholders that `RunStages.describe` fills."""
+        """Phrase for the event, for people, with placeholders that `RunStages.describe` fills."""
         self.look_at = look_at
         """Place where people should look if the stage outlives its deadline."""
         self.deadline = deadline
@@ -117,7 +123,11 @@ class RunStages:
 
     @property
     def _working_stage(self) -> Stage:
-        """Stage that the run has, or would have if it was not interrupted."""
+        """Stage that the run has, or would have if it was not interrupted.
+
+        The conditions are in the order in which they hide each other: while the ranks start again, for example, it does
+        not matter if a batch is complete.
+        """
         if self._incarnations.recovering:
             return Stage.RECOVERING
         if self._progress.trainers_behind:
@@ -160,10 +170,16 @@ class RunStages:
 
     @property
     def last_work(self) -> str:
-        """Phrase for the work that an interrupted run still does, or would do if it was interrupted now."""
+        """Phrase for the work that is left for an interrupted run, or for this run if it was interrupted now.
+
+        `Hub.interrupt` returns it for people. If this work does not end within `deadlines.shutdown`, `Hub.run` reports
+        the phrase of that moment as unfinished.
+        """
         stage, step = self._working_stage, self._progress.version
         if stage is Stage.STEP:
             return f"finishing step {step} and writing a checkpoint"
+        # In these stages the ranks have nothing new to save: they are only starting, train steps again that the run
+        # keeps, or have saved everything.
         if stage in (Stage.FIRST_VERSION, Stage.RECOVERING, Stage.REPEATING, Stage.EVALUATING):
             return "ending its processes"
         if self._progress.batch == "forming" and step < self._run_steps:
@@ -173,7 +189,10 @@ class RunStages:
         return f"writing a checkpoint of version {step}"
 
     def startup_phase(self) -> StartupPhase | None:
-        """Return the phase of the run before its first step; None after that step, or if the run has ended before."""
+        """Return the phase of the run before its first step; None after that step, or if the run has ended before.
+
+        The first step is the first one under this hub process, so a run that continues has these phases again.
+        """
         progress = self._progress
         if progress.version > self._first_version or progress.error is not None:
             return None
@@ -192,6 +211,9 @@ class RunStages:
         return StartupPhase("first batch", f"{self._complete_groups} groups")
 
     async def phase_ended(self, doing: str) -> None:
-        """Wait until the startup phase `doing` has ended. Sets no deadline. Unblocked by the signal `run`."""
+        """Wait until the startup phase `doing` has ended. Sets no deadline. Unblocked by the signal `run`.
+
+        `flash.run.startup` calls this, to show the next phase.
+        """
         while (now := self.startup_phase()) is not None and now.doing == doing:
             await self._progress.wait("run")

@@ -1,16 +1,17 @@
-"""The training steps: a batch is formed, dealt to the trainer ranks, trained, booked and published.
+"""The training steps: a batch is formed, dealt to the trainer ranks, trained, counted and published.
 
-On the road of a sample: `flash.hub.work.NodeWork.deliver` completes groups. When enough are complete,
-`TrainingSteps.batch` takes them from the sample buffer and cuts them into one shard per data rank. The ranks fetch
-their shards in parts, one message for each part (`fetch_shard_blocking`). Ranks that train the same samples together
-fetch the same shard. `commit` counts the step in the ledger (it *books* the step). `publish` announces the new version
-to the engines.
+On a sample's road `flash.hub.work.NodeWork.deliver` completes groups. When enough are complete, `TrainingSteps.batch`
+takes them from the sample buffer and deals the batch: it divides the samples into *shards*, one for each data rank.
+The ranks fetch their shards in parts, one message for each part (`fetch_shard_blocking`). Ranks that train the same
+samples together (a *data rank*) fetch the same shard. `commit` counts the step in the ledger, the totals of all samples
+and tokens. `publish` announces the new version to the engines.
 
-The trainer ranks between two restarts are an *incarnation*. After a restart the ranks may be behind the run. They then
-get the recorded batches of earlier steps, and none of these steps is booked again. Between two steps `snapshot` writes
-the hub's state into a checkpoint.
-This module owns no anyio task. Work that must not be left half done is shielded: it goes on when the rank that
-requested it is lost.
+The trainer ranks between two restarts are an *incarnation*. After a restart the ranks may be *behind* the run: they
+hold an older version. They then get the recorded batches of earlier steps, and none of these steps is counted again.
+Between two steps `snapshot` writes the hub's state into a checkpoint.
+
+This module owns no anyio task: its methods run in the tasks of the ranks' requests, which the end of the incarnation
+cancels. Work that must not be left half done is shielded from that.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ class _RepeatedStep(msgspec.Struct):
 
 
 class TrainingSteps:
-    """Forms and deals batches, books steps, and announces versions.
+    """Forms and deals batches, counts steps, and announces versions.
 
     Args:
         context: the shared objects of the hub.
-        work: deals the tasks for which a step makes room.
+        work: grants the leases for which a step makes room.
         versions: announces versions to the engines.
         trainers: the ranks and their incarnations.
         part_bytes: bytes of a shard that one message may hold.
@@ -68,7 +69,7 @@ class TrainingSteps:
         self._incarnations = trainers.incarnations
         self._part_bytes = part_bytes
         self._shards: list[list[Shard]] = []
-        """Parts of each shard of the running step."""
+        """Parts of each shard of the running step, by data rank; empty between two steps."""
         self._asking = 0
         """Number of ranks' requests that wait for a batch."""
         self._publishing = 0
@@ -78,7 +79,7 @@ class TrainingSteps:
         self._save_after_this = False
         """True if the ranks must write a checkpoint after the running step, because the observer has asked for it."""
         self._end_reply: p.BatchReply | None = None
-        """Reply that ends training; None while the run trains."""
+        """Reply that ends training, equal for all ranks; None while the run trains."""
         self._snapshot = self._checkpoint = (0, -1)
         """Incarnation of the ranks and version of the last snapshot, and of the last checkpoint that is known to be
         written; (0, -1) if there is none."""
@@ -87,7 +88,7 @@ class TrainingSteps:
 
     @property
     def training(self) -> bool:
-        """True if a batch was dealt to the ranks and is not committed yet."""
+        """True if a batch was dealt to the ranks, and rank 0 has not reported yet that it is trained."""
         return self._progress.batch == "dealt"
 
     @property
@@ -107,7 +108,7 @@ class TrainingSteps:
 
     @property
     def ranks_export(self) -> bool:
-        """True if the ranks export the model, or still have to."""
+        """True if the ranks export the model, or still have to. They do it only in a run that has trained all steps."""
         ended = self._end_reply is not None and self._end_reply.finished
         return ended and self._config.checkpoint.export and not self._incarnations.saved
 
@@ -117,7 +118,9 @@ class TrainingSteps:
         """Answer a rank with a part of its shard, or with the end of training. All ranks get the same batch.
 
         Waits until a batch is dealt, or until the run has trained all steps or is interrupted. The signal `batches`
-        wakes this request. The first rank whose request finds enough complete groups forms the batch for all ranks.
+        wakes this request. The first rank whose request finds enough complete groups forms the batch for all ranks. A
+        rank that is behind the run gets the recorded batch of its step instead. The rank's activities (bars on the
+        run's timeline) go to the observer.
 
         Raises:
             ContractError: the rank requests another step than the one that the ranks have to train, or a part that
@@ -136,6 +139,7 @@ class TrainingSteps:
         if self._snapshot == (incarnation, request.step):
             # A rank asks for a batch only after the whole checkpoint is written, which takes longer than the snapshot.
             self._checkpoint = self._snapshot
+        # The stage of the run depends on whether ranks wait here, so `run` is sent at both ends of the wait.
         self._asking += 1
         self._progress.send("run")
         try:
@@ -161,7 +165,8 @@ class TrainingSteps:
     async def _form_batch(self) -> None:
         """Take the groups of the next step from the buffer and deal them. After the last step, close the buffer.
 
-        If the buffer has too few complete groups after all, nothing changes.
+        Other requests are served meanwhile. If the buffer has too few complete groups after all, nothing changes, and
+        the ranks wait on. At the end all waiting ranks are woken.
         """
         self._progress.batch = "forming"
         try:
@@ -184,7 +189,8 @@ class TrainingSteps:
             min_version = self._contract.min_token_version(self._progress.version)
             batch = gather(groups, self._progress.version, min_version)
             shards = await self._split_batch(batch)
-            # Before any rank trains the batch: ranks that start again must get the same one, even from the next hub.
+            # This wait comes before any rank trains the batch: ranks that start again must get the same one, even from
+            # the next hub.
             await self._persistence.journal.written()
             self._shards = shards
             self._progress.batch = "dealt"
@@ -197,7 +203,7 @@ class TrainingSteps:
             self._progress.send("run", "batches")
 
     async def _split_batch(self, batch: Batch) -> list[list[Shard]]:
-        """Divide a batch into one shard per data rank, balanced by tokens, and cut each shard into parts.
+        """Divide a batch into one shard for each data rank, balanced by tokens, and cut each shard into parts.
 
         A part is the share of a shard that travels in one message.
         """
@@ -208,6 +214,8 @@ class TrainingSteps:
         self, shards: list[list[Shard]], request: p.BatchRequest, incarnation: int, *, keeps: bool, saves: bool
     ) -> p.BatchReply:
         """Return the reply with the requested part of the rank's shard. Notes when the rank has got the last part.
+
+        Only then may the step be committed. `keeps` and `saves` are fields of the reply, about checkpoints.
 
         Raises:
             ContractError: the shard has no part of this number.
@@ -225,6 +233,9 @@ class TrainingSteps:
 
         The first request for a step reads the batch, and the other ranks wait for it under the signal `batches`. An
         interrupted run is not trained up to its version again: the reply then ends training.
+
+        Raises:
+            PeerLostError: the batch cannot be read. The run has failed with this error.
         """
         history = self._persistence.history
         assert history is not None, "without a history no incarnation is behind"
@@ -243,10 +254,12 @@ class TrainingSteps:
         await progress.until("batches", lambda: bool(repeated.shards))
         return self._part(repeated.shards, request, incarnation, keeps=repeated.keeps, saves=False)
 
-    # -- a step is booked --------------------------------------------------------------------------------------------
+    # -- a step is counted -------------------------------------------------------------------------------------------
 
     async def commit(self, request: p.Commit) -> p.Ack:
-        """Count a step that all ranks have trained, unless an earlier incarnation has counted it before.
+        """Count a step that all ranks have trained, unless an earlier incarnation has trained it before.
+
+        Either way the stage of the run ends. Rank 0 sends this for all ranks.
 
         Raises:
             ContractError: the ranks are at another step, or a rank has not fetched its whole shard.
@@ -256,13 +269,17 @@ class TrainingSteps:
             raise ContractError(f"step {request.step} was committed while the ranks hold version {version}")
         if self._incarnations.commit():
             with anyio.CancelScope(shield=True):
-                await self._book(request)
+                await self._count_step(request)
         self._progress.stages_ended += 1
         self._progress.send("run")
         return p.Ack()
 
-    async def _book(self, request: p.Commit) -> None:
-        """Count the running step in the ledger, the metrics and the journal. The run then has its next version."""
+    async def _count_step(self, request: p.Commit) -> None:
+        """Count the running step in the ledger, the metrics and the journal. The run then has its next version.
+
+        The observer gets the row of the step, and may stop the run or ask for a checkpoint. Returns when the journal
+        has the step, because rank 0 must not go on from a step that the next hub would not know.
+        """
         # These lists are emptied in slices below. To free all samples at once would block the event loop for as long as
         # all other work of this method takes.
         entries = list(self._shards[0][0].batch)
@@ -299,7 +316,9 @@ class TrainingSteps:
 
         So engines are at most one version behind. The wait has the deadline of `Stage.LOADING` or `Stage.STARTING`, and
         the signal `engines` ends it. An interrupted run does not wait. Versions of ranks that train earlier steps again
-        are not announced before the ranks come to the run's version.
+        are not announced before the ranks have reached the run's version. A new version may also make an evaluation
+        due. Ranks that have started again publish the run's version a second time: it is then not announced as new, but
+        engines that have not loaded it yet can fetch it from these ranks.
         """
         progress = self._progress
         if self._incarnations.publish():
@@ -334,7 +353,8 @@ class TrainingSteps:
     async def snapshot(self) -> p.SnapshotReply:
         """Write the hub's state of this moment into the checkpoint that the ranks are writing.
 
-        Nodes deliver results and get leases while it is written. These changes belong to the journal.
+        Nodes deliver results and get leases while it is written. These changes go into a new file of the journal, which
+        begins at this moment.
 
         Raises:
             ContractError: the run is not between two steps.

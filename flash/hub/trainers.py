@@ -1,15 +1,16 @@
 """The hub's state of the trainer ranks, and its answers to their requests, from their start to a loss and a restart.
 
 The trainer ranks between two restarts are an *incarnation*. If one of its ranks is lost or hangs, the incarnation is
-over, but the run continues. The hub ends the requests of the ranks. The launchers ask `processes_of_node` and kill the
-processes. The engines continue with the weights that they have. The next incarnation loads a checkpoint, and trains
-again the steps that the run has trained after that checkpoint. The first incarnation under a restarted hub also loads a
-checkpoint and trains later steps again. If the steps cannot be trained again, the run ends with an error, and the
-launchers start all processes again.
+over, but the run continues. The hub ends the requests of the ranks. The launchers (one process per machine, which
+starts the others) ask `processes_of_node` and kill the processes. The engines continue with the weights that they have.
+The next incarnation loads a checkpoint, and trains again the steps that the run has trained after that checkpoint. The
+first incarnation under a restarted hub does this, too. If the steps cannot be trained again, the run ends with an
+error, and the launchers start all processes again.
 
 `Incarnations` is the pure state (it has no tasks, clocks or files). `TrainerRanks` answers requests; its `watch` runs
-in a task of `Hub.run`. A *signal* is a name with which `RunProgress.send` wakes the tasks that wait for a change. The
-answers to requests for batches and commits are in `flash.hub.steps`.
+in a task of `Hub.run`. A *signal* is a name with which `RunProgress.send` wakes the tasks that wait for a change. A
+*collective* is an operation of `torch.distributed` in which all ranks take part, so it fails or hangs if one is lost.
+The answers to requests for batches and commits are in `flash.hub.steps`.
 
 Invariants: each step is counted once, by the incarnation that commits it first. Each incarnation trains every step
 after its checkpoint, in order. Engines are given only the run's version, so they never load an older one.
@@ -55,7 +56,7 @@ class RankState(msgspec.Struct):
     """Time of the last heartbeat, in seconds on the loop's clock. None before the first heartbeat, after the rank has
     left, and after its incarnation has ended."""
     fetched: bool = False
-    """True if the rank has all parts of its shard of the running step."""
+    """True if the rank has all parts of its shard (the part of the batch that it trains) of the running step."""
     saved: bool = False
     """True if the rank has done all of its work, also its checkpoint, and waits for the end of the run."""
     left: bool = False
@@ -115,7 +116,10 @@ class Incarnations:
         return number == self.number and not self._over
 
     def rank_arrived(self, rank: int) -> int:
-        """Add a rank that has connected. Returns the number of its incarnation: the next one if the newest is over."""
+        """Add a rank that has connected. Returns the number of its incarnation: the next one if the newest is over.
+
+        `Gate.arrived` calls this, and remembers the number to recognize connections of incarnations that are over.
+        """
         if self._over:
             self._over = False
             self.number += 1
@@ -131,7 +135,7 @@ class Incarnations:
         return {number: age for number, age in ages.items() if age >= seconds}
 
     def rank_left(self, rank: int) -> None:
-        """Record that a rank has left."""
+        """Record that a rank has left, or counts as left. No heartbeat of it is expected any more."""
         self.ranks[rank].left = True
         self.ranks[rank].process = self.ranks[rank].heartbeat = None
 
@@ -149,7 +153,10 @@ class Incarnations:
         return True
 
     def end(self) -> None:
-        """Mark the newest incarnation as over. The next rank that connects begins the next incarnation."""
+        """Mark the newest incarnation as over. The next rank that connects begins the next incarnation.
+
+        The process of each rank is kept as `ended_process`, so that its launcher can kill it.
+        """
         self._over = self.recovering = True
         for rank in self.ranks:
             rank.ended_process = rank.ended_process if rank.process is None else rank.process
@@ -231,9 +238,10 @@ class TrainerRanks:
 
     @property
     def done(self) -> bool:
-        """True if the run need not wait for trainer ranks any more.
+        """True if the run need not wait for trainer ranks any more: all have left.
 
-        An interrupted run does not wait for ranks that are only starting, because they have nothing new to save.
+        An interrupted run does not wait for ranks that are only starting, because they have nothing new to save. These
+        are ranks that start again after a loss, and the first ranks of a run before all of them have connected.
         """
         progress, incarnations = self._progress, self.incarnations
         if progress.stopping == "interrupted" and (
@@ -254,14 +262,16 @@ class TrainerRanks:
     # -- requests of ranks and of their launchers --------------------------------------------------------------------
 
     async def start(self, request: p.IncarnationRequest) -> p.IncarnationReply:
-        """Answer a rank with the starting point of its incarnation.
+        """Answer a rank with the starting point of its incarnation, and note its process for its launcher.
 
         Waits until rank 0 has reported its store and a starting point is chosen. The request of the first rank that
-        asks chooses the starting point for all ranks. The signal `batches` wakes the waiting requests.
+        asks chooses the starting point for all ranks. The signal `batches` wakes the waiting requests. The reply has no
+        checkpoint if all ranks have left: then nothing is left to do.
 
         Raises:
             PeerLostError: the run has failed, or the ranks cannot train up to the run's version again.
         """
+        # The first step comes before any wait: the launcher must know the process of a rank that hangs later.
         rank = self.incarnations.ranks[request.rank]
         rank.process, rank.host, rank.since = request.process, request.host, self._now()
         self._processes_changed()
@@ -271,6 +281,7 @@ class TrainerRanks:
             self._progress.send("batches")
         while self._start is None and not self.incarnations.finished:
             if self._choosing:
+                # If the request that chooses is cancelled, this one takes its place.
                 await self._progress.until("batches", lambda: not self._choosing)
                 continue
             self._choosing = True
@@ -284,7 +295,7 @@ class TrainerRanks:
         return p.IncarnationReply(self.incarnations.number, checkpoint, self._store or "")
 
     async def _choose_start(self) -> TrainerStart:
-        """Choose the checkpoint from which a new incarnation starts.
+        """Choose the newest checkpoint from which the ranks can train again up to the run's version.
 
         Raises:
             PeerLostError: no checkpoint can be used. The run has failed with this error.
@@ -320,10 +331,11 @@ class TrainerRanks:
         await anyio.sleep(waits.BEAT_S)
 
     async def processes_of_node(self, request: p.RanksRequest) -> p.RanksReply:
-        """Answer a launcher with the rank processes of its node.
+        """Answer a launcher with the rank processes of its node: which it must kill, and why.
 
         Waits until a rank process of any node has started or ended since the launcher's last request, for at most
-        `waits.news_s`. The signal `ranks` wakes the request.
+        `waits.news_s`. The signal `ranks` wakes the request. The reply comes without a change, too,
+        which shows the launcher that the hub is alive.
         """
         with anyio.move_on_after(waits.news_s(self._config)):
             await self._progress.until("ranks", lambda: request.after != self._changes)
@@ -341,7 +353,7 @@ class TrainerRanks:
         self._progress.send("ranks")
 
     def leave(self, rank: int) -> None:
-        """Let a rank leave at the end of the run, and wake the tasks that wait for this."""
+        """Let a rank leave at the end of the run, and wake the launchers and `Hub.run`, which wait for this."""
         self.incarnations.rank_left(rank)
         self._processes_changed()
         self._progress.send("run")
@@ -369,12 +381,15 @@ class TrainerRanks:
     def disconnected(self, rank: int) -> None:
         """End the incarnation because the connection of one of its ranks has ended.
 
-        Once a rank has left, this ends nothing, and the lost rank counts as left. A rank that has not connected in the
-        newest incarnation is ignored.
+        The run ends instead if the ranks cannot start again (`_end_incarnation`). After the first rank has left
+        normally, this ends nothing, and the lost rank counts as left. A rank that has not connected in the newest
+        incarnation is ignored.
         """
         if rank not in self.incarnations.present:
             return
         self._progress.send("run")
+        # Described before `ranks_lost`, which clears the state of the ranks. A rank that is silent may be the cause of
+        # this loss, so it is named, too.
         hanging, causes = self._describe_silent(), self._processes_of({rank, *self._silent()})
         if self.incarnations.ranks_lost([rank]):
             lost = f"trainer rank {rank} is gone without an error message: its process was killed, or crashed"
@@ -419,7 +434,7 @@ class TrainerRanks:
                 )
 
     async def fatal(self, request: p.Fatal, describe_wait: Callable[[], str]) -> None:
-        """End the run with the error of a peer, or end the incarnation if a collective failed.
+        """End the run with the error that a peer reports, or end only the incarnation if a collective failed.
 
         A failed collective, or an error of an unknown class, may be only a consequence of the loss of another rank. So
         the hub first waits `waits.echo_s`, and ignores this error if the incarnation has ended meanwhile.
@@ -524,7 +539,10 @@ class TrainerRanks:
     def note_recovery(self, published: Published) -> None:
         """Write a note for people that the ranks have published the run's version again after a loss.
 
-        Does nothing if no ranks were lost. `published`: the version that the ranks have published.
+        The note says how long this took, how many steps were trained again, and whether the weights are the same. A
+        restart of the ranks alone is also counted in the metrics. Does nothing if no ranks were lost.
+
+        `published`: the version that the ranks have published. `RunProgress.published` is still the one of before.
         """
         if self._lost_at is None:
             return
@@ -550,7 +568,7 @@ class TrainerRanks:
             before: the version as it was published before the loss.
             published: the same version as it was published after the restart.
         """
-        assert self._history is not None, "without a history no ranks come back"
+        assert self._history is not None, "without a history no ranks start again"
         if self._history.same_weights(before, published):
             return "the same weights as before"
         text = "other weights than before, because other hardware, or another number of ranks, sums in another order; "
