@@ -58,7 +58,6 @@ ROAD = (
     "samples/groups.py",
     "hub/steps.py",
     "samples/batches.py",
-    "hub/trainers.py",
     "trainer/loop.py",
     "trainer/step.py",
     "trainer/plan.py",

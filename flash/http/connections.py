@@ -1,10 +1,13 @@
 """HTTP connections that end when their client is too slow, or when there are too many of them.
 
+A *stranger* is a connection that has not shown a valid token yet. A *bounded* token is one whose connections are
+counted, because its application calls `HttpConnection.hold`.
+
 Law: a connection stays open only as long as its client makes progress, and each token has a bounded number of them.
 - A timer runs while a request's head is incomplete, and while the rest of a body arrives after the answer was sent.
 - A timer runs while bytes of an answer wait for the client to read them.
-- A connection that has not shown a valid token yet can be ended at any time, to make room for a newer one.
-- A token has at most its share of all connections.
+- A stranger can be ended at any time, to make room for a newer connection.
+- A bounded token has at most its share of all connections.
 
 This module uses internals of uvicorn that are not part of its public API. No other module uses them, and
 tests/http/test_uvicorn.py reports each of them that a new version lacks:
@@ -86,12 +89,12 @@ class StrangerConnections:
         self._waiting: dict[HttpConnection, None] = {}
 
     def add(self, connection: HttpConnection) -> None:
-        """Add a new connection. If there are too many then, end the oldest."""
+        """Add a new connection. If there are too many then, remove the oldest, and end it if it still has no token."""
         self._waiting[connection] = None
         while len(self._waiting) > self._most:
             oldest = next(iter(self._waiting))
             del self._waiting[oldest]
-            # A connection stays in this list when it shows a token, so that is checked here, before it is ended.
+            # Nobody removes a connection from here when it shows a token. So that is looked at now.
             if not oldest.known:
                 oldest.transport.abort()
 
@@ -110,9 +113,10 @@ class TokenConnections:
         """Connections without a request in progress, by token. The connection that is idle for longest is first."""
 
     def claim(self, connection: HttpConnection, token: str) -> bool:
-        """Count a connection, whose request has begun, as one of `token`.
+        """Count a connection, whose request has begun, as one of `token`, and as busy.
 
-        If the token has too many connections, one that is idle is ended instead. Returns False if none is idle.
+        If the token has too many connections, one that is idle is ended to make room. Returns False if none is idle;
+        the caller then refuses the request.
         """
         if connection.holder == token:
             self._idle.get(token, {}).pop(connection, None)
@@ -149,7 +153,8 @@ class TokenConnections:
 class SendTimer:
     """A timer that ends a connection whose client reads an answer too slowly.
 
-    It measures as long as bytes wait to be sent.
+    It measures as long as bytes wait to be sent. Without it, a client that reads nothing could keep a connection, and
+    the memory of its answer, for ever.
     """
 
     def __init__(self, transport: asyncio.Transport, limits: HttpLimits) -> None:
@@ -214,6 +219,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         """Scope of the request that `_body_left` belongs to."""
         self._strangers = strangers
         self._awaited: Literal["head", "rest"] | None = None
+        """Part of a request for which `_timer` runs: the head, or the rest of a body after the answer was sent."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -224,6 +230,8 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
 
     def hold(self, token: str) -> None:
         """Count this connection as one of `token`, whose number of connections is bounded.
+
+        An application calls it for each request, once it has found the token valid.
 
         Raises:
             HTTPException: the token has too many connections, all of them with a request in progress.
@@ -240,6 +248,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
     # Called by asyncio and uvicorn.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin a connection: count it as a stranger, and start the timer for the first head."""
         super().connection_made(transport)
         self._send_timer = SendTimer(transport, self._limits)
         # asyncio calls `pause_writing` only if more bytes than this wait, and may do so at once. With the usual 64 KiB,
@@ -249,9 +258,10 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         self._set_timer()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return the buffer that the next piece is read into.
+        """Return the buffer that the next piece is read into, of `PIECE` bytes.
 
-        It is larger while a body with a known length arrives, but reads at most `PIECE` beyond the end of that body.
+        It is larger while a body with a known length arrives, because h11 does not parse such a body byte by byte. But
+        at most `PIECE` bytes beyond the end of that body are read, because the next request may follow.
         """
         if self.conn.their_state is not h11.SEND_BODY:
             self._body_left = 0
@@ -266,20 +276,24 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         self._set_timer()
 
     def pause_writing(self) -> None:
+        """Measure how fast the client reads, because bytes wait to be sent."""
         self._send_timer.start()
         super().pause_writing()
 
     def resume_writing(self) -> None:
+        """Stop measuring, because the client has read all bytes."""
         self._send_timer.stop()
         super().resume_writing()
 
     def on_response_complete(self) -> None:
+        """Count the connection as idle, and start the timer if the rest of the request's body still arrives."""
         self._by_token.mark_idle(self)
         super().on_response_complete()
         if self.conn.their_state is not h11.IDLE:  # In the state IDLE, uvicorn gives the next request `idle_s`.
             self._set_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection and stop its timers."""
         self._strangers.remove(self)
         self._by_token.remove(self)
         self._send_timer.stop()
@@ -334,15 +348,17 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
+        """Install no signal handlers: the process of the service has its own."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, then set `listening`."""
         await super().startup(sockets)
         self.listening.set()
 
 
 def http_protocol(limits: HttpLimits, connections: int) -> Any:
-    """Return the factory of connections that `uvicorn.Config` takes as `http`.
+    """Return the factory of connections that `uvicorn.Config` takes as `http`. All connections share the limits.
 
     Args:
         limits: bounds on the connections.

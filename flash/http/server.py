@@ -97,6 +97,10 @@ def _is_loopback(host: str) -> bool:
 
 
 def _open_unix(path: Path) -> socket.socket:
+    """Return a unix socket that is bound to `path`, and that only its owner can use.
+
+    A socket that nobody listens at any more is replaced. Raises ConfigError if `path` is in use or cannot be bound.
+    """
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise ConfigError(f"{path} exists and is no socket")
@@ -137,6 +141,7 @@ async def serving(
         ConfigError: the certificate cannot be used.
     """
     limits = limits or HttpLimits()
+    # Half of the files that this process may open is left for other uses.
     connections = min(limits.connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
     config = uvicorn.Config(
         BoundedBodies(app, limits),
@@ -169,7 +174,10 @@ async def serving(
 
 
 def with_headers(send: Send, headers: Mapping[str, str]) -> Send:
-    """Return a `send` that adds these headers to an answer. Headers that the answer sets itself stay as they are."""
+    """Return a `send` that adds these headers to an answer. Headers that the answer sets itself stay as they are.
+
+    An ASGI application sends its answer with `send`, so a wrapper around the application passes on the returned one.
+    """
 
     async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -182,6 +190,7 @@ def with_headers(send: Send, headers: Mapping[str, str]) -> Send:
 
 
 def _url(bound: socket.socket, address: HttpAddress) -> str:
+    """Return the URL of a bound socket, with its real port."""
     if address.unix is not None:
         return f"unix:{address.unix}"
     host, port = bound.getsockname()[:2]
@@ -198,7 +207,7 @@ async def read_body(request: Request, most_bytes: int, *, json: bool = True) -> 
     Args:
         request: the request.
         most_bytes: largest body that is accepted.
-        json: True if the body may have at most `MAX_JSON_VALUES` lists, objects and keys.
+        json: True if the body is JSON, which may have at most `MAX_JSON_VALUES` lists, objects and keys.
 
     Raises:
         HTTPException: the body is too large.
@@ -218,7 +227,10 @@ async def read_body(request: Request, most_bytes: int, *, json: bool = True) -> 
 
 
 class BoundedBodies:
-    """ASGI middleware that bounds each request body, and the bytes of all bodies that are held at the same time."""
+    """ASGI middleware that bounds each request body, and the bytes of all bodies that are held at the same time.
+
+    A body counts as held until its request is answered, because applications keep it that long.
+    """
 
     def __init__(self, app: ASGIApp, limits: HttpLimits) -> None:
         self._app = app
@@ -229,7 +241,7 @@ class BoundedBodies:
         """Bytes in `_held` by holder: the name of a bounded token, or empty for all other callers together."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request with bounds on its body."""
+        """Answer one request with bounds on its body. Its bytes are counted as they come, and given back at the end."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         body, holder = _Body(receive, self._limits), ""
@@ -270,7 +282,11 @@ class _Body:
         """Bytes that have arrived."""
 
     async def receive(self) -> Message:
-        """Return the next ASGI message. Raises HTTPException if the body is too large or too slow."""
+        """Return the next ASGI message, which has the next piece of the body or says that the client has left.
+
+        Raises:
+            HTTPException: the body is too large, no piece came in time, or all of it came too slowly.
+        """
         if self._complete:
             return await self._receive()  # Returns when the client leaves or the answer is complete, without a timeout.
         now, pause = anyio.current_time(), self._limits.receive_s

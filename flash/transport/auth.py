@@ -15,8 +15,8 @@ Security properties:
 - Bounded: every message has a fixed or bounded size, so that an unproven peer cannot make us allocate memory.
 - Not covered: what follows is neither encrypted nor signed. The network between the nodes has to be trusted.
 
-`client_handshake` and `server_handshake` hold the protocol and do no I/O; a driver runs them over an anyio stream or a
-blocking socket. Callers set the deadline.
+`client_handshake` and `server_handshake` are generators that hold the protocol and do no I/O. `prove_to_server` and
+`admit_client` run them over an anyio stream, and `blocking_handshake` over a blocking socket. Callers set the deadline.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ PROOF_BYTES = 32
 """Length of an HMAC-SHA256."""
 
 _ACCEPTED = b"ok"
+"""Last message of the proof, from the server."""
 
 ResultT = TypeVar("ResultT")
 
@@ -70,7 +71,10 @@ def check_token(token: bytes) -> None:
 
 
 Handshake = Generator[bytes | int, bytes, ResultT]
-"""Steps of one end of the proof, without I/O: bytes to send, or the number of bytes that must be received next."""
+"""Steps of one end of the proof, without I/O.
+
+The generator yields bytes to send, or the number of bytes that must be received next and are sent into it.
+"""
 
 
 def client_handshake(token: bytes, name: str) -> Handshake[None]:
@@ -160,11 +164,13 @@ def _proof(token: bytes, role: bytes, client_nonce: bytes, server_nonce: bytes, 
 
 
 def _check_magic(magic: bytes) -> None:
+    """Raise TransportError if the other end does not begin with `MAGIC`, so that it speaks another protocol."""
     if magic != MAGIC:
         raise TransportError(f"the other end speaks another protocol: it opened with {magic!r}, not {MAGIC!r}")
 
 
 async def _send(stream: ByteStream, data: bytes) -> None:
+    """Send all bytes. Raises TransportError if the other end hangs up."""
     try:
         await stream.send(data)
     except BrokenResourceError as error:

@@ -74,7 +74,7 @@ async def connect(
     """
     check_token(token)
     where = f"{server} at {host}:{port}"
-    async with await _open(host, port, token, name, seconds, where) as stream, unwrapped_group() as tasks:
+    async with await _open_stream(host, port, token, name, seconds, where) as stream, unwrapped_group() as tasks:
         client = Client(FrameConnection(stream, where), where)
         tasks.start_soon(client.run)
         try:
@@ -84,8 +84,8 @@ async def connect(
             tasks.cancel_scope.cancel()
 
 
-async def _open(host: str, port: int, token: bytes, name: str, seconds: float, where: str) -> SocketStream:
-    """Return a stream on which both ends have proven the token."""
+async def _open_stream(host: str, port: int, token: bytes, name: str, seconds: float, where: str) -> SocketStream:
+    """Return a stream on which both ends have proven the token. Raises the errors of `connect`."""
     try:
         with deadline(seconds, f"{where} to accept us", f"whether {host}:{port} can be reached"):
             stream = await anyio.connect_tcp(host, port)
@@ -132,8 +132,11 @@ class Client:
         self._connection = connection
         self._where = where
         self._ids = count(1)
+        """Numbers of calls."""
         self._calls: dict[int, _PendingCall] = {}
+        """Calls that wait for their replies, by number."""
         self._loss: TransportError | None = None
+        """Error that ended the connection; None while it is open."""
 
     async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
         """Send a request and wait for its reply, at most `timeout` seconds.
@@ -150,16 +153,18 @@ class Client:
         with anyio.move_on_after(timeout) as scope:
             self._check_connection()
             await self._connection.send(FrameKind.REQUEST, number, request)
+            # If the connection was lost during `send`, nobody would wake a call that is added to `_calls` now.
             self._check_connection()
             self._calls[number] = call
             try:
                 await _wait_for_reply(call, timeout, scope)
             finally:
+                # A call that is still here has no reply: its deadline has passed, or its task was cancelled.
                 if self._calls.pop(number, None) is not None:
                     self._connection.post(FrameKind.CANCEL, number)
         # The reply counts even if the deadline passed in the same turn of the loop.
         if call.frame is not None:
-            return self._open_reply(call.frame, request)
+            return self._decode_reply(call.frame, request)
         self._check_connection()
         raise DeadlineError(
             f"the reply to {type(request).__name__} from {self._where}", timeout, "the log of that process"
@@ -207,8 +212,13 @@ class Client:
             # A new object for each caller: raising one object several times would mix the callers' tracebacks.
             raise type(self._loss)(str(self._loss)) from self._loss
 
-    def _open_reply(self, frame: Frame, request: Request[ReplyT]) -> ReplyT:
-        """Return the reply in a REPLY frame, or raise the handler's error in an ERROR frame."""
+    def _decode_reply(self, frame: Frame, request: Request[ReplyT]) -> ReplyT:
+        """Return the reply in a REPLY frame, or raise the handler's error in an ERROR frame.
+
+        Raises:
+            FlashError: the handler raised it.
+            TransportError: the frame cannot be read, or the error is of a class that `flash.errors` does not have.
+        """
         try:
             if frame.kind is FrameKind.REPLY:
                 return _decoder(reply_type(type(request))).decode(frame.body)
@@ -251,6 +261,10 @@ def _decoder(struct: type[msgspec.Struct]) -> msgspec.msgpack.Decoder[Any]:
 class BlockingClient:
     """A context manager that gives the calls of a `Client` to code without an event loop. Threads may share it.
 
+    The connection lives on an event loop in a background thread, from the beginning of the block to its end. If a
+    waiting call is interrupted (Ctrl-C), it is cancelled on that loop, so that leaving the block never waits for a
+    reply.
+
     Args:
         host: address at which the server listens.
         port: port at which the server listens.
@@ -280,6 +294,7 @@ class BlockingClient:
         """Scopes of the calls in progress. A key belongs to one call; only the loop's thread uses the dictionary."""
 
     def __enter__(self) -> Self:
+        """Start the thread with the loop, and connect. Raises the errors of `connect`; the thread has ended then."""
         with ExitStack() as stack:
             self._portal = stack.enter_context(start_blocking_portal(name=f"{self._name} transport"))
             self._client = stack.enter_context(self._portal.wrap_async_context_manager(self._connect()))
@@ -303,7 +318,10 @@ class BlockingClient:
             raise
 
     async def _call(self, key: object, request: Request[ReplyT], timeout: float) -> ReplyT:
-        """Run one call on the loop, in a scope that `_cancel` finds by `key`."""
+        """Run one call on the loop, in a scope that `_cancel` finds by `key`.
+
+        Raises TransportError if it was cancelled. Nobody receives this error, because the caller was interrupted.
+        """
         with anyio.CancelScope() as scope:
             self._running[key] = scope
             try:

@@ -48,7 +48,8 @@ BUFFER_BYTES = 1 << 20
 CHUNK_BYTES = 1 << 20
 """Bytes given to the socket at once. The bytes are copied, and copying all of a long frame would stop the loop."""
 MERGED_BYTES = 1 << 18
-"""Longest buffer that small frames are merged into. Copying a long frame into another buffer would stop the loop."""
+"""Longest buffer, in bytes, into which small frames are merged so that they leave in one send. A long frame is not
+merged, because copying it would stop the loop."""
 RECEIVE_BYTES = 1 << 18
 """Largest piece taken from the socket at once, in bytes: as much as asyncio reads in one call."""
 IDLE_SECONDS = 20
@@ -168,18 +169,23 @@ def frame_slices(
 class FrameDecoder:
     """Turns pieces of a byte stream into frames.
 
-    A frame's body is a memoryview, not a copy. The view is of the fed piece itself if no incomplete frame was held
-    before it, else of the buffer in which the pieces were collected. The decoder never writes to such a buffer again.
+    A frame's body is a memoryview, not a copy. It is a view of the piece that was fed, or, if the frame came in several
+    pieces, of the buffer in which they were collected. The decoder never writes to such a buffer again, so bodies stay
+    valid.
+
+    Args:
+        limit: longest frame that is accepted, in bytes.
     """
 
     def __init__(self, limit: int = MAX_FRAME_BYTES) -> None:
         self._limit = limit
         self._partial = bytearray()
+        """Bytes of the incomplete frame at the end of the stream so far."""
         self._wanted = _HEADER.size
 
     @property
     def partial(self) -> int:
-        """Number of bytes held of an incomplete frame."""
+        """Number of bytes held of an incomplete frame, for error messages."""
         return len(self._partial)
 
     @property
@@ -197,6 +203,7 @@ class FrameDecoder:
             frames, end = self._split(piece)
             self._partial += memoryview(piece)[end:]
             return frames
+        # A long frame comes in many pieces. It is looked at again only when all of it has arrived.
         self._partial += piece
         if len(self._partial) < self._wanted:
             return []
@@ -207,7 +214,10 @@ class FrameDecoder:
         return frames
 
     def _split(self, data: bytes | bytearray) -> tuple[list[Frame], int]:
-        """Return the complete frames at the front of `data`, and the offset at which they end."""
+        """Return the complete frames at the front of `data`, and the offset at which they end.
+
+        Sets `_wanted` for the incomplete frame that follows. Raises TransportError if the bytes are not frames.
+        """
         frames: list[Frame] = []
         start, size = 0, len(data)
         self._wanted = _HEADER.size
@@ -249,7 +259,8 @@ def encode_slices(value: Any, buffer: bytearray) -> Generator[None]:
     """Append the encoding of a message, or of a part of one, to `buffer`, and yield after each slice.
 
     Structs, lists and long bytes are divided; everything else is encoded in one call. The caller may remove encoded
-    bytes from `buffer` while the generator is paused, but may not add any, nor change `value`.
+    bytes from `buffer` while the generator is paused, but may not add any, nor change `value`. The bytes are those that
+    `msgspec.msgpack.encode` gives, so the receiver decodes them in the usual way.
     """
     if isinstance(value, msgspec.Struct) and not value.__struct_config__.array_like:
         config = value.__struct_config__
@@ -314,6 +325,10 @@ def _msgpack_header(count: int, short: int, long: int) -> bytes:
 class FrameConnection:
     """Sends and receives frames over one stream. The owner runs `write` as a task, else no queued frame is sent.
 
+    Queued frames wait in a bounded buffer, and one writer task sends them. So frames that are queued together leave in
+    one send, and cancelling the task that queued a frame never sends half of the frame. A sender waits for room while
+    `BUFFER_BYTES` are unsent.
+
     Args:
         stream: an authenticated stream. Its owner closes it.
         peer: description of the other end, for error messages.
@@ -324,11 +339,17 @@ class FrameConnection:
         self._peer = peer
         self._decoder = FrameDecoder()
         self._outgoing: list[bytearray] = []
+        """Queued frames. A buffer may hold several small ones."""
         self._waiting_bytes = 0
+        """Bytes in `_outgoing`."""
         self._ready = anyio.Event()
+        """Set when a frame is queued."""
         self._drained = anyio.Event()
+        """Set, and replaced by a new event, when the writer has taken or sent the queued frames."""
         self._sending = False
+        """True while the writer sends frames that it has taken from `_outgoing`."""
         self._broken = False
+        """True if the writer has ended, so that no frame is sent any more."""
 
     async def wait_for_room(self) -> None:
         """Wait until a frame may be queued or the connection broke. Sets no deadline.

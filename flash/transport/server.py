@@ -7,6 +7,7 @@ Law of a connection: every request is answered exactly once, by a reply or by an
 or the connection ended. In both of these cases the handler is cancelled, so that no work is done for a caller that is
 gone.
 
+A *stranger* is a client that has not proven that it holds the run's token.
 Law of unproven connections: a connection without a proof holds little memory, and only for a limited time. At most
 `MAX_UNPROVEN` of them are open; a further one ends the oldest. A process that runs out of file descriptors accepts no
 connection for `PAUSE_S` seconds and logs that; connected peers are served meanwhile. The log lines that strangers cause
@@ -82,9 +83,11 @@ Handler = Callable[[Peer, RequestT], Awaitable[msgspec.Struct]]
 class LimitedLog:
     """Log for lines that strangers can cause: at most `most` in `LOG_WINDOW_S` seconds. Further lines are only counted.
 
+    The first line of a later window says how many were left out. The servers of weights use this log, too.
+
     Args:
         now: clock, in seconds.
-        most: lines in each window.
+        most: largest number of lines in each window.
     """
 
     def __init__(self, now: Callable[[], float], most: int) -> None:
@@ -94,7 +97,7 @@ class LimitedLog:
         self._lines = 0
 
     def warn(self, message: str, *args: object) -> None:
-        """Log a warning, unless the window has `most` lines already."""
+        """Log a warning, unless the window has `most` lines already. `args` are filled into `message`."""
         now = self._now()
         if now - self._since >= LOG_WINDOW_S:
             if self._lines > self._most:
@@ -114,7 +117,10 @@ class UnprovenConnections:
 
     @contextmanager
     def scope(self) -> Generator[anyio.CancelScope]:
-        """Count a connection as unproven during the block. The scope is cancelled to make room for a newer one."""
+        """Count a connection as unproven during the block. Ends the oldest other connections if there are too many.
+
+        The scope that is yielded is cancelled when this connection has to make room for a newer one.
+        """
         while len(self._scopes) >= self._most:
             self.end_oldest()
         with anyio.CancelScope() as scope:
@@ -180,7 +186,10 @@ async def serve(
 
 
 async def try_listening(host: str, port: int) -> None:
-    """Listen at an address for a moment, as `serve` would. Raises ConfigError if that fails."""
+    """Listen at an address for a moment, as `serve` would. Raises ConfigError if that fails.
+
+    The checks before a run call this, so that a port in use is reported before models are loaded.
+    """
     async with await _listen(host, port):
         pass
 
@@ -203,7 +212,11 @@ async def _listen(host: str, port: int) -> MultiListener[SocketStream]:
 
 
 def port_holder(port: int) -> str:
-    """Return a phrase that names the process listening at a port of this machine, as far as /proc shows it to us."""
+    """Return a phrase for error messages that names the process which listens at a port of this machine.
+
+    /proc/net lists the inodes of listening sockets, and the open files of each process show which process has one. We
+    cannot see the files of other users' processes.
+    """
     inodes: set[str] = set()
     for table in ("tcp", "tcp6"):
         with suppress(OSError):
@@ -226,7 +239,8 @@ def port_holder(port: int) -> str:
 def raise_descriptor_limit() -> None:
     """Let this process, and the processes that it starts, open as many files as the system grants.
 
-    The usual soft limit of 1,024 is less than the connections of a large run.
+    Every process of a run calls this at its start. The usual soft limit of 1,024 is less than the connections of a
+    large run.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
@@ -261,7 +275,9 @@ class _Server(Generic[RequestT]):
         self._on_connect = on_connect
         self._on_disconnect = on_disconnect
         self._ids = count(1)
+        """Numbers of connections."""
         self._sessions: dict[int, _Session[RequestT]] = {}
+        """Sessions of the connected peers, by the number of the connection."""
 
     async def accept_all(self, listener: SocketListener, tasks: TaskGroup) -> None:
         """Serve each connection in a task of its own, until cancelled.
@@ -287,11 +303,12 @@ class _Server(Generic[RequestT]):
                 tasks.start_soon(self._serve_connection, stream)
 
     async def _serve_connection(self, stream: SocketStream) -> None:
-        """Serve one connection from its proof to its end."""
+        """Serve one connection from its proof to its end. A connection that is refused is only logged."""
         async with stream:
             address = _address(stream)
             try:
                 name = await self._authenticate(stream)
+                # End a silent connection of the same client. Others may connect meanwhile, so look again afterwards.
                 to_replace = self._connection_to_replace
                 while to_replace is not None and (old := to_replace(name)) is not None:
                     await self._sessions[old].replace(address)
@@ -305,6 +322,7 @@ class _Server(Generic[RequestT]):
             except (TransportError, OSError) as error:
                 self._log.warn("refused a connection from %s: %s", address, error)
                 return
+            # There is no await between `on_connect` and this line, so that every admitted peer has a session.
             connection = FrameConnection(stream, f"{peer.name} at {address}")
             session = self._sessions[peer.id] = _Session(peer, connection, self._decoder, self._handler)
             try:
@@ -316,7 +334,12 @@ class _Server(Generic[RequestT]):
                 session.ended.set()
 
     async def _authenticate(self, stream: SocketStream) -> str:
-        """Return the client's name once both ends have proven the token."""
+        """Return the client's name once both ends have proven the token.
+
+        Raises:
+            TransportError: the proof is wrong, or a newer connection has taken the place of this one.
+            TimeoutError: the proof has taken too long.
+        """
         name = ""
         # One deadline for the whole proof: a byte now and then does not extend it.
         with self._unproven.scope() as scope, anyio.fail_after(self._deadline):
@@ -343,11 +366,17 @@ class _Session(Generic[RequestT]):
         self._running: dict[int, anyio.CancelScope] = {}
         """Scopes of the handlers in progress, by call number."""
         self._dropped = False
+        """True if the peer is disconnected because of an error, which it should still receive."""
         self._reading = anyio.CancelScope()
+        """Scope in which requests are read. `replace` cancels it."""
         self.ended = anyio.Event()
+        """Set when all handlers have ended and `on_disconnect` was called."""
 
     async def run(self) -> None:
-        """Serve the peer until its connection ends, then cancel all its handlers."""
+        """Serve the peer until its connection ends, then cancel all its handlers.
+
+        A dropped peer gets some time to read the error. The writer runs until then, so it is a task of the outer group.
+        """
         async with anyio.create_task_group() as writing:
             writing.start_soon(self._connection.write)
             async with anyio.create_task_group() as tasks:
@@ -434,11 +463,12 @@ class _Session(Generic[RequestT]):
             del self._running[call]
 
     def _send_error(self, call: int, error: FlashError) -> None:
+        """Queue the reply to a call that failed: the class and the message of the error."""
         self._connection.post(FrameKind.ERROR, call, Refusal(type(error).__name__, str(error)))
 
 
 def _address(stream: SocketStream) -> str:
-    """Return host:port of the other end, or a phrase if it has already left."""
+    """Return host:port of the other end, for messages, or a phrase if the other end has already left."""
     try:
         address = stream.extra(SocketAttribute.remote_address)
     except OSError:
