@@ -1,12 +1,13 @@
-"""The hub: the one stateful place of a run. It connects the state machines of `flash.samples` with the run's peers.
+"""The hub: it holds the state of a run, and connects the state machines of `flash.samples` with nodes and trainer
+ranks.
 
-One sample's way through it: `work` leases its task to a node and books its result; `steps` puts its group into a batch,
-deals that to the trainer ranks and books the step.
+A sample's way through it: `work` leases its task to a node (a lease is the right and the duty to run one task) and
+stores its result. `steps` puts its group into a batch, divides the batch among the trainer ranks, and counts the step.
 
-- `hub`: `Hub` wires all parts and answers requests; `protocol`: the messages; `gate`: checks what peers send.
-- `work`: leases and results; which node gets how many tasks.
-- `nodes`, `fleet`: nodes and engines that come, load weights and go; their state.
-- `trainers`, `steps`: the trainer ranks and their restarts; batches, commits and versions.
-- `context`: the state that all parts share; `recovery`: the state that survives a hub.
-- `stages`, `metrics`: what the run waits for; what it measures.
+- `hub`: `Hub` makes all parts and answers requests. `protocol`: the messages. `gate`: checks what peers send.
+- `work`: leases and results, and how many tasks each node gets.
+- `nodes`: nodes and engines that join, load weights and leave. `fleet`: their state.
+- `trainers`: the trainer ranks and their restarts. `steps`: batches, commits and versions.
+- `context`: the state that all parts share. `recovery`: the state that survives a hub process.
+- `stages`: what the run waits for. `metrics`: what it measures.
 """
