@@ -343,12 +343,12 @@ class BatchReply(msgspec.Struct, frozen=True, tag=True):
     """Part of the shard. None ends training: the rank saves a checkpoint, and exports the model if `finished`."""
     finished: bool = False
     """True if the run has trained all of its steps; False if it was interrupted."""
-    keeps: bool = True
+    may_save: bool = True
     """True if the ranks may write a checkpoint after this step. False while they train earlier steps again, since the
     hub's part of a checkpoint belongs to the version that the run has reached."""
-    left: int = 0
+    parts_left: int = 0
     """Number of parts that follow this one."""
-    saves: bool = False
+    must_save: bool = False
     """True if the ranks write a checkpoint after this step, whatever `checkpoint.every` says."""
 
 
@@ -564,7 +564,7 @@ async def fetch_shard(hub: HubCaller, rank: int, step: int, timeout: float) -> B
     encoded and decoded at the same time.
     """
     parts = [await hub.call(BatchRequest(rank, step, []), timeout)]
-    while parts[-1].left:
+    while parts[-1].parts_left:
         parts.append(await hub.call(BatchRequest(rank, step, [], len(parts)), timeout))
     return _join_parts(parts)
 
@@ -578,7 +578,7 @@ def fetch_shard_blocking(
     simulations use `fetch_shard`.
     """
     parts = [hub.call(BatchRequest(rank, step, activities), timeout)]
-    while parts[-1].left:
+    while parts[-1].parts_left:
         parts.append(hub.call(BatchRequest(rank, step, [], len(parts)), timeout))
     return _join_parts(parts)
 
@@ -589,4 +589,4 @@ def _join_parts(parts: list[BatchReply]) -> BatchReply:
     if first.shard is None:
         return first
     samples = [sample for shard in shards for sample in shard.samples]
-    return msgspec.structs.replace(first, shard=msgspec.structs.replace(first.shard, samples=samples), left=0)
+    return msgspec.structs.replace(first, shard=msgspec.structs.replace(first.shard, samples=samples), parts_left=0)

@@ -38,7 +38,7 @@ class _RepeatedStep(msgspec.Struct):
 
     incarnation: int
     step: int
-    keeps: bool
+    may_save: bool
     """True if a checkpoint may follow the step: it is the last step to train again, and the batch of the next step was
     not begun before the loss. It is decided when the first rank requests the step."""
     shards: list[list[Shard]] = []
@@ -160,7 +160,7 @@ class TrainingSteps:
             if self._end_reply is None:
                 self._end_reply = p.BatchReply(None, finished=self._progress.stopping == "finished")
             return self._end_reply
-        return self._part(self._shards, request, incarnation, keeps=True, saves=self._save_after_this)
+        return self._part(self._shards, request, incarnation, may_save=True, must_save=self._save_after_this)
 
     async def _form_batch(self) -> None:
         """Take the groups of the next step from the buffer and deal them. After the last step, close the buffer.
@@ -211,11 +211,11 @@ class TrainingSteps:
         return [await run_in_slices(split_into_messages(shard, self._part_bytes)) for shard in shards]
 
     def _part(
-        self, shards: list[list[Shard]], request: p.BatchRequest, incarnation: int, *, keeps: bool, saves: bool
+        self, shards: list[list[Shard]], request: p.BatchRequest, incarnation: int, *, may_save: bool, must_save: bool
     ) -> p.BatchReply:
         """Return the reply with the requested part of the rank's shard. Notes when the rank has got the last part.
 
-        Only then may the step be committed. `keeps` and `saves` are fields of the reply, about checkpoints.
+        Only then may the step be committed. `may_save` and `must_save` are fields of the reply, about checkpoints.
 
         Raises:
             ContractError: the shard has no part of this number.
@@ -226,7 +226,7 @@ class TrainingSteps:
         left = len(parts) - 1 - request.part
         if left == 0 and self._incarnations.is_current(incarnation):  # the incarnation may have ended meanwhile
             self._incarnations.ranks[request.rank].fetched = True
-        return p.BatchReply(parts[request.part], keeps=keeps, left=left, saves=saves)
+        return p.BatchReply(parts[request.part], may_save=may_save, parts_left=left, must_save=must_save)
 
     async def _repeat_step(self, request: p.BatchRequest, incarnation: int) -> p.BatchReply:
         """Answer a rank that is behind the run: with a part of the batch that the step trained the first time.
@@ -242,17 +242,17 @@ class TrainingSteps:
         progress, repeated = self._progress, self._repeated
         if repeated is None or (repeated.incarnation, repeated.step) != (incarnation, request.step):
             if progress.stopping == "interrupted":
-                return p.BatchReply(None, keeps=False)
+                return p.BatchReply(None, may_save=False)
             # After this step the ranks hold the run's version, and the hub's state is still the one between two steps.
-            keeps = request.step + 1 == progress.version and progress.batch == "none"
-            repeated = self._repeated = _RepeatedStep(incarnation, request.step, keeps)
+            may_save = request.step + 1 == progress.version and progress.batch == "none"
+            repeated = self._repeated = _RepeatedStep(incarnation, request.step, may_save)
             try:
                 repeated.shards = await self._split_batch(await history.batch(request.step))
             except FlashError as error:
                 raise self._trainers.end_without_recovery(error) from error
             progress.send("batches")
         await progress.until("batches", lambda: bool(repeated.shards))
-        return self._part(repeated.shards, request, incarnation, keeps=repeated.keeps, saves=False)
+        return self._part(repeated.shards, request, incarnation, may_save=repeated.may_save, must_save=False)
 
     # -- a step is counted -------------------------------------------------------------------------------------------
 

@@ -104,11 +104,11 @@ class TrainerLoop:
             # `keeps` is False while the ranks train earlier steps again: the hub's state belongs to a later version
             # then, and the two parts of a checkpoint must be of one version. `saves` is True if the hub asks for a
             # checkpoint after this step although none is due.
-            if reply.keeps and (reply.saves or trainer.version % config.checkpoint.every == 0):
+            if reply.may_save and (reply.must_save or trainer.version % config.checkpoint.every == 0):
                 self._save_checkpoint()
 
         # End: save the last version, and export the model if all steps are trained (`finished`).
-        if reply.keeps and self._saved_version != trainer.version:
+        if reply.may_save and self._saved_version != trainer.version:
             self._save_checkpoint()
         if reply.finished and config.checkpoint.export:
             checkpoint.export_hf(trainer.model, self._tokenizer, config.run_dir / "model")

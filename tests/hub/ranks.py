@@ -21,7 +21,7 @@ class Ranks:
         self.version = version
         """Version that the ranks hold: the hub has acknowledged its commit."""
         self.published = -1
-        self.keeps = True
+        self.may_save = True
         self._shards: dict[int, Shard] = {}
 
     @property
@@ -43,7 +43,7 @@ class Ranks:
                 reply = await hub.handle(p.BatchRequest(rank, self.version, []))
                 if reply.shard is None:
                     return False
-                self._shards[rank], self.keeps = reply.shard, reply.keeps
+                self._shards[rank], self.may_save = reply.shard, reply.may_save
                 if dice.random() < 0.3:
                     await anyio.lowlevel.checkpoint()
         return True

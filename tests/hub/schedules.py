@@ -560,7 +560,7 @@ class Schedule:
                 await self.commit_now.wait()
             await ranks.commit(self.hub)
             self.version = self.hub.progress.version
-            if ranks.keeps and self.dice.random() < 0.3:
+            if ranks.may_save and self.dice.random() < 0.3:
                 await self.hub.handle(p.SnapshotRequest())
 
     async def end(self, tasks: TaskGroup) -> None:

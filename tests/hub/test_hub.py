@@ -385,7 +385,7 @@ async def test_a_shard_in_parts_comes_as_a_whole_and_is_committed_once_all_of_it
     await driver.bring(0, *leases)
     first = await driver.hub.handle(p.BatchRequest(0, 0, []))
     assert first.shard is not None
-    assert (len(first.shard.samples), len(first.shard.batch), first.left) == (1, 4, 3)
+    assert (len(first.shard.samples), len(first.shard.batch), first.parts_left) == (1, 4, 3)
     with pytest.raises(ContractError, match="step 0 was committed while the ranks hold version 0"):
         await driver.hub.handle(p.Commit(0, {}))
     for wrong in (-1, 4):
@@ -503,7 +503,7 @@ async def test_a_checkpoint_that_the_observer_wants_is_written_after_the_next_st
     saves: list[bool] = []
     for step in range(3):
         await driver.bring(0, *await driver.lease(0, 4))
-        saves += [(await driver.hub.handle(p.BatchRequest(0, step, []))).saves]
+        saves += [(await driver.hub.handle(p.BatchRequest(0, step, []))).must_save]
         await driver.hub.handle(p.Commit(step, {}))
         await publish(driver, step + 1)
         await load(driver, 0, step + 1)

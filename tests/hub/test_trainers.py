@@ -241,9 +241,9 @@ async def test_the_next_incarnation_trains_the_same_batches_and_nothing_is_booke
         second = world.rank()
         assert await second.begin() == p.IncarnationReply(2, "step-0")
         await second.publish()
-        assert not (await second.step()).keeps
+        assert not (await second.step()).may_save
         assert world.hub.progress.published_version == 2
-        assert not (await second.step()).keeps, "the batch of version 2 was handed out already"
+        assert not (await second.step()).may_save, "the batch of version 2 was handed out already"
         await second.fetch()
         for step in range(3):
             assert tasks_of(second.shards[step]) == tasks_of(first.shards[step])
@@ -287,7 +287,7 @@ async def test_the_ranks_of_the_next_hub_train_the_same_batches_and_the_run_goes
         for step, keeps in enumerate((False, True)):
             await rank.publish()
             assert world.hub.progress.published_version == -1
-            assert (await rank.fetch()).keeps == keeps
+            assert (await rank.fetch()).may_save == keeps
             assert tasks_of(rank.shards[step]) == tasks_of(ranks[0].shards[step])
             await rank.commit()
         await rank.publish()
@@ -359,7 +359,7 @@ async def test_a_death_between_commit_and_publication_a_second_one_on_the_way_ba
         third = world.rank()
         assert await third.begin() == p.IncarnationReply(3, "step-1")
         await third.publish()
-        assert (await third.step()).keeps, "no batch of version 2 is out"
+        assert (await third.step()).may_save, "no batch of version 2 is out"
         assert world.hub.progress.published_version == 2
         await world.to_the_end(third)
         third.die()
@@ -519,7 +519,7 @@ async def test_an_interrupt_on_the_way_back_ends_the_ranks_without_a_checkpoint(
         world.hub.interrupt()
         await second.commit()
         await second.publish()
-        assert await second.fetch() == p.BatchReply(None, keeps=False)
+        assert await second.fetch() == p.BatchReply(None, may_save=False)
         await second.call(p.Goodbye(0, []))
 
     await world.play(trainers)

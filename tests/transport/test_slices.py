@@ -76,7 +76,7 @@ SHARD = Shard(
         p.VersionReply(Published(1, "tcp", b"x" * 3_000_000, Canary([1] * 20, [0.5] * 19)), done=False),
         p.BatchReply(SHARD),
         p.BatchReply(None, finished=True),
-        p.BatchReply(SHARD, left=3),
+        p.BatchReply(SHARD, parts_left=3),
         Failure(TASK, Outcome.ENV_ERROR, "boom", 3),
         Outer(Inner(list(range(70_000))), [Inner([1])] * 17, b""),
     ],
