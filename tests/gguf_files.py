@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import pytest
 
-from flash.config.packaged import PackagedModel
+from flash.config.models import PackagedModel
 
 LAYERS, WIDTH, INNER, HEADS, KV_HEADS, POSITIONS = 2, 64, 96, 2, 1, 512
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

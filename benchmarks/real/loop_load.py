@@ -75,9 +75,9 @@ def crowd() -> Config:
             "swap_s": 0.5,
             "train_step_s": 1.0,
             "train_token_s": 0.0,
-            "response_tokens": "lognormal(600, 300, low=1)",
-            "turns": "uniform(0.5, 3.5)",
-            "env_s": "exponential(5)",
+            "response_tokens": {"kind": "lognormal", "mean": 600, "deviation": 300, "low": 1},
+            "turns": {"kind": "uniform", "low": 0.5, "high": 3.5},
+            "env_s": {"kind": "exponential", "mean": 5},
         },
     )
 

@@ -13,7 +13,7 @@ from collections import Counter
 import anyio
 
 from envs.textworld import TextWorld, TextWorldOptions
-from flash.config.spread import parse_spread, uniform
+from flash.config.simulate import Distribution, sampler, uniform
 from flash.environment import Info, StepResult, is_held_out
 from flash.types import Observation
 
@@ -28,19 +28,15 @@ class RemoteOptions(TextWorldOptions, frozen=True, kw_only=True):
         ConfigError: naming the option, what was expected and what was given.
     """
 
-    latency: str = "constant(0)"
-    """Seconds of a step, as a distribution."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        parse_spread(self.latency)
+    latency: Distribution = 0.0
+    """Seconds of a step."""
 
 
 class Delays:
     """How late each answer of one episode is."""
 
-    def __init__(self, latency: str, instances: Counter[int] = _instances) -> None:
-        self._latency, self._instances = parse_spread(latency), instances
+    def __init__(self, latency: Distribution, instances: Counter[int] = _instances) -> None:
+        self._latency, self._instances = sampler(latency), instances
         self._key = (0, 0)
         self._turn = 0
         self._late = False

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.form import Args, Row, main
 from benchmarks.simulated.configure import STEP_S, TWO_ENGINES, configure, decode_s
-from flash.config.spread import uniform
+from flash.config.simulate import uniform
 from flash.simulate.world import simulate
 
 BATCH = 64
@@ -32,7 +32,7 @@ def draw(seed: int) -> dict[str, dict[str, Any]]:
         "train": {"async_ratio": 2 + int(uniform(seed, 3) * 3)},
         "engine": {"max_sequences": places, "stream_interval": 1024},
         "simulate": {
-            "response_tokens": f"lognormal({mean:.0f}, {deviation:.0f}, low=1)",
+            "response_tokens": {"kind": "lognormal", "mean": round(mean), "deviation": round(deviation), "low": 1},
             "train_step_s": decode_s(BATCH, mean, places) * between(1 / 3, 3, 4),
         },
     }

@@ -22,7 +22,9 @@ def measure(args: Args) -> list[Row]:
     rows: list[Row] = []
     for sigma in (1, 10) if args.quick else (1, 2, 4, 6, 8, 10):
         steps = 2 if args.quick else 4
-        config = workload("env_async", run={"steps": steps}, simulate={"env_s": f"normal(10, {sigma})"})
+        config = workload(
+            "env_async", run={"steps": steps}, simulate={"env_s": {"kind": "normal", "mean": 10, "deviation": sigma}}
+        )
         case = f"sigma {sigma}"
         locked_s = synchronous(config, Baseline(colocated=False, replicate=True)).step_s
         peer_s = roll_agentic(config, Rules()).step_s

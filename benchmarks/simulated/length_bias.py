@@ -31,7 +31,10 @@ def configured(async_ratio: float, window: float | None, steps: int, max_token_a
         train={"batch_size": BATCH, "async_ratio": async_ratio, "max_token_age": max_token_age},
         engine={"max_sequences": PLACES},
         simulate=TWO_ENGINES
-        | {"train_step_s": decode_s(BATCH, MEAN, PLACES), "response_tokens": f"lognormal({MEAN}, {DEVIATION}, low=1)"},
+        | {
+            "train_step_s": decode_s(BATCH, MEAN, PLACES),
+            "response_tokens": {"kind": "lognormal", "mean": MEAN, "deviation": DEVIATION, "low": 1},
+        },
     )
 
 

@@ -11,9 +11,9 @@ from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from flash.config.check_models import beside
 from flash.config.decode import nearest, suggest
 from flash.config.load import as_setting
+from flash.config.models import beside
 from flash.errors import ConfigError
 from flash.observe.rundir.rundir import RunDirectory
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flash.cli.arguments import CommandParsers
 from flash.config.decode import suggest
-from flash.config.packaged import PACKAGED
+from flash.config.models import PACKAGED
 from flash.config.tree import DeadlinesConfig
 from flash.errors import ConfigError
 from flash.text import one_line

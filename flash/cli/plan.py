@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from flash.cli.arguments import CommandParsers
-from flash.config.check_models import is_hub_id
 from flash.config.decode import ConfigProblem
 from flash.config.load import load, split_arguments
+from flash.config.models import is_hub_id
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.run.models.hugging_face import hub_fault

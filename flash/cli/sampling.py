@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from flash.config.advice import advise_on_engines
-from flash.config.check_models import SHOWN, beside
+from flash.config.check import advise_on_engines
 from flash.config.load import load, split_arguments
-from flash.config.packaged import is_gguf
+from flash.config.models import SHOWN, beside, is_gguf
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.observe.rundir.rundir import RunDirectory, write_atomically

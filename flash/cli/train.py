@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 
 from flash.cli.arguments import CommandParsers
-from flash.config.advice import advise
+from flash.config.check import advise
 from flash.config.decode import ConfigProblem
 from flash.config.load import dump, load, split_arguments
 from flash.config.tree import Config

@@ -1,73 +1,89 @@
 """Check: finds faults of a well-typed configuration, such as impossible combinations, import paths, folders, hardware.
 
-Each rule checks one subject and yields its problems; no rule depends on another. The configuration must be resolved.
+Each table has one function `check_TABLE`, which yields every problem of its keys, and some have `advise_TABLE`, which
+yields warnings. `TABLES` lists them. They are functions beside the tables and not methods, because most rules compare
+keys of several tables, and because a file of tables must not import environments, objectives and vLLM's arguments.
+`flash.config.load` calls `check` with the resolved configuration, in which `auto` is replaced by numbers.
+
+Beside this file, `flash.config.check_learning` has the functions of the tables that train, `flash.config.machine` those
+of the tables that place processes, and `flash.config.models` those of models. `flash.run.checks.preflight` checks what
+needs the network, files to be written, or the files of a resumed run.
 """
 
 from __future__ import annotations
 
-import re
+import os
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import msgspec
-
-from flash.ages import window
-from flash.config.check_algorithm import algorithm_rule, lora_rule, sft_rule, undivided_rule
-from flash.config.check_machine import ENGINE_RULES, MACHINE_RULES, Rule
-from flash.config.check_models import fetch_rule, model_rule, other_models_rule, template_rule, unreachable
+from flash.config import check_learning, machine, models
 from flash.config.decode import ConfigProblem, show
 from flash.config.objects import class_with, examine_options, load_environment, load_sink, refusal
 from flash.config.section import LOWEST_TEMPERATURE, sampling_faults
-from flash.config.simulate import SimulateConfig
-from flash.config.spread import parse_spread
 from flash.config.tree import Config
 from flash.errors import ConfigError
+from flash.text import harmless
 
 MOST_ANSWERS = 1_000_000
 """Largest number of answers of one evaluation. The hub keeps all of them in memory until the evaluation is over."""
-
 WARM_START_METHODS = ("solved_examples", "alphabet")
+"""Methods of an environment from which a tiny model is made and first trained."""
+TEMPERATURES = (0.2, 1.5)
+"""Range of useful temperatures. Below it samples are all alike; above it they are noise."""
 
-SPREADS = tuple(field.name for field in msgspec.structs.fields(SimulateConfig) if field.type is str)
-"""Keys of `[simulate]` that hold distributions."""
+Check = Callable[[Config], Iterator[ConfigProblem]]
+"""Function that yields the problems of one table."""
 
 
 def check(config: Config, *, simulated: bool = False) -> list[ConfigProblem]:
     """Return every problem of a resolved configuration. `simulated`: only problems that matter to a simulation."""
-    rules = SIMULATION_RULES if simulated else RULES if config.sft is None else SFT_RULES
-    return [problem for rule in rules for problem in rule(config)]
+    checks = SIMULATION if simulated else TABLES if config.sft is None else SUPERVISED
+    return [problem for one in checks for problem in one(config)]
 
 
-def batch_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Check that a batch consists of whole groups, and that each data shard gets a sample of each minibatch."""
-    train, group_size = config.train, config.rollout.group_size
-    if train.batch_size % group_size:
-        message = f"expected a multiple of rollout.group_size = {group_size}, got {train.batch_size}"
-        yield ConfigProblem("train.batch_size", message)
+def unwise(config: Config) -> list[ConfigProblem]:
+    """Return a warning for each setting that is valid but probably not intended."""
+    return [problem for one in ADVICE for problem in one(config)]
+
+
+def advise(config: Config, also: Iterable[ConfigProblem] = ()) -> None:
+    """Print a warning on standard error for each unwise setting, and for each problem of `also`."""
+    _warn([*unwise(config), *also])
+
+
+def advise_on_engines(config: Config) -> None:
+    """Print the warnings that concern engines only, for commands that do not train."""
+    _warn(machine.advise_engine(config))
+
+
+def _warn(problems: Iterable[ConfigProblem]) -> None:
+    for key, message in problems:
+        sys.stderr.write(f"flash: warning: `{key}`: {harmless(message)}\n")
+
+
+# -- one function for each table -------------------------------------------------------------------------------------
+
+
+def check_run(config: Config) -> Iterator[ConfigProblem]:
+    """Check that the run directory can be made, and that there is a run to continue if the run resumes."""
+    if (fault := models.unreachable(str(config.run_dir.absolute()))) is not None:
+        yield ConfigProblem("run.output_dir", f"{show(str(config.run_dir.absolute()))} cannot be used: {fault}")
         return
-    if config.groups_per_batch % train.minibatches:
-        message = f"expected a divisor of the {config.groups_per_batch} groups of a batch, got {train.minibatches}"
-        yield ConfigProblem("train.minibatches", message)
-    elif train.batch_size // train.minibatches < config.data_shards:
-        message = (
-            f"{train.batch_size} samples in {train.minibatches} minibatches leave some of the "
-            f"{config.data_shards} shards of the trainer ranks without a sample"
-        )
-        yield ConfigProblem("train.batch_size", message)
+    folder = config.run_dir.absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        yield ConfigProblem("run.output_dir", f"expected a folder, and {folder} is none")
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        yield ConfigProblem("run.output_dir", f"expected a folder that can be written, and {folder} cannot")
+    if config.run.resume and not config.run_dir.is_dir():
+        yield ConfigProblem("run.resume", f"there is no run to continue: the folder {config.run_dir} does not exist")
 
 
-def age_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Check that the bound on token age is not below the age that admission permits anyway."""
-    bound, least = config.train.max_token_age, window(config.train.async_ratio)
-    if bound is not None and (bound < least or not least):
-        expected = f"a number of at least {least}, ⌈train.async_ratio⌉" if least else "none"
-        why = "" if least else ": with train.async_ratio = 0 every age is 0"
-        yield ConfigProblem("train.max_token_age", f"expected {expected}, got {bound}{why}")
-
-
-def environment_rule(config: Config) -> Iterator[ConfigProblem]:
+def check_env(config: Config) -> Iterator[ConfigProblem]:
     """Check that the environment exists, has the interface, accepts its options, and can train a tiny model if it
     must."""
     try:
@@ -118,112 +134,8 @@ def _domains(config: Config, env: type[object], kwargs: dict[str, Any]) -> Itera
             yield ConfigProblem(f"{key}.group_size", message)
 
 
-def response_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Check that the longest response leaves room for a prompt."""
-    limit = config.model.max_length - 1
-    if config.rollout.max_new_tokens > limit:
-        message = f"expected at most {limit} (model.max_length = {limit + 1}), got {config.rollout.max_new_tokens}"
-        yield ConfigProblem("rollout.max_new_tokens", message)
-    if (least := config.rollout.min_tokens) > (most := config.rollout.max_new_tokens):
-        yield ConfigProblem("rollout.min_tokens", f"expected at most rollout.max_new_tokens = {most}, got {least}")
-
-
-def length_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Check that a sequence of full length fits into a forward pass."""
-    longest = config.model.max_length
-    if config.train.max_tokens_per_microbatch < longest:
-        message = f"expected at least model.max_length = {longest}, got {config.train.max_tokens_per_microbatch}"
-        yield ConfigProblem("train.max_tokens_per_microbatch", message)
-
-
-def sampled_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Check that the canary is no longer than a sequence, and that a sequence of full length fits into an episode."""
-    longest = config.model.max_length
-    if config.weights.canary_tokens > longest:
-        message = f"expected at most {longest} (model.max_length = {longest}), got {config.weights.canary_tokens}"
-        yield ConfigProblem("weights.canary_tokens", message)
-    episode = config.rollout.max_episode_tokens
-    if episode is not None and episode < longest:
-        message = f"expected at least model.max_length = {longest}, got {episode}: lower that one for shorter sequences"
-        yield ConfigProblem("rollout.max_episode_tokens", message)
-
-
-def rate_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Check that the learning rate does not rise towards its end."""
-    train = config.train
-    if train.final_learning_rate > train.learning_rate:
-        message = (
-            f"is a rate, not a share: expected at most train.learning_rate = {train.learning_rate:g}, got "
-            f"{train.final_learning_rate:g}; a tenth of the peak is {train.learning_rate / 10:g}"
-        )
-        yield ConfigProblem("train.final_learning_rate", message)
-
-
-def profile_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Check that the profiled steps are a range of steps of the run."""
-    text = config.train.profile
-    if not text:
-        return
-    found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text, re.ASCII)
-    if found is None or int(found[1]) > int(found[2]):
-        message = f"expected FIRST:LAST, two numbers of steps such as `3:5`, or an empty text, got {show(text)}"
-        yield ConfigProblem("train.profile", message)
-    # The steps of `flash sft` follow from its rows, which are not read yet.
-    elif config.sft is None and int(found[2]) >= config.run.steps:
-        message = (
-            f"expected a LAST step of at most {config.run.steps - 1} (run.steps = {config.run.steps}), got {found[2]}"
-        )
-        yield ConfigProblem("train.profile", message)
-
-
-def eval_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Check that several answers to a problem can differ, and that an evaluation is not too large."""
-    if config.eval.samples > 1 and config.eval.temperature == 0:
-        message = f"{config.eval.samples} greedy answers are all the same: set eval.temperature above 0"
-        yield ConfigProblem("eval.samples", message)
-    if 0 < config.eval.temperature < LOWEST_TEMPERATURE:
-        message = f"expected 0, which is greedy, or at least {LOWEST_TEMPERATURE}, got {config.eval.temperature:g}"
-        yield ConfigProblem("eval.temperature", message)
-    if config.eval.problems * config.eval.samples > MOST_ANSWERS:
-        message = f"expected at most {MOST_ANSWERS} answers (problems · samples), got {config.eval.samples} to each"
-        yield ConfigProblem("eval.problems", message)
-
-
-def sink_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Check that the sink of a tracker can be loaded."""
-    if config.observe.sink is not None:
-        try:
-            load_sink(config.observe.sink)
-        except ConfigError as error:
-            yield ConfigProblem("observe.sink", str(error))
-
-
-def alarm_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Check that alarms which act have a limit, and that their command can be started."""
-    alarms = config.alarms
-    for key, chosen in (("alarms.checkpoint", alarms.checkpoint), ("alarms.stop", alarms.stop)):
-        for name in chosen:
-            if getattr(alarms, name) is None:
-                yield ConfigProblem(key, f"`{name}` is never given: expected a limit as alarms.{name}")
-    if alarms.command is None:
-        return
-    try:
-        words = shlex.split(alarms.command)
-    except ValueError as error:
-        yield ConfigProblem("alarms.command", f"cannot be split into words: {error}")
-        return
-    if not words or shutil.which(words[0]) is None:
-        yield ConfigProblem("alarms.command", f"expected a program and its arguments, got {show(alarms.command)}")
-
-
-def resume_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Check that there is a run to continue."""
-    if config.run.resume and unreachable(str(config.run_dir)) is None and not config.run_dir.is_dir():
-        yield ConfigProblem("run.resume", f"there is no run to continue: the folder {config.run_dir} does not exist")
-
-
-def rollout_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Check that the settings of `[rollout]` are consistent."""
+def check_sampling(config: Config) -> Iterator[ConfigProblem]:
+    """Check the parts of `[rollout]` that a simulation needs, too: groups, sampling, and room for a prompt."""
     rollout = config.rollout
     if rollout.accuracy_bounds is not None and rollout.accuracy_bounds[0] > rollout.accuracy_bounds[1]:
         yield ConfigProblem("rollout.accuracy_bounds", f"expected [low, high], got {list(rollout.accuracy_bounds)}")
@@ -248,11 +160,75 @@ def rollout_rule(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem(
             "rollout.drop_equal_rewards", "groups of one sample have equal rewards: all would be dropped"
         )
+    limit = config.model.max_length - 1
+    if config.rollout.max_new_tokens > limit:
+        message = f"expected at most {limit} (model.max_length = {limit + 1}), got {config.rollout.max_new_tokens}"
+        yield ConfigProblem("rollout.max_new_tokens", message)
+    if (least := config.rollout.min_tokens) > (most := config.rollout.max_new_tokens):
+        yield ConfigProblem("rollout.min_tokens", f"expected at most rollout.max_new_tokens = {most}, got {least}")
 
 
-def simulate_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Check that the simulated GPUs can be divided among engines and trainers, and that the distributions can be
-    parsed."""
+def check_rollout(config: Config) -> Iterator[ConfigProblem]:
+    """Check that the settings of `[rollout]` are consistent, and that a sequence of full length fits into an
+    episode."""
+    yield from check_sampling(config)
+    longest, episode = config.model.max_length, config.rollout.max_episode_tokens
+    if episode is not None and episode < longest:
+        message = f"expected at least model.max_length = {longest}, got {episode}: lower that one for shorter sequences"
+        yield ConfigProblem("rollout.max_episode_tokens", message)
+
+
+def advise_rollout(config: Config) -> Iterator[ConfigProblem]:
+    """Warn of a temperature at which samples teach nothing."""
+    low, high = TEMPERATURES
+    temperature = config.rollout.temperature
+    if not low <= temperature <= high:
+        message = f"at {temperature:g} samples are {'all alike' if temperature < low else 'noise'}"
+        yield ConfigProblem("rollout.temperature", message)
+
+
+def check_eval(config: Config) -> Iterator[ConfigProblem]:
+    """Check that several answers to a problem can differ, and that an evaluation is not too large."""
+    if config.eval.samples > 1 and config.eval.temperature == 0:
+        message = f"{config.eval.samples} greedy answers are all the same: set eval.temperature above 0"
+        yield ConfigProblem("eval.samples", message)
+    if 0 < config.eval.temperature < LOWEST_TEMPERATURE:
+        message = f"expected 0, which is greedy, or at least {LOWEST_TEMPERATURE}, got {config.eval.temperature:g}"
+        yield ConfigProblem("eval.temperature", message)
+    if config.eval.problems * config.eval.samples > MOST_ANSWERS:
+        message = f"expected at most {MOST_ANSWERS} answers (problems · samples), got {config.eval.samples} to each"
+        yield ConfigProblem("eval.problems", message)
+
+
+def check_observe(config: Config) -> Iterator[ConfigProblem]:
+    """Check that the sink of a tracker can be loaded."""
+    if config.observe.sink is not None:
+        try:
+            load_sink(config.observe.sink)
+        except ConfigError as error:
+            yield ConfigProblem("observe.sink", str(error))
+
+
+def check_alarms(config: Config) -> Iterator[ConfigProblem]:
+    """Check that alarms which act have a limit, and that their command can be started."""
+    alarms = config.alarms
+    for key, chosen in (("alarms.checkpoint", alarms.checkpoint), ("alarms.stop", alarms.stop)):
+        for name in chosen:
+            if getattr(alarms, name) is None:
+                yield ConfigProblem(key, f"`{name}` is never given: expected a limit as alarms.{name}")
+    if alarms.command is None:
+        return
+    try:
+        words = shlex.split(alarms.command)
+    except ValueError as error:
+        yield ConfigProblem("alarms.command", f"cannot be split into words: {error}")
+        return
+    if not words or shutil.which(words[0]) is None:
+        yield ConfigProblem("alarms.command", f"expected a program and its arguments, got {show(alarms.command)}")
+
+
+def check_simulate(config: Config) -> Iterator[ConfigProblem]:
+    """Check that the simulated GPUs can be divided among engines and trainers."""
     simulate = config.simulate
     if simulate is None:
         return
@@ -266,14 +242,9 @@ def simulate_rule(config: Config) -> Iterator[ConfigProblem]:
     elif serving // width < simulate.nodes:
         message = f"expected at most one per engine: {serving // width}, got {simulate.nodes}"
         yield ConfigProblem("simulate.nodes", message)
-    for key in SPREADS:
-        try:
-            parse_spread(getattr(simulate, key))
-        except ConfigError as error:
-            yield ConfigProblem(f"simulate.{key}", str(error))
 
 
-def simulated_rule(config: Config) -> Iterator[ConfigProblem]:
+def check_simulation(config: Config) -> Iterator[ConfigProblem]:
     """Check that there is a `[simulate]` table, and that the simulator supports the swap method."""
     if config.simulate is None:
         yield ConfigProblem("simulate", "is missing: a [simulate] table says what stands in for hardware and workload")
@@ -283,46 +254,46 @@ def simulated_rule(config: Config) -> Iterator[ConfigProblem]:
         )
 
 
-RULES: tuple[Rule, ...] = (
-    batch_rule,
-    age_rule,
-    rollout_rule,
-    algorithm_rule,
-    lora_rule,
-    environment_rule,
-    model_rule,
-    template_rule,
-    fetch_rule,
-    other_models_rule,
-    response_rule,
-    length_rule,
-    sampled_rule,
-    rate_rule,
-    profile_rule,
-    eval_rule,
-    sink_rule,
-    alarm_rule,
-    *ENGINE_RULES,
-    *MACHINE_RULES,
-    resume_rule,
-    simulate_rule,
+TABLES: tuple[Check, ...] = (
+    check_run,
+    models.check_model,
+    check_env,
+    check_rollout,
+    machine.check_engine,
+    check_learning.check_train,
+    check_learning.check_lora,
+    check_learning.check_algorithm,
+    models.check_other_models,
+    machine.check_weights,
+    check_eval,
+    check_observe,
+    check_alarms,
+    machine.check_cluster,
+    machine.check_parallel,
+    check_simulate,
 )
-"""Rules for a run that samples and trains."""
+"""Checks of a run that samples and trains."""
 
-SFT_RULES: tuple[Rule, ...] = (
-    sft_rule,
-    undivided_rule,
-    model_rule,
-    template_rule,
-    fetch_rule,
-    length_rule,
-    profile_rule,
-    sink_rule,
-    alarm_rule,
-    *MACHINE_RULES,
-    resume_rule,
+SUPERVISED: tuple[Check, ...] = (
+    check_run,
+    models.check_model,
+    check_learning.check_train,
+    check_observe,
+    check_alarms,
+    machine.check_cluster,
+    machine.check_parallel,
 )
-"""Rules for supervised fine-tuning. Nothing is sampled, so neither environment nor engines are checked."""
+"""Checks of supervised fine-tuning. Nothing is sampled, so neither environment nor engines are checked."""
 
-SIMULATION_RULES: tuple[Rule, ...] = (batch_rule, age_rule, rollout_rule, response_rule, simulate_rule, simulated_rule)
-"""Rules for a simulation. It needs no model, device or environment, so these are not checked."""
+SIMULATION: tuple[Check, ...] = (check_learning.check_batch, check_sampling, check_simulate, check_simulation)
+"""Checks of a simulation. It needs no model, device or environment, so these are not checked."""
+
+ADVICE: tuple[Check, ...] = (
+    check_learning.advise_train,
+    check_learning.advise_algorithm,
+    advise_rollout,
+    machine.advise_weights,
+    machine.advise_cluster,
+    machine.advise_engine,
+)
+"""Warnings about a configuration that `check` has accepted."""

@@ -13,13 +13,13 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 import tomli_w
 
 from flash.config.check import check
-from flash.config.check_algorithm import supervised, unsupervised
+from flash.config.check_learning import check_sft, supervised
 from flash.config.decode import (
     NO_KEY,
     NONE,
@@ -34,9 +34,10 @@ from flash.config.decode import (
     tag_field,
 )
 from flash.config.machine import count_gpus
-from flash.config.objects import import_from
-from flash.config.packaged import with_folder
+from flash.config.models import is_hub_id, with_folder
+from flash.config.objects import import_from, own_folders
 from flash.config.section import ABSENT, Section
+from flash.config.simulate import FORMER_DISTRIBUTION, Distribution
 from flash.config.tree import Config
 from flash.errors import ConfigError
 
@@ -72,10 +73,10 @@ def load(
         merged.setdefault("env", {"path": ""})  # supervised fine-tuning runs no environment
     decoded, problems = examine(merged, Config, "")
     if problems:
-        raise refuse([_with_hint(problem) for problem in problems], origins)
+        raise refuse([_with_hint(problem, merged) for problem in problems], origins)
     config = _resolve(decoded)
     import_from([*(str(file.resolve().parent) for file in files), *map(os.path.abspath, config.env.folders)])
-    problems = [*unsupervised(decoded), *check(config, simulated=simulated)]
+    problems = [*check_sft(decoded), *check(config, simulated=simulated)]
     named = {problem.key for problem in problems}
     problems += [problem for problem in also(config) if problem.key not in named]
     if problems:
@@ -253,12 +254,15 @@ def _tagged_tables() -> dict[str, str]:
     return {path: tag for path, tag in found if tag is not None}
 
 
-def _with_hint(problem: ConfigProblem) -> ConfigProblem:
-    """Add a hint to the problem of an unknown key.
+def _with_hint(problem: ConfigProblem, merged: Mapping[str, Any]) -> ConfigProblem:
+    """Add a hint to the problem of an unknown key, and to that of a distribution in its former form.
 
-    The hint is the reason why the key does not exist, a key of the same name in another table, or the nearest name,
-    first in the same table.
+    The hint for an unknown key is the reason why the key does not exist, a key of the same name in another table, or
+    the nearest name, first in the same table. `merged`: the tables of all sources.
     """
+    section, _, name = problem.key.partition(".")
+    if dict(keys()).get(problem.key) == Distribution and isinstance(merged[section][name], str):
+        return ConfigProblem(problem.key, f"{problem.message}; {FORMER_DISTRIBUTION}")
     if problem.message != NO_KEY:
         return problem
     if (why := ABSENT.get(problem.key)) is not None:
@@ -336,3 +340,39 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
     if not paths:
         raise ConfigError("no config file was given; the smallest one is examples/tiny.toml")
     return paths, overrides
+
+
+# -- the recorded configuration: read from any folder -------------------------------------------------------------
+
+FLASH_HOME = Path(__file__).parents[2]
+"""Folder from which Flash itself is imported. It need not be recorded, since it is always there."""
+
+AnySection = TypeVar("AnySection", bound=msgspec.Struct)
+
+
+def recorded(config: Config) -> Config:
+    """Return the configuration with absolute paths of its models, its run and its modules.
+
+    Options of an environment are not changed, because only the environment knows which of them are paths.
+    """
+    algorithm, kl, teacher = config.algorithm, config.algorithm.kl, config.algorithm.teacher
+    folders = [folder for folder in own_folders() if Path(folder).resolve() != FLASH_HOME]
+    return msgspec.structs.replace(
+        config,
+        run=msgspec.structs.replace(config.run, output_dir=str(Path(config.run.output_dir).absolute())),
+        model=_placed(config.model),
+        env=msgspec.structs.replace(config.env, folders=folders),
+        critic=config.critic and _placed(config.critic),
+        sft=config.sft and _placed(_placed(config.sft, "data"), "held_out"),
+        algorithm=msgspec.structs.replace(
+            algorithm, kl=kl and _placed(kl, "reference"), teacher=teacher and _placed(teacher)
+        ),
+    )
+
+
+def _placed(section: AnySection, key: str = "path") -> AnySection:
+    """Return the section with the path in `key` made absolute. Hub ids and None stay unchanged."""
+    path: str | None = getattr(section, key)
+    if path is None or is_hub_id(path):
+        return section
+    return msgspec.structs.replace(section, **{key: str(Path(path).absolute())})

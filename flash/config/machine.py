@@ -1,5 +1,13 @@
-"""Machine: its GPUs, the C++ compiler for the engines' graphs, and the division of cores between engines and
-trainers."""
+"""Machine: its GPUs, cores and C++ compiler, and the checks of the tables that decide where processes run.
+
+`count_gpus` finds the GPUs when a configuration is read (`flash.config.load`). `engine_cpus` and `trainer_threads`
+divide the cores of a machine without GPUs between its engines and its trainer ranks; both run there on the CPU.
+`why_eager` says why engines on the CPU cannot compile their graphs.
+
+Each `check_TABLE` yields every problem of one table: `[cluster]`, `[parallel]`, `[engine]` or `[weights]`.
+`flash.config.check` calls them. Each `advise_TABLE` yields warnings about settings that are valid but probably
+unintended.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +15,18 @@ import os
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
+from typing import Any, cast
 
+import msgspec
+
+from flash.config.decode import ConfigProblem, describe, show, suggest
 from flash.config.tree import Config
 from flash.errors import ConfigError
+from flash.foreign import vllm_arguments
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus")
 """Folder with one entry per GPU, which NVIDIA's kernel driver provides."""
@@ -139,3 +153,262 @@ def _answers(name: str, path: str) -> bool:
     except (OSError, subprocess.SubprocessError, ValueError):
         return False
     return asked.returncode == 0
+
+
+# -- [cluster] and [parallel] ----------------------------------------------------------------------------------------
+
+PROCESSES_PER_CORE = 4
+"""Largest number of processes of one kind per core. With more, starting them takes longer than every deadline."""
+
+
+def check_cluster(config: Config) -> Iterator[ConfigProblem]:
+    """Check that nodes, GPUs and cores are enough for the trainer ranks, and that the named cores exist here, each
+    once."""
+    yield from _placement(config) if config.sft is None else _one_node(config)
+    cores = os.cpu_count() or 1
+    for key, cpus in (
+        ("cluster.node_cpus", config.cluster.node_cpus),
+        ("cluster.trainer_cpus", config.cluster.trainer_cpus),
+    ):
+        if cpus is not None and (not cpus or max(cpus) >= cores or len(set(cpus)) < len(cpus)):
+            message = f"expected one or more of this machine's cores 0 to {cores - 1}, each once, got {cpus}"
+            yield ConfigProblem(key, message)
+    yield from _crowded(config, "cluster.trainer_ranks", config.cluster.trainer_ranks)
+
+
+def advise_cluster(config: Config) -> Iterator[ConfigProblem]:
+    """Warn of more trainer ranks on the CPU than cores: they take turns, which slows each collective."""
+    cores = os.cpu_count() or 1
+    if config.gpus_per_node == 0 and config.cluster.trainer_ranks > cores:
+        message = f"{config.cluster.trainer_ranks} ranks share the {cores} cores of this machine"
+        yield ConfigProblem("cluster.trainer_ranks", message)
+
+
+def _placement(config: Config) -> Iterator[ConfigProblem]:
+    """Check that trainers have their nodes and GPUs, and that they leave GPUs for engines."""
+    cluster, engine, gpus = config.cluster, config.engine, config.gpus_per_node
+    if cluster.trainer_nodes > cluster.nodes:
+        message = f"expected at most cluster.nodes = {cluster.nodes}, got {cluster.trainer_nodes}"
+        yield ConfigProblem("cluster.trainer_nodes", message)
+    if gpus == 0:
+        return
+    if cluster.trainer_ranks > gpus:
+        message = f"expected at most the {gpus} GPUs of a node, got {cluster.trainer_ranks}"
+        yield ConfigProblem("cluster.trainer_ranks", message)
+    elif not engine.share_gpus and not any(config.engines_on(node) for node in range(cluster.nodes)):
+        message = (
+            f"no node has {engine.tensor_parallel} GPUs left for an engine: each has {gpus}, and trainers take "
+            f"{cluster.trainer_ranks}; lower this or engine.tensor_parallel, or set engine.share_gpus = true"
+        )
+        yield ConfigProblem("cluster.trainer_ranks", message)
+
+
+def _one_node(config: Config) -> Iterator[ConfigProblem]:
+    """Check that the ranks of `flash sft` are on one node and have a GPU each. It runs no engines."""
+    for name in ("nodes", "trainer_nodes"):
+        if (nodes := getattr(config.cluster, name)) > 1:
+            yield ConfigProblem(f"cluster.{name}", f"expected 1: `flash sft` trains on one node, got {nodes}")
+    ranks, gpus = config.cluster.trainer_ranks, config.gpus_per_node
+    if 0 < gpus < ranks:
+        yield ConfigProblem("cluster.trainer_ranks", f"expected at most the {gpus} GPUs of a node, got {ranks}")
+
+
+def _crowded(config: Config, key: str, wanted: int) -> Iterator[ConfigProblem]:
+    """Yield a problem if `wanted`, a number of processes of one kind, is too large for the cores of a machine without
+    GPUs."""
+    most = PROCESSES_PER_CORE * (os.cpu_count() or 1)
+    if config.gpus_per_node == 0 and wanted > most:
+        yield ConfigProblem(key, f"expected at most {most} processes, {PROCESSES_PER_CORE} to a core, got {wanted}")
+
+
+def check_parallel(config: Config) -> Iterator[ConfigProblem]:
+    """Check that groups of ranks are complete and lie within a node, and that they divide nothing that must stay whole.
+
+    `algorithm.rhythm` needs all heads of a layer at once, and adapters (`[lora]`) are not divided, except by FSDP.
+    """
+    parallel, ranks = config.parallel, config.cluster.trainer_ranks
+    if ranks % parallel.tensor:
+        message = f"expected a divisor of cluster.trainer_ranks = {ranks}, got {parallel.tensor}"
+        yield ConfigProblem("parallel.tensor", message)
+    elif (left := ranks // parallel.tensor) % parallel.context:
+        message = f"expected a divisor of cluster.trainer_ranks / parallel.tensor = {left}, got {parallel.context}"
+        yield ConfigProblem("parallel.context", message)
+    if parallel.expert > 1 and (ranks % parallel.expert or parallel.expert % parallel.tensor):
+        message = (
+            f"expected a divisor of cluster.trainer_ranks = {ranks} and a multiple of parallel.tensor = "
+            f"{parallel.tensor}, got {parallel.expert}"
+        )
+        yield ConfigProblem("parallel.expert", message)
+    for name, count in (("tensor", parallel.tensor), ("context", parallel.context)):
+        if count > 1 and config.algorithm.rhythm is not None:
+            message = f"expected 1, as algorithm.rhythm looks at all heads of a layer, got {count}"
+            yield ConfigProblem(f"parallel.{name}", message)
+    for name in parallel.__struct_fields__:
+        if config.lora is not None and (count := getattr(parallel, name)) > 1:
+            message = f"expected 1, as what ranks divide takes no adapters ([lora]), got {count}"
+            yield ConfigProblem(f"parallel.{name}", message)
+
+
+# -- [engine] --------------------------------------------------------------------------------------------------------
+
+SAME_MODEL = "engine and trainer have one model, that of model.path"
+ONE_PLACE = "an engine is engine.tensor_parallel workers of one node, which take weights and prove them"
+OUTLIVED = "blocks of the KV cache that lie elsewhere would outlive a swap of weights"
+UNFOLLOWED_BY_TRAINER = "the trainer would take log-probs of another distribution than tokens are drawn from"
+NOT_PASSED: dict[str, str] = {
+    "model": "use model.path",
+    "dtype": "use model.dtype",
+    "max_model_len": "use model.max_length",
+    "hf_overrides": f"{SAME_MODEL} and model.head_dtype",
+    "trust_remote_code": "use model.trust_remote_code",
+    "seed": "use run.seed",
+    "tensor_parallel_size": "use engine.tensor_parallel",
+    "data_parallel_*": "engines are independent of each other: use engine.count",
+    "max_num_seqs": "use engine.max_sequences",
+    "enforce_eager": "use engine.enforce_eager",
+    "stream_interval": "use engine.stream_interval",
+    "gpu_memory_utilization": "use engine.memory_fraction",
+    "kv_cache_memory_bytes": "use engine.kv_cache_gib on the CPU, engine.memory_fraction on GPUs",
+    "device_ids": "use cluster.gpus_per_node, engine.count and engine.tensor_parallel",
+    "weight_transfer_config": "use weights.backend",
+    "max_logprobs": "use rollout.top_k",
+    "spec_*": "use speculative_config",
+    **dict.fromkeys(("model_weights", "hf_config_path", "config_format", "*revision", "tokenizer*"), SAME_MODEL),
+    **dict.fromkeys(("skip_tokenizer_init", "model_class_overrides", "convert", "runner"), SAME_MODEL),
+    **dict.fromkeys(("pipeline_parallel_size", "prefill_context_parallel_size", "master_*", "nnodes"), ONE_PLACE),
+    **dict.fromkeys(("node_rank", "distributed_executor_backend", "worker_cls", "worker_extension_cls"), ONE_PLACE),
+    **dict.fromkeys(("enable_eplb", "eplb_config", "*elastic_ep*"), f"{ONE_PLACE}: experts may not move"),
+    **dict.fromkeys(("kv_transfer_config", "kv_offloading_*"), OUTLIVED),
+    **dict.fromkeys(("cpu_offload_*", "offload_*"), "weights that were moved out are not known to take a new version"),
+    **dict.fromkeys(("logits_processors", "watermark_config", "logprobs_mode"), UNFOLLOWED_BY_TRAINER),
+    **dict.fromkeys(("*lora", "*loras", "*lora_*"), "set [lora]"),
+    **dict.fromkeys(("aux_output_config", "return_sampling_mask"), "no one would read it"),
+    "*_routed_experts": "set rollout.routing_replay",
+    "scheduling_policy": "the canary goes before all samples",
+    "disable_log_stats": "metrics are made of them",
+    "max_num_queued_*": "requests that an engine turns away would fail: use rollout.max_concurrent",
+}
+"""Arguments of vLLM that users may not set, as patterns of names, with the setting to use instead or the reason."""
+
+MADE_ANEW = ("fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8")
+"""Kinds of quantization that vLLM computes from the weights of each version when they arrive."""
+DRAFTS = ("ngram", "suffix")
+"""Methods of speculative decoding that draft from the text itself, without a model."""
+
+
+def check_engine(config: Config) -> Iterator[ConfigProblem]:
+    """Check that the engines have the GPUs, cores and memory that they need, and that vLLM takes their arguments."""
+    engine, gpus = config.engine, config.gpus_per_node
+    # With more trainer ranks than GPUs, `check_cluster` has the problem that the user has to solve first.
+    if engine.share_gpus and config.cluster.trainer_ranks <= gpus < engine.count * engine.tensor_parallel:
+        message = f"{engine.count} engines on {engine.tensor_parallel} GPUs each need more than the {gpus} of a node"
+        yield ConfigProblem("engine.count", message)
+    key = "engine.count" if engine.count > engine.tensor_parallel else "engine.tensor_parallel"
+    yield from _crowded(config, key, engine.count * engine.tensor_parallel)
+    if gpus == 0:
+        memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+        if engine.kv_cache_gib * engine.count >= memory_gib:
+            message = (
+                f"expected less than the {memory_gib:.0f} GiB of this machine's memory for {engine.count} engine(s) "
+                f"together, got {engine.kv_cache_gib:g} for each"
+            )
+            yield ConfigProblem("engine.kv_cache_gib", message)
+    known = vllm_arguments.names() if engine.vllm else []
+    found = [
+        ConfigProblem(f"engine.vllm.{name}", fault)
+        for name, value in engine.vllm.items()
+        if (fault := _argument_fault(name, value, known)) is not None
+    ]
+    yield from found or _vllm_values(config)
+
+
+def advise_engine(config: Config) -> Iterator[ConfigProblem]:
+    """Warn of engines on the CPU that cannot compile their graphs."""
+    if (why := why_eager(config)) is not None:
+        yield ConfigProblem("engine.enforce_eager", why)
+
+
+def _argument_fault(name: str, value: Any, known: Sequence[str]) -> str | None:
+    """Return the error message for an argument of vLLM; None if the argument is valid. `known`: names that vLLM has."""
+    why = next((why for pattern, why in NOT_PASSED.items() if fnmatch(name, pattern)), None)
+    if why is not None:
+        return f"is not passed on: {why}"
+    if not known:
+        return None
+    if name not in known:
+        return f"the installed vLLM's AsyncEngineArgs have no such argument{suggest(name, known)}"
+    kind = vllm_arguments.type_of(name)
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        return f"expected {describe(kind)}, got {show(value)}"
+    except TypeError:  # a type that msgspec cannot check
+        pass
+    return None
+
+
+def _vllm_values(config: Config) -> Iterator[ConfigProblem]:
+    """Yield the problems of argument values that would affect weights or the distribution of sampled tokens."""
+    given, table = config.engine.vllm, "engine.vllm"
+    if given.get("quantization", MADE_ANEW[0]) not in (*MADE_ANEW, "online"):
+        message = "is of weights that are quantized in their files, and each version comes as it is trained"
+        expected = f"expected {', '.join(MADE_ANEW)}, or `online` beside quantization_config"
+        yield ConfigProblem(f"{table}.quantization", f"{show(given['quantization'])} {message}: {expected}")
+    if given.get("load_format") == "dummy":
+        yield ConfigProblem(f"{table}.load_format", "expected another: `flash eval` serves what an engine loads")
+    if given.get("enable_chunked_prefill") and config.gpus_per_node == 0 and config.seeded:
+        message = "expected false on the CPU, where a seeded response that is begun in parts ends its engine"
+        yield ConfigProblem(f"{table}.enable_chunked_prefill", f"{message}; or rollout.seeded = false")
+    drafts = given.get("speculative_config")
+    if not isinstance(drafts, dict):
+        return
+    key, drafts = f"{table}.speculative_config", cast("dict[str, Any]", drafts)
+    if config.gpus_per_node == 0:
+        # vLLM's kernel for the CPU, which gives each drafted token the temperature of its response, writes into a copy.
+        yield ConfigProblem(key, "expected none on the CPU, where vLLM draws what it drafts from other distributions")
+    if drafts.get("method") not in DRAFTS or "model" in drafts:
+        message = f"expected method = {' or '.join(map(show, DRAFTS))} and no model"
+        yield ConfigProblem(key, f"{message}: a draft's own weights would stay those of the start")
+    if drafts.get("rejection_sample_method", "standard") != "standard":
+        yield ConfigProblem(f"{key}.rejection_sample_method", f'expected "standard": {UNFOLLOWED_BY_TRAINER}')
+
+
+# -- [weights] -------------------------------------------------------------------------------------------------------
+
+LOOSE_TOLERANCE = 0.5
+"""Canary tolerance, in nats, above which the canary detects nothing. Engines that computed with other weights differed
+by 0.6 nats and more."""
+
+
+def check_weights(config: Config) -> Iterator[ConfigProblem]:
+    """Check that the canary fits into a sequence, and that the transfer backend works on these devices.
+
+    The canary is a text whose log-probs engines and trainer compare after each transfer.
+    """
+    backend, key, longest = config.weights_backend, "weights.backend", config.model.max_length
+    if config.weights.canary_tokens > longest:
+        message = f"expected at most {longest} (model.max_length = {longest}), got {config.weights.canary_tokens}"
+        yield ConfigProblem("weights.canary_tokens", message)
+    if config.weights.deltas and (backend != "tcp" or config.lora is not None):
+        whole = f"{backend} sends whole versions" if backend != "tcp" else "adapters ([lora]) change everywhere"
+        yield ConfigProblem("weights.deltas", f"expected false, as {whole}")
+    if backend in ("tcp", "gloo"):
+        return
+    if config.gpus_per_node == 0:
+        yield ConfigProblem(key, f"{backend} needs GPUs and cluster.gpus_per_node is 0: expected tcp or auto")
+    elif backend == "ipc" and not config.engine.share_gpus:
+        yield ConfigProblem(key, "ipc needs engine.share_gpus = true: expected nccl, tcp or auto")
+    elif backend == "ipc" and config.cluster.nodes > 1:
+        yield ConfigProblem(key, f"ipc ends at the machine and cluster.nodes is {config.cluster.nodes}: expected tcp")
+    elif backend == "nccl" and config.engine.share_gpus:
+        yield ConfigProblem(
+            key, "nccl cannot join two processes on one GPU (engine.share_gpus): expected ipc, tcp or auto"
+        )
+
+
+def advise_weights(config: Config) -> Iterator[ConfigProblem]:
+    """Warn of a canary that would accept an engine with other weights."""
+    tolerance = config.weights.canary_tolerance
+    if tolerance is not None and tolerance > LOOSE_TOLERANCE:
+        message = f"a canary that allows {tolerance:g} nats finds no engine that computes something else"
+        yield ConfigProblem("weights.canary_tolerance", message)

@@ -1,20 +1,224 @@
-"""The `[simulate]` table: the hardware and the workload that a simulated run has.
+"""The `[simulate]` table: the hardware and the workload that a simulated run has, and the random numbers of a
+simulation.
 
 The defaults describe a 7B model on one 80 GB GPU per engine, in round numbers; `flash calibrate` fits them to a
-measured run. Distributions are texts such as `constant(300)`, `normal(10, 3)`, `lognormal(1000, 1500, high=8192)` and
-`exponential(5)`, with mean and standard deviation, limited to [`low` (0), `high`]; or `values(1, 2, 40)`, all equally
-likely.
+measured run. Lengths and times are a `Distribution`: a number, a list of equally likely numbers, or a table such as
+`{ kind = "lognormal", mean = 1000, deviation = 1500, high = 8192 }`. `sampler` makes of each an object that draws.
+
+A draw is a pure function of a number in (0, 1), which `uniform` computes from integers that identify the draw. So equal
+integers give equal draws in every process and on every machine.
 """
 
 from __future__ import annotations
 
+import math
+from hashlib import blake2b
+from statistics import NormalDist
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
 from flash.config.section import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+
+RARE = 1e-6
+"""Probability that a draw exceeds `upper` if a distribution has no upper limit."""
+FORMER_DISTRIBUTION = (
+    "a distribution is no text any more, but a number, a list of equally likely numbers, or a table such as "
+    '{ kind = "lognormal", mean = 1000, deviation = 1500, low = 1, high = 8192 }'
+)
+"""Hint for a text such as `lognormal(1000, 1500)`, which earlier versions of Flash read."""
+
+_NORMAL = NormalDist()
+
+
+def uniform(*key: int) -> float:
+    """Return a pseudo-random number in (0, 1) that depends only on the key."""
+    digest = blake2b(repr(key).encode(), digest_size=8).digest()
+    return ((int.from_bytes(digest, "little") >> 12) + 0.5) / (1 << 52)
+
+
+# -- distributions ---------------------------------------------------------------------------------------------------
+
+
+class Values(msgspec.Struct, frozen=True):
+    """Numbers that are equally likely: the sampler of a number or a list of the configuration."""
+
+    ordered: list[float]
+    """The numbers, in ascending order, so that larger `u` give larger draws."""
+
+    def draw(self, u: float) -> float:
+        """Return the quantile of u, a number in (0, 1)."""
+        return self.ordered[min(int(u * len(self.ordered)), len(self.ordered) - 1)]
+
+    def expected(self) -> float:
+        """Return the exact mean of the draws."""
+        return sum(self.ordered) / len(self.ordered)
+
+    def upper(self) -> float:
+        """Return the largest value."""
+        return self.ordered[-1]
+
+
+class Uniform(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="uniform"):
+    """All numbers between two limits are equally likely."""
+
+    low: float
+    """Smallest value."""
+    high: float
+    """Largest value."""
+
+    def __post_init__(self) -> None:
+        if self.low >= self.high:
+            raise ValueError(f"expected low < high, got {self.low:g} and {self.high:g}")
+
+    def draw(self, u: float) -> float:
+        """Return the quantile of u, a number in (0, 1)."""
+        return min(self.low + (self.high - self.low) * u, self.high)
+
+    def expected(self) -> float:
+        """Return the exact mean of the draws."""
+        return self.low + (self.high - self.low) / 2
+
+    def upper(self) -> float:
+        """Return the largest value."""
+        return self.high
+
+
+class Limited(msgspec.Struct, frozen=True, kw_only=True):
+    """Base class of distributions with a long tail, which two limits cut.
+
+    Mean and deviation are those before the cut. A draw below `low` is set to `low`, and a draw above `high` to `high`.
+    A subclass has the formulas without limits: `quantile`, `cdf` and `mean_below`.
+    """
+
+    low: float = 0.0
+    """Smallest value; smaller draws are set to it."""
+    high: float | None = None
+    """Largest value; larger draws are set to it. None: no limit."""
+
+    def __post_init__(self) -> None:
+        if self.high is not None and self.low > self.high:
+            raise ValueError(f"expected low ≤ high, got {self.low:g} and {self.high:g}")
+
+    def draw(self, u: float) -> float:
+        """Return the quantile of u, a number in (0, 1), within the limits."""
+        value = max(self.quantile(u), self.low)
+        return value if self.high is None else min(value, self.high)
+
+    def expected(self) -> float:
+        """Return the exact mean of the draws, limits included."""
+        high = math.inf if self.high is None else self.high
+        above = 0.0 if self.high is None else self.high * (1 - self.cdf(self.high))
+        return self.low * self.cdf(self.low) + self.mean_below(high) - self.mean_below(self.low) + above
+
+    def upper(self) -> float:
+        """Return the largest possible value; without an upper limit, the value that one draw in a million exceeds."""
+        return self.draw(1 - RARE) if self.high is None else self.high
+
+    def quantile(self, u: float) -> float:
+        """Return the value that a draw is below with probability u, without limits."""
+        raise NotImplementedError
+
+    def cdf(self, x: float) -> float:
+        """Return the probability of a value of at most x, without limits."""
+        raise NotImplementedError
+
+    def mean_below(self, x: float) -> float:
+        """Return E[X; X ≤ x]: the part of the mean, without limits, that comes from values of at most x."""
+        raise NotImplementedError
+
+
+class Exponential(Limited, frozen=True, kw_only=True, tag_field="kind", tag="exponential"):
+    """Exponential distribution, within limits."""
+
+    mean: PositiveFloat
+    """Mean before the limits."""
+
+    def quantile(self, u: float) -> float:
+        return -self.mean * math.log1p(-u)
+
+    def cdf(self, x: float) -> float:
+        return 0.0 if x <= 0 else -math.expm1(-x / self.mean)
+
+    def mean_below(self, x: float) -> float:
+        if math.isinf(x):
+            return self.mean
+        return 0.0 if x <= 0 else self.mean - (self.mean + x) * math.exp(-x / self.mean)
+
+
+class Normal(Limited, frozen=True, kw_only=True, tag_field="kind", tag="normal"):
+    """Normal distribution, within limits."""
+
+    mean: float
+    """Mean before the limits."""
+    deviation: PositiveFloat
+    """Standard deviation before the limits."""
+
+    def quantile(self, u: float) -> float:
+        return self.mean + self.deviation * _NORMAL.inv_cdf(u)
+
+    def cdf(self, x: float) -> float:
+        return _NORMAL.cdf((x - self.mean) / self.deviation)
+
+    def mean_below(self, x: float) -> float:
+        if math.isinf(x):
+            return self.mean
+        z = (x - self.mean) / self.deviation
+        return self.mean * _NORMAL.cdf(z) - self.deviation * _NORMAL.pdf(z)
+
+
+class Lognormal(Limited, frozen=True, kw_only=True, tag_field="kind", tag="lognormal"):
+    """Log-normal distribution, within limits."""
+
+    mean: PositiveFloat
+    """Mean before the limits."""
+    deviation: PositiveFloat
+    """Standard deviation before the limits."""
+
+    def quantile(self, u: float) -> float:
+        mu, sigma = self._logarithm()
+        return math.exp(mu + sigma * _NORMAL.inv_cdf(u))
+
+    def cdf(self, x: float) -> float:
+        mu, sigma = self._logarithm()
+        return 0.0 if x <= 0 else _NORMAL.cdf((math.log(x) - mu) / sigma) if math.isfinite(x) else 1.0
+
+    def mean_below(self, x: float) -> float:
+        mu, sigma = self._logarithm()
+        if math.isinf(x):
+            return self.mean
+        return 0.0 if x <= 0 else self.mean * _NORMAL.cdf((math.log(x) - mu) / sigma - sigma)
+
+    def _logarithm(self) -> tuple[float, float]:
+        """Return mean and standard deviation of the logarithm of the values, which is normally distributed."""
+        variance = math.log1p((self.deviation / self.mean) ** 2)
+        return math.log(self.mean) - variance / 2, math.sqrt(variance)
+
+
+Distribution = float | Annotated[list[float], Meta(min_length=1)] | Exponential | Lognormal | Normal | Uniform
+"""Value of a length or a time in the configuration: a number, a list of equally likely numbers, or a table."""
+Sampler = Values | Exponential | Lognormal | Normal | Uniform
+"""Object that draws from a distribution. `draw` takes a number in (0, 1)."""
+
+
+def sampler(distribution: Distribution) -> Sampler:
+    """Return the object that draws from a distribution of the configuration."""
+    match distribution:
+        case list():
+            return Values(sorted(distribution))
+        case float() | int():
+            return Values([distribution])
+        case _:
+            return distribution
+
+
+# -- the table -------------------------------------------------------------------------------------------------------
 
 
 class SimulateConfig(Section, frozen=True):
-    """Simulated [hardware and workload](simulator.md); only `flash simulate` uses this table. Lengths and times are
-    distributions: `constant(300)`, `normal(10, 3)`, `exponential(5)`, `lognormal(mean, deviation, low=0, high=8192)`,
-    `values(1, 2, 40)`."""
+    """Simulated [hardware and workload](simulator.md); only `flash simulate` uses this table. A length or a time is a
+    number, a list of equally likely numbers, or a table such as `{ kind = "normal", mean = 10, deviation = 3 }`."""
 
     gpus: Positive = 16
     """Number of GPUs, of engines and trainers together."""
@@ -40,21 +244,21 @@ class SimulateConfig(Section, frozen=True):
     """Seconds of one GPU per token of a batch, prompts included."""
     train_step_s: NonNegativeFloat = 1.0
     """Fixed part of the time of a training step, in seconds."""
-    prompt_tokens: str = "constant(300)"
+    prompt_tokens: Distribution = 300.0
     """Length of the first observation, in tokens."""
-    response_tokens: str = "lognormal(1000, 1200, low=1, high=8192)"
+    response_tokens: Distribution = Lognormal(mean=1000.0, deviation=1200.0, low=1.0, high=8192.0)
     """Length of one response, in tokens."""
     length_correlation: Fraction = 0.0
     """Correlation between the lengths of responses to the same prompt. 0: independent. 1: equal."""
-    observation_tokens: str = "constant(50)"
+    observation_tokens: Distribution = 50.0
     """Length of each later observation, in tokens."""
-    turns: str = "constant(1)"
+    turns: Distribution = 1.0
     """Number of responses of an episode."""
-    reset_s: str = "constant(0)"
+    reset_s: Distribution = 0.0
     """Seconds that the reset of an environment takes."""
-    env_s: str = "constant(0)"
+    env_s: Distribution = 0.0
     """Seconds that a step of an environment takes."""
-    reward_s: str = "constant(0)"
+    reward_s: Distribution = 0.0
     """Seconds that the reward takes, after the last step."""
     fail_slow: Fraction = 0.0
     """Share of environments that are slow."""
@@ -62,5 +266,5 @@ class SimulateConfig(Section, frozen=True):
     """Factor by which slow environments take longer."""
     fail_stop: Fraction = 0.0
     """Share of environments that never answer one of their steps."""
-    success: str = "constant(0.5)"
+    success: Distribution = 0.5
     """Probability of the reward 1, drawn once per prompt."""

@@ -1,6 +1,6 @@
 """Arguments of vLLM's engines and their types, read from the source of the installed version without importing it.
 
-The import of vLLM would take seconds. `flash.config.check_machine` checks the table `[engine.vllm]` of a configuration
+The import of vLLM would take seconds. `flash.config.machine` checks the table `[engine.vllm]` of a configuration
 against the arguments before any engine starts.
 """
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from flash.config.observe import AlarmName, AlarmsConfig
+from flash.config.tree import AlarmName, AlarmsConfig
 from flash.observe.columns.column import Alarm, Column, Row, without_marks
 from flash.observe.columns.speed import AFTER_RESTART
 from flash.observe.columns.table import columns, named

@@ -14,8 +14,7 @@ from typing import Any
 
 import msgspec
 
-from flash.config.load import dump
-from flash.config.recorded import recorded
+from flash.config.load import dump, recorded
 from flash.config.tree import Config
 from flash.errors import AlarmError, RunDirectoryError
 from flash.observe.alarms import Alarms, RaisedAlarm

@@ -16,7 +16,7 @@ from typing import Any
 
 import anyio.to_thread
 
-from flash.config.advice import advise_on_engines
+from flash.config.check import advise_on_engines
 from flash.config.load import dump, flat, load
 from flash.config.objects import import_from, share_import_path
 from flash.config.tree import Config

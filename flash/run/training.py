@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from flash.config.advice import advise
+from flash.config.check import advise
 from flash.config.load import dump, load
 from flash.config.tree import Config
 from flash.errors import ConfigError, FlashError, error_of

@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from flash.config.simulate import SimulateConfig
-from flash.config.spread import parse_spread, uniform
+from flash.config.simulate import SimulateConfig, sampler, uniform
 from flash.config.tree import Config
 
 EPISODES = 2048
@@ -96,13 +95,13 @@ class Episodes(NamedTuple):
 def draw_episodes(simulate: SimulateConfig, max_new_tokens: int, max_turns: int) -> Episodes:
     """Draw episodes of the workload. Slow and dead environments (`fail_slow`, `fail_stop`) are not drawn."""
     prompt, response, observation, turns, reset, env, reward = (
-        parse_spread(text)
-        for text in (
+        sampler(distribution)
+        for distribution in (
             simulate.prompt_tokens, simulate.response_tokens, simulate.observation_tokens, simulate.turns,
             simulate.reset_s, simulate.env_s, simulate.reward_s,
         )
     )  # fmt: skip
-    expected = min(max(turns.mean(), 1.0), max_turns)
+    expected = min(max(turns.expected(), 1.0), max_turns)
     count = max(256, min(EPISODES, int(DRAWS / (3 * expected))))
     tokens: list[float] = []
     env_s: list[float] = []
@@ -167,7 +166,7 @@ class Quantities(msgspec.Struct, frozen=True, kw_only=True):
 def quantities(config: Config, ledger: Mapping[str, int]) -> Quantities:
     """Compute the quantities of a configuration. The ledger of a run gives the share of samples that filters remove."""
     simulate, rollout, train = config.simulate, config.rollout, config.train
-    assert simulate is not None, "flash.config.check.simulated_rule"
+    assert simulate is not None, "flash.config.check.check_simulation"
     drawn = draw_episodes(simulate, rollout.max_new_tokens, rollout.max_turns)
     trained = ledger.get("trained", 0)
     kept = trained / (trained + ledger.get("filtered", 0)) if trained else 1.0

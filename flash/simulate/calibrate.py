@@ -396,7 +396,7 @@ def _total_s(spans: Sequence[Activity], name: str) -> float:
 # -- workload ---------------------------------------------------------------------------------------------------------
 
 
-def fit_workload(samples: Sequence[SampleTimes]) -> dict[str, str]:
+def fit_workload(samples: Sequence[SampleTimes]) -> dict[str, float | list[float]]:
     """Return lengths, latencies, turns and success rates as distributions of the measured values.
 
     Raises:

@@ -13,8 +13,9 @@ VALUES = 32
 """Most values that a fitted distribution lists."""
 
 
-def spread_of(values: Sequence[float], *, whole: bool = False) -> str:
-    """Return a distribution, as text, of at most VALUES equally likely values with the mean of the measured ones.
+def spread_of(values: Sequence[float], *, whole: bool = False) -> float | list[float]:
+    """Return a distribution (`flash.config.simulate.Distribution`) of at most VALUES equally likely values with the
+    mean of the measured ones.
 
     Each value is the mean of an equal part of the sorted measured values. If `whole` is True, values are rounded, and
     the rounding error of each is added to the next one, so that the mean is preserved.
@@ -28,9 +29,8 @@ def spread_of(values: Sequence[float], *, whole: bool = False) -> str:
             rounded.append(float(round(mean + owed)))
             owed += mean - rounded[-1]
         means = rounded
-    if len(set(means)) == 1:
-        return f"constant({means[0]:.6g})"
-    return f"values({', '.join(f'{mean:.6g}' for mean in means)})"
+    shown = [float(f"{mean:.6g}") for mean in means]  # six digits are enough, and keep the file readable
+    return shown[0] if len(set(means)) == 1 else shown
 
 
 def nonnegative_fit(columns: Floats, target: Floats) -> tuple[Floats, Floats]:

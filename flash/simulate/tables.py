@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flash.config.spread import parse_spread
+from flash.config.simulate import sampler
 from flash.config.tree import Config
 from flash.observe.plots.timeline import Floats
 from flash.simulate.report import SimReport
@@ -30,7 +30,7 @@ def print_run(config: Config, cell: SweepCell) -> None:
     """Print the results of one simulated run, and its bounds."""
     report, console = cell.report, _console()
     simulate = config.simulate
-    assert simulate is not None, "flash.config.check.simulated_rule"
+    assert simulate is not None, "flash.config.check.check_simulation"
     console.print(
         f"{config.run.name}: {simulate.rollout_gpus} GPUs generate, {simulate.gpus - simulate.rollout_gpus} train; "
         f"{report.steps} steps of {config.train.batch_size} samples, async_ratio {config.train.async_ratio:g}"
@@ -41,7 +41,7 @@ def print_run(config: Config, cell: SweepCell) -> None:
     _ages(console, report)
     _waste(console, report)
     _bounds(console, cell)
-    longest = parse_spread(simulate.response_tokens).upper()
+    longest = sampler(simulate.response_tokens).upper()
     if longest > config.rollout.max_new_tokens:
         console.print(
             f"\nresponses of up to {longest:.4g} tokens were cut at rollout.max_new_tokens = "

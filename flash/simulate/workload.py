@@ -15,8 +15,7 @@ from __future__ import annotations
 import math
 from statistics import NormalDist
 
-from flash.config.simulate import SimulateConfig
-from flash.config.spread import Spread, parse_spread, uniform
+from flash.config.simulate import Sampler, SimulateConfig, sampler, uniform
 from flash.rollout.episode.episode import KEYS_PER_TASK
 
 ENVS_PER_PROBLEM = 1 << 20
@@ -65,17 +64,17 @@ class Workload:
         self._slow_share = settings.fail_slow
         self._slow_factor = settings.fail_slow_factor
         self._stop_share = settings.fail_stop
-        self._prompt = parse_spread(settings.prompt_tokens)
-        self._response = parse_spread(settings.response_tokens)
-        self._observation = parse_spread(settings.observation_tokens)
-        self._turns = parse_spread(settings.turns)
-        self._reset = parse_spread(settings.reset_s)
-        self._env = parse_spread(settings.env_s)
-        self._reward = parse_spread(settings.reward_s)
-        self._success = parse_spread(settings.success)
+        self._prompt = sampler(settings.prompt_tokens)
+        self._response = sampler(settings.response_tokens)
+        self._observation = sampler(settings.observation_tokens)
+        self._turns = sampler(settings.turns)
+        self._reset = sampler(settings.reset_s)
+        self._env = sampler(settings.env_s)
+        self._reward = sampler(settings.reward_s)
+        self._success = sampler(settings.success)
 
-    def _draw(self, spread: Spread, what: int, *key: int) -> float:
-        return spread.draw(uniform(self._seed, what, *key))
+    def _draw(self, values: Sampler, what: int, *key: int) -> float:
+        return values.draw(uniform(self._seed, what, *key))
 
     # -- the policy --------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from algorithms.base import Advantage, Aggregation, CriticTarget, Objective, Obj
 from algorithms.corrections import correct
 from algorithms.references import Teacher, distilled, kl, loglinear
 from flash.ages import age_of
-from flash.config.check_algorithm import is_off_policy
+from flash.config.check_learning import is_off_policy
 from flash.config.learning import AlgorithmConfig
 from flash.config.objects import check_options, load_objective
 from flash.config.tree import Config

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flash.cli.main import main
-from flash.config.packaged import PACKAGED
+from flash.config.models import PACKAGED
 from tests.gguf_files import write_gguf
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from flash.cli.init import FILES, run_name
 from flash.cli.main import main
-from flash.config.advice import unwise
+from flash.config.check import unwise
 from flash.config.load import load
 from flash.errors import ConfigError
 

@@ -41,8 +41,8 @@ async_ratio = 1
 [simulate]
 gpus = 4
 rollout_gpus = 2
-response_tokens = "lognormal(20, 20, low=1, high=64)"
-prompt_tokens = "constant(10)"
+response_tokens = { kind = "lognormal", mean = 20, deviation = 20, low = 1, high = 64 }
+prompt_tokens = 10
 """
 
 
@@ -68,7 +68,7 @@ def cell(samples_per_s: float, ages: dict[int, int], wasted: int = 0, **values: 
 
 def test_values_are_split_at_the_commas_outside_of_brackets():
     assert split_values("0, 1,2.5") == ["0", "1", "2.5"]
-    assert split_values("lognormal(10, 20, high=3),constant(4)") == ["lognormal(10, 20, high=3)", "constant(4)"]
+    assert split_values("{kind='uniform', low=1, high=3},[4, 5]") == ["{kind='uniform', low=1, high=3}", "[4, 5]"]
 
 
 def test_the_end_of_a_key_is_enough_where_only_one_key_ends_so():

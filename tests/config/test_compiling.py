@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from flash.config.advice import unwise
+from flash.config.check import unwise
 from flash.config.machine import HEADERS, lacks, runs_eagerly, why_eager
 from flash.config.tree import Config
 from flash.rollout.vllm.start import engine_args, engine_variables

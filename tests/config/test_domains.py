@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from flash.config.check import environment_rule
+from flash.config.check import check_env
 from flash.config.decode import ConfigProblem
 from flash.config.tree import Config
 
@@ -21,7 +21,7 @@ def problems(kinds: dict[str, Any], **rollout: Any) -> list[ConfigProblem]:
         "env": {"path": "envs.mixture:Mixture", "options": {"kinds": kinds}},
         "rollout": {"group_size": 4, "max_new_tokens": 32} | rollout,
     }
-    return list(environment_rule(msgspec.convert(base, Config)))
+    return list(check_env(msgspec.convert(base, Config)))
 
 
 def test_domains_with_limits_of_their_own_are_taken() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flash.cli.main import main
-from flash.config.advice import unwise
+from flash.config.check import unwise
 from flash.config.load import load
 from flash.errors import ConfigError
 

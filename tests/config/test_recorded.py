@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flash.config.load import dump, load
-from flash.config.recorded import recorded
+from flash.config.load import dump, load, recorded
 
 CONFIG = """
 run = { name = "a-run" }

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from flash.config.check import rollout_rule
-from flash.config.check_algorithm import algorithm_rule
-from flash.config.check_machine import NOT_PASSED, vllm_rule
+from flash.config.check import check_rollout
+from flash.config.check_learning import check_algorithm
 from flash.config.decode import ConfigProblem
 from flash.config.load import key_paths
+from flash.config.machine import NOT_PASSED, check_engine
 from flash.config.tree import Config
 from flash.foreign import vllm_arguments
 
@@ -45,7 +45,7 @@ def told(problems: Iterator[ConfigProblem]) -> list[str]:
     ],
 )
 def test_arguments_of_vllm_are_passed_on(given: dict[str, Any]) -> None:
-    assert told(vllm_rule(make_config(given))) == []
+    assert told(check_engine(make_config(given))) == []
 
 
 @pytest.mark.parametrize(
@@ -76,40 +76,40 @@ def test_arguments_of_vllm_are_passed_on(given: dict[str, Any]) -> None:
     ],
 )
 def test_what_vllm_does_not_have_or_flash_sets_is_refused_by_name(given: dict[str, Any], message: str) -> None:
-    (problem,) = told(vllm_rule(make_config(given)))
+    (problem,) = told(check_engine(make_config(given)))
     assert problem.startswith(f"engine.vllm.{message}")
 
 
 def test_drafts_exclude_kept_sets() -> None:
     drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
-    (problem,) = told(rollout_rule(make_config(drafts, rollout={"top_k": 20})))
+    (problem,) = told(check_rollout(make_config(drafts, rollout={"top_k": 20})))
     assert problem.startswith("rollout.top_k: which tokens it keeps is not known of drafts")
-    assert told(rollout_rule(make_config(drafts))) == []
+    assert told(check_rollout(make_config(drafts))) == []
 
 
 def test_drafts_are_for_engines_on_gpus() -> None:
     drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
-    (problem,) = told(vllm_rule(make_config(drafts, gpus=0)))
+    (problem,) = told(check_engine(make_config(drafts, gpus=0)))
     assert problem.startswith("engine.vllm.speculative_config: expected none on the CPU")
 
 
 def test_a_seeded_response_on_the_cpu_is_begun_as_a_whole() -> None:
     given = {"enable_chunked_prefill": True}
-    (problem,) = told(vllm_rule(make_config(given, gpus=0, alpha=0)))
+    (problem,) = told(check_engine(make_config(given, gpus=0, alpha=0)))
     assert problem.startswith("engine.vllm.enable_chunked_prefill: expected false on the CPU")
-    assert told(vllm_rule(make_config(given, gpus=0))) == []
+    assert told(check_engine(make_config(given, gpus=0))) == []
 
 
 def test_engines_that_are_coarser_than_the_trainer_need_a_correction() -> None:
     for name, value in (("quantization", "fp8_per_tensor"), ("kv_cache_dtype", "fp8")):
         config = make_config({name: value}, alpha=0, algorithm={"objective": "rloo"})
-        (problem,) = told(algorithm_rule(config))
+        (problem,) = told(check_algorithm(config))
         assert problem.startswith(f"engine.vllm.{name}: engines draw from a coarser policy than is trained, which")
     kept = {"kv_cache_dtype": "auto"}
-    assert told(algorithm_rule(make_config(kept, alpha=0, algorithm={"objective": "rloo"}))) == []
+    assert told(check_algorithm(make_config(kept, alpha=0, algorithm={"objective": "rloo"}))) == []
     corrected = {"objective": "rloo", "corrections": [{"kind": "token_tis"}]}
     for objective in (corrected, {"objective": "grpo"}):
-        assert told(algorithm_rule(make_config({"quantization": "mxfp8"}, algorithm=objective))) == []
+        assert told(check_algorithm(make_config({"quantization": "mxfp8"}, algorithm=objective))) == []
 
 
 def test_keys_that_are_named_in_place_of_an_argument_exist() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from envs.mixture import Mixture, MixtureOptions
-from flash.config.check import environment_rule
+from flash.config.check import check_env
 from flash.config.tree import Config, EnvConfig, ModelConfig, RolloutConfig, RunConfig
 from flash.environment import Domain
 from flash.environment.load import LoadedEnvironment
@@ -118,7 +118,7 @@ def test_the_check_of_a_configuration_sees_domains_through_every_wrapper(wrapper
     env = EnvConfig(path=path, options={"tasks": mixture(group_size=1), **options})
     rollout = RolloutConfig(drop_equal_rewards=True, fifo_window=0.5)
     config = Config(run=RunConfig(name="n"), model=ModelConfig(path="m"), env=env, rollout=rollout)
-    problems = {problem.key: problem.message for problem in environment_rule(config)}
+    problems = {problem.key: problem.message for problem in check_env(config)}
     assert sorted(problems) == ["env.options … kinds.hard.group_size", "rollout.fifo_window"]
 
 

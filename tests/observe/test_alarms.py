@@ -8,9 +8,8 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from flash.config.check import alarm_rule
-from flash.config.observe import AlarmName, AlarmsConfig
-from flash.config.tree import Config
+from flash.config.check import check_alarms
+from flash.config.tree import AlarmName, AlarmsConfig, Config
 from flash.observe.alarms import ALARMS, Alarms
 from tests.observe.sample_rows import metrics_row
 
@@ -123,11 +122,11 @@ def test_a_number_that_was_well_again_is_told_again(name: str, bad: float, hover
     ],
 )
 def test_what_an_alarm_cannot_do_is_refused(config: Config, alarms: dict[str, Any], key: str, message: str) -> None:
-    (problem,) = alarm_rule(msgspec.structs.replace(config, alarms=AlarmsConfig(**alarms)))
+    (problem,) = check_alarms(msgspec.structs.replace(config, alarms=AlarmsConfig(**alarms)))
     assert problem.key == key
     assert problem.message.startswith(message)
 
 
 def test_what_an_alarm_can_do_is_taken(config: Config) -> None:
     alarms = AlarmsConfig(stop=["nonfinite"], checkpoint=["ess"], command="sh -c 'cat >/dev/null'")
-    assert list(alarm_rule(msgspec.structs.replace(config, alarms=alarms))) == []
+    assert list(check_alarms(msgspec.structs.replace(config, alarms=alarms))) == []

@@ -16,8 +16,7 @@ import pytest
 
 from flash.cli.main import main
 from flash.config.load import dump
-from flash.config.observe import TrackConfig, TrackerName
-from flash.config.tree import Config
+from flash.config.tree import Config, TrackConfig, TrackerName
 from flash.observe.recorder import Recorder
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.trackers.feed import Feed

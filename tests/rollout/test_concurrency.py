@@ -176,8 +176,15 @@ def test_a_response_that_moves_away_is_no_end() -> None:
     assert rate == pytest.approx((1 + PRIOR) / (2 * (100 - math.ceil(EDGES[place])) + PRIOR * 2000))
 
 
-@pytest.mark.parametrize("responses", ["lognormal(600, 450, low=1, high=3000)", "uniform(1, 1500)", "constant(800)"])
-def test_drawn_lengths_fill_the_cache_without_a_storm_of_preemptions(responses: str) -> None:
+@pytest.mark.parametrize(
+    "responses",
+    [
+        {"kind": "lognormal", "mean": 600, "deviation": 450, "low": 1, "high": 3000},
+        {"kind": "uniform", "low": 1, "high": 1500},
+        800,
+    ],
+)
+def test_drawn_lengths_fill_the_cache_without_a_storm_of_preemptions(responses: object) -> None:
     config = configure(
         run={"name": "limit", "steps": 12, "seed": 3},
         rollout={"group_size": 8, "max_new_tokens": 3000},

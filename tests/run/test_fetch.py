@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from flash.config.packaged import PackagedModel
+from flash.config.models import PackagedModel
 from flash.config.tree import Config
 from flash.errors import ConfigError, DeadlineError
 from flash.run.models.fetch import RECORD, Source, fetch, source_of

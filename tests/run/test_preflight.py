@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from flash.cli.main import main
-from flash.config.advice import advise
+from flash.config.check import advise
 from flash.config.decode import refuse
 from flash.config.load import dump
 from flash.config.tree import Config

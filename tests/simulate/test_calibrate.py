@@ -12,8 +12,7 @@ import pytest
 from flash.cli.calibrate import predicted_step_s
 from flash.config.learning import TrainConfig
 from flash.config.load import dump, load
-from flash.config.simulate import SimulateConfig
-from flash.config.spread import parse_spread
+from flash.config.simulate import Exponential, Lognormal, SimulateConfig, Uniform, sampler
 from flash.config.tree import ClusterConfig, Config, EngineConfig, EnvConfig, ModelConfig, RolloutConfig, RunConfig
 from flash.errors import ConfigError
 from flash.observe.observer import Wish
@@ -171,9 +170,9 @@ def recorded(config: Config) -> SimReport:
 def test_a_simulated_run_is_predicted_from_what_it_left_behind(engines: int, alpha: float, tmp_path: Path):
     truth = msgspec.structs.replace(
         TRUTH, gpus=engines + 2, rollout_gpus=engines, train_token_s=0.002, train_step_s=2.0,
-        prompt_tokens="uniform(40, 120)", response_tokens="lognormal(60, 60, low=1, high=400)",
-        turns="constant(2)", observation_tokens="uniform(5, 25)", env_s="exponential(0.5)",
-        reward_s="constant(0.3)", swap_s=0.4,
+        prompt_tokens=Uniform(low=40, high=120), response_tokens=Lognormal(mean=60, deviation=60, low=1, high=400),
+        turns=2, observation_tokens=Uniform(low=5, high=25), env_s=Exponential(mean=0.5),
+        reward_s=0.3, swap_s=0.4,
     )  # fmt: skip
     simulated = msgspec.structs.replace(
         config(tmp_path),
@@ -254,23 +253,24 @@ def test_only_the_last_turn_pays_for_the_reward():
     turns = [TurnTimes(30, 8, 0.0, 1.0, 2.0, 0), TurnTimes(6, 8, 3.0, 1.0, 2.0, 0), TurnTimes(6, 8, 6.0, 1.0, 7.0, 0)]
     table = fit_workload([SampleTimes(0, group, group % 2, turns) for group in range(4)])
     assert table == {
-        "prompt_tokens": "constant(30)",
-        "response_tokens": "constant(8)",
-        "observation_tokens": "constant(6)",
-        "turns": "constant(3)",
-        "env_s": "constant(2)",
-        "reward_s": "constant(5)",
-        "success": "values(0, 0, 1, 1)",
+        "prompt_tokens": 30,
+        "response_tokens": 8,
+        "observation_tokens": 6,
+        "turns": 3,
+        "env_s": 2,
+        "reward_s": 5,
+        "success": [0, 0, 1, 1],
     }
 
 
 def test_a_listed_distribution_keeps_the_mean_and_whole_numbers():
     random = Random(5)
     lengths = [round(random.lognormvariate(4, 1.2)) for _ in range(960)]
-    spread = parse_spread(spread_of(lengths, whole=True))
-    assert spread.mean() == pytest.approx(sum(lengths) / len(lengths), rel=0.005)
-    assert all(spread.draw((i + 0.5) / 32).is_integer() for i in range(32))
-    assert "values" in repr(spread)
+    spread = spread_of(lengths, whole=True)
+    assert isinstance(spread, list)
+    values = sampler(spread)
+    assert values.expected() == pytest.approx(sum(lengths) / len(lengths), rel=0.005)
+    assert all(values.draw((i + 0.5) / 32).is_integer() for i in range(32))
 
 
 def test_no_fitted_constant_is_negative():

@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import pytest
 
-from flash.config.simulate import SimulateConfig
+from flash.config.simulate import Exponential, Lognormal, Normal, SimulateConfig
 from flash.rollout.episode.episode import response_key
 from flash.simulate.environment import SimEnvironment, SimTokenizer
 from flash.simulate.workload import Workload, env_key, episode_of, turn_of
@@ -26,7 +26,12 @@ def test_two_workloads_of_one_seed_agree_and_another_seed_differs() -> None:
 
 
 def test_lengths_are_positive_whole_and_within_the_limit() -> None:
-    workload = make(limit=100, response_tokens="lognormal(80, 200)", prompt_tokens="normal(3, 5)", turns="normal(1, 2)")
+    workload = make(
+        limit=100,
+        response_tokens=Lognormal(mean=80, deviation=200),
+        prompt_tokens=Normal(mean=3, deviation=5),
+        turns=Normal(mean=1, deviation=2),
+    )
     lengths = [workload.response_tokens(key) for key in range(500)]
     assert (min(lengths), max(lengths)) == (1, 100)
     assert min(workload.prompt_tokens(seed) for seed in range(500)) == 1
@@ -34,7 +39,7 @@ def test_lengths_are_positive_whole_and_within_the_limit() -> None:
 
 
 def test_the_responses_of_a_group_are_as_alike_as_asked_and_spread_as_before() -> None:
-    spread = "lognormal(1000, 800, high=4096)"
+    spread = Lognormal(mean=1000, deviation=800, high=4096)
     settings = [SimulateConfig(response_tokens=spread, length_correlation=share) for share in (0.0, 0.8, 1.0)]
     means: list[float] = []
     within: list[float] = []
@@ -58,7 +63,7 @@ def test_the_key_of_a_response_tells_its_turn_and_its_episode() -> None:
 
 
 def test_the_share_of_slow_and_of_stopping_environments_is_as_asked() -> None:
-    workload = make(env_s="constant(1)", fail_slow=0.2, fail_slow_factor=7.0, fail_stop=0.1)
+    workload = make(env_s=1, fail_slow=0.2, fail_slow_factor=7.0, fail_stop=0.1)
     keys = [env_key(problem, 0) for problem in range(4000)]
     assert sum(workload.env_seconds(key, 0) == 7 for key in keys) / len(keys) == pytest.approx(0.2, abs=0.02)
     stops = [workload.stop_turn(key, 3) for key in keys]
@@ -67,7 +72,7 @@ def test_the_share_of_slow_and_of_stopping_environments_is_as_asked() -> None:
 
 
 def test_rewards_follow_the_chance_of_the_prompt() -> None:
-    workload = make(success="values(0.1, 0.9)")
+    workload = make(success=[0.1, 0.9])
     means = []
     for problem in range(50):
         rewards = [workload.reward(problem, env_key(problem, i)) for i in range(400)]
@@ -80,7 +85,7 @@ def test_rewards_follow_the_chance_of_the_prompt() -> None:
 @pytest.mark.anyio
 @pytest.mark.virtual
 async def test_an_environment_takes_the_workloads_time_and_turns() -> None:
-    workload = make(turns="constant(3)", reset_s="constant(2)", env_s="constant(5)", reward_s="constant(7)")
+    workload = make(turns=3, reset_s=2, env_s=5, reward_s=7)
     env, tokenizer = SimEnvironment(workload, Counter()), SimTokenizer()
     shown, _ = await env.reset(11)
     assert anyio.current_time() == 2
@@ -100,7 +105,7 @@ async def test_an_environment_takes_the_workloads_time_and_turns() -> None:
 @pytest.mark.anyio
 @pytest.mark.virtual
 async def test_members_of_a_group_meet_different_environments_and_the_same_problem() -> None:
-    workload, made = make(env_s="exponential(5)"), Counter[int]()
+    workload, made = make(env_s=Exponential(mean=5)), Counter[int]()
     shown: set[str] = set()
     seconds: set[float] = set()
     for _ in range(4):

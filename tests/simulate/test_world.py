@@ -41,8 +41,8 @@ DEFAULTS: dict[str, Any] = {
         "swap_s": 0.1,
         "train_step_s": 1.0,
         "train_token_s": 0.0,
-        "prompt_tokens": "constant(50)",
-        "response_tokens": "lognormal(120, 120, low=1, high=2000)",
+        "prompt_tokens": 50,
+        "response_tokens": {"kind": "lognormal", "mean": 120, "deviation": 120, "low": 1, "high": 2000},
     },
 }
 
@@ -82,7 +82,7 @@ def test_law_3_no_trained_token_is_older_than_the_async_ratio_rounded_up(alpha: 
         make(
             rollout={"on_expire": on_expire},
             train={"async_ratio": alpha},
-            simulate={"response_tokens": f"values({', '.join(['40'] * 30)}, 1600)"},
+            simulate={"response_tokens": [*[40] * 30, 1600]},
         )
     )
     assert report.ages
@@ -92,7 +92,12 @@ def test_law_3_no_trained_token_is_older_than_the_async_ratio_rounded_up(alpha: 
 
 @pytest.mark.parametrize("nodes", [1, 4])
 def test_no_token_is_stale_because_of_admission_and_speed_and_age_rise_with_the_ratio(nodes: int) -> None:
-    work = {"response_tokens": "uniform(50, 150)", "gpus": 12, "rollout_gpus": 8, "nodes": nodes}
+    work = {
+        "response_tokens": {"kind": "uniform", "low": 50, "high": 150},
+        "gpus": 12,
+        "rollout_gpus": 8,
+        "nodes": nodes,
+    }
     reports = [
         simulate(make(run={"steps": 20}, train={"async_ratio": alpha}, simulate=work)) for alpha in (0, 0.25, 0.5, 0.75)
     ]
@@ -120,7 +125,7 @@ def test_the_engines_of_eight_nodes_train_as_much_in_the_same_time_as_those_of_o
 
 
 def test_what_has_become_too_old_is_no_throughput() -> None:
-    tokens = f"values({', '.join(['40'] * 30)}, 1600)"
+    tokens = [*[40] * 30, 1600]
     report = simulate(make(run={"steps": 12}, train={"async_ratio": 1.0}, simulate={"response_tokens": tokens}))
     assert 0 < report.stale_share == report.ledger["discarded_tokens_stale"] / report.generated_tokens
     assert report.stale_samples == report.ledger.get("given_up_stale", 0)
@@ -129,7 +134,15 @@ def test_what_has_become_too_old_is_no_throughput() -> None:
 
 
 def test_shares_of_engines_and_trainers_add_up_to_one() -> None:
-    report = simulate(make(simulate={"env_s": "exponential(1)", "turns": "uniform(1, 4)", "nodes": 2}))
+    report = simulate(
+        make(
+            simulate={
+                "env_s": {"kind": "exponential", "mean": 1},
+                "turns": {"kind": "uniform", "low": 1, "high": 4},
+                "nodes": 2,
+            }
+        )
+    )
     assert report.engine_busy + sum(report.engine_idle.values()) == pytest.approx(1)
     assert report.trainer_busy + sum(report.trainer_idle.values()) == pytest.approx(1)
     assert set(report.engine_idle) <= {"swap", "environments", "admission", "end"}
@@ -140,13 +153,13 @@ def test_shares_of_engines_and_trainers_add_up_to_one() -> None:
 def test_engines_wait_for_admission_when_synchronous_and_for_environments_when_those_are_slow() -> None:
     synchronous = simulate(make(train={"async_ratio": 0.0}))
     assert max(synchronous.engine_idle, key=lambda cause: synchronous.engine_idle[cause]) == "admission"
-    slow = simulate(make(simulate={"env_s": "constant(30)", "turns": "constant(3)", "response_tokens": "constant(20)"}))
+    slow = simulate(make(simulate={"env_s": 30, "turns": 3, "response_tokens": 20}))
     assert max(slow.engine_idle, key=lambda cause: slow.engine_idle[cause]) == "environments"
 
 
 def test_a_synchronous_step_takes_the_time_of_its_parts() -> None:
     # 16 places, 16 samples of 100 tokens: prefill-free steps of 0.02 s, then 1 s of training and 0.1 s of loading.
-    report = simulate(make(train={"async_ratio": 0.0}, simulate={"response_tokens": "constant(100)"}))
+    report = simulate(make(train={"async_ratio": 0.0}, simulate={"response_tokens": 100}))
     assert report.step_s == pytest.approx(100 * 0.02 + 1.0 + 0.1)
     assert report.trainer_busy == pytest.approx(1.0 / 3.1, rel=0.02)
     assert (report.mean_trained_length, report.mean_issued_length) == (100, 100)
@@ -154,7 +167,7 @@ def test_a_synchronous_step_takes_the_time_of_its_parts() -> None:
 
 
 def test_training_time_grows_with_tokens_and_shrinks_with_gpus() -> None:
-    work = {"response_tokens": "constant(100)", "train_token_s": 0.01}
+    work = {"response_tokens": 100, "train_token_s": 0.01}
     one = simulate(make(train={"async_ratio": 0.0}, simulate=work))
     four = simulate(make(train={"async_ratio": 0.0}, simulate={**work, "gpus": 6}))
     # 16 samples of 50 prompt and 100 response tokens.
@@ -173,8 +186,8 @@ def test_a_run_in_which_every_environment_stops_ends_with_the_named_cause() -> N
 
 
 def test_slow_environments_slow_the_run() -> None:
-    calm = simulate(make(simulate={"env_s": "constant(2)"}))
-    slow = simulate(make(simulate={"env_s": "constant(2)", "fail_slow": 0.2, "fail_slow_factor": 20.0}))
+    calm = simulate(make(simulate={"env_s": 2}))
+    slow = simulate(make(simulate={"env_s": 2, "fail_slow": 0.2, "fail_slow_factor": 20.0}))
     assert slow.seconds > calm.seconds + 10
 
 
@@ -247,23 +260,28 @@ def watched(config: Config) -> Watched:
 
 
 spreads = st.sampled_from(
-    ["constant(40)", "lognormal(60, 90, low=1, high=900)", "values(10, 20, 400)", "exponential(50)"]
+    [
+        40,
+        {"kind": "lognormal", "mean": 60, "deviation": 90, "low": 1, "high": 900},
+        [10, 20, 400],
+        {"kind": "exponential", "mean": 50},
+    ]
 )
-waits = st.sampled_from(["constant(0)", "exponential(2)", "normal(5, 4)"])
+waits = st.sampled_from([0, {"kind": "exponential", "mean": 2}, {"kind": "normal", "mean": 5, "deviation": 4}])
 
 
 @given(
     st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.5]),
     spreads,
     waits,
-    st.sampled_from(["constant(1)", "uniform(1, 4)"]),
+    st.sampled_from([1, {"kind": "uniform", "low": 1, "high": 4}]),
     st.integers(1, 2),
     st.integers(2, 12),
     st.integers(0, 1),
 )
 @settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 def test_no_engine_slot_stays_empty_while_an_admissible_task_waits(
-    alpha: float, tokens: str, env_s: str, turns: str, nodes: int, places: int, extra: int
+    alpha: float, tokens: object, env_s: object, turns: object, nodes: int, places: int, extra: int
 ) -> None:
     config = make(
         run={"steps": 3},
@@ -281,7 +299,7 @@ def test_no_engine_slot_stays_empty_while_an_admissible_task_waits(
 @given(spreads, st.integers(1, 8), st.integers(1, 6), st.integers(0, 1000))
 @settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 def test_samples_never_take_longer_than_the_queue_scheduling_bound(
-    tokens: str, places: int, groups: int, seed: int
+    tokens: object, places: int, groups: int, seed: int
 ) -> None:
     in_flight = 4 * groups
     config = make(
@@ -312,7 +330,7 @@ def _longest(config: Config) -> int:
 @given(spreads, st.integers(2, 4), st.integers(1, 4), st.floats(0.1, 4.0), st.integers(0, 1000))
 @settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 def test_a_run_comes_close_to_what_its_slots_and_its_trainer_can_do(
-    tokens: str, alpha: int, places: int, train_s: float, seed: int
+    tokens: object, alpha: int, places: int, train_s: float, seed: int
 ) -> None:
     config = make(
         run={"steps": 12, "seed": seed},

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from flash.config.check_algorithm import supervised
+from flash.config.check_learning import supervised
 from flash.trainer.model.packing_check import use_own_attention
 from flash.types import Shard
 from tests.trainer.trainer_cases import Trainer, gradient_of, make_config, random_shard, reference_model, relative_error

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from flash.cli.arguments import CommandParsers, check_folder_writable, check_writable, run_directory
-from flash.config.check_models import is_hub_id
 from flash.config.load import given, load, split_arguments
+from flash.config.models import is_hub_id
 from flash.errors import ConfigError
 from flash.observe.rundir.rundir import write_atomically
 from flash.run.models.hugging_face import hub_fault

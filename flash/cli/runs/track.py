@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from flash.cli.arguments import CommandParsers, run_directory
-from flash.config.observe import TrackerName
+from flash.config.tree import TrackerName
 from flash.errors import ConfigError, FlashError
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.trackers.trackers import not_installed

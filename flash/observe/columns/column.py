@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from flash.config.observe import AlarmName, AlarmsConfig
+from flash.config.tree import AlarmName, AlarmsConfig
 from flash.observe.rundir.summary import number
 from flash.observe.text import BLANK, short
 

@@ -16,7 +16,7 @@ from uuid import uuid4
 import msgspec
 
 from flash.config.load import flat
-from flash.config.observe import TrackerName
+from flash.config.tree import TrackerName
 
 BATCH = 100
 """Largest number of parameters that MLflow accepts in one call. It would accept more metrics."""

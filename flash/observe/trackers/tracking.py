@@ -30,7 +30,7 @@ from typing import Any, TextIO, cast
 
 import msgspec
 
-from flash.config.observe import TrackConfig, TrackerName
+from flash.config.tree import TrackConfig, TrackerName
 from flash.errors import ConfigError, FlashError, RunDirectoryError
 from flash.observe.columns.table import APART, Kind, column_of
 from flash.observe.rundir.follow import Followed

@@ -15,8 +15,8 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from flash.config.check_models import is_hub_id, other_models
 from flash.config.machine import count_gpus
+from flash.config.models import is_hub_id, other_models
 from flash.config.tree import Config
 from flash.environment.calls import call_method
 from flash.environment.interface import Informed

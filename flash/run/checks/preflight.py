@@ -18,10 +18,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from flash.config.check_models import is_hub_id, other_models, unreachable
 from flash.config.decode import ConfigProblem, show
-from flash.config.load import dump
-from flash.config.recorded import recorded
+from flash.config.load import dump, recorded
+from flash.config.models import is_hub_id, other_models, unreachable
 from flash.config.resuming import refused, told
 from flash.config.tree import Config
 from flash.data.tables import column_names

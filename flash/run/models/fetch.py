@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from flash.config.packaged import PACKAGED, PackagedModel, gguf_folder, megabytes
+from flash.config.models import PACKAGED, PackagedModel, gguf_folder, megabytes
 from flash.errors import ConfigError
 from flash.run.models.making import making
 from flash.run.models.wheel import check_pip, download

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
-from flash.config.check_models import beside, is_hub_id
-from flash.config.packaged import gguf_folder, is_gguf
+from flash.config.models import beside, gguf_folder, is_gguf, is_hub_id
 from flash.config.tree import Config, DeadlinesConfig, TinyModelConfig
 from flash.errors import CheckpointError, ConfigError
 from flash.observe.rundir.rundir import RunDirectory

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from flash.config.packaged import PackagedModel
+from flash.config.models import PackagedModel
 from flash.errors import ConfigError, DeadlineError
 
 NO_NETWORK = (

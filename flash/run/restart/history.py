@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from anyio.to_thread import run_sync
 
-from flash.config.load import dump, flat
-from flash.config.recorded import recorded
+from flash.config.load import dump, flat, recorded
 from flash.config.tree import Config
 from flash.errors import RecordingError
 from flash.hub.recovery import TrainerStart

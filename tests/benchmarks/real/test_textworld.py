@@ -15,6 +15,7 @@ from benchmarks.training import PINNED, Measured
 from envs.textworld.games import GameOf, ShownGame
 from flash.config.check import check
 from flash.config.load import load
+from flash.config.simulate import Lognormal
 from flash.environment import HELD_OUT
 from flash.errors import ConfigError
 
@@ -79,7 +80,7 @@ def test_each_round_begins_with_another_mode() -> None:
 
 def drawn(*seeds: int) -> list[float]:
     """How late two answers of each of these episodes are, in a process of their own."""
-    delays, late = Delays("lognormal(1, 1)", Counter()), list[float]()
+    delays, late = Delays(Lognormal(mean=1, deviation=1), Counter()), list[float]()
     for seed in seeds:
         delays.begin(seed)
         late += [delays.next_s(), delays.next_s()]
@@ -108,7 +109,7 @@ class At(RemoteTextWorld):
 @pytest.mark.virtual
 @pytest.mark.anyio
 async def test_an_answer_is_waited_for_and_the_beginning_is_not() -> None:
-    env = At(RemoteOptions(latency="constant(7)", template="plain"))
+    env = At(RemoteOptions(latency=7, template="plain"))
     begun = anyio.current_time()
     await env.reset(3)
     assert anyio.current_time() == begun

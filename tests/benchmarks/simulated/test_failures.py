@@ -27,7 +27,7 @@ COSTS = Costs(every=2, save_s=0.0, noticed_s=2.0, engine_start_s=5.0, trainer_st
 
 def small(**tables: Any) -> Config:
     """Synchronous: 2 s of sampling, 1 s of training and 0.1 s of loading a step."""
-    simulate = TWO_ENGINES | {"nodes": 2, "train_step_s": 1.0, "response_tokens": "constant(100)"}
+    simulate = TWO_ENGINES | {"nodes": 2, "train_step_s": 1.0, "response_tokens": 100}
     return configure(
         run={"steps": tables.pop("steps", 6)},
         rollout={"group_size": 4},

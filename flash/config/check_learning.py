@@ -1,7 +1,11 @@
-"""Checks of `[algorithm]`, `[critic]`, `[lora]` and `[sft]` tables: settings that would fail or have no effect.
+"""Checks of the tables that `flash.config.learning` declares: `[train]`, `[lora]`, `[algorithm]`, `[critic]`, `[sft]`.
 
-Each rule checks one subject and yields its problems. An option without an effect is refused, because a user who sets it
-expects an effect.
+Each `check_TABLE` yields every problem of one table; `flash.config.check` calls them. Rules that need the objective's
+own properties are in `check_algorithm`, also if the key belongs to another table. An option without an effect is
+refused, because a user who sets it expects an effect. `advise_train` and `advise_algorithm` yield warnings.
+
+`supervised` changes a configuration with an `[sft]` table, as soon as it is read: `flash sft` (supervised fine-tuning)
+learns rows of a file and samples nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +21,139 @@ from algorithms.corrections import IcePop, TokenTis
 from algorithms.rhythm import USED_BY
 from algorithms.shaping import LengthPenalty, Overlong
 from algorithms.staleness import NoStaleness
+from flash.ages import window
 from flash.config.decode import ConfigProblem, show
 from flash.config.learning import AlgorithmConfig
 from flash.config.objects import examine_options, load_objective
 from flash.config.section import faults_with_teacher
 from flash.config.tree import Config
 from flash.errors import ConfigError
+
+# -- [train] and [lora] ----------------------------------------------------------------------------------------------
+
+HIGH_LEARNING_RATE = 1e-2
+"""Learning rate above which Adam destroys a pretrained model in a few steps, whatever its size."""
+
+
+def check_train(config: Config) -> Iterator[ConfigProblem]:
+    """Check the division of a batch, the bound on ages, the learning rate, the profiled steps and the memory
+    options."""
+    if config.sft is None:
+        yield from check_batch(config)
+        yield from _rates(config)
+    elif config.train.batch_size < (least := config.train.minibatches * config.data_shards):
+        message = f"expected at least {least}, a row for each minibatch and data shard, got {config.train.batch_size}"
+        yield ConfigProblem("train.batch_size", message)
+    longest = config.model.max_length
+    if config.train.max_tokens_per_microbatch < longest:
+        message = f"expected at least model.max_length = {longest}, got {config.train.max_tokens_per_microbatch}"
+        yield ConfigProblem("train.max_tokens_per_microbatch", message)
+    yield from _profile(config)
+    yield from _offload(config)
+
+
+def advise_train(config: Config) -> Iterator[ConfigProblem]:
+    """Warn of a learning rate that destroys the model or is never reached, and of memory options without an effect."""
+    train, steps = config.train, config.run.steps
+    if train.learning_rate > HIGH_LEARNING_RATE:
+        message = f"{train.learning_rate:g} is far above what trains a language model; 1e-6 to 1e-4 are usual"
+        yield ConfigProblem("train.learning_rate", message)
+    if train.warmup_steps >= steps:
+        message = f"the run has {steps} steps, so that the learning rate never reaches {train.learning_rate:g}"
+        yield ConfigProblem("train.warmup_steps", message)
+    if config.gpus_per_node == 0 and train.offload:
+        yield ConfigProblem("train.offload", "trainers without GPUs have no other memory than the host's")
+
+
+def check_batch(config: Config) -> Iterator[ConfigProblem]:
+    """Check the parts of `[train]` that a simulation needs, too: whole groups, a sample for each shard, the bound on
+    ages.
+
+    A batch consists of whole groups, and each data shard (the ranks that train the same samples) gets a sample of each
+    minibatch. The bound on the age of tokens is not below the age that admission permits anyway.
+    """
+    train, group_size = config.train, config.rollout.group_size
+    bound, least = train.max_token_age, window(train.async_ratio)
+    if train.batch_size % group_size:
+        message = f"expected a multiple of rollout.group_size = {group_size}, got {train.batch_size}"
+        yield ConfigProblem("train.batch_size", message)
+    elif config.groups_per_batch % train.minibatches:
+        message = f"expected a divisor of the {config.groups_per_batch} groups of a batch, got {train.minibatches}"
+        yield ConfigProblem("train.minibatches", message)
+    elif train.batch_size // train.minibatches < config.data_shards:
+        message = (
+            f"{train.batch_size} samples in {train.minibatches} minibatches leave some of the "
+            f"{config.data_shards} shards of the trainer ranks without a sample"
+        )
+        yield ConfigProblem("train.batch_size", message)
+    if bound is not None and (bound < least or not least):
+        expected = f"a number of at least {least}, ⌈train.async_ratio⌉" if least else "none"
+        why = "" if least else ": with train.async_ratio = 0 every age is 0"
+        yield ConfigProblem("train.max_token_age", f"expected {expected}, got {bound}{why}")
+
+
+def _rates(config: Config) -> Iterator[ConfigProblem]:
+    """Check that the learning rate does not rise towards its end."""
+    train = config.train
+    if train.final_learning_rate > train.learning_rate:
+        message = (
+            f"is a rate, not a share: expected at most train.learning_rate = {train.learning_rate:g}, got "
+            f"{train.final_learning_rate:g}; a tenth of the peak is {train.learning_rate / 10:g}"
+        )
+        yield ConfigProblem("train.final_learning_rate", message)
+
+
+def _profile(config: Config) -> Iterator[ConfigProblem]:
+    """Check that the profiled steps are a range of steps of the run."""
+    text = config.train.profile
+    if not text:
+        return
+    found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text, re.ASCII)
+    if found is None or int(found[1]) > int(found[2]):
+        message = f"expected FIRST:LAST, two numbers of steps such as `3:5`, or an empty text, got {show(text)}"
+        yield ConfigProblem("train.profile", message)
+    # The steps of `flash sft` follow from its rows, which are not read yet.
+    elif config.sft is None and int(found[2]) >= config.run.steps:
+        message = (
+            f"expected a LAST step of at most {config.run.steps - 1} (run.steps = {config.run.steps}), got {found[2]}"
+        )
+        yield ConfigProblem("train.profile", message)
+
+
+def _offload(config: Config) -> Iterator[ConfigProblem]:
+    """Check that moments in bfloat16 or alone on the host belong to AdamW, and that offloaded activations are
+    checkpointed."""
+    train, key = config.train, "train.offload"
+    if train.optimizer == "muon":
+        message = (
+            'moments in bfloat16, or alone on the host, are AdamW\'s; expected train.optimizer = "adamw", got "muon"'
+        )
+        # With offloaded weights the moments are on the host anyway, with any optimizer.
+        alone = "moments" in train.offload and "weights" not in train.offload
+        asked = {"train.moments": train.moments != "float32", key: alone}
+        yield from (ConfigProblem(place, message) for place, is_asked in asked.items() if is_asked)
+    if "activations" in train.offload and not train.activation_checkpointing:
+        message = "`activations` are inputs of layers that run again: set train.activation_checkpointing = true"
+        yield ConfigProblem(key, message)
+
+
+def check_lora(config: Config) -> Iterator[ConfigProblem]:
+    """Check that adapters travel by tcp, and that their reference is the base model.
+
+    `check_model` refuses a data type for which engines have no kernels, `check_parallel` ranks that divide adapters.
+    """
+    if config.lora is None:
+        return
+    if config.algorithm.kl is not None and config.algorithm.kl.refresh is not None:
+        yield ConfigProblem(
+            "algorithm.kl.refresh", "expected none: with adapters ([lora]) the base stays the reference"
+        )
+    if config.weights_backend != "tcp":
+        message = f"expected tcp or auto, as adapters ([lora]) travel by nothing else, got {config.weights_backend}"
+        yield ConfigProblem("weights.backend", message)
+
+
+# -- [algorithm] and [critic] ----------------------------------------------------------------------------------------
 
 COMPARING: tuple[Advantage, ...] = ("group", "group_mean", "leave_one_out", "turn")
 """Estimators that compare the samples of a prompt with each other. They need groups of at least two samples."""
@@ -34,7 +165,7 @@ DISCOUNTING: tuple[Advantage, ...] = ("turn", "gae")
 """Estimators that use `algorithm.gamma`."""
 
 
-def algorithm_rule(config: Config) -> Iterator[ConfigProblem]:
+def check_algorithm(config: Config) -> Iterator[ConfigProblem]:
     """Check that the objective exists, that its options fit, and that the settings of `[algorithm]` are consistent."""
     try:
         kind = load_objective(config.algorithm.objective)
@@ -64,31 +195,6 @@ def algorithm_rule(config: Config) -> Iterator[ConfigProblem]:
     yield from _teacher(config)
     yield from _shaping(config)
     yield from _rhythm(config)
-
-
-def lora_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Check that adapters are not divided, travel by tcp, and have a data type for which engines have kernels."""
-    if config.lora is None:
-        return
-    if config.gpus_per_node > 0 and config.model.dtype == "float32":
-        message = "expected bfloat16 or float16: vLLM's kernels for adapters ([lora]) on GPUs take no float32"
-        yield ConfigProblem("model.dtype", message)
-    yield from undivided_rule(config)
-    if config.algorithm.kl is not None and config.algorithm.kl.refresh is not None:
-        yield ConfigProblem(
-            "algorithm.kl.refresh", "expected none: with adapters ([lora]) the base stays the reference"
-        )
-    if config.weights_backend != "tcp":
-        message = f"expected tcp or auto, as adapters ([lora]) travel by nothing else, got {config.weights_backend}"
-        yield ConfigProblem("weights.backend", message)
-
-
-def undivided_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Check that ranks do not divide adapters. FSDP may shard them."""
-    for name in config.parallel.__struct_fields__:
-        if config.lora is not None and (ranks := getattr(config.parallel, name)) > 1:
-            message = f"expected 1, as what ranks divide takes no adapters ([lora]), got {ranks}"
-            yield ConfigProblem(f"parallel.{name}", message)
 
 
 def _advantage(config: Config, objective: Objective, advantage: Advantage) -> Iterator[ConfigProblem]:
@@ -289,6 +395,19 @@ def _rhythm(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("algorithm.rhythm.nearest", message)
 
 
+HIGH_ENTROPY_BONUS = 0.1
+"""Entropy bonus above which the entropy outweighs rewards of about 1."""
+
+
+def advise_algorithm(config: Config) -> Iterator[ConfigProblem]:
+    """Warn of an entropy bonus that is larger than the rewards."""
+    if config.algorithm.entropy_bonus > HIGH_ENTROPY_BONUS:
+        message = f"{config.algorithm.entropy_bonus:g} is likely to outweigh the rewards"
+        yield ConfigProblem("algorithm.entropy_bonus", message)
+
+
+# -- [sft] -----------------------------------------------------------------------------------------------------------
+
 SUPERVISED = AlgorithmConfig(objective="algorithms.objectives.reinforce:Supervised", lag=None)
 """Objective of supervised fine-tuning, the only one that an `[sft]` table can use."""
 
@@ -310,8 +429,9 @@ def supervised(config: Config) -> Config:
     return replace(config, algorithm=SUPERVISED, critic=None, tiny_model=None, alarms=alarms, rollout=rollout)
 
 
-def unsupervised(config: Config) -> Iterator[ConfigProblem]:
-    """Yield the tables that have no effect on rows, in a configuration as it was written."""
+def check_sft(config: Config) -> Iterator[ConfigProblem]:
+    """Yield the tables that have no effect beside `[sft]`. `config` is as it was written, before `supervised` changed
+    it."""
     if config.sft is None:
         return
     why = "has no effect: `flash sft` learns rows as they are; leave the table out, or clear it with"
@@ -319,16 +439,3 @@ def unsupervised(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("algorithm", f"{why} `algorithm={{}}`")
     if config.critic is not None:
         yield ConfigProblem("critic", f"{why} `critic=none`")
-
-
-def sft_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Check that all ranks are on one machine, and that each of them gets a part of each minibatch."""
-    for name in ("nodes", "trainer_nodes"):
-        if (nodes := getattr(config.cluster, name)) > 1:
-            yield ConfigProblem(f"cluster.{name}", f"expected 1: `flash sft` trains on one node, got {nodes}")
-    ranks, gpus, train = config.cluster.trainer_ranks, config.gpus_per_node, config.train
-    if 0 < gpus < ranks:
-        yield ConfigProblem("cluster.trainer_ranks", f"expected at most the {gpus} GPUs of a node, got {ranks}")
-    if train.batch_size < (least := train.minibatches * config.data_shards):
-        message = f"expected at least {least}, a row for each minibatch and data shard, got {train.batch_size}"
-        yield ConfigProblem("train.batch_size", message)
