@@ -7,7 +7,6 @@ page of the metrics are made from the table of columns, and Grafana's dashboard 
 from __future__ import annotations
 
 import argparse
-import ast
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,8 +17,10 @@ from typing import Any, get_args, get_origin
 import msgspec
 
 from flash.cli.main import parsers
+from flash.cli.schema import encoded
 from flash.config.decode import describe, section_in, show, tables_in
 from flash.config.resuming import LIMITS, REFUSED, TOLD
+from flash.config.schema import field_docs
 from flash.config.tree import Config
 from flash.observe.columns.column import LIMITS as ALARMS
 from flash.observe.columns.column import Column, ColumnGroup, capital
@@ -60,17 +61,20 @@ def _sections() -> Iterator[str]:
         yield "| key | value | default | meaning |\n|---|---|---|---|"
         yield from _field_rows(section)
         yield ""
+        alike: dict[Any, list[str]] = {}
         for field in msgspec.structs.fields(section):
-            yield from _kinds(f"{name}.{field.name}", field.type)
+            alike.setdefault(field.type, []).append(f"`{name}.{field.name}`")
+        for annotation, keys in alike.items():
+            yield from _kinds(keys, annotation)
 
 
-def _kinds(key: str, annotation: Any) -> Iterator[str]:
-    """Yield the lines about a key that holds a table or a list of tables: one part for each kind of table."""
+def _kinds(keys: Sequence[str], annotation: Any) -> Iterator[str]:
+    """Yield the lines about keys that hold the same tables or lists of tables: one part for each kind of table."""
     in_list = get_origin(annotation) is list
     kinds = tables_in(get_args(annotation)[0] if in_list else annotation)
     if not kinds:
         return
-    yield f"### `{key}`\n"
+    yield f"### {', '.join(keys)}\n"
     if "" not in kinds:
         yield f"{'Tables' if in_list else 'A table'} of these kinds.\n"
     for kind, struct in kinds.items():
@@ -120,31 +124,15 @@ SHORT = {
 """Abbreviations, by regular expression, of the descriptions that error messages have in whole words."""
 
 
-def field_docs(section: type[msgspec.Struct]) -> dict[str, str]:
-    """Return the docstring of each field of a section, on one line."""
-    (tree,) = ast.parse(inspect.getsource(section)).body
-    assert isinstance(tree, ast.ClassDef)
-    docs: dict[str, str] = {}
-    for statement, following in zip(tree.body, tree.body[1:], strict=False):
-        match statement, following:
-            case (
-                ast.AnnAssign(target=ast.Name(id=name)),
-                ast.Expr(value=ast.Constant(value=str(text))),
-            ):
-                docs[name] = " ".join(text.split())
-            case _:
-                pass
-    return docs
-
-
 def _resuming() -> Iterator[str]:
     """Yield the lines about the keys that `--resume` may change only in part or not at all."""
     yield "## What `--resume` may change\n"
     yield (
-        "A changed key takes effect in all that is still to be done; schedules count from the run's first step. What "
-        "was recorded otherwise since the checkpoint is made again. Of these the change is refused, or does less:\n"
+        "A changed key takes effect in all work that is still to be done. Schedules count from the run's first step. "
+        "Steps since the newest checkpoint are made again if the change affects them. A change of these keys is "
+        "refused, or has a limited effect:\n"
     )
-    for table, how in ((REFUSED, "refused, since "), (LIMITS, "expected "), (TOLD, "")):
+    for table, how in ((REFUSED, "the change is refused. "), (LIMITS, ""), (TOLD, "")):
         together: dict[str, list[str]] = {}
         for keys, why in table.items():
             together.setdefault(why, []).extend(f"`{key}`" for key in keys.split(", "))
@@ -285,6 +273,7 @@ TABLES: Mapping[str, Callable[[], Iterator[str]]] = {
 def main() -> None:
     """Write all generated files."""
     (DOCS / "configuration.md").write_text(configuration_page(), encoding="utf-8")
+    (DOCS / "configuration.schema.json").write_text(encoded() + "\n", encoding="utf-8")
     (DOCS / "commands.md").write_text(commands_page(parsers()[0]), encoding="utf-8")
     metrics = DOCS / "metrics.md"
     metrics.write_text(metrics_page(metrics.read_text(encoding="utf-8")), encoding="utf-8")

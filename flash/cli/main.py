@@ -30,7 +30,7 @@ COMMANDS = {
     "rollout": "flash.cli.rollout",
     **{name: f"flash.cli.runs.{name}" for name in ("view", "watch", "plot", "compare", "trace")},
     **{name: f"flash.cli.runs.{name}" for name in ("track", "export", "replay", "rhythm")},
-    **{name: f"flash.cli.{name}" for name in ("simulate", "calibrate", "fetch")},
+    **{name: f"flash.cli.{name}" for name in ("simulate", "calibrate", "fetch", "schema")},
     "sandbox": "envs.sandbox.cli",
 }
 """Module of each command, in the order of the help. Only the module of the given command is imported."""

@@ -9,6 +9,7 @@ problems. Needs no torch or vllm.
 from __future__ import annotations
 
 import os
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -36,10 +37,11 @@ from flash.config.decode import (
 from flash.config.machine import count_gpus
 from flash.config.models import is_hub_id, with_folder
 from flash.config.objects import import_from, own_folders
-from flash.config.section import ABSENT, Section
+from flash.config.section import ABSENT, REMOVED, Section
 from flash.config.simulate import FORMER_DISTRIBUTION, Distribution
 from flash.config.tree import Config
 from flash.errors import ConfigError
+from flash.text import harmless
 
 DEEPEST = 64
 """Largest depth of nested tables and lists in a source. Only the options of environments may be nested freely."""
@@ -69,6 +71,7 @@ def load(
     """
     files = _files(paths)
     merged, origins = _merged(files, overrides)
+    _ignore_removed(merged, origins)
     if isinstance(merged.get("sft"), dict):
         merged.setdefault("env", {"path": ""})  # supervised fine-tuning runs no environment
     decoded, problems = examine(merged, Config, "")
@@ -131,6 +134,46 @@ def _merged(files: Sequence[Path], overrides: Sequence[str]) -> tuple[dict[str, 
         _check_depth(parsed, f"override {show(override)}")
         _merge(merged, parsed, OVERRIDE, origins)
     return merged, origins
+
+
+def _ignore_removed(merged: dict[str, Any], origins: Mapping[str, str]) -> None:
+    """Take removed keys out of `merged` if a file sets them to the default that they had.
+
+    A run records all defaults, so the config.toml of a run of an older version holds such keys, although its user never
+    set them. An override is left, because the user has just written it: it is refused as an unknown key.
+    """
+    ignored: dict[str, list[str]] = {}
+    for key, _, at_default in removed_keys(merged):
+        if at_default and origins.get(key) != OVERRIDE:
+            section, _, name = key.partition(".")
+            del merged[section][name]
+            ignored.setdefault(origins[key], []).append(key)
+    for file, keys in ignored.items():
+        _report_ignored(file, tuple(keys))
+
+
+@cache
+def _report_ignored(file: str, keys: tuple[str, ...]) -> None:
+    """Print one line about ignored keys. Cached: a command that reads a file several times prints the line once."""
+    named = ", ".join(f"`{key}`" for key in keys)
+    were = "was removed, and it is" if len(keys) == 1 else "were removed, and they are"
+    has = "it has its" if len(keys) == 1 else "they have their"
+    sys.stderr.write(f"flash: {named} in {harmless(file)} {were} ignored, because {has} former default\n")
+
+
+def removed_keys(settings: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
+    """Return each removed key that nested tables still hold: its path, its value, and True if that is its old
+    default."""
+    found: list[tuple[str, Any, bool]] = []
+    for key, removed in REMOVED.items():
+        section, _, name = key.partition(".")
+        table = settings.get(section)
+        if isinstance(table, dict) and name in table:
+            value = cast("dict[str, Any]", table)[name]
+            default = NONE if removed.default is None else removed.default
+            # False == 0 in Python, but not in TOML.
+            found.append((key, value, value == default and isinstance(value, bool) == isinstance(default, bool)))
+    return found
 
 
 def _check_depth(table: dict[str, Any], source: str) -> None:
@@ -267,6 +310,8 @@ def _with_hint(problem: ConfigProblem, merged: Mapping[str, Any]) -> ConfigProbl
         return problem
     if (why := ABSENT.get(problem.key)) is not None:
         return ConfigProblem(problem.key, f"{NO_KEY}: {why}")
+    if (removed := REMOVED.get(problem.key)) is not None:
+        return ConfigProblem(problem.key, f"this key was removed. {removed.why}. Delete it there")
     return ConfigProblem(problem.key, NO_KEY + _suggest_key(*problem.key.rpartition(".")))
 
 
@@ -368,6 +413,31 @@ def recorded(config: Config) -> Config:
             algorithm, kl=kl and _placed(kl, "reference"), teacher=teacher and _placed(teacher)
         ),
     )
+
+
+def read_recorded(file: Path) -> dict[str, Any]:
+    """Return the settings in the config.toml of an earlier run as this version of Flash would record them.
+
+    So comparing them with the present settings shows only changes that the user has made: keys that were added since
+    have their defaults, and removed keys with their former default are left out. Removed keys with another value stay.
+    Settings that this version cannot read for another reason are returned as they are.
+
+    Raises:
+        OSError, ValueError: the file cannot be read, or it is not TOML.
+    """
+    settings = tomllib.loads(file.read_text(encoding="utf-8"))
+    removed = removed_keys(settings)
+    for key, *_ in removed:
+        section, _, name = key.partition(".")
+        del settings[section][name]
+    decoded, problems = examine(settings, Config, "")
+    if not problems:
+        settings = tomllib.loads(dump(decoded))
+    for key, value, at_default in removed:
+        if not at_default:
+            section, _, name = key.partition(".")
+            settings[section][name] = value
+    return settings
 
 
 def _placed(section: AnySection, key: str = "path") -> AnySection:

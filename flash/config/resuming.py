@@ -1,8 +1,11 @@
 """Resuming: the effect of a changed key on a run that continues with `--resume`.
 
 Law: a changed key takes effect in all work that is still to be done. Otherwise the change is refused before any work
-(`refused`), or a line says which part of the change has no effect (`told`). The tables hold dotted keys; `table.*`
-stands for all keys of a table.
+(`refused`), or the user is told which part of the change has no effect (`limited`). The tables hold dotted keys;
+`table.*` stands for all keys of a table. docs/configuration.md shows their sentences.
+
+`flash.run.checks.preflight` compares the configuration that the run has recorded (`flash.config.load.read_recorded`)
+with the present one, both as TOML tables.
 """
 
 from __future__ import annotations
@@ -12,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from flash.config.decode import ConfigProblem, show
-from flash.config.load import key_paths
+from flash.config.load import key_paths, removed_keys
+from flash.config.section import REMOVED
 from flash.sampling import Sampling
 
-COUNTED = "its unfinished groups are counted by it"
-MADE = "the weights that it goes on with were made with it"
-CHOSEN = "its heads were chosen by it in the first batch"
+COUNTED = "Groups that are not finished have a size that follows from it."
+MADE = "The weights with which the run continues were made with it."
+CHOSEN = "Its heads were chosen with it in the first batch."
 
 REFUSED: dict[str, str] = {
     "train.batch_size": COUNTED,
@@ -26,35 +30,43 @@ REFUSED: dict[str, str] = {
     "tiny_model.*": MADE,
     "lora.*": MADE,
     "critic.tiny_layers": MADE,
-    "train.optimizer": "its moments are those of that one",
+    "train.optimizer": "The checkpoint holds the moments of the former optimizer.",
 }
-"""Keys that must not change, with the reason. `flash.run.checks.preflight` reports them."""
+"""Keys that must not change: the reason, as a sentence in which "it" is the key."""
 
-WEIGHTS = "the newest checkpoint's weights stay; it gives only {}"
-PROBLEMS = "groups of the former environment begin nothing more: those with finished samples are trained, others leave"
-SAMPLED = "groups that were begun go on as they began"
+WEIGHTS = "The weights of the newest checkpoint stay. The run uses only {} of the newly named model."
+TOKENIZER = WEIGHTS.format("the tokenizer, and, for a KL without a reference of its own, the reference,")
+PROBLEMS = (
+    "Groups of the former environment start no further samples. Groups with finished samples are trained, and the "
+    "others are given up."
+)
+SAMPLED = "Groups that have begun are sampled to their end with the former value."
 TOLD: dict[str, str] = {
-    "model.path": WEIGHTS.format("the tokenizer, and the reference of a KL that names none"),
-    "model.fetch": WEIGHTS.format("the tokenizer, and the reference of a KL that names none"),
-    "critic.path": WEIGHTS.format("the shapes alone"),
-    "sft.data": "steps that are made had the former rows",
+    "model.path": TOKENIZER,
+    "model.fetch": TOKENIZER,
+    "critic.path": WEIGHTS.format("the shapes"),
+    "sft.data": "Steps that the run has already made were trained on the former rows.",
     "env.path": PROBLEMS,
     "env.options": PROBLEMS,
     **{f"rollout.{name}": SAMPLED for name in Sampling.__struct_fields__},
-    "simulate.*": "only `flash simulate` reads it",
+    "simulate.*": "Only `flash simulate` reads this table.",
 }
-"""Keys that have only a limited effect when they are changed, with the part that stays as it was."""
-BESIDE = "the adapters go on, and only beside the weights that they were trained beside"
-"""Text for a changed `model.path` or `model.fetch` of a run with `[lora]`. There the weights of that model matter, and
-the trainer compares them."""
+"""Keys that have only a limited effect when they are changed: the part of the change without an effect, as a
+sentence."""
+BESIDE = (
+    "The adapters of the newest checkpoint stay. They fit only the model beside which they were trained, which "
+    "the trainer checks."
+)
+"""Sentence for a changed `model.path` or `model.fetch` of a run with `[lora]`, in place of the one in `TOLD`: in such a
+run the weights of that model are used."""
 
 LIMITS: dict[str, str] = {
-    "run.steps": "at least the steps that are made",
-    "algorithm.rhythm": 'the same `layers`, `local_heads` and `global_heads` where `heads = "first"`, since ' + CHOSEN,
-    "algorithm.objective, algorithm.options, algorithm.advantage, critic.count": "as many critics as before, and a "
-    'moving average (`proximal = "ewma"`) where there was one: the checkpoint holds them',
+    "run.steps": "It must be at least the number of steps that the run has made.",
+    "algorithm.rhythm": 'With `heads = "first"`, its `layers`, `local_heads` and `global_heads` must stay. ' + CHOSEN,
+    "algorithm.objective, algorithm.options, algorithm.advantage, critic.count": "The number of critics must stay, and "
+    'so must a moving average (`proximal = "ewma"`), because the checkpoint holds them.',
 }
-"""Keys that take effect when they are changed, with the changes that are refused anyway."""
+"""Keys that take effect when they are changed: the changes that are refused anyway, as sentences."""
 
 CHOOSES = ("layers", "local_heads", "global_heads")
 """Options of `algorithm.rhythm` that decide which heads are chosen."""
@@ -65,7 +77,7 @@ Settings = Mapping[str, Any]
 def refused(had: Settings, now: Settings, where: Path) -> Iterator[ConfigProblem]:
     """Yield each key that was changed although the run at `where` cannot continue with the change, and why.
 
-    Both settings are TOML tables as `dump` writes them.
+    `had`: the settings that the run has recorded; `now`: the present ones. Both are TOML tables as `dump` writes them.
     """
     for key, before, after in _changed(REFUSED, had, now):
         yield ConfigProblem(key, _refusal(REFUSED[_entry(REFUSED, key)], before, after, where))
@@ -79,11 +91,20 @@ def refused(had: Settings, now: Settings, where: Path) -> Iterator[ConfigProblem
                 )
 
 
-def told(had: Settings, now: Settings) -> list[ConfigProblem]:
-    """Return each changed key that has only a limited effect, with the part that stays as it was."""
+def limited(had: Settings, now: Settings) -> list[ConfigProblem]:
+    """Return each changed key that has only a limited effect, with a sentence about the part without an effect.
+
+    A removed key that the run was recorded with counts as changed, unless it had its default: the run continues without
+    its effect.
+    """
     adapted = dict.fromkeys(("model.path", "model.fetch"), BESIDE) if isinstance(now.get("lora"), dict) else {}
-    words = TOLD | adapted
-    return [ConfigProblem(key, words[_entry(TOLD, key)]) for key, *_ in _changed(TOLD, had, now)]
+    sentences = TOLD | adapted
+    found = [ConfigProblem(key, sentences[_entry(TOLD, key)]) for key, *_ in _changed(TOLD, had, now)]
+    for key, value, at_default in removed_keys(had):
+        if not at_default:
+            message = f"The run was recorded with {show(value)}, and continues without this key, which was removed."
+            found.append(ConfigProblem(key, f"{message} {REMOVED[key].why}."))
+    return found
 
 
 def _changed(table: Mapping[str, str], had: Settings, now: Settings) -> Iterator[tuple[str, Any, Any]]:
@@ -95,17 +116,19 @@ def _changed(table: Mapping[str, str], had: Settings, now: Settings) -> Iterator
 
 
 def _entry(table: Mapping[str, str], key: str) -> str:
-    """Return the name of the entry for a key in a table: the key itself, or `table.*`."""
+    """Return the name under which a table would hold a key: the key itself, or `table.*`. It need not be there."""
     return key if key in table else key.partition(".")[0] + ".*"
 
 
 def _value(settings: Settings, key: str) -> Any:
+    """Return the value of a dotted key; None if it is not set."""
     section, _, name = key.partition(".")
     return settings.get(section, {}).get(name)
 
 
 def _refusal(why: str, before: Any, after: Any, where: Path) -> str:
+    """Return the error message for a change that the run at `where` refuses. `why`: sentence about the key."""
     return (
-        f"the run in {where} was made with {show(before)}, and {why}; got {show(after)}. Go on with {show(before)}, or "
+        f"the run in {where} was made with {show(before)}, got {show(after)}. {why} Continue with {show(before)}, or "
         "start a new run under another run.name"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -54,24 +54,42 @@ FOLLOWED = ("top_p", "min_p", "min_tokens", "logit_bias", "repetition_penalty")
 MOST_NAMED = {"logit_bias": 1024, "stop_token_ids": 100}
 """Largest number of tokens that a setting may name. vLLM's GPU workers have room for 128 tokens that end a response,
 and the model's own end tokens need a part of them."""
-ABSENT: dict[str, str] = {
-    **dict.fromkeys(
-        ("rollout.presence_penalty", "rollout.frequency_penalty"),
-        "an engine counts the tokens of a response anew that moves to it, so that what they were drawn from is not "
-        "known; repetition_penalty looks at the whole context",
+ABSENT: dict[str, str] = dict.fromkeys(
+    ("rollout.presence_penalty", "rollout.frequency_penalty"),
+    "an engine counts only the tokens that it has sampled itself, so after a response has moved to another engine the "
+    "trainer does not know the distribution of its tokens; use rollout.repetition_penalty, which looks at the whole "
+    "context",
+)
+"""Keys that users of other systems look for and that do not exist, by path: the reason, and the key to use instead."""
+
+
+class RemovedKey(NamedTuple):
+    """Key that earlier versions of Flash had. The recorded configuration of an older run may still hold it."""
+
+    default: Any
+    """Default that the key had. With this value the key has no effect, so `flash.config.load` ignores it in a file."""
+    why: str
+    """Sentence that says what Flash does now, and what to use instead."""
+
+
+PASSED_OVER = (
+    "Problems are issued in their order, and none is passed over; rollout.drop_equal_rewards replaces groups that "
+    "teach nothing"
+)
+REMOVED: dict[str, RemovedKey] = {
+    "rollout.session_s": RemovedKey(
+        0.0,
+        "The KV caches of episodes that wait for their environments are not counted any more; if many turns overfill the "
+        "engines' KV caches, rollout.max_concurrent bounds the episodes of a node",
     ),
-    "rollout.session_s": "the caches of idle episodes are not counted any more; remove this key. Where many turns "
-    "overfill the engines' KV caches, rollout.max_concurrent bounds the episodes of a node",
-    **dict.fromkeys(
-        ("rollout.selection", "rollout.selection_floor"),
-        "problems are issued in their order, and none is passed over; remove this key. rollout.drop_equal_rewards "
-        "replaces groups that teach nothing",
+    "rollout.selection": RemovedKey("uniform", PASSED_OVER),
+    "rollout.selection_floor": RemovedKey(0.1, PASSED_OVER),
+    "algorithm.branches": RemovedKey("same", "Each branch gets the advantage of its episode"),
+    "algorithm.entropy_target": RemovedKey(
+        None, "The coefficient of the entropy bonus is the same in all steps; algorithm.entropy_bonus sets it"
     ),
-    "algorithm.branches": "each branch gets the advantage of its episode; remove this key",
-    "algorithm.entropy_target": "the coefficient of the entropy bonus stays the same in all steps; set "
-    "algorithm.entropy_bonus instead",
 }
-"""Keys that do not exist, by path: the reason, and the setting to use instead."""
+"""Keys that were removed, by path."""
 
 
 def sampling_faults(sampling: Sampling) -> Iterator[tuple[str, str]]:

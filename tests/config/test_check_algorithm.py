@@ -262,11 +262,11 @@ def resolve(*overrides: str) -> Config:
         (["rollout.top_k=2000"], "`rollout.top_k` (override): expected an integer from 0 to 1024, got 2000"),
         (["rollout.top_p=0", "rollout.top_k=5"], "`rollout.top_p` (override): expected a number above 0"),
         (["rollout.presence_penalty=0.5"], "`rollout.presence_penalty` (override): no such key: an engine counts"),
-        (["algorithm.branches=split"], "`algorithm.branches` (override): no such key: each branch gets the advantage"),
-        (["rollout.session_s=2"], "`rollout.session_s` (override): no such key: the caches of idle episodes are not"),
+        (["algorithm.branches=split"], "`algorithm.branches` (override): this key was removed. Each branch gets"),
+        (["rollout.session_s=2"], "`rollout.session_s` (override): this key was removed. The KV caches of"),
         (
             ["algorithm.entropy_target.nats=1"],
-            "`algorithm.entropy_target` (override): no such key: the coefficient of the entropy bonus stays the same",
+            "`algorithm.entropy_target` (override): this key was removed. The coefficient of",
         ),
         (
             ["rollout.top_k=20", "model.dtype=bfloat16", "model.head_dtype=model"],

@@ -36,9 +36,12 @@ def file(tmp_path: Path) -> Path:
         ("cluster.hub_port=70000", "`cluster.hub_port` (override): expected an integer from 0 to 65535, got 70000"),
         (
             "rollout.selection=pass_rate",
-            "`rollout.selection` (override): no such key: problems are issued in their order",
+            "`rollout.selection` (override): this key was removed. Problems are issued",
         ),
-        ("rollout.selection_floor=0.1", "`rollout.selection_floor` (override): no such key: problems are issued in"),
+        (
+            "rollout.selection_floor=0.1",
+            "`rollout.selection_floor` (override): this key was removed. Problems are issued",
+        ),
         ("engine.kv_cache_gib=1e18", "`engine.kv_cache_gib` (override): expected a number from 0.001 to 1e+06"),
         ("engine.kv_cache_gib=1e-300", "expected a number from 0.001 to 1e+06, got 1e-300"),
         ("engine.max_sequences=2147483647", "expected an integer above 0 and at most 65536"),

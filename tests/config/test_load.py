@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import tomli_w
 
-from flash.config.load import dump, key_paths, load, load_checked, split_arguments
+from flash.config.load import dump, key_paths, load, load_checked, read_recorded, split_arguments
 from flash.config.tree import Config
 from flash.errors import ConfigError
 
@@ -612,3 +614,60 @@ def test_a_path_that_is_too_long_for_a_file_is_refused_with_its_key(project, set
 def test_what_is_no_path_of_a_file_is_refused(given):
     with pytest.raises(ConfigError, match=r"flash\.load: expected the path of a TOML file.*got a value of type"):
         load(given)
+
+
+REMOVED_AT_DEFAULT = """
+[rollout]
+session_s = 0
+selection = "uniform"
+selection_floor = 0.1
+[algorithm]
+branches = "same"
+"""
+
+
+def test_removed_keys_with_their_former_defaults_are_ignored_with_one_line(project, capsys):
+    (project / "older.toml").write_text(REMOVED_AT_DEFAULT)
+    assert load(["run.toml", "older.toml"]) == load(["run.toml", "older.toml"]) == resolve()
+    assert capsys.readouterr().err == (
+        "flash: `rollout.session_s`, `rollout.selection`, `rollout.selection_floor`, `algorithm.branches` in "
+        "older.toml were removed, and they are ignored, because they have their former default\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            'rollout.selection = "pass_rate"',
+            (
+                "`rollout.selection` (older.toml): this key was removed. Problems are issued in their order, and none is "
+                "passed over; rollout.drop_equal_rewards replaces groups that teach nothing. Delete it there"
+            ),
+        ),
+        ("rollout.session_s = 2.5", "`rollout.session_s` (older.toml): this key was removed. "),
+        ("rollout.session_s = false", "`rollout.session_s` (older.toml): this key was removed. "),
+        ("algorithm.entropy_target = { nats = 1 }", "`algorithm.entropy_target` (older.toml): this key was removed. "),
+    ],
+)
+def test_a_removed_key_with_another_value_is_refused_with_its_file_and_what_to_do(project, text, message):
+    (project / "older.toml").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load(["run.toml", "older.toml"])
+    assert str(error.value).startswith(message)
+
+
+def test_a_removed_key_in_an_override_is_refused_whatever_its_value():
+    assert complaint("algorithm.branches=same").startswith("`algorithm.branches` (override): this key was removed. ")
+
+
+def test_what_an_older_version_recorded_differs_only_by_what_the_user_changed(project):
+    config = resolve()
+    recorded = project / "recorded.toml"
+    recorded.write_text(dump(config))
+    present = read_recorded(recorded)
+    older = tomllib.loads(dump(config))
+    older["rollout"] |= {"session_s": 0.0, "selection": "pass_rate"}
+    del older["train"]["profile"]
+    recorded.write_text(tomli_w.dumps(older))
+    assert read_recorded(recorded) == present | {"rollout": present["rollout"] | {"selection": "pass_rate"}}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flash.config.load import key_paths
-from flash.config.resuming import LIMITS, REFUSED, TOLD, refused, told
+from flash.config.resuming import LIMITS, REFUSED, TOLD, limited, refused
 from flash.observe.alarms import ALARMS
 
 WHERE = Path("outputs/run")
@@ -40,12 +40,14 @@ def test_each_entry_of_a_table_is_a_key() -> None:
 @pytest.mark.parametrize("key", list(key_paths()))
 def test_a_changed_key_is_refused_or_told_as_its_table_says(key: str) -> None:
     had, now = settings(key, 1), settings(key, 2)
-    refusals, notes = list(refused(had, now, WHERE)), told(had, now)
+    refusals, notes = list(refused(had, now, WHERE)), limited(had, now)
     assert [problem.key for problem in (*refusals, *notes)] == ([] if key in taking_effect() else [key])
     for problem in refusals:
-        assert re.match(r"the run in outputs/run was made with 1, and .*; got 2\. Go on with 1, or", problem.message)
+        assert re.match(
+            r"the run in outputs/run was made with 1, got 2\. [A-Z].*\. Continue with 1, or", problem.message
+        )
     assert not list(refused(had, had, WHERE))
-    assert not told(had, had)
+    assert not limited(had, had)
 
 
 def test_no_key_that_takes_effect_is_read_by_nobody() -> None:
@@ -67,3 +69,12 @@ def test_heads_that_were_chosen_in_the_first_batch_stay(name: str, value: float)
         assert not list(refused(had, other, WHERE))
     had["algorithm"]["rhythm"]["heads"] = now["algorithm"]["rhythm"]["heads"] = "batch"
     assert not list(refused(had, now, WHERE))
+
+
+def test_a_removed_key_that_the_run_was_recorded_with_is_told_unless_it_had_its_default() -> None:
+    had = {"rollout": {"selection": "pass_rate", "selection_floor": 0.1}, "algorithm": {"branches": "same"}}
+    (problem,) = limited(had, {"rollout": {}, "algorithm": {}})
+    assert problem.key == "rollout.selection"
+    assert problem.message.startswith(
+        'The run was recorded with "pass_rate", and continues without this key, which was'
+    )

@@ -189,10 +189,16 @@ def left(config: Config, steps: int) -> None:
 @pytest.mark.parametrize(
     ("tables", "told"),
     [
-        ({"train": {"batch_size": 16}}, "`train.batch_size`: the run in {} was made with 8, and its unfinished groups"),
+        (
+            {"train": {"batch_size": 16}},
+            "`train.batch_size`: the run in {} was made with 8, got 16. Groups that are not finished",
+        ),
         ({"rollout": {"group_size": 2}}, "`rollout.group_size`: the run in {} was made with 4, "),
         ({"rollout": {"extra_per_group": 1}}, "`rollout.extra_per_group`: the run in {} was made with 0, "),
-        ({"tiny_model": {**TINY, "width": 64}}, "`tiny_model.width`: the run in {} was made with 32, and the weights"),
+        (
+            {"tiny_model": {**TINY, "width": 64}},
+            "`tiny_model.width`: the run in {} was made with 32, got 64. The weights",
+        ),
         (
             {"run": {"steps": 5}},
             "`run.steps`: the run in {} has made 6 steps already; expected at least as many, got 5",
@@ -220,13 +226,13 @@ def test_what_a_change_leaves_as_it_was_is_told_once_there_are_weights(
     checkpoint.mkdir(parents=True)
     (checkpoint / MANIFEST).write_text('{"version": 6, "skipped_steps": 0, "files": []}')
     advise(resumed, left_as_it_was(resumed))
-    told = "`model.path`: the newest checkpoint's weights stay; it gives only the tokenizer"
+    told = "`model.path`: The weights of the newest checkpoint stay. The run uses only the tokenizer"
     assert told in capsys.readouterr().err
     assert left_as_it_was(make_config(tmp_path, run={"resume": True})) == []
     assert left_as_it_was(make_config(tmp_path, model={"path": str(other)})) == []
     adapted = make_config(tmp_path, run={"resume": True}, model={"path": str(other)}, lora={})
     (told,) = (problem.message for problem in left_as_it_was(adapted) if problem.key == "model.path")
-    assert told == "the adapters go on, and only beside the weights that they were trained beside"
+    assert told == "The adapters of the newest checkpoint stay. They fit only the model beside which they were trained"
 
 
 def checkpoint_of(config: Config, *extras: str) -> Path:

@@ -19,9 +19,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from flash.config.decode import ConfigProblem, show
-from flash.config.load import dump, recorded
+from flash.config.load import dump, read_recorded, recorded
 from flash.config.models import is_hub_id, other_models, unreachable
-from flash.config.resuming import refused, told
+from flash.config.resuming import limited, refused
 from flash.config.tree import Config
 from flash.data.tables import column_names
 from flash.environment.fingerprint import texts_in
@@ -228,7 +228,7 @@ def left_as_it_was(config: Config) -> list[ConfigProblem]:
     """
     if (had := _had(config)) is None or newest_complete(config.run_dir) is None:
         return []
-    return told(had, _settings(config))
+    return limited(had, _settings(config))
 
 
 def _past(config: Config) -> Iterator[ConfigProblem]:
@@ -310,7 +310,7 @@ def _had(config: Config) -> dict[str, Any] | None:
     if not config.run.resume or not file.is_file():
         return None
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return read_recorded(file)
     except (OSError, ValueError):
         return {}
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from anyio.to_thread import run_sync
 
-from flash.config.load import dump, flat, recorded
+from flash.config.load import dump, flat, read_recorded, recorded
 from flash.config.tree import Config
 from flash.errors import RecordingError
 from flash.hub.recovery import TrainerStart
@@ -127,7 +127,7 @@ def _booked_steps(directory: RunDirectory) -> set[int]:
 def _changed(directory: RunDirectory, config: Config) -> str:
     """Return the changed keys on which a step depends; empty if there are none."""
     try:
-        had = tomllib.loads(directory.config.read_text())
+        had = read_recorded(directory.config)
     except (OSError, ValueError) as error:
         return f"{directory.config} cannot be read: {error}"
     before, now = (dict(flat(settings)) for settings in (had, tomllib.loads(dump(recorded(config)))))

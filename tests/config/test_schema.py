@@ -1,0 +1,106 @@
+"""The JSON Schema of the configuration, as editors use it."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from flash.cli.main import main
+from flash.cli.schema import encoded
+from flash.config.load import dump, key_paths, load
+from flash.config.schema import field_docs, schema, structs
+from flash.config.section import Section
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "docs" / "configuration.schema.json"
+CONFIGURATIONS = sorted([*(ROOT / "examples").rglob("*.toml"), *(ROOT / "benchmarks").rglob("*.toml")])
+VALIDATOR = jsonschema.Draft7Validator(schema())
+
+
+def faults(settings: Any) -> list[str]:
+    return [".".join(map(str, error.absolute_path)) for error in VALIDATOR.iter_errors(settings)]
+
+
+def test_the_file_is_current_and_a_schema() -> None:
+    assert FILE.read_text(encoding="utf-8") == encoded() + "\n", "run `make docs`"
+    jsonschema.Draft7Validator.check_schema(schema())
+
+
+def test_the_command_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == schema()
+
+
+@pytest.mark.parametrize("file", CONFIGURATIONS, ids=lambda file: str(file.relative_to(ROOT)))
+def test_a_configuration_of_the_repository_is_valid(file: Path) -> None:
+    assert faults(tomllib.loads(file.read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "examples").rglob("*.toml")), ids=lambda file: file.stem)
+def test_an_example_names_the_schema_in_its_first_line(file: Path) -> None:
+    first = file.read_text(encoding="utf-8").partition("\n")[0]
+    assert first.startswith("#:schema ")
+    assert (file.parent / first.removeprefix("#:schema ")).resolve() == FILE
+
+
+def test_what_a_run_records_is_valid() -> None:
+    config = load(ROOT / "examples" / "tiny.toml", ["track.to=[]", "alarms.age=2", "alarms.lag=none", "lora={}"])
+    assert faults(tomllib.loads(dump(config))) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "place"),
+    [
+        ({"trian": {}}, ""),
+        ({"train": {"batchsize": 8}}, "train"),
+        ({"train": {"batch_size": 0}}, "train.batch_size"),
+        ({"train": {"batch_size": 8.5}}, "train.batch_size"),
+        ({"train": {"betas": [0.9, 1.0]}}, "train.betas.1"),
+        ({"train": {"betas": [0.9, 0.9, 0.9]}}, "train.betas"),
+        ({"train": {"batch_size": "none"}}, "train.batch_size"),
+        ({"run": {"name": "a/b"}}, "run.name"),
+        ({"algorithm": {"staleness": {"kind": "linear", "decay": 0.5}}}, "algorithm.staleness"),
+        ({"algorithm": {"kl": {"coefficient": -1}}}, "algorithm.kl"),
+        ({"simulate": {"turns": "uniform(1, 4)"}}, "simulate"),
+    ],
+)
+def test_a_mistake_is_found_at_its_key(settings: dict[str, Any], place: str) -> None:
+    assert faults(settings) == [place]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"train": {"async_ratio": 2, "max_token_age": "none"}},
+        {"critic": "none", "algorithm": {"kl": "none", "lag": "none"}},
+        {"rollout": {"max_concurrent": "auto", "logit_bias": [[3, -1.5]]}, "run": {"name": "a.1"}},
+        {"simulate": {"turns": [1, 2], "env_s": {"kind": "normal", "mean": 1, "deviation": 2, "high": "none"}}},
+    ],
+)
+def test_a_part_of_a_configuration_is_valid(settings: dict[str, Any]) -> None:
+    assert faults(settings) == []
+
+
+def test_each_key_has_its_meaning_and_no_link_that_an_editor_cannot_open() -> None:
+    sections = {struct.__name__: struct for struct in structs() if issubclass(struct, Section)}
+    described = {
+        (name, key): value.get("description")
+        for name, table in schema()["definitions"].items()
+        for key, value in table["properties"].items()
+        if key != "kind"
+    }
+    assert None not in described.values()
+    assert not [text for text in described.values() if "](" in text]
+    keys = sum(len(field_docs(section)) for name, section in sections.items() if name != "Config")
+    assert keys == len(list(key_paths()))
+
+
+def test_no_two_tables_have_one_name() -> None:
+    names: dict[str, type] = {}
+    assert all(names.setdefault(struct.__name__, struct) is struct for struct in structs())
