@@ -94,7 +94,11 @@ def _check_folder(path: Path) -> None:
 
 def add_hub_option(parser: argparse.ArgumentParser) -> None:
     """Add `--hub`, with which the user names the hub instead of the run directory."""
-    parser.add_argument("--hub", metavar="HOST:PORT", help="the hub, instead of RUN_DIR; FLASH_TOKEN is its token")
+    parser.add_argument(
+        "--hub",
+        metavar="HOST:PORT",
+        help="Address of the run's hub, in place of RUN_DIR. The environment variable FLASH_TOKEN holds its token.",
+    )
 
 
 def hub_place(hub: str | None, folders: list[str]) -> HubPlace:

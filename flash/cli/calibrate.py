@@ -21,9 +21,11 @@ SEEDS = 4
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
-    parser = commands.add_parser("calibrate", help="fit a [simulate] table to a run directory")
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--output", type=Path, metavar="FILE.toml", help="default: RUN_DIR/fitted.toml")
+    parser = commands.add_parser("calibrate", help="Fit a [simulate] table to what a run has measured.")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="Folder of the run, such as outputs/tiny.")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE.toml", help="File to write the table to. Default: RUN_DIR/fitted.toml."
+    )
     return parser
 
 

@@ -28,10 +28,15 @@ CONFIG_S = 90.0
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
     parser = commands.add_parser(
-        "doctor", help="what this machine lacks for a run: cores, GPUs, packages, containers, …"
+        "doctor", help="Report what this machine lacks for a run: cores, GPUs, packages, containers, …"
     )
-    parser.add_argument("config", nargs="*", metavar="CONFIG|KEY=VALUE", help="as for train; default: any small run")
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument(
+        "config",
+        nargs="*",
+        metavar="CONFIG|KEY=VALUE",
+        help="Configuration files and settings of the run, as for `flash train`. Default: any small run.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print the findings as JSON.")
     return parser
 
 

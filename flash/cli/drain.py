@@ -11,8 +11,13 @@ from flash.errors import ConfigError
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
-    parser = commands.add_parser("drain", help="have a node that has joined a run leave it in order")
-    parser.add_argument("where", nargs="+", metavar="RUN_DIR|NODE", help="the run, then the node's number")
+    parser = commands.add_parser("drain", help="Let a node that has joined a run finish its samples and leave.")
+    parser.add_argument(
+        "where",
+        nargs="+",
+        metavar="RUN_DIR|NODE",
+        help="Folder of the run, and then the number of the node, which the run prints.",
+    )
     add_hub_option(parser)
     return parser
 

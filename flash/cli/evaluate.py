@@ -21,10 +21,15 @@ from flash.text import one_line
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
-    parser = commands.add_parser("eval", help="a config, a run or a model on held-out problems")
+    parser = commands.add_parser("eval", help="Evaluate a configuration, a run or a model on held-out problems.")
     sampling.add_options(parser)
-    parser.add_argument("--samples", type=int, metavar="N", help="answers to each problem: pass@k for k up to N")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        metavar="N",
+        help="Number of answers to each problem, which gives pass@k for k up to N. Default: eval.samples.",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to this file.")
     return parser
 
 

@@ -18,9 +18,21 @@ FOLDER = Path("outputs/models")
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
-    parser = commands.add_parser("fetch", help="get a pretrained model as a folder, or convert a GGUF file to one")
-    parser.add_argument("model", nargs="?", metavar="NAME|FILE.gguf", help="none: list what can be had")
-    parser.add_argument("--to", type=Path, metavar="FOLDER", help=f"default: {FOLDER}/NAME, or FILE.hf beside the file")
+    parser = commands.add_parser(
+        "fetch", help="Get a pretrained model as a Hugging Face folder, or convert a GGUF file to one."
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="NAME|FILE.gguf",
+        help="Name of a model, or a GGUF file. Without it, the names are listed.",
+    )
+    parser.add_argument(
+        "--to",
+        type=Path,
+        metavar="FOLDER",
+        help=f"Folder to write. Default: {FOLDER}/NAME, or FILE.hf beside the file.",
+    )
     return parser
 
 

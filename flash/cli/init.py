@@ -31,8 +31,10 @@ LONGEST = 128
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
-    parser = commands.add_parser("init", help="write a small project: environment, reward, config and test")
-    parser.add_argument("folder", type=Path, help="a folder that is empty or does not exist")
+    parser = commands.add_parser(
+        "init", help="Write a small project of your own: an environment, a reward, a configuration and tests."
+    )
+    parser.add_argument("folder", type=Path, help="Folder of the project. It is empty, or does not exist yet.")
     return parser
 
 

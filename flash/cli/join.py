@@ -9,12 +9,12 @@ from flash.errors import ConfigError
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
-    parser = commands.add_parser("join", help="add this machine's engines to a run that is under way")
+    parser = commands.add_parser("join", help="Add the engines of this machine to a run that is under way.")
     parser.add_argument(
         "where",
         nargs="*",
         metavar="RUN_DIR|KEY=VALUE",
-        help="the run, then what this machine has of its own, such as engine.count",
+        help="Folder of the run, and settings of this machine alone, such as engine.count=2.",
     )
     add_hub_option(parser)
     return parser

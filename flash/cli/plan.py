@@ -33,10 +33,20 @@ OFFLOADED: dict[Literal["activations", "moments", "weights"], str] = {
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
-    parser = commands.add_parser("plan", help="say what memory a config needs, and what to change")
-    parser.add_argument("config", nargs="+", metavar="CONFIG|KEY=VALUE", help="TOML files, then dotted overrides")
+    parser = commands.add_parser(
+        "plan", help="Predict the memory that a configuration needs, and name changes that make it fit."
+    )
     parser.add_argument(
-        "--card-gib", type=float, default=80.0, help="memory of a GPU, or of a rank without; default: 80"
+        "config",
+        nargs="+",
+        metavar="CONFIG|KEY=VALUE",
+        help="Configuration files (TOML; later ones take precedence), and settings such as train.async_ratio=2.",
+    )
+    parser.add_argument(
+        "--card-gib",
+        type=float,
+        default=80.0,
+        help="Memory of one GPU, in GiB. Without GPUs: memory of one trainer rank. Default: 80.",
     )
     return parser
 

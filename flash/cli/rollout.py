@@ -12,9 +12,11 @@ from flash.errors import ConfigError
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
-    parser = commands.add_parser("rollout", help="episodes of a config, a run or a model, to read")
+    parser = commands.add_parser(
+        "rollout", help="Play some episodes of a configuration, a run or a model, and print their texts."
+    )
     sampling.add_options(parser)
-    parser.add_argument("--episodes", "-n", type=int, default=4, metavar="N", help="default: 4")
+    parser.add_argument("--episodes", "-n", type=int, default=4, metavar="N", help="Number of episodes. Default: 4.")
     return parser
 
 

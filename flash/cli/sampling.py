@@ -39,13 +39,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "config",
         nargs="*",
         metavar="CONFIG|RUN_DIR|MODEL|KEY=VALUE",
-        help="as for train; a run; or, with --env, a model",
+        help="Configuration files and settings, as for `flash train`; or the folder of a run; or, with --env, a model.",
     )
-    parser.add_argument("--env", metavar="MODULE:CLASS", help="of a model; env.options.KEY=VALUE its options")
     parser.add_argument(
-        "--model", metavar="PATH", help="folder, hub id, GGUF file, checkpoint or run; default: model.path"
+        "--env",
+        metavar="MODULE:CLASS",
+        help="Environment for the model that is named. Settings env.options.KEY=VALUE are its options.",
     )
-    parser.add_argument("--transcripts", type=Path, metavar="FILE.jsonl", help="write every episode, readably")
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        help="Folder, hub id, GGUF file, checkpoint or run to sample from. Default: model.path, or a run's newest.",
+    )
+    parser.add_argument(
+        "--transcripts",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="Write each episode to this file, one per line, with its texts.",
+    )
 
 
 def transcript(sample: Sample) -> str:

@@ -12,7 +12,9 @@ from flash.config.schema import schema
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
-    return commands.add_parser("schema", help="Print the JSON Schema of the configuration, for editors of TOML.")
+    return commands.add_parser(
+        "schema", help="Print the JSON Schema of the configuration, with which editors complete and check TOML files."
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
-    about = "supervised fine-tuning on messages, prompts and completions, or text"
-    return add_run_parser(commands, "sft", about, tried="tokenize all rows")
+    about = "Fine-tune a model on a file of messages, of prompts with completions, or of texts."
+    return add_run_parser(commands, "sft", about, tried="Tokenize all rows")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -44,13 +44,24 @@ class Sweep(NamedTuple):
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
-    parser = commands.add_parser("simulate", help="predict a config's speed on a virtual clock: no GPU, no model")
-    parser.add_argument("config", nargs="+", metavar="CONFIG|KEY=VALUE", help="as for train, with a [simulate] table")
-    parser.add_argument(
-        "--sweep", action="append", default=[], metavar="KEY=V1,V2,…", help="try each value; more than one makes a grid"
+    parser = commands.add_parser(
+        "simulate", help="Predict the speed of a configuration with a simulation, which needs no GPU and no model."
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the result")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
+    parser.add_argument(
+        "config",
+        nargs="+",
+        metavar="CONFIG|KEY=VALUE",
+        help="Configuration files and settings, as for `flash train`. They need a [simulate] table.",
+    )
+    parser.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="KEY=V1,V2,…",
+        help="Simulate each of these values. Several --sweep try all combinations.",
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="Draw the result into this file.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to this file.")
     return parser
 
 

@@ -19,16 +19,23 @@ from flash.text import harmless
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
-    about = "run a config: rollouts and training at the same time"
-    return add_run_parser(commands, "train", about, tried="try all but engines")
+    about = "Train a model with reinforcement learning: rollouts and training run at the same time."
+    return add_run_parser(commands, "train", about, tried="Try everything except engines and training")
 
 
 def add_run_parser(commands: CommandParsers, name: str, about: str, *, tried: str) -> argparse.ArgumentParser:
     """Add and return the parser of a command that runs a configuration. `tried` says what its dry run does."""
     parser = commands.add_parser(name, help=about)
-    parser.add_argument("config", nargs="+", metavar="CONFIG|KEY=VALUE", help="TOML files, then dotted overrides")
-    parser.add_argument("--dry-run", action="store_true", help=f"{tried}; print the resolved config")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in the run directory")
+    parser.add_argument(
+        "config",
+        nargs="+",
+        metavar="CONFIG|KEY=VALUE",
+        help="Configuration files (TOML; later ones take precedence), and settings such as train.async_ratio=2.",
+    )
+    parser.add_argument("--dry-run", action="store_true", help=f"{tried}, and print the whole configuration.")
+    parser.add_argument(
+        "--resume", action="store_true", help="Continue the run in the folder that run.output_dir and run.name give."
+    )
     return parser
 
 

@@ -79,8 +79,8 @@ PASSED_OVER = (
 REMOVED: dict[str, RemovedKey] = {
     "rollout.session_s": RemovedKey(
         0.0,
-        "The KV caches of episodes that wait for their environments are not counted any more; if many turns overfill the "
-        "engines' KV caches, rollout.max_concurrent bounds the episodes of a node",
+        "The KV caches of episodes that wait for their environments are not counted any more; if many turns overfill "
+        "the engines' KV caches, rollout.max_concurrent bounds the episodes of a node",
     ),
     "rollout.selection": RemovedKey("uniform", PASSED_OVER),
     "rollout.selection_floor": RemovedKey(0.1, PASSED_OVER),

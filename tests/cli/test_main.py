@@ -200,7 +200,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["--help"], 0, "run a config: rollouts and training at the same time"),
+        (["--help"], 0, "Train a model with reinforcement learning: rollouts"),
         (["--version"], 0, "flash-rl 0."),
         (["simulate", "examples/simulate.toml", "run.steps=1"], 0, "asynchronous"),
         (

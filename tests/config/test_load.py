@@ -641,8 +641,8 @@ def test_removed_keys_with_their_former_defaults_are_ignored_with_one_line(proje
         (
             'rollout.selection = "pass_rate"',
             (
-                "`rollout.selection` (older.toml): this key was removed. Problems are issued in their order, and none is "
-                "passed over; rollout.drop_equal_rewards replaces groups that teach nothing. Delete it there"
+                "`rollout.selection` (older.toml): this key was removed. Problems are issued in their order, and none "
+                "is passed over; rollout.drop_equal_rewards replaces groups that teach nothing. Delete it there"
             ),
         ),
         ("rollout.session_s = 2.5", "`rollout.session_s` (older.toml): this key was removed. "),

@@ -11,9 +11,17 @@ from flash.observe.comparison import differences, read_run, results, table
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
-    parser = commands.add_parser("compare", help="runs side by side: results with intervals, and configurations")
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("other", type=Path, nargs="+", metavar="RUN_DIR", help="compared with the first")
+    parser = commands.add_parser(
+        "compare", help="Compare runs: their results, with intervals, and their configurations."
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="Folder of the run, such as outputs/tiny.")
+    parser.add_argument(
+        "other",
+        type=Path,
+        nargs="+",
+        metavar="RUN_DIR",
+        help="Further runs, each of which is compared with the first one.",
+    )
     return parser
 
 

@@ -18,12 +18,23 @@ from flash.trainer.checkpoint_files import MANIFEST
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
-    parser = commands.add_parser("export", help="write a run's weights as a Hugging Face model folder")
-    parser.add_argument("weights", type=Path, metavar="RUN_DIR|CHECKPOINT", help="of a run, its newest weights")
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a new one")
-    parser.add_argument("--merge", action="store_true", help="of a run with [lora], the whole model, not its adapters")
+    parser = commands.add_parser("export", help="Write the weights of a run as a Hugging Face model folder.")
     parser.add_argument(
-        "--dtype", choices=get_args(Dtype), help="of the weights; default: that of the model which the run began with"
+        "weights",
+        type=Path,
+        metavar="RUN_DIR|CHECKPOINT",
+        help="Folder of a run, for its newest weights, or of one checkpoint.",
+    )
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="Folder to write. It is empty, or does not exist yet."
+    )
+    parser.add_argument(
+        "--merge", action="store_true", help="Write the whole model of a run with [lora], not only its adapters."
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=get_args(Dtype),
+        help="Data type of the weights. Default: that of the model with which the run began.",
     )
     return parser
 

@@ -11,8 +11,8 @@ from flash.errors import ConfigError
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
-    parser = commands.add_parser("plot", help="draw the plots of a run directory again")
-    parser.add_argument("run_dir", type=Path)
+    parser = commands.add_parser("plot", help="Draw the plots of a run again.")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="Folder of the run, such as outputs/tiny.")
     return parser
 
 

@@ -25,13 +25,32 @@ WIDTH = 13
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
-    parser = commands.add_parser("replay", help="train again, offline, what a run has trained")
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    parser.add_argument("config", nargs="*", metavar="KEY=VALUE", help="e.g. algorithm.objective=cispo")
-    parser.add_argument("--from-step", type=int, metavar="N", help="a version with a checkpoint, or 0")
-    parser.add_argument("--to-step", type=int, metavar="N", help="the last version; default: all")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the metrics and the comparisons")
-    parser.add_argument("--export", type=Path, metavar="FOLDER", help="write the weights as a Hugging Face folder")
+    parser = commands.add_parser("replay", help="Train the recorded batches of a run again, without engines.")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="Folder of the run, such as outputs/tiny.")
+    parser.add_argument(
+        "config",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="Settings that differ from those of the run, such as algorithm.objective=cispo.",
+    )
+    parser.add_argument(
+        "--from-step",
+        type=int,
+        metavar="N",
+        help="Version to start from: 0, or one that has a checkpoint. Default: the oldest possible one.",
+    )
+    parser.add_argument(
+        "--to-step", type=int, metavar="N", help="Version to stop at. Default: the newest possible one."
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="Write the metrics, and the comparisons with the run's checkpoints, to this file.",
+    )
+    parser.add_argument(
+        "--export", type=Path, metavar="FOLDER", help="Write the weights as a Hugging Face model folder."
+    )
     return parser
 
 

@@ -38,18 +38,37 @@ class Under(NamedTuple):
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
-    parser = commands.add_parser("rhythm", help="look at what algorithm.rhythm sees in a text or in a run's samples")
-    parser.add_argument("what", metavar="MODEL|RUN_DIR", help="a model, with --text; or a run")
-    parser.add_argument("config", nargs="*", metavar="KEY=VALUE", help="of [algorithm.rhythm], e.g. window=5")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="the response")
-    parser.add_argument("--prompt", type=Path, metavar="FILE", help="what comes before it")
-    parser.add_argument("--model", metavar="PATH", help="weights for a run's samples; default: its newest ones")
-    parser.add_argument("--step", type=int, metavar="N", help="the recorded batch; default: the newest")
-    parser.add_argument("--samples", type=int, metavar="K", help=f"how many of the batch; default: {SAMPLES}")
-    parser.add_argument("--show", type=int, default=0, metavar="N", help="which response to show, from 0")
-    parser.add_argument("--at", type=int, default=0, metavar="N", help="its first drawn token, from 0")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw that response's maps and signals")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was seen")
+    parser = commands.add_parser(
+        "rhythm", help="Show which tokens of a text, or of a run's samples, algorithm.rhythm chooses, and why."
+    )
+    parser.add_argument("what", metavar="MODEL|RUN_DIR", help="Folder of a run; or, with --text, a model.")
+    parser.add_argument("config", nargs="*", metavar="KEY=VALUE", help="Options of algorithm.rhythm, such as window=5.")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="File with the response to examine.")
+    parser.add_argument("--prompt", type=Path, metavar="FILE", help="File with the prompt of that response.")
+    parser.add_argument(
+        "--model", metavar="PATH", help="Weights that read the run's samples. Default: its newest ones."
+    )
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="Step whose recorded batch is examined. Default: the newest one."
+    )
+    parser.add_argument("--samples", type=int, metavar="K", help=f"Number of samples of the batch. Default: {SAMPLES}.")
+    parser.add_argument(
+        "--show", type=int, default=0, metavar="N", help="Number of the response to show, counted from 0. Default: 0."
+    )
+    parser.add_argument(
+        "--at",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Token of that response with which the plot begins, counted from 0. Default: 0.",
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="Draw the attention maps and signals of that response into this file.",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="Write all findings to this file.")
     return parser
 
 

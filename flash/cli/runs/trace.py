@@ -15,9 +15,11 @@ from flash.observe.rundir.rundir import write_atomically
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
-    parser = commands.add_parser("trace", help="write a run's timeline for ui.perfetto.dev or chrome://tracing")
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: trace.json in the run directory")
+    parser = commands.add_parser(
+        "trace", help="Write the timeline of a run as a file that ui.perfetto.dev and chrome://tracing show."
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="Folder of the run, such as outputs/tiny.")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="File to write. Default: RUN_DIR/trace.json.")
     return parser
 
 

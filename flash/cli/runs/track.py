@@ -18,10 +18,10 @@ NAMES: tuple[TrackerName, ...] = get_args(TrackerName)
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
-    parser = commands.add_parser("track", help="send a tracker the rows of a run that it does not have yet")
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--to", choices=NAMES, help="default: those of the run's track.to")
-    parser.add_argument("--project", help="default: the run's track.project")
+    parser = commands.add_parser("track", help="Send those rows of a run to a tracker that it does not have yet.")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="Folder of the run, such as outputs/tiny.")
+    parser.add_argument("--to", choices=NAMES, help="Name of the tracker. Default: the trackers of the run's track.to.")
+    parser.add_argument("--project", help="Project in the tracker. Default: the run's track.project.")
     return parser
 
 

@@ -24,11 +24,15 @@ NEEDED = ("starlette", "uvicorn", "plotly")
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
-    parser = commands.add_parser("view", help="show runs in the browser, while they go on and afterwards")
+    parser = commands.add_parser("view", help="Show runs in the browser, while they run and afterwards.")
     parser.add_argument(
-        "run_dir", nargs="*", type=Path, metavar="RUN_DIR", help=f"default: all runs in {OUTPUTS}, the newest one shown"
+        "run_dir",
+        nargs="*",
+        type=Path,
+        metavar="RUN_DIR",
+        help=f"Folders of runs. Default: all runs in {OUTPUTS}, of which the newest is shown first.",
     )
-    parser.add_argument("--port", type=int, default=PORT, help=f"0: any free one; default: {PORT}")
+    parser.add_argument("--port", type=int, default=PORT, help=f"Port of the page. 0: any free port. Default: {PORT}.")
     return parser
 
 

@@ -13,9 +13,11 @@ EVERY_S = 1.0
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
-    parser = commands.add_parser("watch", help="show a run in the terminal, while it goes on and afterwards")
-    parser.add_argument("run_dir", nargs="?", type=Path, help=f"default: the newest run in {OUTPUTS}")
-    parser.add_argument("--once", action="store_true", help="print one picture")
+    parser = commands.add_parser("watch", help="Show a run in the terminal, while it runs and afterwards.")
+    parser.add_argument(
+        "run_dir", nargs="?", type=Path, help=f"Folder of the run. Default: the newest run in {OUTPUTS}."
+    )
+    parser.add_argument("--once", action="store_true", help="Print the present state once, and exit.")
     return parser
 
 
