@@ -36,11 +36,18 @@ CONFIGURATION = """\
 
 <!-- Made by scripts/reference_docs.py from flash/config/tree.py: change it there and run `make docs`. -->
 
-A run is TOML files and overrides: `flash train base.toml mine.toml train.async_ratio=0`. Files merge left to right,
-tables deep. An override's value is TOML or else text; `{}` clears a table, `none` unsets a key or takes an optional
-table away. Where tables have kinds, `kind` chooses: `algorithm.corrections=[{kind="token_tis", cap=3}]`.
+The configuration of a run is one or more TOML files, followed by settings: `flash train base.toml mine.toml
+train.async_ratio=0`. Later files take precedence over earlier ones, key by key, also in nested tables, and settings
+take precedence over files. The value of a setting is read as TOML; a value that is not TOML is text. `{}` clears a
+table, and `none` unsets a key or removes an optional table. Some tables have several kinds, of which the key `kind`
+chooses one: `algorithm.corrections=[{kind="token_tis", cap=3}]`.
 
-`--dry-run` tries all but engines and training.
+`flash train --dry-run` tries everything except engines and training.
+
+With the [JSON Schema](configuration.schema.json) of the configuration, which `flash schema` prints, an editor
+completes keys, shows what they mean and marks mistakes. taplo and VS Code's Even Better TOML find the schema by the
+first line of a file, as in the examples: `#:schema ../docs/configuration.schema.json`. The path is relative to the
+file.
 """
 
 
@@ -120,6 +127,7 @@ SHORT = {
     r"true or false": "boolean",
     r'"age", .* or "trainer_waits"': "alarms",
     r"number 0\.1 to 1e\+08": "seconds",
+    r'number, list of number or table with kind = "exponential".*': "distribution",
 }
 """Abbreviations, by regular expression, of the descriptions that error messages have in whole words."""
 
@@ -147,9 +155,9 @@ COMMANDS = """\
 
 <!-- Made by scripts/reference_docs.py from the parsers in flash/cli: change them there and run `make docs`. -->
 
-`flash` is `.venv/bin/flash` of this repository. Exit codes: 0 success, 1 a finding that the command reports, 2 an
-error that is named, 130 an interrupt, 141 an output that nobody reads. `KEY=VALUE`:
-[configuration](configuration.md). `flash COMMAND --help` says the same.
+`flash` is `.venv/bin/flash` of this repository. `flash COMMAND --help` shows the same texts. `CONFIG` and `KEY=VALUE`
+are the files and settings of a [configuration](configuration.md). The exit code is 0 for success, 1 for a finding
+that the command reports, 2 for an error that it names, 130 after an interrupt, and 141 if nobody reads the output.
 """
 
 

@@ -217,8 +217,9 @@ def sampler(distribution: Distribution) -> Sampler:
 
 
 class SimulateConfig(Section, frozen=True):
-    """Simulated [hardware and workload](simulator.md); only `flash simulate` uses this table. A length or a time is a
-    number, a list of equally likely numbers, or a table such as `{ kind = "normal", mean = 10, deviation = 3 }`."""
+    """Simulated [hardware and workload](simulator.md); only `flash simulate` uses this table. Lengths and times are
+    distributions: a number, a list of equally likely numbers, or a table such as `{ kind = "normal", mean = 10,
+    deviation = 3 }`."""
 
     gpus: Positive = 16
     """Number of GPUs, of engines and trainers together."""
