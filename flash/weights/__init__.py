@@ -1,5 +1,9 @@
 """The transfer of a weight version from the trainer to the engines, and the checks that it has arrived.
 
+*Version* n is the weights after n training steps. A *publisher* in each trainer rank offers it. An engine (vLLM) has
+one or several *workers*, each with a receiver and the model or a part of it. The *canary* is a short text with the
+trainer's log-probs, which an engine must reproduce.
+
     trainer ranks                      hub                  node loop and engine workers
     publisher.publish ── Published ──► Hub ── Published ──► VLLMEngine.load: pause, then in each worker:
         └─ image: copies, checksums ────── bytes ─────────► worker.WeightReceiver.receive_weights
@@ -15,6 +19,7 @@ Law: a version is immutable (`image`, `publisher`), carries checksums (`image`),
 the next one is announced (`flash.hub.fleet`), and is checked by the canary (`versions`). A worker that cannot load a
 version reports a typed `versions.LoadFailure`.
 
-Security: workers and trainer prove a token to each other, received sizes are bounded before memory is allocated, and
-nothing that arrives is unpickled (`tcp`); ipc's handles are the exception (`publisher.IpcPublisher`).
+Security: workers and trainer prove to each other that they know a secret token, received sizes are bounded before
+memory is allocated, and nothing that arrives is unpickled (`tcp`); ipc's handles are the exception
+(`publisher.IpcPublisher`).
 """

@@ -1,10 +1,11 @@
 """Backends nccl and gloo: a version is broadcast to all engine workers that request it, in a process group of torch.
 
-The trainer's rank 0 is rank 0 of each group and sends from immutable copies in host memory, as backend tcp does. A
-worker makes a TCP connection for each version, and both sides prove that they know the run's token. The messages below
-travel over this connection, and the version's bytes by broadcast, in pieces. A *round* is one broadcast of a version to
-some workers; `flash.weights.rounds` chooses them. An *epoch* is the number of a process group. With nccl the pieces are
-on GPUs (nccl has not been run on GPUs yet), with gloo in host memory.
+A *version* is the weights after a training step; a *worker* is a process of an engine that holds the model, or a part
+of it. The trainer's rank 0 is rank 0 of each group and sends from immutable copies in host memory, as backend tcp does.
+A worker makes a TCP connection for each version, and both sides prove that they know the run's token. The messages
+below travel over this connection, and the version's bytes by broadcast, in pieces. A *round* is one broadcast of a
+version to some workers; `flash.weights.rounds` chooses them. An *epoch* is the number of a process group. With nccl the
+pieces are on GPUs (nccl has not been run on GPUs yet), with gloo in host memory.
 
     worker → trainer   BroadcastRequest: a version; again after a failed round, with the number of pieces received
     trainer → worker   VersionManifest, once; or VersionRefused
@@ -168,7 +169,11 @@ class BroadcastServer(WeightServer):
         self._rounds.start()
 
     def close(self) -> None:
-        """Accept no connection any more, end the connections of waiting workers, and leave the group."""
+        """Accept no connection any more, end the connections of waiting workers, and leave the group.
+
+        The thread that broadcasts leaves the group when it ends; this waits for it, but no longer than a broadcast may
+        take.
+        """
         super().close()
         with self._changed:
             self._closing = True

@@ -1,7 +1,9 @@
 """Copies of a weight version's tensors, with their manifest, their checksums, and their changes between versions.
 
-The publisher (`flash.weights.publisher`) copies the trainer's tensors (`staged_copies`), makes a `WeightImage` of the
-copies, and serves it. Workers build the tensors again from the manifest and the bytes.
+A *version* is the weights after a training step. The trainer's publisher (`flash.weights.publisher`) copies the
+trainer's tensors (`staged_copies`), makes a `WeightImage` of the copies, and serves it. The engines' workers build the
+tensors again from the manifest (the list of tensors) and the bytes. With `weights.deltas` only the elements that differ
+from the version before are sent (`find_changes`, `apply_changes`).
 
 Law (a version is immutable): the trainer goes on updating its own tensors, so a version consists of copies that nothing
 writes to after `make_image`.
@@ -187,7 +189,8 @@ def find_changes(before: Tensor, after: Tensor) -> Changes | None:
     """Return the changes between two contiguous tensors of one shape and dtype.
 
     Returns:
-        None if the changes would be as many bytes as `after` itself, or more.
+        None if the changes would be as many bytes as `after` itself, or more, and for a tensor that is empty or too
+        large for int32 places. The whole tensor is then sent.
     """
     if not 0 < after.numel() <= MAX_CHANGED_ELEMENTS:
         return None

@@ -3,9 +3,10 @@
 vLLM imports this module in each of its processes, because `pyproject.toml` names it:
 - `no_platform` (`vllm.platform_plugins`) runs before everything else. vLLM calls it to find a platform. It returns none
   and is used only because it runs so early.
-- `register` (`vllm.general_plugins`) registers our weight receiver.
+- `register` (`vllm.general_plugins`) registers our *weight receiver*, the class with which vLLM's workers take new
+  weights from the trainer, and lets the processes of an engine on a CPU sleep soon while they wait.
 
-The processes that `flash.rollout.vllm.processes` forks call `follow`. This module imports neither torch nor vLLM,
+The processes that `flash.rollout.vllm.processes` forks call `follow` first. This module imports neither torch nor vLLM,
 because `no_platform` has to set log levels before these are imported.
 """
 
@@ -19,19 +20,25 @@ import threading
 from flash.foreign import vllm, vllm_processes
 
 RECEIVER = "flash"
-"""Name under which our weight receiver is registered in vLLM. The ipc backend uses vLLM's own receiver."""
+"""Name under which our weight receiver is registered in vLLM. `flash.rollout.vllm.start` names it in an engine's
+arguments, except with `weights.backend = "ipc"` (engine and trainer on one GPU), for which vLLM has a receiver."""
 NODE_PID = "FLASH_NODE_PID"
 """Environment variable that holds the process id of the node loop that owns the engine."""
 
 SPIN_S = 0.002
-"""Seconds for which a process of an engine on a CPU polls for the next message before it sleeps: about the duration of
-one step of a small model."""
+"""Seconds for which a process of an engine on a CPU polls for the next message before it sleeps. vLLM's own limit is a
+second, in which the process occupies a core that the trainer or environments need. The value is about the duration of
+one step of a small model: while steps follow one another, the next message finds the process awake."""
 
 _registered = threading.Event()
+"""Set when `register` has run in this process."""
 
 
 def register() -> None:
-    """Register our weight receiver in this process. vLLM may call this several times."""
+    """Register our weight receiver in this process, and limit how long an engine on a CPU polls (`SPIN_S`).
+
+    vLLM calls this in each of its processes, and may call it several times; only the first call has an effect.
+    """
     if _registered.is_set():
         return
     _registered.set()
@@ -40,7 +47,8 @@ def register() -> None:
 
 
 def no_platform() -> None:
-    """Silence the warnings that Triton does not support a CPU, and return no platform.
+    """Silence the warnings that Triton does not support a CPU. Returns None, so vLLM does not take Flash for a
+    platform.
 
     vLLM's CPU build logs these warnings before it sets up its logging, so no configured level hides them. In other
     builds torch logs them.
@@ -52,7 +60,8 @@ def no_platform() -> None:
 def follow(node_pid: int) -> None:
     """Start a thread that ends this process when process `node_pid` ends, even if that process is killed.
 
-    Without this, a killed node loop would leave engines that hold the GPU's memory.
+    Without this, a killed node loop would leave engines that hold the GPU's memory. If `node_pid` has already ended,
+    this process ends at once.
     """
     try:
         descriptor = os.pidfd_open(node_pid)

@@ -1,12 +1,12 @@
 """The trainer's side: every rank publishes each version, so that engines can load it.
 
 `flash.trainer.loop` calls `publish` after each step, and rank 0 then announces the version to the hub. `HostPublisher`
-(tcp, nccl, gloo) copies tensors to rank 0's host memory and serves them there: engine workers pull or join a broadcast.
-`IpcPublisher` (ipc) leaves copies on the GPUs that trainer and engine share, and offers CUDA handles, which vLLM's own
-receiver opens.
+(tcp, nccl, gloo) copies tensors to rank 0's host memory and serves them there: the engines' workers (processes that
+each hold a part of the model) pull the bytes or join a broadcast. `IpcPublisher` (ipc) leaves copies on the GPUs that
+trainer and engine share, and offers CUDA handles, which vLLM's own receiver opens.
 
-Law (a version is immutable): once announced, a version's tensors never change, although the trainer goes on updating
-its own tensors. Both publishers have copied them when `publish` returns.
+Law (a version is immutable; version n is the weights after n steps): once announced, a version's tensors never change,
+although the trainer goes on updating its own tensors. Both publishers have copied them when `publish` returns.
 
 `publish` waits for no engine. The announcement does: the hub answers it only when all engines have acknowledged the
 version before, while the run goes on (`flash.hub.steps.TrainingSteps.publish`). Two versions are kept, because an
@@ -37,7 +37,7 @@ class Offer(NamedTuple):
     """A version that is ready for the engines, once rank 0 has announced it to them through the hub."""
 
     update_info: bytes
-    """How engines get the version: an encoded `flash.weights.versions.UpdateInfo`, which becomes
+    """Announcement for the engines: an encoded `flash.weights.versions.UpdateInfo`, which becomes
     `Published.update_info`."""
     sent_bytes: int
     """Number of bytes that are sent to each engine worker; 0 for ipc."""
@@ -63,7 +63,7 @@ class WeightPublisher(Protocol):
 
 
 def make_publisher(config: Config, rank: int, host: str) -> WeightPublisher:
-    """Return the publisher of `config.weights_backend`.
+    """Return the publisher of `config.weights_backend`. Each trainer rank calls this once (`flash.run.trainer_rank`).
 
     Args:
         config: the run.
@@ -86,7 +86,7 @@ def make_publisher(config: Config, rank: int, host: str) -> WeightPublisher:
 class HostPublisher:
     """Publishes versions as copies in host memory, from which rank 0's server sends (tcp, nccl, gloo).
 
-    Rank 0 copies and serves. The other ranks only take part in gathering the tensors.
+    Rank 0 copies and serves. The other ranks only take part in gathering the tensors, which FSDP has divided among all.
 
     Args:
         rank: rank of this process among the trainer ranks.
@@ -121,7 +121,8 @@ class HostPublisher:
         return Offer(encode_update(UpdateInfo(vars(source), fingerprint.sums)), self._server.newest_bytes)
 
     def close(self) -> None:
-        """Stop serving new workers. Pulls that have begun continue as long as this process lives."""
+        """Stop serving new workers. Pulls that have begun continue as long as this process lives. Other ranks do
+        nothing."""
         if self._server is not None:
             self._server.close()
 

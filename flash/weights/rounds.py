@@ -1,9 +1,10 @@
 """Rounds: which engine workers a version is broadcast to together, and when. Pure state of the broadcast backends.
 
-A worker requests a version when its engine has paused to load it. A *round* sends one version to all workers that have
-requested it, in pieces. A round begins as soon as every known worker that lacks the version has requested it, or
-`gather_s` seconds after the first request. A known worker that has not requested the version by then is gone or busy:
-no round waits for that worker again before it has received a version.
+`flash.weights.broadcast.BroadcastServer` owns the planner, in the trainer's rank 0. A worker is a process of an engine,
+and a version is the weights after a training step. A worker requests a version when its engine has paused to load it. A
+*round* sends one version to all workers that have requested it, in pieces. A round begins as soon as every known worker
+that lacks the version has requested it, or `gather_s` seconds after the first request. A known worker that has not
+requested the version by then is gone or busy: no round waits for that worker again before it has received a version.
 
 An *epoch* is one process group of torch. Consecutive rounds with the same members share an epoch. A round with other
 members begins a new epoch, and so does the round after a failed round.
@@ -73,7 +74,10 @@ class RoundPlanner:
         self._requests[member] = _WaitingRequest(version, held, now)
 
     def finish(self, member: str) -> None:
-        """Note that a worker has received the whole version."""
+        """Note that a worker has received the whole version. Later rounds then expect it to request the next version.
+
+        A worker whose round has failed meanwhile is not expected; only its request is forgotten.
+        """
         self._requests.pop(member, None)
         if member in self.unfinished:
             self.unfinished.discard(member)
@@ -86,7 +90,10 @@ class RoundPlanner:
         self._known.pop(member, None)
 
     def fail(self) -> None:
-        """Note that the running round cannot go on. The next round gets a new group and a new epoch."""
+        """Note that the running round cannot go on. The next round gets a new group and a new epoch.
+
+        The members stay `unfinished` until each of them requests again (`request`) or is removed.
+        """
         self.failed = True
         self._group = ()
 
@@ -104,7 +111,10 @@ class RoundPlanner:
         return max(0.0, first.since + self._gather_s - now)
 
     def begin(self) -> Round:
-        """Begin the round of the oldest request, with all workers that have requested the same version."""
+        """Begin the round of the oldest request, with all workers that have requested the same version.
+
+        The caller must have found that `wait_s` is 0. The members are then no longer waiting, but `unfinished`.
+        """
         version = self._version = next(iter(self._requests.values())).version
         members = tuple(sorted(member for member in self._requests if self._requested(member, version)))
         first = min(self._requests.pop(member).held for member in members)

@@ -1,7 +1,9 @@
 """Backend tcp: the trainer's rank 0 serves host copies of a version (`WeightServer`), and workers `pull` them.
 
-All integers are big-endian. First both sides prove that they know the run's token (`flash.transport.auth`, with
-the trainer as the server). From then on the connection is *proven*, and carries these messages:
+A *version* is the weights after a training step, and its *image* is the copy in host memory, with the manifest, the
+list of its tensors. A *worker* is a process of an engine that holds the model, or a part of it. All integers are
+big-endian. First both sides prove that they know the run's token (`flash.transport.auth`, with the trainer as the
+server). From then on the connection is *proven*, and carries these messages:
 
     worker → trainer   version, and the digest of the version that the worker holds, 0 for none
     trainer → worker   PullReply: an error, or the manifest, and whether changes of the held version follow
@@ -146,7 +148,9 @@ class WeightServer:
     def hold(self, version: int, image: WeightImage, fingerprint: Sequence[int] = ()) -> WeightSource:
         """Serve `image` as `version` from now on, and return the source to announce. Older images are dropped.
 
-        `fingerprint` is a part of the source; only the broadcast backends compare it.
+        With deltas it also finds the changes since the version before, and `newest_bytes` counts them. `fingerprint` is
+        a part of the source; only the broadcast backends compare it. The publisher calls this in the trainer's main
+        thread; the lock guards what the threads of connections read.
         """
         before = self._images[max(self._images)] if self._deltas and self._images else None
         changes: list[Changes | None] = [None] * len(image.payloads)
@@ -177,7 +181,11 @@ class WeightServer:
         self._listener.close()
 
     def _answer(self, connection: socket.socket) -> None:
-        """Send one worker the version that it requests. Runs in the connection's thread."""
+        """Send one worker the version that it requests, or the reason why it is not held any more.
+
+        Runs in the connection's thread. Raises OSError or TransportError if the worker is lost; `AuthenticatedListener`
+        logs that.
+        """
         version, digest = PULL_REQUEST.unpack(_receive(connection, PULL_REQUEST.size))
         with self._lock:
             known = self._changes
@@ -280,7 +288,10 @@ class AuthenticatedListener:
                 self._pause(error, "let this process start more threads (`ulimit -u`)")
 
     def _pause(self, error: Exception, advice: str) -> None:
-        """Log that descriptors or threads ran out, free some of them, and wait `PAUSE_S` seconds."""
+        """Log that descriptors or threads ran out, end the older half of the unproven connections, and wait `PAUSE_S`.
+
+        Without the wait, `_accept` would fail again at once, and use a whole core.
+        """
         self._log.warn("no connections are taken for %g s: %s; %s", PAUSE_S, error, advice)
         self._end_oldest(keep=MAX_UNPROVEN // 2)
         self._closing.wait(PAUSE_S)

@@ -1,10 +1,12 @@
 """Messages about a weight version, and its verification: an announcement, a report of a failed load, and two checks.
 
-This module imports neither torch nor vLLM, because the node loop (`flash.rollout.vllm.engine`) uses it.
+This module imports neither torch nor vLLM, because the node loop (`flash.rollout.vllm.engine`), which runs the engines
+of a machine, uses it.
 
-A version is announced with `UpdateInfo` (trainer → hub → node loop). Each of the engine's workers loads it, or reports
-a `LoadFailure` (worker → node loop). Then the node loop verifies the engine, before it acknowledges the version to the
-hub:
+A version is the weights after a training step. It is announced with `UpdateInfo` (trainer → hub → node loop), which
+travels as bytes in the field `update_info` of the hub's message `Published`. Each of the engine's workers (processes
+that each hold a part of the model) loads it, or reports a `LoadFailure` (worker → node loop). Then the node loop
+verifies the engine, before it acknowledges the version to the hub:
 
 - `LoadedWeights` compares fingerprints: the workers hold the weights that were published. This check detects stale
   weights. The canary cannot detect them, because its tolerance has to allow for rounding.
@@ -63,7 +65,7 @@ class LoadFailure(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of(error: FlashError) -> LoadFailure:
-        """Convert an error of `flash.weights.tcp.pull` into a failure."""
+        """Convert an error of `flash.weights.tcp.pull` into a failure, whose kind follows from the error's class."""
         match error:
             case VersionGoneError():
                 return LoadFailure("gone", str(error))
@@ -85,6 +87,9 @@ class LoadFailure(msgspec.Struct, frozen=True):
 class LoadedWeights:
     """Check of the weights that one engine holds, from version to version, by their fingerprints.
 
+    A fingerprint is a checksum of all elements (`flash.weights.image.Fingerprint`), which each worker computes for the
+    weights that it holds.
+
     Law (a loaded version is the published one): if the engine has one worker, and this worker held exactly the
     published tensors at its first version, then it must hold them at each later version. With `exact` it must hold them
     from the first version on. In other engines the fingerprints cannot be equal (tensor-parallel shards, quantised or
@@ -102,6 +107,8 @@ class LoadedWeights:
 
     def check(self, published: list[int], held: list[list[int]], *, engine: int, version: int) -> None:
         """Compare the fingerprint of `version` as published with the fingerprints that the engine's workers hold now.
+
+        The node loop calls this after each load. Both are remembered for the next call, unless the check fails.
 
         Raises:
             WeightsError: the engine holds other weights.
@@ -123,7 +130,9 @@ class LoadedWeights:
 
 
 def check_canary(canary: Canary, observed: Sequence[float], *, engine: int, version: int) -> float:
-    """Compare an engine's log-probs with the trainer's, and return the mean of their absolute differences in nats.
+    """Compare an engine's log-probs of the canary with the trainer's.
+
+    Returns the mean of their absolute differences in nats, which metrics show as `canary_error`.
 
     The mean is compared with the tolerance, not the maximum. Rounding alone can make a few large differences, above all
     if it routes a token to another expert, but an engine that computes wrongly differs at most of the tokens.

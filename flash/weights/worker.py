@@ -4,9 +4,11 @@ The node loop (`flash.rollout.vllm.engine`) lets vLLM call `WeightReceiver`, our
 first `start_weight_update`, then `receive_weights`, then `finish_weight_update`. `receive_weights` pulls the version
 (`flash.weights.tcp`, `flash.weights.broadcast`) and gives its tensors to vLLM's layerwise reload, which keeps the
 storage that compiled graphs point into. After that the node loop calls the methods of `WorkerExtension`, which vLLM
-adds to its worker class. They return the failure of the last load and the fingerprint of the weights.
+adds to its worker class. They return the failure of the last load and the fingerprint of the weights, a checksum of all
+elements. They also load adapters (LoRA), which vLLM holds beside the model's own weights.
 
-With ipc, vLLM's own weight transfer engine receives; `WorkerExtension` is used all the same.
+A *worker* is a process of an engine that holds the model, or a part of it. With ipc (engine and trainer on one GPU),
+vLLM's own weight transfer engine receives; `WorkerExtension` is used all the same.
 
 A version that cannot be pulled is reported as a `LoadFailure`, and is not raised. vLLM would print the traceback of an
 exception twice, and a trainer that dies in the middle of a pull is an expected event.
@@ -142,7 +144,8 @@ class WorkerExtension:
 def keep_sums(layer_sums: LayerSums, layer: nn.Module) -> None:
     """Add a layer's fingerprint to `layer_sums`.
 
-    Called just before the CPU's kernels pack the layer's new weights. After that the fingerprint cannot be computed.
+    `flash.foreign.vllm_worker` calls this just before the CPU's kernels pack the layer's new weights into another
+    layout, after which the fingerprint cannot be computed.
     """
     fingerprint = Fingerprint()
     for parameter in layer.parameters(recurse=False):
@@ -151,7 +154,7 @@ def keep_sums(layer_sums: LayerSums, layer: nn.Module) -> None:
 
 
 def model_sums(model: nn.Module, layer_sums: LayerSums) -> list[int]:
-    """Return the fingerprint of all weights that a model holds, each counted once.
+    """Return the fingerprint of all weights that a model holds. A weight that several layers share counts once.
 
     Layers in `layer_sums` have packed weights, so their fingerprints are taken from `layer_sums`.
     """
