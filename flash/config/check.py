@@ -60,6 +60,7 @@ def advise_on_engines(config: Config) -> None:
 
 
 def _warn(problems: Iterable[ConfigProblem]) -> None:
+    """Print one line for each problem. Values that the user wrote may hold control characters; these are escaped."""
     for key, message in problems:
         sys.stderr.write(f"flash: warning: `{key}`: {harmless(message)}\n")
 
@@ -84,8 +85,10 @@ def check_run(config: Config) -> Iterator[ConfigProblem]:
 
 
 def check_env(config: Config) -> Iterator[ConfigProblem]:
-    """Check that the environment exists, has the interface, accepts its options, and can train a tiny model if it
-    must."""
+    """Check that the environment exists, has the interface, and accepts its options.
+
+    With a `[tiny_model]` table it also needs the methods from which that model is made and first trained.
+    """
     try:
         env = load_environment(config.env.path)
     except ConfigError as error:
@@ -114,7 +117,11 @@ def _own_check(env: type[object], kwargs: dict[str, Any]) -> Iterator[ConfigProb
 
 
 def _domains(config: Config, env: type[object], kwargs: dict[str, Any]) -> Iterator[ConfigProblem]:
-    """Yield a problem for each option of a domain that conflicts with the rest of the configuration."""
+    """Yield a problem for each option of a domain that conflicts with the rest of the configuration.
+
+    A domain is one environment of a mixture (`envs.mixture`); it may have settings of its own, in place of those of the
+    run. An environment without domains has no problems here.
+    """
     found = class_with("domains", env, kwargs)
     domains: dict[str, Any] = {} if found is None else found[0].domains(**found[1])
     # Only the wrapper knows which of its options holds the table of a wrapped mixture.
@@ -201,7 +208,7 @@ def check_eval(config: Config) -> Iterator[ConfigProblem]:
 
 
 def check_observe(config: Config) -> Iterator[ConfigProblem]:
-    """Check that the sink of a tracker can be loaded."""
+    """Check that the sink, the user's own function that receives the metrics, can be imported and called."""
     if config.observe.sink is not None:
         try:
             load_sink(config.observe.sink)
@@ -210,7 +217,7 @@ def check_observe(config: Config) -> Iterator[ConfigProblem]:
 
 
 def check_alarms(config: Config) -> Iterator[ConfigProblem]:
-    """Check that alarms which act have a limit, and that their command can be started."""
+    """Check that alarms which write a checkpoint or end the run have a limit, and that the command can be started."""
     alarms = config.alarms
     for key, chosen in (("alarms.checkpoint", alarms.checkpoint), ("alarms.stop", alarms.stop)):
         for name in chosen:
@@ -245,7 +252,7 @@ def check_simulate(config: Config) -> Iterator[ConfigProblem]:
 
 
 def check_simulation(config: Config) -> Iterator[ConfigProblem]:
-    """Check that there is a `[simulate]` table, and that the simulator supports the swap method."""
+    """Check what `flash simulate` alone needs: a `[simulate]` table, and a swap method that the simulator supports."""
     if config.simulate is None:
         yield ConfigProblem("simulate", "is missing: a [simulate] table says what stands in for hardware and workload")
     if config.adapters > 1:

@@ -4,6 +4,10 @@ Each `check_TABLE` yields every problem of one table; `flash.config.check` calls
 own properties are in `check_algorithm`, also if the key belongs to another table. An option without an effect is
 refused, because a user who sets it expects an effect. `advise_train` and `advise_algorithm` yield warnings.
 
+The *age* of a token is the number of training steps since the weights that sampled it; α (`train.async_ratio`) bounds
+it. Law 6: with α > 0, an objective must correct for the age, by the log-probs under the sampling policy. A *correction*
+is a factor of the loss that does so for any objective (`algorithms.corrections`).
+
 `supervised` changes a configuration with an `[sft]` table, as soon as it is read: `flash sft` (supervised fine-tuning)
 learns rows of a file and samples nothing.
 """
@@ -215,6 +219,7 @@ def _advantage(config: Config, objective: Objective, advantage: Advantage) -> It
 
 
 def _aggregation(config: Config, aggregation: Aggregation) -> Iterator[ConfigProblem]:
+    """Yield a problem if a divisor is set that the aggregation (losses of tokens to one number) does not use."""
     length = config.algorithm.constant_length
     if length is not None and aggregation != "constant":
         message = f"{length} has no effect: algorithm.aggregation is {aggregation!r}; expected 'constant' beside it"
@@ -223,7 +228,7 @@ def _aggregation(config: Config, aggregation: Aggregation) -> Iterator[ConfigPro
 
 def is_off_policy(config: Config) -> bool:
     """Return True if the objective must correct for the age of samples: they may be old, and nothing else corrects
-    it."""
+    it. `flash.trainer.objective` then tries whether the objective really does so."""
     weighed = any(isinstance(one, WEIGHTS) for one in config.algorithm.corrections)
     return config.train.async_ratio > 0 and not weighed and not config.train.allow_uncorrected
 
@@ -316,6 +321,7 @@ def _disagreement(config: Config, objective: Objective, advantage: Advantage) ->
 
 
 def _kl(config: Config) -> Iterator[ConfigProblem]:
+    """Yield a problem if the estimator of the KL to the reference has no gradient at its place in the loss."""
     kl = config.algorithm.kl
     if kl is not None and kl.estimator == "k1" and kl.place == "loss":
         message = (
@@ -348,6 +354,8 @@ def _teacher(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _shaping(config: Config) -> Iterator[ConfigProblem]:
+    """Yield the problems of changes of the reward by length: limits beyond every response, groups without
+    comparison."""
     rollout, longest = config.rollout, _longest_sample(config)
     for place, shaping in enumerate(config.algorithm.shaping):
         key = f"algorithm.shaping[{place}]"

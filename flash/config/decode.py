@@ -27,6 +27,7 @@ NO_KEY = "no such key"
 """Error message for a name that no section has."""
 
 _PART = "with a part "
+"""Beginning of the fault of a list or table whose part is at fault."""
 
 LONGEST_VALUE = 60
 """Largest number of characters of a wrong value that an error message repeats."""
@@ -41,6 +42,7 @@ class ConfigProblem(NamedTuple):
 
 
 def _mismatch(key: str, annotation: Any, value: Any) -> ConfigProblem:
+    """Return the problem of a value that does not fit its annotated type."""
     fault = _fault(value)
     if fault is None and isinstance(value, int) and value > MOST:
         fault = f"which is above {MOST}"
@@ -48,6 +50,7 @@ def _mismatch(key: str, annotation: Any, value: Any) -> ConfigProblem:
 
 
 def _convert(value: Any, annotation: Any) -> Any:
+    """Convert a value to its annotated type. Raises msgspec.ValidationError if it does not fit or can never be used."""
     if (fault := _fault(value)) is not None:
         raise msgspec.ValidationError(fault)
     return msgspec.convert(value, annotation)
@@ -182,6 +185,7 @@ def _fault(value: Any) -> str | None:
 
 
 def _is_unicode(text: str) -> bool:
+    """Return False for a text with lone surrogates, which a command line may contain and no file can."""
     try:
         text.encode()
     except UnicodeEncodeError:

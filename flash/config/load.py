@@ -248,6 +248,7 @@ def _files_in(folder: Path) -> str:
 
 
 def _parse_override(text: str) -> dict[str, Any]:
+    """Return the nested tables that an override such as `train.async_ratio=2` stands for. Raises ConfigError."""
     key, equals, value = text.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
@@ -316,6 +317,7 @@ def _with_hint(problem: ConfigProblem, merged: Mapping[str, Any]) -> ConfigProbl
 
 
 def _suggest_key(table: str, dot: str, key: str) -> str:
+    """Return `; did you mean X?` for an unknown key; empty if no key is similar. `table` and `dot` stand before it."""
     same = [f"`{path}`" for path in _keys_named(key)]
     if same:
         return f"; did you mean {' or '.join(same)}?"
@@ -364,6 +366,7 @@ def keys(section: type[Section] = Config, prefix: str = "") -> tuple[tuple[str, 
 
 
 def _resolve(config: Config) -> Config:
+    """Return the configuration with values that depend on other keys or on this machine, such as its number of GPUs."""
     config = supervised(with_folder(config))
     if config.cluster.gpus_per_node != "auto":
         return config

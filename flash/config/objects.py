@@ -118,6 +118,7 @@ def _first_missing(name: str) -> str | None:
 
 
 def _nearest_module(name: str) -> str:
+    """Return `; did you mean X?` for the module beside the missing one that has the most similar name; else empty."""
     parent, _, _ = name.rpartition(".")
     paths = getattr(sys.modules[parent], "__path__", []) if parent else own_folders()
     prefix = f"{parent}." if parent else ""
@@ -202,6 +203,7 @@ def is_sink(made: object) -> bool:
 
 
 def _takes(function: Callable[..., object], *positional: str) -> bool:
+    """Return True if a function can be called with these positional arguments, or if that cannot be found out."""
     try:
         inspect.signature(function).bind(*positional)
     except TypeError:
@@ -296,6 +298,7 @@ def _parameters(cls: Callable[..., object]) -> Iterator[tuple[str, inspect.Param
 
 
 def _evaluate(annotation: Any, namespace: dict[str, Any]) -> Any:
+    """Return the type that an annotation names, also one that is written as text; Any if that is not known here."""
     if annotation is inspect.Parameter.empty:
         return Any
     if not isinstance(annotation, str):

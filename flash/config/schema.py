@@ -88,7 +88,7 @@ def _draft_7(part: Any) -> Any:
     if made.get("default", ...) is None:
         del made["default"]
     if "prefixItems" in made:
-        made |= {"items": made.pop("prefixItems"), "additionalItems": False}
+        made["items"] = made.pop("prefixItems")  # msgspec also gives the number of items
     if "pattern" in made:
         made["pattern"] = made["pattern"].replace(r"\Z", "$")  # only Python writes the end of a text as \Z
     return made

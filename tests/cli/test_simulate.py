@@ -196,7 +196,7 @@ def test_a_folder_that_is_missing_is_named_before_anything_runs(run: Path, tmp_p
     [
         ("simulate.rollout_gpus=3", "expected a multiple of simulate.gpus_per_engine = 2"),
         ("simulate.nodes=2", "expected at most one per engine: 1"),
-        ("simulate.response_tokens=long", "'long' is not a distribution"),
+        ("simulate.response_tokens=long", 'expected a number, .*, got "long"; a distribution is no text any more'),
         ("rollout.max_new_tokens=9999", "expected at most 4095"),
         ("train.batch_size=9", "expected a multiple of rollout.group_size"),
     ],

@@ -90,7 +90,7 @@ def file(tmp_path: Path) -> Path:
         ("model.path=a\udc80b", "which holds characters that no text has"),
         ("rollout.fifo_window=1e308", "expected a number from 1 to 1e+06"),
         ("env.options.x={y = 18446744073709551616}", "with a part which does not fit into 64 bits"),
-        ("simulate.turns=constant(" + "(" * 5000, "is not a distribution: it cannot be read"),
+        ("simulate.turns=constant(" + "(" * 5000, "; a distribution is no text any more, but a number"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_key(file: Path, override: str, complaint: str) -> None:

@@ -232,7 +232,10 @@ def test_what_a_change_leaves_as_it_was_is_told_once_there_are_weights(
     assert left_as_it_was(make_config(tmp_path, model={"path": str(other)})) == []
     adapted = make_config(tmp_path, run={"resume": True}, model={"path": str(other)}, lora={})
     (told,) = (problem.message for problem in left_as_it_was(adapted) if problem.key == "model.path")
-    assert told == "The adapters of the newest checkpoint stay. They fit only the model beside which they were trained"
+    assert told == (
+        "The adapters of the newest checkpoint stay. They fit only the model beside which they were trained, which the "
+        "trainer checks."
+    )
 
 
 def checkpoint_of(config: Config, *extras: str) -> Path:
