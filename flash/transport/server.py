@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import resource
 import shlex
 import socket
 from collections.abc import Awaitable, Callable, Generator
@@ -234,19 +233,6 @@ def port_holder(port: int) -> str:
                 shown = command if len(command) <= LONGEST_COMMAND else f"{command[:LONGEST_COMMAND]}…"
                 return f"process {process.name} ({shown})"
     return "a process of another user or container"
-
-
-def raise_descriptor_limit() -> None:
-    """Let this process, and the processes that it starts, open as many files as the system grants.
-
-    Every process of a run calls this at its start. The usual soft limit of 1,024 is less than the connections of a
-    large run.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (ValueError, OSError) as error:  # some systems grant less than the limit that they report
-        _log.debug("the limit of open files stays as it is: %s", error)
 
 
 # -- connections -----------------------------------------------------------------------------------------------------

@@ -13,9 +13,10 @@ import anyio.lowlevel
 import msgspec
 import pytest
 
+from flash.run.processes.worker import raise_descriptor_limit
 from flash.transport import Peer, Request, connect
 from flash.transport.auth import MAGIC
-from flash.transport.server import LOG_WINDOW_S, MAX_UNPROVEN, LimitedLog, raise_descriptor_limit
+from flash.transport.server import LOG_WINDOW_S, MAX_UNPROVEN, LimitedLog
 
 pytestmark = pytest.mark.anyio
 

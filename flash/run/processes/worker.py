@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import sys
 import traceback
 from pathlib import Path
@@ -26,7 +27,6 @@ from flash.run.processes.scratch import join_scratch_folder
 from flash.run.processes.starter_watch import LAUNCHER, end_with_launcher
 from flash.run.processes.supervisor import End
 from flash.text import OneLine, harmless
-from flash.transport.server import raise_descriptor_limit
 
 log = logging.getLogger("flash")
 
@@ -67,6 +67,18 @@ def main(role: str, file: Path, order: ProcessOrder) -> int:
     except Exception:  # outermost boundary of the process: show the bug, and end with a code that the supervisor knows
         sys.stderr.write(harmless(traceback.format_exc()))
         return End.FAILED
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process, and the processes that it starts, open as many files as the system grants.
+
+    The usual soft limit of 1,024 is less than the connections of a large run.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (ValueError, OSError) as error:  # some systems grant less than the limit that they report
+        log.debug("the limit of open files stays as it is: %s", error)
 
 
 def begin_logging() -> None:
