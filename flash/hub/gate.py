@@ -289,6 +289,7 @@ def _status_fault(status: NodeStatus) -> str | None:
     if len(status.engines) > MOST_ENGINES or len(status.stocks) > MOST_STOCKS:
         return f"{len(status.engines)} engines and {len(status.stocks)} stocks"
     texts = [status.host, *(engine.why for engine in status.engines), *(stock.name for stock in status.stocks)]
+    # A node shortens its texts to `FAILURE_TEXT` characters. Twice as many are allowed, as a margin.
     if (longest := max(map(len, texts))) > 2 * FAILURE_TEXT:
         return f"a text of {longest} characters"
     times = (time for engine in status.engines for time in (engine.loaded_at, engine.died_at) if time is not None)

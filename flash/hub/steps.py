@@ -281,7 +281,7 @@ class TrainingSteps:
         has the step, because rank 0 must not go on from a step that the next hub would not know.
         """
         # These lists are emptied in slices below. To free all samples at once would block the event loop for as long as
-        # all other work of this method takes.
+        # all other work of this method takes. The first part of each shard has entries for all samples of the batch.
         entries = list(self._shards[0][0].batch)
         dealt = [list(part.samples) for parts in self._shards for part in parts]
         self._shards, self._progress.batch = [], "none"

@@ -493,7 +493,7 @@ class NodeWork:
                 if len(leases) < wanted:
                     # The node cannot run any task that is left, for example because it lacks the version for it.
                     unable.add(node)
-                elif wanted < share:
+                elif wanted < share:  # the reply is full
                     self.shares.reply_full(node, now)
         return False
 
@@ -558,6 +558,8 @@ class NodeWork:
                 await checkpoint()
         self.shares.set_capacity(request.node, request.capacity)
         self.pass_on_withdrawals()
+        # Most results make no task available, and to grant leases takes time in each of many thousand deliveries. The
+        # end of an evaluation may make other tasks available.
         if self._samples.admission.openings != self._openings or any(
             ended.result.task.split == "eval" for ended in request.ended
         ):
