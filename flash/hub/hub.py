@@ -42,7 +42,7 @@ from flash.observe.cluster import MOST_LEASES, HubNow, LeaseNow
 from flash.observe.observer import Observer
 from flash.samples.buffer import SampleBuffer
 from flash.samples.evaluation import Evaluations
-from flash.samples.rules import ONE_KIND, AgeContract, BufferRules, Problems
+from flash.samples.rules import ONE_KIND, AgeContract, BufferRules, ProblemKinds
 from flash.samples.tasks import TaskSource
 from flash.transport.frames import ReplyT, Request, check_reply
 from flash.waiting import deadline, unwrapped_group
@@ -79,7 +79,7 @@ class Hub:
         observer: Observer,
         *,
         now: Callable[[], float],
-        problems: Problems = ONE_KIND,
+        problems: ProblemKinds = ONE_KIND,
         recovered: RecoveredState = NEW_RUN,
         persistence: Persistence = NO_PERSISTENCE,
         origin: RunOrigin = NO_ORIGIN,

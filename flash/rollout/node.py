@@ -40,7 +40,7 @@ from flash.rollout.proxy import LLMProxy, ProxySettings
 from flash.rollout.reports import NodeReports
 from flash.rollout.scheduler import MAX_EPISODES, Scheduler, Wakeup
 from flash.rollout.supervisor import EnginePlace, EngineSupervisor
-from flash.samples.rules import ONE_KIND, Problems
+from flash.samples.rules import ONE_KIND, ProblemKinds
 from flash.types import Failure, Lease, Trajectory
 from flash.waiting import deadline, rare_garbage_collection, unwrapped_group
 
@@ -56,7 +56,7 @@ class NodeEnvironment(NamedTuple):
 
     make: Callable[[str], Environment]
     """Makes the environment of a kind of problem."""
-    problems: Problems = ONE_KIND
+    problems: ProblemKinds = ONE_KIND
     prepare: Callable[[], Awaitable[None]] | None = None
     """Opens the resources that the environments share, before the engines start."""
     rehearsed: bool = False

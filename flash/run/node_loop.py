@@ -54,7 +54,7 @@ from flash.run.restart.hub_state import NOTHING, keep_hub_state, restored
 from flash.run.restart.journal import FileJournal
 from flash.run.startup import tell_beginning, tell_cluster, with_held_out_problems
 from flash.samples.journal import NO_JOURNAL
-from flash.samples.rules import Problems
+from flash.samples.rules import ProblemKinds
 from flash.trainer.checkpoint_files import ChosenCheckpoint, choose_checkpoint, newest_complete
 from flash.transport.client import connect
 from flash.transport.server import serve
@@ -111,7 +111,7 @@ async def _first_node(restarts: int, config: Config, token: str | None) -> None:
         for note in filter(None, (ends, *notes, *kept.notes)):
             recorder.note(note)
         env = LoadedEnvironment(config.env.path, config.env.options)
-        problems = Problems.of(config, env.kind_of, env.domains())
+        problems = ProblemKinds.of(config, env.kind_of, env.domains())
         config = await with_held_out_problems(config, env, recorder.note)
         evaluated = {int(row["step"]) for row in recorder.directory.read_evaluations()}
         home = RunOrigin(os.getcwd(), tuple(own_folders()), os.environ[LAUNCHER])
@@ -305,7 +305,8 @@ async def make_node(
         return VLLMEngine(config, number, gpus, remember_shared_memory, cpus, tokenizer.ends)
 
     engines = [partial(make_engine, config.engine_gpus(place, i)) for i in range(config.engines_on(place))]
-    problems, link = Problems.of(config, env.kind_of, env.domains()), HubLink(numbers.node, numbers.first_engine, hub)
+    problems = ProblemKinds.of(config, env.kind_of, env.domains())
+    link = HubLink(numbers.node, numbers.first_engine, hub)
     teacher = await _served_teacher(config, tokenizer)
     played = NodeEnvironment(env.make, problems, env.prepare, rehearsed=True)
     return RolloutNode(

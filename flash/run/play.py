@@ -26,7 +26,7 @@ from flash.rollout.episode.episode import Episode, EpisodeProgress, EpisodeSetti
 from flash.rollout.episode.phases import Phases
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.run.loop_watch import WatchedLoop
-from flash.samples.rules import Problems
+from flash.samples.rules import ProblemKinds
 from flash.types import Completion, Failure, Lease, Observation, Outcome, Task, Tool, Trajectory, VersionRun
 from flash.waiting import deadline
 
@@ -97,7 +97,7 @@ os.register_at_fork(after_in_child=_loop.cache_clear)  # a forked child has the 
 async def _played(config: Config, answers: Sequence[str], seed: int) -> Played:
     """Prepare the environment and play the episode, on the loop of `_loop`."""
     env = LoadedEnvironment(config.env.path, config.env.options)
-    problems = Problems.of(config, env.kind_of, env.domains())
+    problems = ProblemKinds.of(config, env.kind_of, env.domains())
     settings = msgspec.structs.replace(
         EpisodeSettings.of_run(config, problems.domains), max_length=ROOM, max_tokens=ROOM * config.rollout.max_branches
     )

@@ -24,7 +24,7 @@ from flash.rollout.episode.tokenizer import Tokenizer
 from flash.rollout.hub_client import HubLink
 from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.run.startup import tell_beginning, with_held_out_problems
-from flash.samples.rules import Problems
+from flash.samples.rules import ProblemKinds
 from flash.types import Canary, Failure, Outcome, Published, Trajectory
 from flash.waiting import first_error
 
@@ -126,7 +126,7 @@ class _Guest:
         now = anyio.current_time
         # Rollouts need no evaluation before the first step, so version 0 counts as evaluated.
         evaluated = (0,) if config.run.steps else ()
-        problems, recovered = Problems.of(config, env.kind_of, env.domains()), RecoveredState(evaluated=evaluated)
+        problems, recovered = ProblemKinds.of(config, env.kind_of, env.domains()), RecoveredState(evaluated=evaluated)
         self._hub = Hub(config, self.observer, now=now, problems=problems, recovered=recovered)
         link = HubLink(0, 0, InProcessCaller(self._hub, self._saw))
         played = NodeEnvironment(env.make, problems, env.prepare, rehearsed=True)

@@ -27,8 +27,8 @@ from flash.types import Batch, BatchSample, Shard, ShardSample, Trajectory
 
 SAMPLES_PER_SLICE = 512
 """Number of samples that are split or measured in one slice. Each sample takes up to ten microseconds."""
-HALVINGS_PER_SHARD = 4
-"""Number of attempts of `_balance` per shard. After each attempt, it halves one group or part of a group."""
+ATTEMPTS_PER_SHARD = 4
+"""Largest number of assignments that `_balance` tries, per shard. More would balance better, but take longer."""
 PART_BYTES = 1 << 26
 """Approximate number of bytes of samples in one part of a shard. It is far below the limit of a message. It also bounds
 the memory that the encoded parts, one for each rank, take on the hub beside the batch itself."""
@@ -61,6 +61,7 @@ def split_into_shards(
 ) -> Generator[None, None, list[Shard]]:
     """Split a batch into shards that have about the same number of tokens to compute in each minibatch.
 
+    Every sample is in exactly one shard, and every shard has the facts and the denominators of the whole batch.
     Several samples of a shard may begin with the same tokens. A trainer rank computes these once, so they count once.
     Each minibatch is balanced on its own, because the ranks wait for each other at its end.
 
@@ -70,7 +71,7 @@ def split_into_shards(
         minibatches: number of minibatches of the step.
         slice_size: number of samples after which this generator yields.
     """
-    # Facts about each sample, and the denominators of the loss. Every shard gets them, for the whole batch.
+    # Facts about each sample, and the denominators of the loss.
     entries: list[BatchSample] = []
     tokens = sequences = 0
     for trajectory in batch.trajectories:
@@ -151,16 +152,18 @@ def _whole_group(trajectories: Sequence[Trajectory], indices: list[int]) -> Gene
     `indices` has the index in `trajectories` of each sample of the group.
     """
     # Each sequence (branch) of the group, with the index of its sample.
-    parts: list[tuple[int, IntArray]] = []
+    sequences: list[tuple[int, IntArray]] = []
     for index in indices:
         trajectory = trajectories[index]
         tokens, ends = trajectory.tokens(), (*trajectory.branches, trajectory.length)
-        parts += [(index, tokens[begin:end]) for begin, end in pairwise(ends)]
-    order, shared = yield from sort_by_prefix([tokens for _, tokens in parts])
-    ordered = list(dict.fromkeys(parts[each][0] for each in order))
-    position = {index: count for count, index in enumerate(ordered)}
-    sample_of, lengths = ([position[parts[each][0]] for each in order], [len(parts[each][1]) for each in order])
-    return _SortedGroup(ordered, sample_of, lengths, shared).block(range(len(ordered)))
+        sequences += [(index, tokens[begin:end]) for begin, end in pairwise(ends)]
+    order, shared = yield from sort_by_prefix([tokens for _, tokens in sequences])
+    ordered_sequences = [sequences[at] for at in order]
+    ordered_indices = list(dict.fromkeys(index for index, _ in ordered_sequences))
+    position = {index: place for place, index in enumerate(ordered_indices)}
+    sample_of = [position[index] for index, _ in ordered_sequences]
+    lengths = [len(tokens) for _, tokens in ordered_sequences]
+    return _SortedGroup(ordered_indices, sample_of, lengths, shared).block(range(len(ordered_indices)))
 
 
 def _balance(
@@ -181,7 +184,7 @@ def _balance(
         blocks.append((yield from _whole_group(trajectories, indices)))
         yield
     best, fullest = list[list[_Block]](), math.inf
-    for _ in range(HALVINGS_PER_SHARD * shards):
+    for _ in range(ATTEMPTS_PER_SHARD * shards):
         assigned: list[list[_Block]] = [[] for _ in range(shards)]
         loads = [(0, shard) for shard in range(shards)]  # A heap: the shard with the fewest tokens is first.
         for block in sorted(blocks, key=lambda block: -block.tokens):
@@ -230,6 +233,7 @@ def split_into_messages(
 def sample_metrics(trajectory: Trajectory) -> dict[str, float]:
     """Return the metrics of one sample: those of its environment and, if it has a kind, those of its domain.
 
+    The hub takes their means over a batch, and an evaluation over its round.
     The kind is the name of the environment in a run that mixes several. The metrics of a domain are the reward and the
     number of action tokens, which are the tokens that the policy sampled.
     """

@@ -174,7 +174,7 @@ class DomainSettings(msgspec.Struct, frozen=True, kw_only=True):
         return cls(filter=group_filter, sampling=sampling, **combined)
 
 
-class Problems(NamedTuple):
+class ProblemKinds(NamedTuple):
     """Kinds and domains of the environment's problems, which the hub and the nodes need.
 
     The hub chooses problems by domain, and a node plays each task with the limits of its domain.
@@ -186,7 +186,7 @@ class Problems(NamedTuple):
     """Settings of each domain; empty if there are none."""
 
     @classmethod
-    def of(cls, config: Config, kind_of: Callable[[int], str], domains: Mapping[str, Domain]) -> Problems:
+    def of(cls, config: Config, kind_of: Callable[[int], str], domains: Mapping[str, Domain]) -> ProblemKinds:
         """Return the kinds and domains of an environment's problems. The hub and each node call this when they start.
 
         Args:
@@ -213,7 +213,7 @@ def _unnamed(seed: int) -> str:
     return ""
 
 
-ONE_KIND = Problems(_unnamed, MappingProxyType({}))
+ONE_KIND = ProblemKinds(_unnamed, MappingProxyType({}))
 """Problems of an environment without kinds: all are of one kind, whose name is empty, and there are no domains."""
 
 

@@ -58,7 +58,7 @@ class Cursor(msgspec.Struct):
 class Problem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The problem that the next group is about. The journal keeps it, so a replay does not ask the environment."""
 
-    following: int
+    next_number: int
     """Number of the problem after this one. `issue` moves the cursor there."""
     seed: int
     """Seed with which the environment shows the problem."""
@@ -137,9 +137,9 @@ class TaskSource:
         Moves the cursor beyond the problem. All tasks have the problem's seed, and therefore the same prompt.
         """
         if problem.of_domain:
-            self.cursor.next_of[problem.kind] = problem.following
+            self.cursor.next_of[problem.kind] = problem.next_number
         else:
-            self.cursor.next_problem = problem.following
+            self.cursor.next_problem = problem.next_number
         group_id = self.cursor.next_group
         self.cursor.next_group += 1
         first, members = self.cursor.next_task, self._members.get(problem.kind, self._members[""])

@@ -12,7 +12,7 @@ from flash.config.tree import Config, EnvConfig, ModelConfig, RolloutConfig, Run
 from flash.environment import Domain
 from flash.environment.load import LoadedEnvironment
 from flash.errors import ConfigError
-from flash.samples.rules import Problems
+from flash.samples.rules import ProblemKinds
 from flash.samples.tasks import TaskSource
 
 PROPERTIES: dict[str, Any] = {
@@ -90,7 +90,7 @@ def test_every_property_of_a_domain_is_seen_through_every_wrapper(wrapper: str, 
     env = loaded(wrapper, inner)
     assert env.domains() == plain.domains()
     assert getattr(env.domains()["hard"], name) == getattr(plain.domains()["hard"], name) != getattr(Domain(), name)
-    seen, expected = (Problems.of(config, one.kind_of, one.domains()) for one in (env, plain))
+    seen, expected = (ProblemKinds.of(config, one.kind_of, one.domains()) for one in (env, plain))
     assert seen.domains == expected.domains
     assert seen.domains["easy"] != seen.domains["hard"]
 

@@ -35,7 +35,7 @@ from flash.observe.observer import MemoryObserver
 from flash.samples.buffer import MEMBERS_PER_SLICE
 from flash.samples.journal import MemoryJournal
 from flash.samples.replay import Replay
-from flash.samples.rules import Problems
+from flash.samples.rules import ProblemKinds
 from flash.simulate.clock import run_virtual
 from flash.types import Batch, Failure, Lease, Outcome, Published, Shard, Trajectory, VersionRun
 from tests.branching import joined
@@ -327,7 +327,7 @@ class Schedule:
             self.config,
             self.observer,
             now=anyio.current_time,
-            problems=Problems.of(
+            problems=ProblemKinds.of(
                 self.config,
                 lambda seed: list(self.domains)[seed % len(self.domains)] if self.domains else "",
                 self.domains,

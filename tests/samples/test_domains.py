@@ -22,7 +22,7 @@ from flash.samples.buffer import SampleBuffer
 from flash.samples.groups import GroupFilter
 from flash.samples.journal import MemoryJournal
 from flash.samples.replay import Replay
-from flash.samples.rules import AgeContract, BufferRules, DomainSettings, DomainShares, Problems
+from flash.samples.rules import AgeContract, BufferRules, DomainSettings, DomainShares, ProblemKinds
 from flash.samples.store import BufferState
 from flash.samples.tasks import TaskSource
 from flash.sampling import PLAIN, Sampling
@@ -250,9 +250,9 @@ def test_a_domain_cannot_sample_what_cannot_be_trained(domain: Domain, message: 
 def test_a_domain_keeps_no_sets_where_logits_are_too_coarse_to_tell_which() -> None:
     model = ModelConfig(path="model", dtype="bfloat16", head_dtype="model")
     config = Config(run=RunConfig(name="n"), model=model, env=EnvConfig(path="envs.mixture:Mixture"))
-    assert not Problems.of(config, lambda seed: "a", {"a": Domain()}).domains["a"].sampling.has_kept_sets
+    assert not ProblemKinds.of(config, lambda seed: "a", {"a": Domain()}).domains["a"].sampling.has_kept_sets
     with pytest.raises(ConfigError, match=r"top_k of the domain 'a': .* not known with logits in bfloat16"):
-        Problems.of(config, lambda seed: "a", {"a": Domain(top_k=5)})
+        ProblemKinds.of(config, lambda seed: "a", {"a": Domain(top_k=5)})
 
 
 def test_a_domain_has_its_own_sampling_and_else_the_runs() -> None:
