@@ -89,9 +89,10 @@ def distilled(advantage_T: Tensor, logp_T: Tensor, teacher_T: Tensor, coefficien
     et al. 2023, "MiniLLM", arXiv 2306.08543, without its long-term part; Thinking Machines Lab 2025, "On-Policy
     Distillation").
 
-    D_t uses only the log-probs of this token, not those of later tokens. With the objective's importance ratio
-    r = π / π_behaviour, E[−r D_t ∇ log π] is therefore β times the gradient of Σ_t KL(π(· | y_<t) ‖ π_T(· | y_<t)) at
-    the sampled prefixes y_<t, whichever version sampled them.
+    D_t uses only the log-probs of this token, not those of later tokens. So it estimates the KL divergence at each
+    token, given the prefix y_<t of sampled tokens: with the objective's importance ratio r = π / π_behaviour,
+    E[−r D_t ∇ log π] is β times the gradient of Σ_t KL(π(· | y_<t) ‖ π_T(· | y_<t)). This holds whichever version
+    sampled the prefixes.
     """
     return advantage_T - coefficient * (logp_T.detach() - teacher_T)
 

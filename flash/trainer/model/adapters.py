@@ -85,26 +85,29 @@ def fill_policy(model: PreTrainedModel, plain: PreTrainedModel, seed: int) -> No
         return
     found: dict[str, Any] = {name: state.pop(_base_name(name)) for name, _ in kept_buffers(model)}
     generator = torch.Generator().manual_seed(seed)
-    home = next(plain.parameters()).device
+    # The device on which ranks keep their shards: the host if weights are offloaded.
+    device = next(plain.parameters()).device
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             found[name] = state.pop(_base_name(name)).to(parameter.dtype)
             continue
-        # nn.init would depend on the random numbers that this process has drawn before.
+        # Every rank draws the same whole matrix, and keeps its part. nn.init would depend on the random numbers that
+        # this process has drawn before.
         whole = torch.rand(parameter.shape, generator=generator).mul_(2).sub_(1).div_(parameter.shape[1] ** 0.5)
         whole = whole if ".lora_A." in name else torch.zeros_like(whole)
         assert isinstance(parameter, DTensor), "the policy is sharded"
         part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        found[name] = part.to(home)
+        found[name] = part.to(device)
     model.load_state_dict(found, strict=False, assign=True)
 
 
 def fingerprint_of(model: nn.Module) -> tuple[int, ...]:
     """Return the fingerprint of a sharded model's parameters over all ranks. A collective.
 
-    A fingerprint is numbers that change if any weight changes. Checkpoints of adapters hold that of their base, so that
-    adapters are never combined with another base.
+    A fingerprint is two exact sums over all weights (`flash.weights.image.Fingerprint`). Checkpoints of adapters hold
+    the fingerprint of their base, so that adapters are never combined with another base.
     """
+    # The sum over the ranks' parts is the fingerprint of the whole parameters.
     fingerprint = Fingerprint()
     for parameter in model.parameters():
         fingerprint.add(parameter.to_local() if isinstance(parameter, DTensor) else parameter)

@@ -118,7 +118,11 @@ def _draw_text(model: PreTrainedModel, count: int, seed: int) -> CanaryText:
 
 
 def _draw_tokens(logits_BV: Tensor, generator: torch.Generator) -> Tensor:
-    """Return [B, 1]: the index of the largest logit with Gumbel noise, which exists for NaN logits too."""
+    """Return [B, 1]: a token sampled from the softmax of each row of logits.
+
+    The largest logit with Gumbel noise has just this distribution. There is a largest one also among NaN logits, for
+    which `CanaryMaker` then raises a clear error; torch's own function for sampling would fail on them.
+    """
     uniform_BV = torch.rand(logits_BV.shape, generator=generator).clamp(min=1e-20)
     return (logits_BV - (-uniform_BV.log()).log()).argmax(-1, keepdim=True)
 

@@ -13,7 +13,7 @@ its log-prob, which is gathered to all ranks. After the forward pass, each rank 
 Conservation: only the rank that holds a slice has gradients for its tokens, while FSDP averages gradients over the
 ranks. So the gradient of a gathered answer is multiplied by the number of ranks in its backward pass.
 
-Shape legend: U = tokens of the row, L = tokens of a slice, C = ranks, H = heads, D = width of a head, N = questions
+Shape legend: U = tokens of the row, L = tokens of a slice, C = ranks, H = heads, D = width of a head, Q = questions
 (places of the row whose answer is wanted), M = questions in this rank's slice, X = numbers of an answer.
 """
 
@@ -66,29 +66,29 @@ class RowSlice:
         part = whole_U[self.first : self.first + self.length]
         return torch.cat([part, part.new_zeros(self.length - len(part), *part.shape[1:])])
 
-    def holds(self, row_N: Int64Array) -> Int64Array:
-        """Return [M]: indices into `row_N`, which has places in the row, of the places that lie in this rank's
+    def holds(self, row_Q: Int64Array) -> Int64Array:
+        """Return [M]: indices into `row_Q`, which has places in the row, of the places that lie in this rank's
         slice."""
-        return np.flatnonzero(row_N // self.length == self.first // self.length)
+        return np.flatnonzero(row_Q // self.length == self.first // self.length)
 
-    def gather_answers(self, answer_MX: Tensor, row_N: Int64Array) -> Tensor:
-        """Return [N, X]: the answers of all ranks for places in the row. A collective.
+    def gather_answers(self, answer_MX: Tensor, row_Q: Int64Array) -> Tensor:
+        """Return [Q, X]: the answers of all ranks for places in the row. A collective.
 
-        Each rank passes the answers for the places that it `holds`, in their order. All ranks pass the same `row_N`.
+        Each rank passes the answers for the places that it `holds`, in their order. All ranks pass the same `row_Q`.
         """
         if self.context is None:
             return answer_MX
         # Each rank sends as many answers as the rank that has the most. Then the answer to question n is at
-        # `place_N[n]`: after the blocks of earlier ranks, and after the earlier answers of its own rank.
-        rank_N = row_N // self.length
-        count_C = np.bincount(rank_N, minlength=self.ranks)
-        most, order = int(count_C.max()), np.argsort(rank_N, kind="stable")
-        place_N = np.empty_like(row_N)
-        place_N[order] = np.arange(len(row_N)) - np.repeat(np.cumsum(count_C) - count_C, count_C)
-        place_N += rank_N * most
+        # `place_Q[n]`: after the blocks of earlier ranks, and after the earlier answers of its own rank.
+        rank_Q = row_Q // self.length
+        count_C = np.bincount(rank_Q, minlength=self.ranks)
+        most, order = int(count_C.max()), np.argsort(rank_Q, kind="stable")
+        place_Q = np.empty_like(row_Q)
+        place_Q[order] = np.arange(len(row_Q)) - np.repeat(np.cumsum(count_C) - count_C, count_C)
+        place_Q += rank_Q * most
         padded = pad(answer_MX, (0, 0, 0, most - len(answer_MX)))
         gathered: Any = _AllGather.apply(padded, self.context.get_group())
-        return gathered[torch.from_numpy(place_N).to(answer_MX.device)]
+        return gathered[torch.from_numpy(place_Q).to(answer_MX.device)]
 
     def to_heads(self, states: Sequence[Tensor]) -> list[Tensor]:
         """Exchange [L, H, D] of each state for [U, H / C, D]. A collective.

@@ -14,8 +14,8 @@ d log p[target] / dz = 1[target] − p  and  dH / dz = −p (log p + H).
 The *kept set* of a position has the tokens that settings such as top-k left in the distribution. All others get
 z = `LEFT_OUT`, so p = 0. A *question* is a computed position with a target token and a temperature.
 
-Shape legend: P = tokens of the packed sequences, U = computed tokens, T = predicted tokens, N = distinct questions (or
-tokens of all kept sets), M = questions in this rank's slice of the row, C = positions of a chunk, V = vocabulary,
+Shape legend: P = tokens of the packed sequences, U = computed tokens, T = predicted tokens, Q = distinct questions,
+M = questions in this rank's slice of the row, N = tokens of all kept sets, C = positions of a chunk, V = vocabulary,
 D = width of a hidden state, W = largest kept set of a position.
 """
 
@@ -105,13 +105,13 @@ def token_logprobs(
     # may come from different kept sets.
     merge = row.layout.shared and kept is None
     distinct = _distinct_questions(sequences.computed.row_P[before_T], target_T, scale_T) if merge else None
-    first_N = np.arange(len(target_T)) if distinct is None else distinct.first_N
-    row_N = row.row_P[before_T[first_N]]
+    first_Q = np.arange(len(target_T)) if distinct is None else distinct.first_Q
+    row_Q = row.row_P[before_T[first_Q]]
     # 3. Put the questions in this rank's slice to the output layer, and run the model.
-    held_M = part.holds(row_N)
-    place_M = first_N[held_M]
+    held_M = part.holds(row_Q)
+    place_M = first_Q[held_M]
     rows, target, scale = (
-        to_device(each, device) for each in (row_N[held_M] - part.first, target_T[place_M], scale_T[place_M])
+        to_device(each, device) for each in (row_Q[held_M] - part.first, target_T[place_M], scale_T[place_M])
     )
     request = LogprobRequest(target, scale, entropy_gradient, None if kept is None else kept.select(held_M, device))
     if layer.replay is not None:
@@ -125,7 +125,7 @@ def token_logprobs(
         raise changes_logits(model)
     # 5. Gather the answers of all slices, and give each predicted token the answer to its question. `output.logits`
     # holds no logits: `OutputLayer.forward` has returned log-probs and entropies in their place.
-    answer_T2 = part.gather_answers(output.logits[0], row_N)
+    answer_T2 = part.gather_answers(output.logits[0], row_Q)
     if distinct is not None:
         answer_T2 = answer_T2[to_device(distinct.question_T, device)]
     logp_T, entropy_T = answer_T2.unbind(-1)
@@ -183,10 +183,10 @@ def changes_logits(model: PreTrainedModel) -> ConfigError:
 class _DistinctQuestions(NamedTuple):
     """Questions without repetitions, so that each is answered once."""
 
-    first_N: Int64Array
+    first_Q: Int64Array
     """Index in T of the first occurrence of each question."""
     question_T: Int64Array
-    """Index in N of each predicted token's question."""
+    """Index in Q of each predicted token's question."""
 
 
 def _distinct_questions(row_T: Int64Array, target_T: Int64Array, scale_T: Float64Array) -> _DistinctQuestions:

@@ -163,7 +163,7 @@ def make_tiny_model(
             tokenizer.save_pretrained(str(folder))
             (folder / FINGERPRINT).write_text(json.dumps(made_from, indent=2))
 
-    done = 0
+    done = 0  # steps of the warm start, in case it is interrupted
 
     def count(step: int, steps: int, loss: float) -> None:
         nonlocal done
@@ -178,7 +178,7 @@ def make_tiny_model(
         if done and not finished:
             made_from[INTERRUPTED] = done
             save()
-            sys.stdout.write(f"tiny model: interrupted after {done} steps; {path} has the model as it is by now\n")
+            sys.stdout.write(f"tiny model: interrupted after {done} steps; {path} has the model after these steps\n")
         raise
     save()
 
