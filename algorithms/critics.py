@@ -48,7 +48,7 @@ def gae(
         mask_T: True for tokens that are time steps.
         sequence_T: index of each token's sequence, non-decreasing.
         gamma: γ, the discount of one time step.
-        lam: λ. 0 relies on the next value alone, 1 on the rewards alone.
+        lam: λ. With 0, A_t is δ_t. With 1, A_t is the discounted sum of the rewards that follow, minus V_t.
         bootstrap_S: V of the state after the last step of each sequence, if episodes continue beyond their sequences; 0
             for a sequence whose episode ended. None: all episodes ended.
 

@@ -297,8 +297,7 @@ class RowAttention:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences that have tokens of their own. A sequence that equals the beginning of another has
-        none."""
+        """Number of sequences that have tokens of their own. Of equal sequences, only one has."""
         return sum(len(rows) > 0 for rows in self._own)
 
     def parts(self, query_UHD: Tensor, value_UHD: Tensor, scores: ScoreOptions) -> list[AttentionPart]:

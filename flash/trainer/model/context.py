@@ -110,7 +110,7 @@ class RowSlice:
         return [part.unflatten(-1, (-1, state.shape[2])) for part, state in zip(parts, states, strict=True)]
 
     def own_heads(self, values_H: Tensor) -> Tensor:
-        """Return [H / C]: the entries of the heads that this rank gets from `to_heads`, for numbers that heads have."""
+        """Return [H / C]: the entries of the heads that this rank gets from `to_heads`, such as scores of sinks."""
         if self.context is None:
             return values_H
         repeated = values_H.repeat_interleave(math.lcm(len(values_H), self.ranks) // len(values_H))
