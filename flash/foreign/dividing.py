@@ -107,11 +107,13 @@ class _DispatchedExperts(EpDispatchExpertsParallel):
     def _dispatch_tokens(
         self, hidden_states: Tensor, top_k_index: Tensor, num_local_experts: int, ep_group: Any, ep_size: int
     ) -> Any:
+        """Send each token to the ranks of its experts; called before the experts compute."""
         # The sizes of the messages must be numbers. Tensors have no data when the memory of a step is only estimated.
         with nullcontext() if has_data(top_k_index) else _EvenDispatch(top_k_index.numel(), ep_size):
             return super()._dispatch_tokens(hidden_states, top_k_index, num_local_experts, ep_group, ep_size)
 
     def transform_output_post_forward(self, module: nn.Module, output: Tensor, mesh: DeviceMesh, **how: Any) -> Tensor:
+        """Combine the outputs of a module with divided experts; called after its forward pass."""
         found = super().transform_output_post_forward(module, output, mesh, **how)
         # A copy, because FSDP warns of outputs that are views.
         return found if how["tp_mesh"] is None else found.clone()

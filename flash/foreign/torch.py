@@ -311,7 +311,10 @@ def counted(device: str = "cpu") -> Generator[LiveBytes]:
     resize: Any = storages.resize_
 
     class CountingMode(TorchDispatchMode):
+        """Mode of torch in which each operation's results are counted."""
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            """Run one operation of torch, and count its results."""
             if DTensor in types:
                 return NotImplemented  # DTensor then calls the operation on this rank's part, which is counted here
             # Without data, wait_tensor makes a new tensor. A real one returns its argument, so nothing must be counted.
@@ -321,6 +324,7 @@ def counted(device: str = "cpu") -> Generator[LiveBytes]:
 
     # FSDP frees gathered parameters by resizing their storage to 0, which no dispatch mode sees.
     def counted_resize(storage: UntypedStorage, size: int) -> UntypedStorage:
+        """Resize a storage, and count its new size."""
         result = resize(storage, size)
         count.resized(storage)
         return result
@@ -330,6 +334,7 @@ def counted(device: str = "cpu") -> Generator[LiveBytes]:
 
     # DTensor infers shapes by computing with whole tensors without data. A real run has no such tensors.
     def uncounted(*args: Any) -> Any:
+        """Infer the shape of an operation's result, and count nothing meanwhile."""
         with count:
             return learn_shapes(*args)
 
@@ -353,6 +358,7 @@ def _any_grouped_product() -> None:
 
     @register_op_impl(torch.ops.aten._grouped_mm.default)
     def shaped(mode: Any, _: Any, left: Tensor, right: Tensor, offs: Tensor, *__: Any, **___: Any) -> Tensor:
+        """Return a tensor without data of the product's shape."""
         # `offs` [groups]: end of each group of rows. Either each row is multiplied by the matrix of its group, or there
         # is one product for each group, summed over its rows.
         shape = [len(left), right.shape[-1]] if right.dim() == 3 else [len(offs), len(left), right.shape[1]]
@@ -375,16 +381,19 @@ def offload_inputs(layer: nn.Module, where: str) -> None:
     state, entered = checkpoint.state(layer), list[saved_tensors_hooks]()
 
     def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
+        """Copy a saved tensor to `where`. torch calls this in the forward pass, and keeps the result."""
         if not tensor.is_cuda or not torch.cuda.is_available():
             return tensor.device, tensor.to(where, copy=True)
         offloaded = torch.empty(tensor.shape, dtype=tensor.dtype, device=where, pin_memory=True)
         return tensor.device, offloaded.copy_(tensor, non_blocking=True)
 
     def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
+        """Copy a saved tensor back to its device. torch calls this in the backward pass."""
         device, offloaded = packed
         return offloaded.to(device, non_blocking=True)
 
     def before(*_: object) -> None:
+        """Begin to offload saved tensors. Called before the layer's forward pass."""
         # When the layer is computed again, its saved tensors are needed at once, so they stay on the device. torch has
         # switched `enable_hook` off then.
         if state.enable_hook and torch.is_grad_enabled():
@@ -392,6 +401,7 @@ def offload_inputs(layer: nn.Module, where: str) -> None:
             entered[-1].__enter__()
 
     def after(*_: object) -> None:
+        """Stop offloading. Called after the layer's forward pass, also if it has failed."""
         if entered:
             entered.pop().__exit__()
 

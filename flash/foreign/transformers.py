@@ -369,6 +369,7 @@ def stored_tensors(
         return None
 
     def read(name: str) -> Tensor:
+        """Read one tensor of the model from the files that have its pieces."""
         with ExitStack() as stack:
             names = {found[key][0] for key, _ in pieces[name]}
             opened = {file: stack.enter_context(safe_open(file, framework="pt")) for file in names}

@@ -79,8 +79,7 @@ class ProxySettings(msgspec.Struct, frozen=True):
 
 
 class PartialResponse:
-    """The tokens of a response so far, from all engines that have worked on it. `LLMProxy.generate` has one per
-    request.
+    """The tokens of one response so far, from all engines that have worked on it.
 
     A token's *kept set* has the tokens that settings such as top_k left in the distribution from which it was sampled.
 
@@ -287,6 +286,7 @@ class LLMProxy:
         """
         scope, concurrency, rest, completion = anyio.CancelScope(), engine.concurrency, response.rest(), None
         self._add_running(engine, scope, record)
+        # Tokens at the end of the prompt that belong to the response, because another engine has sampled them.
         own = rest.generated
         concurrency.begin(scope, len(rest.prompt) - own, own, own + rest.max_new_tokens)
         self._adapt_limit_and_fill(engine)
@@ -301,6 +301,7 @@ class LLMProxy:
                     async for piece in pieces:
                         engine.failed_in_a_row = 0
                         if isinstance(piece, Completion):
+                            # The completion has all tokens of this engine; only its last ones are new.
                             before, completion = response.length, response.complete(piece)
                             engine.tokens += response.length - before
                             concurrency.grow(scope, response.length - before)
@@ -400,8 +401,7 @@ class LLMProxy:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that wait for an engine, and of requests that have just left the queue. For status
-        reports."""
+        """Number of requests that wait for an engine, or have just left the queue. Status reports show it."""
         return len(self._waits)
 
     def capacity(self) -> int:
@@ -438,6 +438,7 @@ class LLMProxy:
         engine.loaded = start, self._now()
         engine.usage.loaded(*engine.loaded, busy=bool(engine.running))
         engine.end_swap(engine.backend.version)
+        # If no engine was alive, this one ends the outage.
         self._outages.end()
         self._adapt_limit(engine)
         self._fill(engine)
@@ -523,6 +524,7 @@ class LLMProxy:
         engine.death = error
         engine.died.set()
         self._move_all(engine)
+        # The router marks the engine as dead (`alive`).
         self._ask_again(self._router.retire(index))
         if not self._router.alive:
             # Requests now wait for the next engine. This time does not count for their deadlines.

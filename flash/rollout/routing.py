@@ -289,6 +289,7 @@ class Router:
         """
 
         def may_move(record: RequestRecord) -> bool:
+            """Return True if a request may continue on `engine`."""
             # A request with a seed must get the same response in every run. Another engine would draw the rest of the
             # response differently, so such a request moves only before its first token.
             repeatable = record.request.seed is None or not record.proven

@@ -274,6 +274,7 @@ class EngineSupervisor:
         """
 
         async def follow() -> None:
+            """Keep the engine on the newest version. If it cannot load one, retire it, so that it is replaced."""
             try:
                 await self._follow(place)
             except EngineDeadError as error:
