@@ -94,11 +94,14 @@ class ForkServer(forkserver.ForkServer):
         own: Any = self
         with own._lock:
             resource_tracker.ensure_running()
+            # Return if the server runs. If it has ended, forget it.
             if own._forkserver_pid is not None:
                 if os.waitpid(own._forkserver_pid, os.WNOHANG) == (0, 0):
                     return
                 os.close(own._forkserver_alive_fd)
                 own._forkserver_pid = None
+            # Make the socket on which the server gets its orders, and a pipe: the server ends when all processes have
+            # closed their end of the pipe.
             folder = os.environ.get("TMPDIR") or tempfile.gettempdir()
             address = os.path.join(folder, f"forks-{os.getpid()}-{token_hex(4)}")
             with socket.socket(socket.AF_UNIX) as listener:
@@ -108,6 +111,7 @@ class ForkServer(forkserver.ForkServer):
                 listener.listen()
                 read, own._forkserver_alive_fd = os.pipe()
                 fds = [listener.fileno(), read]
+                # Start the server, which runs `serve` and then multiprocessing's main function of fork servers.
                 command = (
                     "from flash.foreign.forking import serve; serve(); "
                     f"from multiprocessing.forkserver import main; main(*{fds}, [])"
@@ -126,6 +130,7 @@ class ForkServer(forkserver.ForkServer):
 
         A node loop uses it for its engines, so that a machine needs only one server with the imports of vLLM.
         """
+        # In a forked process multiprocessing has the address of its server, and the pipe, in this object.
         own: Any = forkserver._forkserver
         self._forkserver_address, self._forkserver_alive_fd = own._forkserver_address, own._forkserver_alive_fd
         self._parent_server = os.getppid()
@@ -138,7 +143,7 @@ class ForkServer(forkserver.ForkServer):
 
 
 class Imports:
-    """Time that the server's imports took. Processes that were forked from it inherit the numbers, and can report
+    """Time that the server's imports took. Forked processes inherit the numbers; a node that joins a run reports
     them."""
 
     begun = 0.0
@@ -215,6 +220,7 @@ class _Popen(popen_forkserver.Popen):
         can be read when the process has ended.
         """
         data, popen, utilities = io.BytesIO(), cast(Any, self), cast(Any, util)
+        # Pickle the process. Pickling adds the descriptors that the process needs to `popen._fds`.
         set_spawning_popen(popen)
         try:
             prepared = spawn.get_preparation_data(process_obj._name)
@@ -225,6 +231,7 @@ class _Popen(popen_forkserver.Popen):
             reduction.dump(process_obj, data)
         finally:
             set_spawning_popen(None)
+        # Let the server fork. The new process reads the pickled data from `write`.
         self.sentinel, write = process_obj.server.connect_to_new_process(popen._fds)
         self.finalizer = util.Finalize(self, utilities.close_fds, (os.dup(write), self.sentinel))
         with open(write, "wb") as file:

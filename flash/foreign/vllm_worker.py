@@ -98,8 +98,7 @@ def put_adapter(worker: Any, number: int, tensors: dict[str, torch.Tensor], drop
         worker: vLLM's worker.
         number: number of the adapter, at least 1.
         tensors: tensors of the adapter, by the names that peft uses in its files. Their products are added to the
-        outputs
-            of layers with the factor 1: they contain the scale of the adapter already.
+            outputs of layers with the factor 1, because they contain the scale of the adapter already.
         dropped: numbers of adapters to remove.
     """
     manager: Any = worker.model_runner.lora_manager
@@ -159,8 +158,7 @@ class WideHead:
         """Module with the float32 copy; made by the first call, when the weights of the version are in place."""
 
     def __call__(self, lm_head: Any, hidden_states: torch.Tensor, embedding_bias: torch.Tensor | None) -> torch.Tensor:
-        """Return the logits in float32 [tokens, vocabulary]. The arguments are those of
-        `LogitsProcessor._apply_head`."""
+        """Return the logits, float32 [tokens, vocabulary]. vLLM calls this like `LogitsProcessor._apply_head`."""
         if self._head is None:
             self._head = torch.nn.Module()
             self._head.weight = torch.nn.Parameter(lm_head.weight.float(), requires_grad=False)

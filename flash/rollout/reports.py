@@ -146,8 +146,7 @@ class NodeReports:
             await anyio.sleep(every_s)
 
     def status(self) -> NodeStatus:
-        """Return the state of the node for people. Rates are averages over the time since the last call of this
-        method."""
+        """Return the state of the node for people. Rates are averages over the time since the last call."""
         now, records = self._now(), self._proxy.records
         seconds, self._last_status = now - self._last_status, now
         engines = [self._engine(record, seconds) for record in records]
@@ -172,6 +171,7 @@ class NodeReports:
         place = record.index
         deaths = self._deaths.get(place)
         start, loaded_at = record.loaded or (0.0, None)
+        # Values by the names of the columns.
         known: dict[str, float | None] = asdict(record.backend.pressure) | {
             "requests": len(record.running),
             "limit": record.limit,

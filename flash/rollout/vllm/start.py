@@ -91,6 +91,7 @@ def configure(
         arguments = engine_args(config, index, gpus)
         try:
             build = partial(_build, maker(arguments), stepped)
+            # `engine_variables` lets the core send pickles then.
             if config.weights_backend == "ipc":
                 vllm.accept_typed_replies()
         except vllm.NoAttentionError as error:
@@ -166,6 +167,7 @@ def engine_args(config: Config, index: int, gpus: Sequence[int]) -> dict[str, An
         "scheduling_policy": "priority",
         # Our weight receiver gets new weights inside the workers. With ipc, vLLM's own receiver does.
         "weight_transfer_config": {"backend": "ipc" if config.weights_backend == "ipc" else RECEIVER},
+        # Methods that vLLM adds to its workers, with which we check the weights.
         "worker_extension_cls": "flash.weights.worker.WorkerExtension",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
@@ -286,6 +288,7 @@ def _cpu_binding(config: Config, cpus: Sequence[int]) -> dict[str, str]:
     threads = 1 if config.seeded else max(1, len(free) // workers)
     if config.engine.count > 1:
         return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+    # A worker that finds no core of its own shares the first one.
     shares = [free[rank * threads : (rank + 1) * threads] or free[:1] for rank in range(workers)]
     return {
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, share)) for share in shares),
