@@ -143,8 +143,7 @@ class ForkServer(forkserver.ForkServer):
 
 
 class Imports:
-    """Time that the server's imports took. Forked processes inherit the numbers; a node that joins a run reports
-    them."""
+    """Time that the server's imports took. Forked processes inherit it, and a node that joins a run reports it."""
 
     begun = 0.0
     """Start of the imports, in Unix seconds; 0 in a process that was not forked from a server."""

@@ -198,8 +198,7 @@ def attend_ragged_backward(
 
 
 def _windows(sequences: RaggedSequences) -> dict[str, int]:
-    """Return the kernel's arguments for an attention window: numbers of tokens before and after a query that it
-    sees."""
+    """Return the kernel's arguments for a window: how many tokens before and after itself a query sees."""
     window = sequences.window
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 

@@ -121,8 +121,7 @@ def logit_change(model: PreTrainedModel) -> LogitChange:
 
 @contextmanager
 def logits_unchanged(model: PreTrainedModel) -> Generator[None]:
-    """Let the model return the output of its output layer unchanged inside this block, where Flash replaces that
-    layer."""
+    """Let the model return the output of its output layer, which Flash has replaced, unchanged inside this block."""
     kept = [(owner, name, getattr(owner, name), neutral) for owner, name, neutral in _logit_attributes(model)]
     try:
         for owner, name, _, neutral in kept:
@@ -162,8 +161,7 @@ def is_recurrent(model: PreTrainedModel) -> bool:
 
 
 def recurrent_layers(described: PreTrainedConfig) -> str:
-    """Return the kinds of recurrent layers (`RECURRENT`) that a configuration names, separated by commas; else
-    empty."""
+    """Return the kinds of recurrent layers (`RECURRENT`) in a configuration, separated by commas; else empty."""
     return ", ".join(sorted(RECURRENT & set(getattr(described.get_text_config(), "layer_types", None) or ())))
 
 

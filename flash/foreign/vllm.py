@@ -75,8 +75,7 @@ def disable_statistics(llm: Any) -> None:
 
 
 def cache_tokens(llm: Any) -> int:
-    """Return the number of tokens that the KV cache of a started engine can hold; 0 if the engine does not report
-    it."""
+    """Return the number of tokens that the KV cache of a started engine can hold; 0 if it is not reported."""
     return llm.vllm_config.cache_config.kv_cache_size_tokens or 0
 
 

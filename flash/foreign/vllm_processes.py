@@ -148,8 +148,7 @@ def on_killed_worker(report: Callable[[int], None]) -> None:
     held: list[logging.LogRecord] = []
 
     def hold_back(record: logging.LogRecord) -> bool:
-        """Filter of vLLM's log: hold back the message about a lost worker, which comes before its exit code is
-        known."""
+        """Filter vLLM's log: hold back the message about a lost worker until its exit code is known."""
         if not str(record.msg).startswith(WORKER_DIED):
             return True
         held.append(record)

@@ -88,8 +88,7 @@ class ResponseLengths:
         return min(running, STEPS_AHEAD * running * self._ended // self._ended_tokens) if known else 0
 
     def cumulative_hazard(self, longest: int) -> NDArray[np.float64]:
-        """Return the hazard of an end, summed from 0 to each of `EDGES`. Its differences give S: S(s | a) = exp(H(a) −
-        H(a+s)).
+        """Return H, the hazard of an end summed from 0 to each of `EDGES`. With it S(s | a) = exp(H(a) − H(a + s)).
 
         Args:
             longest: largest number of tokens that a response may have.

@@ -185,8 +185,7 @@ class FakeEngine:
         return self._death
 
     async def close(self) -> None:
-        """End the engine. Later requests fail. `wait_dead` does not return, because the engine has not died by
-        itself."""
+        """End the engine. Later requests fail. `wait_dead` does not return: the engine has not died by itself."""
         self._death = self._death or EngineDeadError("the fake engine is closed")
         self.closed = True
         await anyio.lowlevel.checkpoint()

@@ -201,8 +201,7 @@ class Router:
         return all(view.index in record.barred for view in self.views if view.alive)
 
     def room(self) -> int:
-        """Return how many more requests could start now, besides the waiting requests. The scheduler asks through the
-        proxy.
+        """Return how many more requests could start now; the scheduler starts that many episodes.
 
         Engines without a version do not count. Room that waiting requests will take is subtracted.
         """
@@ -365,6 +364,8 @@ class Router:
         engine = self._group_engine.get(group)
         if engine is not None and self.views[engine].alive and engine not in record.barred:
             return self.views[engine]
+        # `ask` has made sure that there is such an engine. The best one has a version that is new enough, takes
+        # requests, and is the least loaded.
         fit = [view for view in self.views if view.alive and view.index not in record.barred]
         view = min(fit, key=lambda view: (view.version < record.min_version, view.closed, view.load, view.index))
         _remember(self._group_engine, group, view.index)
@@ -383,8 +384,7 @@ class Router:
     # -- queue -------------------------------------------------------------------------------------------------------
 
     def _enqueue(self, record: RequestRecord, bound: EngineView | None) -> None:
-        """Put a request into the queue. `bound`: the engine to which its group is bound; None if any engine may serve
-        it."""
+        """Put a request into the queue. `bound`: the engine to which its group is bound; None if it may have any."""
         record.arrival = self._arrivals
         self._arrivals += 1
         only = None if bound is None else bound.index
@@ -426,15 +426,16 @@ class Router:
 
 
 def _suits(view: EngineView, need: Need) -> bool:
-    """Return True if an engine has room for a request with this need, and may serve it once its version is new
-    enough."""
+    """Return True if an engine has room for a request with this need and may serve it. Its version is not checked."""
     only = need.engine in (None, view.index) and view.takes(need.suspect)
     return only and view.index not in need.barred
 
 
 def _waits(entry: _Entry) -> bool:
-    """Return True if the request still waits with this entry. A request that has left the queue may have entered it
-    again, with a new entry and arrival number."""
+    """Return True if the request still waits with this entry.
+
+    A request that has left the queue may have entered it again, with a new entry and arrival number.
+    """
     return entry[2].arrival == entry[1]
 
 
@@ -444,8 +445,7 @@ def _by_age(entry: _Entry) -> tuple[tuple[int, int], int]:
 
 
 def _remember(engine_of: dict[int, int], key: int, engine: int) -> None:
-    """Set the engine of a task or group as the newest entry of `engine_of`. Forget the oldest entry if there are more
-    than `REMEMBERED`."""
+    """Set the engine of a task or group as the newest entry of `engine_of`. Keep at most `REMEMBERED` entries."""
     engine_of.pop(key, None)
     engine_of[key] = engine
     if len(engine_of) > REMEMBERED:

@@ -243,9 +243,11 @@ class EngineSupervisor:
                 no engine of this place ever has.
             WeightsError: a version is damaged.
         """
+        # Serve with the first engine, which `start` has started.
         budget = RestartBudget(self._max_restarts)
         budget.started(anyio.current_time(), place.took_s)
         death = place.killed_at_start or await self._serve_until_dead(place)
+        # After each death: report it, close the engine, pause, start another one, and serve with that.
         while True:
             restart = budget.died(anyio.current_time())
             await self._on_death(place, death, restart)
@@ -356,8 +358,7 @@ class EngineSupervisor:
                 await self._reports.send()
 
     def _consequence(self, restart: Restart | None) -> str:
-        """Return the sentence in the report of a death that says what follows: a restart, or the end of the place or of
-        the node."""
+        """Return a sentence for the report of a death: it says if a restart, or the end of place or node, follows."""
         if restart is not None:
             count = f"{restart.number} of {self._max_restarts} restarts in a row"
             return f"It starts again in {restart.pause_s:g} s ({count})"

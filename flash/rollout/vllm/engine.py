@@ -331,8 +331,7 @@ class VLLMEngine:
         self._processes.end(self._config.deadlines.close / 2)
 
     def _construct(self) -> None:
-        """Build the AsyncLLM; blocks until the model is loaded. Runs in a thread, which a failed start leaves
-        behind."""
+        """Build the AsyncLLM; blocks until the model is loaded. Runs in a thread, which may outlive a failed start."""
         with engine_environment(self._config, self._cpus), self._processes.starting():
             make_llm = configure(self._config, self._index, self._gpus, self._on_step)
             vllm_processes.start_cores_with(CORES)

@@ -321,10 +321,12 @@ class EngineProcesses:
         code = self._started_core.exitcode
         if code == SERVER_GONE:
             return f"the process from which its core, process {self.core}, was forked has ended"
+        # vLLM says that the core has failed, but its process has not ended yet.
         if code is None:
             return f"its core, process {self.core}, failed"
         worker = self._lost_worker or next((pid for pid, end in self._workers.items() if _ended(end)), None)
         named = "one of its worker processes" if worker is None else f"its worker process {worker}"
+        # A negative code stands for a signal.
         if _killed_worker(code):
             return f"{named} {describe_exit_code(WORKER_KILLED - code)}"
         # A core also ends, with another exit code, after a worker that has ended without a signal.

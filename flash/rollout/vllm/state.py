@@ -100,7 +100,8 @@ class Adapters:
         there is no room, because requests run under all other adapters. The newest adapter is always kept.
         """
         if not self.several:
-            # The number is 1 for the only adapter, and 0 for a whole model.
+            # The new version replaces the old one in place, under the same number: 1 for the only adapter, and 0 for a
+            # whole model.
             return Adapter(version, self._room), []
         kept = [adapter for adapter in self._held if adapter.requests or adapter is self.newest]
         if len(kept) == self._room:
