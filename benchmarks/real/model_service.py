@@ -28,7 +28,7 @@ from benchmarks.form import ROOT, Args, Row, main
 from envs.agent import Agent, AgentOptions
 from flash.environment import Environment, sharing
 from flash.rollout.engine import ResponseRequest
-from flash.rollout.episode.episode import Episode, EpisodeProgress, EpisodeSettings
+from flash.rollout.episode.episode import EpisodePlayer, EpisodeProgress, EpisodeSettings
 from flash.rollout.episode.phases import Phases
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.types import Completion, Lease, Message, Observation, Task, Tool, Trajectory, VersionRun
@@ -207,10 +207,10 @@ async def _streamed(received: BufferedByteReceiveStream) -> str:
 async def node(make: Callable[[], Environment], engine: Timed, count: int) -> tuple[list[Trajectory], float, float]:
     """So many episodes at once, the seconds that they took, and those of the node's processor."""
     played: list[Trajectory] = []
-    episode = Episode(lambda _: make(), Letters(), engine, SETTINGS, Phases(), now=time.time)
+    player = EpisodePlayer(lambda _: make(), Letters(), engine, SETTINGS, Phases(), now=time.time)
 
     async def one(number: int) -> None:
-        ended = await episode.run(Lease(number, Task(number, number, 0, number), 0), EpisodeProgress())
+        ended = await player.play(Lease(number, Task(number, number, 0, number), 0), EpisodeProgress())
         assert isinstance(ended, Trajectory), ended
         played.append(ended)
 

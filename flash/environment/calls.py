@@ -1,7 +1,7 @@
 """Calls of a user's code: exceptions, hangs and swallowed cancellations become errors that name file and line.
 
-`Episode` makes every call of an environment through `make_environment`, `call_method` and `check_returned`. The node
-and the verifiers use `UserTask`.
+`EpisodePlayer` makes every call of an environment through `make_environment`, `call_method` and `check_returned`. The
+node and the verifiers use `UserTask`.
 
 Invariants: the code runs in an asyncio task of its own and in no task group, so that nothing that it raises ends more
 than the call. A call that does not end after its deadline is cancelled. If it does not end then either, it is

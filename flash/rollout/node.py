@@ -1,7 +1,7 @@
 """RolloutNode: the rollout side of one node. It wires the engines, the proxy, the episodes and the scheduler.
 
-On the road of a sample: the scheduler calls `run_and_score` for each lease. It plays the lease with `Episode.run`, and
-then has the served teacher score the result, if there is one. When the proxy has room again, it wakes the scheduler.
+The scheduler gets leases from the hub and calls `EpisodePlayer.play` for each. The player requests responses from the
+proxy. When the proxy has room again, it wakes the scheduler.
 
 Lifecycle: the resources that environments share are opened (`flash.environment.shared`), and the engines start. Each
 engine loads the newest published version whenever it is behind. The scheduler turns leases into results until the hub
@@ -31,7 +31,7 @@ from flash.errors import TransportError
 from flash.hub import protocol as p
 from flash.rollout.engine import Engine
 from flash.rollout.engine_state import OutageClock
-from flash.rollout.episode.episode import Episode, EpisodeProgress, EpisodeSettings
+from flash.rollout.episode.episode import EpisodePlayer, EpisodeSettings
 from flash.rollout.episode.phases import phases
 from flash.rollout.episode.rehearsal import rehearse
 from flash.rollout.episode.tokenizer import Tokenizer
@@ -41,7 +41,6 @@ from flash.rollout.reports import NodeReports
 from flash.rollout.scheduler import MAX_EPISODES, Scheduler, Wakeup
 from flash.rollout.supervisor import EnginePlace, EngineSupervisor
 from flash.samples.rules import ONE_KIND, ProblemKinds
-from flash.types import Failure, Lease, Trajectory
 from flash.waiting import deadline, rare_garbage_collection, unwrapped_group
 
 if TYPE_CHECKING:
@@ -114,16 +113,14 @@ class RolloutNode:
             engines, link.first_engine, ProxySettings.of(config), outages, on_room=wakeup.notify, now=now
         )
         settings = EpisodeSettings.of_run(config, env.problems.domains)
-        episode = Episode(env.make, tokenizer, self._proxy, settings, phases(config), outages, now=now)
-
-        async def run_and_score(lease: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
-            result = await episode.run(lease, progress)
-            return result if teacher is None else await teacher.score(result)
-
+        score = None if teacher is None else teacher.score
+        player = EpisodePlayer(
+            env.make, tokenizer, self._proxy, settings, phases(config), outages, score=score, now=now
+        )
         most = config.rollout.max_concurrent
         self._scheduler = Scheduler(
             self._hub,
-            run_and_score,
+            player.play,
             wakeup,
             room=self._proxy.capacity if most == "auto" else None,
             max_concurrent=MAX_EPISODES if most == "auto" else most,

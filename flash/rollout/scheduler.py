@@ -1,8 +1,8 @@
 """Scheduler: turns leases into results, with as many episodes alive as the node has room for.
 
 Every sample is an episode of its own: when one ends, its place is free at once, and it is scored while others still
-decode. The node calls `run`; the scheduler takes leases from its `LeaseSource`, plays each with the function that
-`flash.rollout.node.RolloutNode` gives it (`Episode.run`, and then the teacher's score), and hands the results back.
+decode. The node calls `run`; the scheduler takes leases from its `LeaseSource`, plays each with
+`flash.rollout.episode.episode.EpisodePlayer.play`, and hands the results back.
 
 Conservation: every lease gets exactly one result, even if its episode was cancelled, unless the source has forgotten
 the lease.

@@ -22,7 +22,7 @@ from flash.environment.load import LoadedEnvironment
 from flash.environment.shared import sharing
 from flash.errors import EnvError
 from flash.rollout.engine import ResponseRequest
-from flash.rollout.episode.episode import Episode, EpisodeProgress, EpisodeSettings, text_of
+from flash.rollout.episode.episode import EpisodePlayer, EpisodeProgress, EpisodeSettings, text_of
 from flash.rollout.episode.phases import Phases
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.run.loop_watch import WatchedLoop
@@ -106,8 +106,8 @@ async def _played(config: Config, answers: Sequence[str], seed: int) -> Played:
     async with sharing(config.run.name, close_s=config.deadlines.shutdown):
         with deadline(config.deadlines.env_reset, "the environment to be ready", "its `prepare`"):
             await env.prepare()
-        episode = Episode(env.make, _Characters(), _Answers(answers), settings, Phases(), now=anyio.current_time)
-        result = await episode.run(Lease(0, task, 0), EpisodeProgress())
+        player = EpisodePlayer(env.make, _Characters(), _Answers(answers), settings, Phases(), now=anyio.current_time)
+        result = await player.play(Lease(0, task, 0), EpisodeProgress())
     if isinstance(result, Failure):
         raise EnvError(result.message)
     return _described(result)

@@ -14,7 +14,7 @@ import msgspec
 from envs.agent import ENDPOINT, Agent, AgentEndpoint, AgentOptions
 from flash.environment import Environment, shared, sharing
 from flash.rollout.engine import ResponseRequest
-from flash.rollout.episode.episode import Episode, EpisodeProgress, EpisodeSettings, Responder
+from flash.rollout.episode.episode import EpisodePlayer, EpisodeProgress, EpisodeSettings, Responder
 from flash.rollout.episode.phases import Phases
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.service.app import make_app
@@ -174,8 +174,8 @@ async def live(
 ) -> Trajectory | Failure:
     """One episode, in the node that the caller is."""
     settings = msgspec.structs.replace(SETTINGS, **changes)
-    episode = Episode(lambda kind: env, tokenizer, policy, settings, Phases(), now=anyio.current_time)
-    return await episode.run(Lease(1, Task(seed, seed, 0, seed), 0), EpisodeProgress())
+    player = EpisodePlayer(lambda kind: env, tokenizer, policy, settings, Phases(), now=anyio.current_time)
+    return await player.play(Lease(1, Task(seed, seed, 0, seed), 0), EpisodeProgress())
 
 
 async def play(

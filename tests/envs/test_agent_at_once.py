@@ -12,7 +12,7 @@ from flash.branches import spans_by_turn
 from flash.environment import shared, sharing
 from flash.errors import EngineError
 from flash.rollout.engine import ResponseRequest
-from flash.rollout.episode.episode import KEYS_PER_TASK, Episode, EpisodeProgress
+from flash.rollout.episode.episode import KEYS_PER_TASK, EpisodePlayer, EpisodeProgress
 from flash.rollout.episode.phases import LockStep, Phases
 from flash.simulate.clock import run_virtual
 from flash.types import Failure, Lease, Outcome, Task, Trajectory
@@ -142,8 +142,10 @@ def test_where_episodes_go_in_step_nothing_is_sampled_ahead() -> None:
     async def main() -> Trajectory | Failure:
         async with sharing("test"):
             await shared(ENDPOINT, NODE.open)
-            episode = Episode(lambda kind: env, BYTES, policy, SETTINGS, Phases(LockStep()), now=anyio.current_time)
-            return await episode.run(Lease(1, Task(5, 5, 0, 5), 0), EpisodeProgress())
+            player = EpisodePlayer(
+                lambda kind: env, BYTES, policy, SETTINGS, Phases(LockStep()), now=anyio.current_time
+            )
+            return await player.play(Lease(1, Task(5, 5, 0, 5), 0), EpisodeProgress())
 
     played = run_virtual(main)
     assert isinstance(played, Trajectory), played

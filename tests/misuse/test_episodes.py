@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from flash.environment import wrap
-from flash.rollout.episode.episode import Episode, EpisodeProgress
+from flash.rollout.episode.episode import EpisodePlayer, EpisodeProgress
 from flash.rollout.episode.phases import Phases
 from flash.simulate.clock import run_virtual
 from flash.types import Failure, Outcome, Trajectory
@@ -33,7 +33,7 @@ async def play(make_env: Callable[[], Any], settings: Any = SETTINGS) -> Traject
         proxy = Script(say("a"))
         proxy.seconds = 0.0
         parts = (lambda kind: wrap(make_env()), CharTokenizer(), proxy, settings, Phases())
-        results[name] = await Episode(*parts, now=anyio.current_time).run(LEASE, EpisodeProgress())
+        results[name] = await EpisodePlayer(*parts, now=anyio.current_time).play(LEASE, EpisodeProgress())
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(one, "this", make_env)

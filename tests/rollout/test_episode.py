@@ -18,7 +18,7 @@ from flash.environment.interface import Spoken
 from flash.errors import EngineError, EnvError, RewardError
 from flash.rollout.engine import ResponseRequest
 from flash.rollout.episode.episode import (
-    Episode,
+    EpisodePlayer,
     EpisodeProgress,
     EpisodeSettings,
     Responder,
@@ -128,9 +128,9 @@ def end(reward: float, *, truncated: bool = False) -> Any:
     return "over", reward, not truncated, truncated, {}
 
 
-def episode(env: Any, proxy: Responder, phases: Phases | None = None, **changes: Any) -> Episode:
+def episode(env: Any, proxy: Responder, phases: Phases | None = None, **changes: Any) -> EpisodePlayer:
     settings = msgspec.structs.replace(SETTINGS, **changes)
-    return Episode(lambda kind: env, CharTokenizer(), proxy, settings, phases or Phases(), now=now)
+    return EpisodePlayer(lambda kind: env, CharTokenizer(), proxy, settings, phases or Phases(), now=now)
 
 
 def now() -> float:
@@ -139,7 +139,7 @@ def now() -> float:
 
 def run(env: Any, proxy: Responder, lease: Lease = LEASE, **changes: Any) -> Trajectory | Failure:
     async def go() -> Trajectory | Failure:
-        return await episode(env, proxy, **changes).run(lease, EpisodeProgress())
+        return await episode(env, proxy, **changes).play(lease, EpisodeProgress())
 
     return run_virtual(go)
 
@@ -285,8 +285,8 @@ def test_the_environment_is_made_for_the_kind_of_the_task() -> None:
         return Env(end(1.0))
 
     async def main() -> None:
-        made = Episode(make, CharTokenizer(), Script(say("a")), SETTINGS, Phases(), now=now)
-        await made.run(LEASE, EpisodeProgress())
+        made = EpisodePlayer(make, CharTokenizer(), Script(say("a")), SETTINGS, Phases(), now=now)
+        await made.play(LEASE, EpisodeProgress())
 
     run_virtual(main)
     assert kinds == ["game"]
@@ -413,8 +413,8 @@ def test_an_environment_that_cannot_be_made_is_an_error_of_the_environment() -> 
         raise RuntimeError(f"no {kind} here")
 
     async def main() -> Trajectory | Failure:
-        made = Episode(make, CharTokenizer(), Script(), SETTINGS, Phases(LockStep()), now=now)
-        return await made.run(LEASE, EpisodeProgress())
+        made = EpisodePlayer(make, CharTokenizer(), Script(), SETTINGS, Phases(LockStep()), now=now)
+        return await made.play(LEASE, EpisodeProgress())
 
     failure = run_virtual(main)
     assert isinstance(failure, Failure)
@@ -570,8 +570,8 @@ def test_a_response_reads_like_its_pieces_and_parsers_read_responses_to_chat_mes
     first: Any, read: str
 ) -> None:
     env = Listening(end(1.0), first=first)
-    run = Episode(lambda kind: env, Parsing(), Reporting(say("abc")), SETTINGS, Phases(), now=lambda: 0.0)
-    run_virtual(lambda: run.run(LEASE, EpisodeProgress()))
+    player = EpisodePlayer(lambda kind: env, Parsing(), Reporting(say("abc")), SETTINGS, Phases(), now=lambda: 0.0)
+    run_virtual(lambda: player.play(LEASE, EpisodeProgress()))
     assert "".join(piece.content for piece in env.pieces) == read
     assert env.spoken == Spoken(Message("assistant", read))
 
@@ -799,7 +799,7 @@ def test_a_cancelled_episode_closes_its_environment_once_and_tells_its_tokens(ha
         ) -> float:
             with anyio.CancelScope() as scope:
                 scope.deadline = anyio.current_time() + seconds
-                results.append(await episode(env, Script(say("a"), say("b")), phases).run(LEASE, progress))
+                results.append(await episode(env, Script(say("a"), say("b")), phases).play(LEASE, progress))
             return anyio.current_time()
 
         finished = run_virtual(cancelled)
@@ -822,7 +822,7 @@ def test_one_episode_object_lives_many_leases_at_once() -> None:
             return say(chr(request.prompt[-1]))
 
     async def main() -> None:
-        made = Episode(
+        made = EpisodePlayer(
             lambda kind: Env(go(kind), go(kind), end(1.0), first=kind),
             CharTokenizer(),
             Echo(),
@@ -833,7 +833,7 @@ def test_one_episode_object_lives_many_leases_at_once() -> None:
 
         async def one(number: int) -> None:
             lease = Lease(number, Task(number, 0, number, seed=0, kind="abc"[number]), min_version=0)
-            results[number] = await made.run(lease, EpisodeProgress())
+            results[number] = await made.play(lease, EpisodeProgress())
 
         async with anyio.create_task_group() as group:
             for number in range(3):
@@ -871,8 +871,8 @@ def test_reset_may_give_arguments_of_the_chat_template(info: dict[str, Any], pro
             return "start", info
 
     script, env = Script(say("ok")), Giving(("", 1.0, True, False, {}))
-    episode = Episode(lambda kind: env, Argued(), script, SETTINGS, Phases(), now=lambda: 0.0)
-    played = run_virtual(lambda: episode.run(LEASE, EpisodeProgress()))
+    player = EpisodePlayer(lambda kind: env, Argued(), script, SETTINGS, Phases(), now=lambda: 0.0)
+    played = run_virtual(lambda: player.play(LEASE, EpisodeProgress()))
     if prompt:
         assert "".join(map(chr, script.calls[0].prompt)) == prompt
     else:

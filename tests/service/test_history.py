@@ -126,7 +126,7 @@ class Conversation:
         self._check(place, messages, request.tools)
         transcript.go_on(place.branch, place.answers)
         if not place.answers:
-            transcript.offer(request.tools)
+            transcript.offer_tools(request.tools)
         transcript.add_observation(transcript.render(place.added))
         shown = [OFFER, *messages] if request.tools else messages
         assert list(map(plain, spoken(transcript.tokens))) == list(map(plain, shown)), "it sees what the agent says"

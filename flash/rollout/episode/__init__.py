@@ -1,8 +1,8 @@
 """Episodes: the life of one environment, and the tokens that pass between it and the policy.
 
-The scheduler calls `Episode.run` in `episode` for each lease; the episode asks the node's proxy for responses.
+The scheduler calls `EpisodePlayer.play` in `episode` for each lease; the episode asks the node's proxy for responses.
 
-- `transcript` keeps the tokens of an episode, `view` shows them to the environment.
+- `transcript` keeps the tokens of an episode, `view` lets the environment read and steer them.
 - `ahead` samples responses before the episode comes to them, if the environment expects them.
 - `tokenizer` makes the tokens, with `chat_template` for chat messages and `controls` for control tokens.
 - `phases` decides when environments may step and when episodes may generate.

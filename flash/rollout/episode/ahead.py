@@ -2,8 +2,9 @@
 
 Sampling ahead is optional. Without it an episode requests one response after another. An environment that will probably
 need several responses, for example because its agent has sent several requests at once, announces the later responses
-(`TranscriptView.expect`). Each of them is sampled in its own task and kept here until the episode reaches the same
-observation with the same limits. A response is dropped if the episode never reaches this observation.
+(`flash.rollout.episode.view.TranscriptView.expect`). Each of them is sampled in its own task and kept here until the
+episode reaches the same observation with the same limits. A response is dropped if the episode never reaches this
+observation.
 
 Conservation: every token that is sampled ahead is in a response that the episode takes, or is counted as lost.
 """
@@ -12,19 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import TypeVar
 
 import anyio
-import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from flash.environment.interface import Expected
 from flash.errors import EnvError, FlashError
 from flash.rollout.engine import ResponseRequest, ignore_tokens
-from flash.rollout.episode.transcript import BranchFormat, Transcript, min_tokens
-from flash.types import Completion, Observation
-
-_T = TypeVar("_T")
+from flash.rollout.episode.transcript import BranchFormat, Transcript, in_thread, min_tokens
+from flash.types import Completion
 
 NewRequest = Callable[[list[int], int, tuple[str, ...], Callable[[Sequence[int]], None]], ResponseRequest]
 """Function that makes the next request of an episode. Its arguments are the prompt, the largest number of new tokens,
@@ -83,8 +80,6 @@ class ResponsesAhead:
         """Responses that the episode has not taken yet."""
         self._to_render: set[str] = set()
         """Names of large observations that have to be rendered and that the episode has not reached yet."""
-        self._rendered: dict[str, tuple[Expected, list[int]]] = {}
-        """Large observations that were rendered ahead, with their tokens, by name."""
         self._one_at_a_time = anyio.Lock()
         """Held while a large observation of this episode is rendered, or waits for the lock `rendering`. So only one
         observation of this episode waits for `rendering` at a time, and other episodes get the lock in between."""
@@ -112,10 +107,10 @@ class ResponsesAhead:
                 return
             with suppress(EnvError):  # raised again when the observation is shown
                 prompt, format = await in_thread(lambda: self._prompt(expected))
-                # The tokenizer keeps the tokens of first observations. Tokens of later observations are kept here.
+                # The tokenizer keeps the tokens of first observations, the transcript those of later ones.
                 if responses := expected.responses:
                     position = self._transcript.branches[expected.branch].ends[responses - 1].position
-                    self._rendered[expected.name] = expected, prompt[position:]
+                    self._transcript.rendered_ahead[expected.name] = expected, prompt[position:]
                 if expected.name in self._to_render:
                     self._request(expected, prompt, format)
 
@@ -176,14 +171,6 @@ class ResponsesAhead:
         """Report that the episode reaches the observation of this name, so that it is not rendered ahead any more."""
         self._to_render.discard(name)
 
-    def take_rendered(self, name: str, branch: int, responses: int, observation: Observation) -> list[int] | None:
-        """Return the tokens of an observation that was rendered ahead for this place; None if it was not rendered."""
-        if name not in self._rendered:
-            return None
-        expected, tokens = self._rendered.pop(name)
-        is_same = (expected.branch, expected.responses, expected.observation) == (branch, responses, observation)
-        return tokens if is_same else None
-
     def find(self, name: str, prompt: list[int], max_new_tokens: int, stop: tuple[str, ...]) -> ExpectedResponse | None:
         """Return the response of this name if it is sampled ahead for exactly this request; None otherwise."""
         wanted = (prompt, max_new_tokens, stop)
@@ -211,9 +198,3 @@ class ResponsesAhead:
         tokens = sum(response.tokens for response in self._responses)
         self._responses.clear()
         return tokens
-
-
-async def in_thread(work: Callable[[], _T]) -> _T:
-    """Run `work` in a thread, and return the result. A caller that is cancelled does not wait for the thread."""
-    # The call has its own limiter, because an environment's calls may occupy all threads of the default limiter.
-    return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))

@@ -1,12 +1,12 @@
-"""Episode: plays episodes, each from the reset of its environment to the trajectory.
+"""EpisodePlayer: plays episodes, each from the reset of its environment to the trajectory.
 
-The scheduler calls `Episode.run` for each lease, through a function of `flash.rollout.node.RolloutNode`. A lease is the
-right and the duty of the node to run one task, which is one sample of a problem.
+The scheduler calls `EpisodePlayer.play` for each lease. A lease is the right and the duty of the node to run one task,
+which is one sample of a problem.
 
-`Episode._play` resets the environment and renders the first observation (turns it into tokens). Then it requests a
-response, lets the environment step, and renders the next observation, again and again until the episode ends. Then the
-transcript becomes the trajectory. The node's `LLMProxy` samples the responses. The scheduler delivers the trajectory,
-or a `Failure`, to the hub.
+`EpisodePlayer._take_turns` resets the environment and renders the first observation (turns it into tokens). Then it
+requests a response, lets the environment step, and renders the next observation, again and again until the episode
+ends. Then the transcript becomes the trajectory. The node's `LLMProxy` samples the responses. The scheduler delivers
+the trajectory, or a `Failure`, to the hub.
 
 Invariants: tokens are only appended (`flash.rollout.episode.transcript`). Every error becomes a `Failure` with a typed
 outcome; only cancellation and programmer errors are raised. The environment is closed exactly once. Each wait ends at a
@@ -36,12 +36,12 @@ from flash.environment.results import (
     template_arguments,
 )
 from flash.errors import DeadlineError, EngineError, EnvError, PoisonError, PromptTooLongError, RewardError
-from flash.rollout.engine import ResponseRequest, TokenTally
+from flash.rollout.engine import ResponseRequest, TokenTally, ignore_tokens
 from flash.rollout.engine_state import OutageClock
 from flash.rollout.episode.ahead import ResponsesAhead
 from flash.rollout.episode.phases import Phases
 from flash.rollout.episode.tokenizer import Tokenizer
-from flash.rollout.episode.transcript import EpisodeLimits
+from flash.rollout.episode.transcript import EpisodeLimits, Transcript
 from flash.rollout.episode.view import TranscriptView
 from flash.samples.rules import ONE_KIND, DomainSettings
 from flash.types import Completion, Failure, Lease, Observation, Outcome, Task, Trajectory, Turn
@@ -112,7 +112,7 @@ class EpisodeSettings(EpisodeLimits, frozen=True, kw_only=True):
 
 
 class EpisodeProgress(TokenTally):
-    """Token counts of an episode. The caller of `Episode.run` owns this object and can read it after a cancellation.
+    """Token counts of an episode, which the caller of `EpisodePlayer.play` owns and can read after a cancellation.
 
     The inherited count `lost` has all tokens that were sampled for the episode and will not be in its trajectory:
     their request was aborted (the engine adds these), or they were sampled ahead and not needed.
@@ -124,7 +124,7 @@ class EpisodeProgress(TokenTally):
         """Action tokens sampled so far, over all turns and branches."""
 
     def on_request(self) -> None:
-        """Do nothing. `Episode` calls this when it requests a response. An owner may override it."""
+        """Do nothing. `EpisodePlayer` calls this when it requests a response. An owner may override it."""
 
 
 def response_key(task: Task, turn: int) -> int:
@@ -142,10 +142,10 @@ def response_seed(seed: int, task: Task, turn: int) -> int:
     return int.from_bytes(blake2b(named, digest_size=8).digest()) >> 1
 
 
-class Episode:
-    """Player of episodes: one object of this class plays all episodes of a node, any number at the same time.
+class EpisodePlayer:
+    """Plays all episodes of a node, any number at the same time.
 
-    The state of one episode is in its `EpisodeProgress`, `_EpisodeState` and `TranscriptView`.
+    The state of one episode is in its `EpisodeProgress`, `_EpisodeState` and `Transcript`.
 
     Args:
         make_env: makes an environment for a kind of problems.
@@ -155,6 +155,8 @@ class Episode:
         phases: decides when environments may step, and when responses may be requested.
         outages: clock of the outages, in which the node has no engine that serves. An outage does not count in the
             deadline of an episode that waits for a response. None: all time counts.
+        score: gives the result of an episode to the teacher, a model on a server of its own, and returns the result
+            with the teacher's log-probs. None: no such teacher.
         now: returns Unix seconds on the loop's clock.
     """
 
@@ -167,6 +169,7 @@ class Episode:
         phases: Phases,
         outages: OutageClock | None = None,
         *,
+        score: Callable[[Trajectory | Failure], Awaitable[Trajectory | Failure]] | None = None,
         now: Callable[[], float],
     ) -> None:
         self._outages = outages or OutageClock()
@@ -177,22 +180,29 @@ class Episode:
         self._proxy = proxy
         self._settings = settings
         self._phases = phases
+        self._score = score
         self._now = now
 
-    async def run(self, lease: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
+    async def play(self, lease: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
         """Play the episode of a lease. Return its trajectory, or a failure with the reason why there is no trajectory.
 
         Only cancellation and programmer errors are raised. `progress` counts tokens while the episode runs.
         """
+        result = await self._play(lease, progress)
+        # The teacher scores after the environment is closed, and in its own time, not in that of the episode.
+        return result if self._score is None else await self._score(result)
+
+    async def _play(self, lease: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
+        """Play an episode, and turn each error of the environment, the reward and the engines into a failure."""
         settings = self._settings.for_kind(lease.task.kind)
-        transcript = TranscriptView(self._tokenizer, settings, lease.task.sampling, self._rendering)
+        transcript = Transcript(self._tokenizer, settings, self._rendering)
         state = _EpisodeState(lease, progress, transcript, settings)
         try:
             with anyio.move_on_after(settings.episode_s) as state.scope:
                 async with self._environment(state) as env, self._sampling_ahead(env, state):
-                    state.outcome = await self._play(env, state)
+                    state.outcome = await self._take_turns(env, state)
                 return transcript.trajectory(lease.task, state.outcome, progress.lost)
-            return state.too_long()
+            return state.deadline_failure()
         except RewardError as error:
             return state.failed(Outcome.REWARD_ERROR, str(error))
         except EnvTimeoutError as error:
@@ -206,15 +216,15 @@ class Episode:
         except (EngineError, DeadlineError) as error:
             return state.failed(Outcome.ENGINE_ERROR, str(error))
 
-    async def _play(self, env: Environment, state: _EpisodeState) -> Outcome:
+    async def _take_turns(self, env: Environment, state: _EpisodeState) -> Outcome:
         """Alternate responses and steps until the environment or a limit ends the episode.
 
         Returns `Outcome.OK`, or `Outcome.TRUNCATED` if the environment or a limit has cut the episode. Other outcomes
-        are raised as errors, which `run` turns into a `Failure`.
+        are raised as errors, which `_play` turns into a `Failure`.
         """
         transcript = state.transcript
         observation = await self._reset(env, state)
-        await transcript.prepare(observation)
+        await self._prepare(observation, state)
         transcript.add_observation(self._first_prompt(observation, transcript))
         while True:
             completion, start = await self._respond(state)
@@ -232,7 +242,7 @@ class Episode:
                 return Outcome.TRUNCATED if truncated or cut else Outcome.OK
             if len(transcript.turns) == state.settings.max_turns:
                 return Outcome.TRUNCATED
-            await transcript.prepare(following)
+            await self._prepare(following, state)
             if transcript.room(following) < 1:
                 return Outcome.TRUNCATED
             transcript.add_observation(transcript.render(following))
@@ -270,14 +280,14 @@ class Episode:
 
         def reset() -> Awaitable[ResetResult]:
             if (informed := _informed(env)) is not None:
-                informed.inform(state.transcript)
+                informed.inform(TranscriptView(state.transcript, state.task.sampling, state.ahead))
             return env.reset(seed)
 
         state.waits_for(Outcome.ENV_TIMEOUT, f"environment {what}", "the environment's class")
         result = await call_method(what, self._settings.reset_s, "env_reset", reset, env=env, context=state.context)
         observation, info = check_returned(env, "reset", seed, lambda: check_reset_result(result))
         if arguments := check_returned(env, "reset", seed, lambda: template_arguments(info)):
-            state.transcript.template(arguments)
+            state.transcript.set_template_arguments(arguments)
         return observation
 
     async def _step(
@@ -319,7 +329,17 @@ class Episode:
 
     # -- the policy --------------------------------------------------------------------------------------------------
 
-    def _first_prompt(self, observation: Observation, transcript: TranscriptView) -> list[int]:
+    async def _prepare(self, observation: Observation, state: _EpisodeState) -> None:
+        """Render the next observation in a thread if it is large, so that other episodes go on meanwhile.
+
+        Raises:
+            EnvError: the observation cannot be shown.
+        """
+        what = f"observation {state.turn()} to become tokens (seed {state.task.seed})"
+        state.waits_for(Outcome.ENV_TIMEOUT, what, "the size of the environment's observations")
+        await state.transcript.prepare(observation)
+
+    def _first_prompt(self, observation: Observation, transcript: Transcript) -> list[int]:
         """Return the tokens of the first observation.
 
         Raises:
@@ -352,9 +372,17 @@ class Episode:
         await self._phases.stepped(state.lease)
         state.waits_for(Outcome.ENGINE_ERROR, f"response {state.turn()} (seed {state.task.seed})", "the engines")
         transcript = state.transcript
-        if transcript.ahead is not None and (expected := transcript.find_ahead()) is not None:
-            return await transcript.ahead.take(expected), expected.start
-        request = transcript.next_request(state.new_request)
+        options, room = transcript.take_options(), transcript.tokens_left()
+        most = min(room, state.settings.max_new_tokens, room if options.tokens is None else options.tokens)
+        if state.ahead is not None and options.name:
+            expected = state.ahead.find(options.name, transcript.tokens, most, options.stop)
+            if expected is not None:
+                return await state.ahead.take(expected), expected.start
+        on_tokens = ignore_tokens
+        if options.hear is not None:
+            format = transcript.branches[transcript.branch].format
+            on_tokens = format.start_reading(transcript.tokens, calling=options.calling).forward_to(options.hear)
+        request = state.new_request(list(transcript.tokens), most, options.stop, on_tokens)
         start = self._now()
         # The episode waits for the engines here, so an outage does not count in its deadline. An outage does count
         # while a response is only sampled ahead, because the episode does not wait for it.
@@ -402,7 +430,7 @@ class Episode:
         async with unwrapped_group() as tasks:
             sample = partial(self._sample, state)
             ahead = ResponsesAhead(state.transcript, self._rendering, state.new_request, sample, tasks, now=self._now)
-            state.transcript.ahead = ahead
+            state.ahead = ahead
             yield
             tasks.cancel_scope.cancel()
         dropped = ahead.drop()
@@ -414,13 +442,15 @@ class _EpisodeState:
     """State of one episode: its transcript, its requests, and what it waits for now."""
 
     def __init__(
-        self, lease: Lease, progress: EpisodeProgress, transcript: TranscriptView, settings: EpisodeSettings
+        self, lease: Lease, progress: EpisodeProgress, transcript: Transcript, settings: EpisodeSettings
     ) -> None:
         self.lease = lease
         self.task = lease.task
         self.progress = progress
         self.transcript = transcript
         self.settings = settings
+        self.ahead: ResponsesAhead | None = None
+        """Responses that are sampled ahead. None if nothing is sampled ahead (`EpisodePlayer._sampling_ahead`)."""
         self.outcome = Outcome.CANCELLED
         """Outcome of the episode once it has ended; CANCELLED before."""
         self.scope = anyio.CancelScope()
@@ -430,7 +460,7 @@ class _EpisodeState:
         self._requests = 0
         """Number of requests made so far. The next request gets this number."""
         self._late_outcome = Outcome.ENV_TIMEOUT
-        """Outcome of the failure that `too_long` returns; set by `waits_for`."""
+        """Outcome of the failure that `deadline_failure` returns; set by `waits_for`."""
         self._awaited = ""
         """Phrase for the event that the episode waits for; set by `waits_for`."""
         self._advice = ""
@@ -471,8 +501,6 @@ class _EpisodeState:
     def waits_for(self, late_outcome: Outcome, what: str, look_at: str) -> None:
         """Record the event that the episode waits for, and the failure if the episode's deadline passes meanwhile.
 
-        Rendering an observation records nothing, so it counts as part of the wait before it.
-
         Args:
             late_outcome: outcome of the failure.
             what: phrase for the event.
@@ -480,11 +508,10 @@ class _EpisodeState:
         """
         self._late_outcome, self._awaited, self._advice = late_outcome, what, look_at
 
-    def too_long(self) -> Failure:
+    def deadline_failure(self) -> Failure:
         """Return the failure of an episode that has exceeded its deadline, `episode_s`.
 
-        `waits_for` has recorded its outcome and the parts of its message. It is not the failure of a prompt without
-        room for a response, whose outcome is called `TOO_LONG`.
+        `waits_for` has recorded its outcome and the parts of its message.
         """
         return self.failed(
             self._late_outcome,

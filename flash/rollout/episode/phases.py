@@ -7,8 +7,8 @@ episodes of a node wait for each other, so that the gain of independence can be 
                                requested before all environments have stepped
     replicate_prompts = false  `GroupBarrier`: environments of a group step when all its responses are complete
 
-`Episode` reports each change of phase to `Phases` and waits there for permission. A rule decides which episodes may
-continue. Rules are pure state machines without tasks or clocks: each report returns the ids of the leases that may
+`EpisodePlayer` reports each change of phase to `Phases` and waits there for permission. A rule decides which episodes
+may continue. Rules are pure state machines without tasks or clocks: each report returns the ids of the leases that may
 continue now. An episode that leaves never blocks another one.
 """
 

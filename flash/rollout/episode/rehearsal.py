@@ -1,7 +1,7 @@
 """Rehearsal: one turn is played before any engine starts, so that a broken environment is found within seconds.
 
-`rehearse` runs the real `Episode`, with its deadlines and its checks, on a response that needs no model. One problem
-that can be played is enough, because an environment that fails only sometimes does not stop a run either.
+`rehearse` runs the real `EpisodePlayer`, with its deadlines and its checks, on a response that needs no model. One
+problem that can be played is enough, because an environment that fails only sometimes does not stop a run either.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 from flash.environment.interface import Environment
 from flash.errors import ConfigError
 from flash.rollout.engine import ResponseRequest
-from flash.rollout.episode.episode import Episode, EpisodeProgress, EpisodeSettings
+from flash.rollout.episode.episode import EpisodePlayer, EpisodeProgress, EpisodeSettings
 from flash.rollout.episode.phases import Phases
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.samples.tasks import SEED_STRIDE
@@ -48,12 +48,13 @@ async def rehearse(
     Raises:
         ConfigError: `PROBLEMS` problems failed; the error names the reason of the last one.
     """
-    episode = Episode(make_env, tokenizer, Echo(), msgspec.structs.replace(settings, max_turns=1), Phases(), now=now)
+    settings = msgspec.structs.replace(settings, max_turns=1)
+    player = EpisodePlayer(make_env, tokenizer, Echo(), settings, Phases(), now=now)
     first = run_seed * SEED_STRIDE
     failures: list[Failure] = []
     for number in range(PROBLEMS):
         task = Task(number, number, 0, first + number, kind=kind_of(first + number))
-        played = await episode.run(Lease(number, task, 0), EpisodeProgress())
+        played = await player.play(Lease(number, task, 0), EpisodeProgress())
         if isinstance(played, Trajectory):
             return played
         failures.append(played)

@@ -1,7 +1,7 @@
 """Transcript: the tokens of one episode, from the first observation to the trajectory.
 
-`Episode` appends an observation with `add_observation` and the response to it with `add_response`, turn by turn, and
-makes the trajectory of all of it with `trajectory`. Rules:
+`EpisodePlayer` appends an observation with `add_observation` and the response to it with `add_response`, turn by turn,
+and makes the trajectory of all of it with `trajectory`. Rules:
 
 1. Tokens are only appended. An observation is *rendered* (turned into tokens) once. A response stays exactly as it was
    sampled, with its log-probs and policy versions. No text is tokenized twice.
@@ -11,20 +11,23 @@ makes the trajectory of all of it with `trajectory`. Rules:
 3. Copied tokens count as prompt in the new branch. So every sampled token is in exactly one *span* (the positions of
    one response) of one branch, and is trained once.
 
-`flash.rollout.episode.view.TranscriptView` is the transcript as the environment sees it.
+The environment may choose the place of the next observation, and options of the next response. It does so through
+`flash.rollout.episode.view.TranscriptView`, and the transcript keeps them until they are used.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import anyio
+import anyio.to_thread
 import msgspec
 import numpy as np
 
-from flash.environment.interface import Spoken
+from flash.environment.interface import Expected, Spoken
 from flash.errors import EnvError
 from flash.rollout.episode.tokenizer import ResponseReader, Tokenizer
 from flash.sampling import Kept, Routes, join_kept, join_routes
@@ -35,6 +38,7 @@ from flash.types import (
     Message,
     Observation,
     Outcome,
+    Piece,
     Span,
     Task,
     Tool,
@@ -43,6 +47,8 @@ from flash.types import (
     VersionRun,
     append_versions,
 )
+
+_T = TypeVar("_T")
 
 LETTERS_PER_TOKEN = 32
 """Upper bound on the letters of a token, on average over an observation. Only long runs of white space exceed it. If an
@@ -68,6 +74,22 @@ class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Largest number of tokens of all branches together."""
     max_new_tokens: int
     """Largest number of tokens of a response."""
+
+
+class ResponseOptions(NamedTuple):
+    """Options that the environment has set for the next response. They hold for that response only."""
+
+    name: str = ""
+    """Name under which the environment may have announced the next observation, so that the response to it was sampled
+    ahead (`flash.rollout.episode.ahead`). Empty if it has not."""
+    tokens: int | None = None
+    """Largest number of tokens of the response; None: no limit but those of the run."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the response."""
+    hear: Callable[[Piece], None] | None = None
+    """Function that gets the pieces of the response while it is sampled; None: nobody listens."""
+    calling: bool = True
+    """True if calls of functions are left out of these pieces."""
 
 
 class ResponseEnd(NamedTuple):
@@ -154,16 +176,18 @@ class Branch:
 
 
 class Transcript:
-    """Tokens, responses and turns of one episode, to which `Episode` appends.
+    """Tokens, responses and turns of one episode, to which `EpisodePlayer` appends.
 
     Args:
         tokenizer: the model's tokenizer.
         limits: limits of the episode.
+        rendering: held while a thread renders a large observation; all episodes of the node share it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, limits: EpisodeLimits) -> None:
+    def __init__(self, tokenizer: Tokenizer, limits: EpisodeLimits, rendering: anyio.Lock | None = None) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
+        self._rendering = rendering or anyio.Lock()
         self._new_format = BranchFormat(chat=False, tokenizer=tokenizer)
         """Format of the next branch that copies no tokens, and of branch 0 until its first observation is added."""
         self.branches = [Branch([], [], self._new_format)]
@@ -180,6 +204,11 @@ class Transcript:
         self._rendered: tuple[Observation, list[int]] | None = None
         """Observation that was rendered last for the place that the next observation follows, and its tokens. None if
         no observation was rendered for this place."""
+        self.rendered_ahead: dict[str, tuple[Expected, list[int]]] = {}
+        """Large observations that were rendered before the episode has reached them, with their tokens, by the name
+        that the environment has given them. `ResponsesAhead` adds to it."""
+        self.options = ResponseOptions()
+        """Options of the next response."""
 
     # -- limits ------------------------------------------------------------------------------------------------------
 
@@ -237,7 +266,7 @@ class Transcript:
             assert 0 <= responses <= len(self.branches[branch].ends), "the branch has fewer responses"
             self.branch, self._responses, self._rendered = branch, responses, None
 
-    def offer(self, tools: Sequence[Tool]) -> None:
+    def offer_tools(self, tools: Sequence[Tool]) -> None:
         """Offer functions to the policy: the chat template shows them with the first observation of a branch.
 
         The environment calls this through its view. It holds for each branch that begins after this call without copied
@@ -251,7 +280,7 @@ class Transcript:
             self.tokenizer.check_reads_calls()
         self._new_format, self._rendered = self._new_format._replace(tools=list(tools)), None
 
-    def template(self, arguments: Mapping[str, Any]) -> None:
+    def set_template_arguments(self, arguments: Mapping[str, Any]) -> None:
         """Set arguments of the chat template, which override `model.chat_template_kwargs`.
 
         They hold for each branch that begins after this call without copied tokens, and for branch 0 if its first
@@ -275,6 +304,26 @@ class Transcript:
     def tokens(self) -> list[int]:
         """Tokens of the branch that the next observation or response is appended to."""
         return self.branches[self.branch].tokens
+
+    async def prepare(self, observation: Observation) -> None:
+        """Render an observation that may be shown next in a thread, if it is large.
+
+        Otherwise do nothing: `render` and `room` then render it on the event loop. After this call they return at once.
+
+        Raises:
+            EnvError: the observation cannot be shown.
+        """
+        if self._rendered is not None and self._rendered[0] == observation:
+            return
+        tools = () if self._responses else self._new_format.tools
+        if not self.is_slow(observation, tools) or self._min_tokens(observation) > self.tokens_left():
+            return
+        async with self._rendering:
+            expected, tokens = self.rendered_ahead.pop(self.options.name, (None, list[int]()))
+            place = (self.branch, self._responses, observation)
+            if expected is None or (expected.branch, expected.responses, expected.observation) != place:
+                tokens = await in_thread(lambda: self._render(observation))
+        self._rendered = observation, tokens
 
     def render(self, observation: Observation) -> list[int]:
         """Return the tokens of the next observation. An observation that was rendered last is not rendered again.
@@ -315,6 +364,13 @@ class Transcript:
         end = branch.ends[responses - 1]
         end_token = branch.tokens[end.position - 1] if end.ended else None
         return branch.format.tokenizer.follow(observation, end_token, branch.format.tools)
+
+    # -- the next response -------------------------------------------------------------------------------------------
+
+    def take_options(self) -> ResponseOptions:
+        """Return the options of the next response, and reset them, because they hold for one response."""
+        options, self.options = self.options, ResponseOptions()
+        return options
 
     # -- growing -----------------------------------------------------------------------------------------------------
 
@@ -397,6 +453,12 @@ class Transcript:
             kept=join_kept(kept) if kept else None,
             routes=join_routes([branch.routes for branch in branches], [len(branch.tokens) for branch in branches]),
         )
+
+
+async def in_thread(work: Callable[[], _T]) -> _T:
+    """Run `work` in a thread, and return the result. A caller that is cancelled does not wait for the thread."""
+    # The call has its own limiter, because an environment's calls may occupy all threads of the default limiter.
+    return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
 
 
 def min_tokens(observation: Observation, tools: Sequence[Tool], message: int) -> int:
