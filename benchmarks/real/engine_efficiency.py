@@ -37,8 +37,8 @@ from flash.hub.hub import Hub
 from flash.observe.observer import MemoryObserver
 from flash.rollout.engine import Pressure
 from flash.rollout.episode.tokenizer import HfTokenizer
-from flash.rollout.hub_client import HubLink
 from flash.rollout.node import NodeEnvironment, RolloutNode
+from flash.rollout.scheduler import HubLink
 from flash.rollout.supervisor import same_engine
 from flash.rollout.vllm.engine import VLLMEngine
 from flash.transport.client import connect

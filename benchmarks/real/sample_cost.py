@@ -39,8 +39,8 @@ from flash.foreign import vllm_processes
 from flash.hub import protocol as p
 from flash.rollout.engine import Pressure, Progress, ResponseRequest
 from flash.rollout.episode.tokenizer import HfTokenizer
-from flash.rollout.hub_client import HubLink
 from flash.rollout.node import NodeEnvironment, RolloutNode
+from flash.rollout.scheduler import HubLink
 from flash.rollout.supervisor import same_engine
 from flash.rollout.vllm.engine import VLLMEngine
 from flash.run.node_loop import unix_clock

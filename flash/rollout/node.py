@@ -35,10 +35,9 @@ from flash.rollout.episode.episode import EpisodePlayer, EpisodeSettings
 from flash.rollout.episode.phases import phases
 from flash.rollout.episode.rehearsal import rehearse
 from flash.rollout.episode.tokenizer import Tokenizer
-from flash.rollout.hub_client import HubClient, HubLink
 from flash.rollout.proxy import LLMProxy, ProxySettings
 from flash.rollout.reports import NodeReports
-from flash.rollout.scheduler import MAX_EPISODES, Scheduler, Wakeup
+from flash.rollout.scheduler import MAX_EPISODES, HubClient, HubLink, Scheduler, Wakeup
 from flash.rollout.supervisor import EnginePlace, EngineSupervisor
 from flash.samples.rules import ONE_KIND, ProblemKinds
 from flash.waiting import deadline, rare_garbage_collection, unwrapped_group

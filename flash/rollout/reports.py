@@ -29,9 +29,8 @@ from flash.hub import protocol as p
 from flash.observe.cluster import FAILURE_TEXT, EngineNow, EngineState, NodeStatus, shortened
 from flash.observe.columns.table import columns
 from flash.rollout.engine_state import EngineRecord
-from flash.rollout.hub_client import HubClient
 from flash.rollout.proxy import LLMProxy
-from flash.rollout.scheduler import Scheduler
+from flash.rollout.scheduler import HubClient, Scheduler
 
 
 class _Deaths(NamedTuple):

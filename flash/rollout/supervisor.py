@@ -23,9 +23,9 @@ from flash.config.waits import LONGEST_PAUSE_S
 from flash.errors import DeadlineError, EngineDeadError, EngineError, TransportError
 from flash.hub import protocol as p
 from flash.rollout.engine import Engine
-from flash.rollout.hub_client import HubClient
 from flash.rollout.proxy import LLMProxy
 from flash.rollout.reports import NodeReports
+from flash.rollout.scheduler import HubClient
 from flash.types import Published
 from flash.waiting import deadline
 

@@ -24,8 +24,8 @@ from flash.errors import FlashError, TransportError
 from flash.foreign.forking import Imports
 from flash.hub import protocol as p
 from flash.hub.stages import STARTING_ENGINES
-from flash.rollout.hub_client import HubLink
 from flash.rollout.node import RolloutNode
+from flash.rollout.scheduler import HubLink
 from flash.run.loop_watch import run_watched
 from flash.run.node_loop import NodeNumbers, make_node, unix_clock
 from flash.run.processes.forked import ProcessOrder

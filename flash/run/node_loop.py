@@ -37,8 +37,8 @@ from flash.observe.cluster import EVERY_S
 from flash.observe.recorder import Recorder
 from flash.rollout.engine import Engine
 from flash.rollout.episode.tokenizer import HfTokenizer
-from flash.rollout.hub_client import HubLink
 from flash.rollout.node import NodeEnvironment, RolloutNode
+from flash.rollout.scheduler import HubLink
 from flash.rollout.vllm.engine import VLLMEngine
 from flash.rollout.vllm.start import ready_tokenizer
 from flash.run.loop_watch import blocked_seconds, run_watched

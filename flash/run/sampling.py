@@ -21,8 +21,8 @@ from flash.hub.recovery import RecoveredState
 from flash.observe.observer import MemoryObserver
 from flash.rollout.engine import Engine
 from flash.rollout.episode.tokenizer import Tokenizer
-from flash.rollout.hub_client import HubLink
 from flash.rollout.node import NodeEnvironment, RolloutNode
+from flash.rollout.scheduler import HubLink
 from flash.run.startup import tell_beginning, with_held_out_problems
 from flash.samples.rules import ProblemKinds
 from flash.types import Canary, Failure, Outcome, Published, Trajectory

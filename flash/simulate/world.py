@@ -29,8 +29,8 @@ from flash.hub.recovery import Persistence, RecoveredState, SaveState, measure_s
 from flash.observe.observer import MemoryObserver
 from flash.rollout.engine import Engine
 from flash.rollout.episode.episode import response_key
-from flash.rollout.hub_client import HubLink
 from flash.rollout.node import NodeEnvironment, RolloutNode
+from flash.rollout.scheduler import HubLink
 from flash.rollout.supervisor import same_engine
 from flash.simulate.clock import VirtualLoop
 from flash.simulate.engine import SimEngine

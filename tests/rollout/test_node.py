@@ -25,9 +25,9 @@ from flash.hub.recovery import HubState, Persistence, RecoveredState
 from flash.observe.observer import MemoryObserver
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.rollout.fake_engine import FakeEngine, FakeLine
-from flash.rollout.hub_client import HubLink
 from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.rollout.proxy import MAX_FAILED_IN_A_ROW
+from flash.rollout.scheduler import HubLink
 from flash.rollout.supervisor import same_engine
 from flash.rollout.teacher import ServedTeacher
 from flash.samples.journal import NO_JOURNAL, Journal

@@ -19,8 +19,8 @@ from flash.environment.threaded import wrap
 from flash.errors import DeadlineError, EngineError, FlashError
 from flash.hub import protocol as p
 from flash.rollout.fake_engine import FakeEngine
-from flash.rollout.hub_client import HubLink
 from flash.rollout.node import NodeEnvironment, RolloutNode
+from flash.rollout.scheduler import HubLink
 from flash.rollout.supervisor import same_engine
 from flash.simulate.clock import run_virtual
 from flash.transport.frames import ReplyT, Request, check_reply

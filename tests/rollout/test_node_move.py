@@ -19,8 +19,8 @@ from flash.hub.context import RunEnd
 from flash.hub.hub import Hub, InProcessCaller
 from flash.hub.recovery import HubState
 from flash.rollout.fake_engine import FakeEngine, FakeLine
-from flash.rollout.hub_client import HubLink
 from flash.rollout.node import NodeEnvironment, RolloutNode
+from flash.rollout.scheduler import HubLink
 from flash.samples.journal import MemoryJournal
 from flash.samples.replay import Replay
 from flash.simulate.clock import run_virtual

@@ -1,4 +1,4 @@
-"""Scheduler around a fake source and fake episodes, on the virtual clock."""
+"""Scheduler between a fake hub and fake episodes, on the virtual clock."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flash.hub import protocol as p
 from flash.hub.protocol import EndedLease
 from flash.rollout.episode.episode import EpisodeProgress
-from flash.rollout.scheduler import DELIVERY_BYTES, Scheduler, Wakeup
+from flash.rollout.scheduler import DELIVERY_BYTES, HubClient, HubLink, Scheduler, Wakeup
 from flash.simulate.clock import run_virtual
+from flash.transport.frames import ReplyT, Request, check_reply
 from flash.types import Failure, Lease, Outcome, Task, Trajectory
 from tests.samples.cases import trajectory
 
@@ -28,8 +30,8 @@ def ended(of: Lease, tokens: int = 1) -> Failure:
     return Failure(of.task, Outcome.ENV_ERROR, "ended", tokens)
 
 
-class Source:
-    """Gives what it has; holds a request back while it has nothing, as the hub does."""
+class FakeHub:
+    """Gives the leases that it has, and keeps results. Keeps a request open while it has nothing, as the hub does."""
 
     def __init__(self, count: int) -> None:
         self.ready = [lease(number) for number in range(count)]
@@ -38,6 +40,21 @@ class Source:
         self.asked: list[int] = []
         self.ended: list[EndedLease] = []
         self.on_grant: Callable[[], None] = lambda: None
+
+    def client(self) -> HubClient:
+        """Return the connection of a node to this hub."""
+        return HubClient(HubLink(0, 0, self), None, 60.0)
+
+    async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
+        match request:
+            case p.LeaseRequest():
+                leases = await self.lease(request.capacity)
+                return check_reply(request, p.LeaseReply(leases or [], done=leases is None))
+            case p.DeliverRequest():
+                await self.deliver(request.ended)
+                return check_reply(request, p.Ack())
+            case _:
+                raise AssertionError(f"{request} is not of the scheduler")
 
     async def lease(self, capacity: int) -> list[Lease] | None:
         assert capacity > 0
@@ -56,12 +73,9 @@ class Source:
         self.ready += [lease(number) for number in numbers]
         self.more.set()
 
-    async def deliver(self, ended: list[EndedLease], capacity: int) -> None:
+    async def deliver(self, ended: list[EndedLease]) -> None:
         self.ended += ended
         await anyio.lowlevel.checkpoint()
-
-    def holds(self, lease_id: int) -> bool:
-        return True
 
     def outcomes(self) -> dict[int, Outcome]:
         assert len({ended.lease_id for ended in self.ended}) == len(self.ended), "one result per lease"
@@ -93,7 +107,7 @@ def run(scenario: Callable[[], Awaitable[Any]]) -> None:
 
 def test_at_most_max_concurrent_episodes_are_alive_and_a_freed_place_is_refilled_at_once() -> None:
     async def scenario() -> None:
-        source, alive, most = Source(10), 0, 0
+        hub, alive, most = FakeHub(10), 0, 0
 
         async def episode(of: Lease, progress: EpisodeProgress) -> Failure:
             nonlocal alive, most
@@ -103,18 +117,18 @@ def test_at_most_max_concurrent_episodes_are_alive_and_a_freed_place_is_refilled
             alive -= 1
             return ended(of)
 
-        await Scheduler(source, episode, Wakeup(), max_concurrent=3).run()
+        await Scheduler(hub.client(), episode, Wakeup(), max_concurrent=3).run()
         assert most == 3
         assert anyio.current_time() == 4.0
-        assert len(source.outcomes()) == 10
+        assert len(hub.outcomes()) == 10
 
     run(scenario)
 
 
 def test_places_freed_while_a_request_is_held_back_are_asked_for_as_soon_as_it_is_answered() -> None:
     async def scenario() -> None:
-        source = Source(32)
-        source.done = False
+        hub = FakeHub(32)
+        hub.done = False
         started: dict[int, float] = {}
 
         async def episode(of: Lease, progress: EpisodeProgress) -> Failure:
@@ -123,12 +137,12 @@ def test_places_freed_while_a_request_is_held_back_are_asked_for_as_soon_as_it_i
             return ended(of)
 
         async with anyio.create_task_group() as group:
-            group.start_soon(Scheduler(source, episode, Wakeup(), max_concurrent=32).run)
+            group.start_soon(Scheduler(hub.client(), episode, Wakeup(), max_concurrent=32).run)
             await anyio.sleep(5)
-            assert source.asked == [32, 1]
-            source.add(*range(32, 64))
+            assert hub.asked == [32, 1]
+            hub.add(*range(32, 64))
             await anyio.sleep(0.1)
-            assert source.asked == [32, 1, 31]
+            assert hub.asked == [32, 1, 31]
             assert {started[number] for number in range(32, 64)} == {5.0}
             group.cancel_scope.cancel()
 
@@ -137,7 +151,7 @@ def test_places_freed_while_a_request_is_held_back_are_asked_for_as_soon_as_it_i
 
 def test_episodes_that_wait_in_their_environment_leave_their_engine_slots_to_others() -> None:
     async def scenario() -> None:
-        source, engine = Source(12), Engine(2)
+        hub, engine = FakeHub(12), Engine(2)
 
         async def episode(of: Lease, progress: EpisodeProgress) -> Failure:
             progress.on_request()
@@ -147,7 +161,7 @@ def test_episodes_that_wait_in_their_environment_leave_their_engine_slots_to_oth
 
         wakeup = Wakeup()
         engine.wake = wakeup.notify
-        scheduler = Scheduler(source, episode, wakeup, room=engine.room)
+        scheduler = Scheduler(hub.client(), episode, wakeup, room=engine.room)
         await scheduler.run()
         assert anyio.current_time() == 6 + 50
 
@@ -156,7 +170,7 @@ def test_episodes_that_wait_in_their_environment_leave_their_engine_slots_to_oth
 
 def test_an_episode_that_has_not_asked_yet_takes_a_place() -> None:
     async def scenario() -> None:
-        source, engine = Source(12), Engine(2)
+        hub, engine = FakeHub(12), Engine(2)
         resetting = most = 0
 
         async def episode(of: Lease, progress: EpisodeProgress) -> Failure:
@@ -171,7 +185,7 @@ def test_an_episode_that_has_not_asked_yet_takes_a_place() -> None:
 
         wakeup = Wakeup()
         engine.wake = wakeup.notify
-        scheduler = Scheduler(source, episode, wakeup, room=engine.room)
+        scheduler = Scheduler(hub.client(), episode, wakeup, room=engine.room)
         await scheduler.run()
         assert most == 2
 
@@ -181,7 +195,7 @@ def test_an_episode_that_has_not_asked_yet_takes_a_place() -> None:
 @pytest.mark.parametrize("where", ["not begun", "reset", "generate", "step", "ended"])
 def test_a_loser_is_cancelled_wherever_it_is_and_reports_its_tokens(where: str) -> None:
     async def scenario() -> None:
-        source = Source(2)
+        hub = FakeHub(2)
         at = {"not begun": 0.0, "reset": 0.5, "generate": 1.5, "step": 2.5, "ended": 3.5}[where]
         closed: list[int] = []
 
@@ -197,21 +211,21 @@ def test_a_loser_is_cancelled_wherever_it_is_and_reports_its_tokens(where: str) 
                 closed.append(of.lease_id)
 
         async with anyio.create_task_group() as group:
-            scheduler = Scheduler(source, episode, Wakeup())
+            scheduler = Scheduler(hub.client(), episode, Wakeup())
             if where == "not begun":
 
                 async def cancel() -> None:
                     scheduler.cancel([1])
 
-                source.on_grant = lambda: group.start_soon(cancel)
+                hub.on_grant = lambda: group.start_soon(cancel)
             group.start_soon(scheduler.run)
             if at:
                 await anyio.sleep(at)
                 scheduler.cancel([1, 77])
-        results = {ended.lease_id: ended.result for ended in source.ended}
-        assert source.outcomes()[0] is Outcome.ENV_ERROR
+        results = {ended.lease_id: ended.result for ended in hub.ended}
+        assert hub.outcomes()[0] is Outcome.ENV_ERROR
         if where == "ended":
-            assert source.outcomes()[1] is Outcome.ENV_ERROR
+            assert hub.outcomes()[1] is Outcome.ENV_ERROR
         else:
             loser = results[1]
             assert isinstance(loser, Failure)
@@ -224,23 +238,23 @@ def test_a_loser_is_cancelled_wherever_it_is_and_reports_its_tokens(where: str) 
 
 def test_a_result_that_is_ready_when_its_cancel_comes_is_delivered_as_it_is() -> None:
     async def scenario() -> None:
-        source = Source(1)
+        hub = FakeHub(1)
 
         async def episode(of: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
             await anyio.sleep(1)
             scheduler.cancel([of.lease_id])
             return ended(of)
 
-        scheduler = Scheduler(source, episode, Wakeup())
+        scheduler = Scheduler(hub.client(), episode, Wakeup())
         await scheduler.run()
-        assert source.outcomes() == {0: Outcome.ENV_ERROR}
+        assert hub.outcomes() == {0: Outcome.ENV_ERROR}
 
     run(scenario)
 
 
 def test_a_cancelled_episodes_place_is_refilled_at_once() -> None:
     async def scenario() -> None:
-        source = Source(3)
+        hub = FakeHub(3)
         started: list[float] = []
 
         async def episode(of: Lease, progress: EpisodeProgress) -> Failure:
@@ -249,7 +263,7 @@ def test_a_cancelled_episodes_place_is_refilled_at_once() -> None:
             return ended(of)
 
         async with anyio.create_task_group() as group:
-            scheduler = Scheduler(source, episode, Wakeup(), max_concurrent=2)
+            scheduler = Scheduler(hub.client(), episode, Wakeup(), max_concurrent=2)
             group.start_soon(scheduler.run)
             await anyio.sleep(3)
             scheduler.cancel([0])
@@ -266,7 +280,7 @@ def test_law_2_every_lease_has_one_result_and_no_slot_is_empty_while_a_lease_wai
     lives: Sequence[tuple[int, int, int]], slots: int
 ) -> None:
     async def scenario() -> None:
-        source, engine = Source(len(lives)), Engine(slots)
+        hub, engine = FakeHub(len(lives)), Engine(slots)
 
         async def episode(of: Lease, progress: EpisodeProgress) -> Failure:
             generate_s, step_s, _ = lives[of.lease_id]
@@ -279,46 +293,46 @@ def test_law_2_every_lease_has_one_result_and_no_slot_is_empty_while_a_lease_wai
             for second in range(13):
                 # Everything happens at whole and half seconds.
                 await anyio.sleep(0.25)
-                assert engine.free == 0 or not source.ready
+                assert engine.free == 0 or not hub.ready
                 await anyio.sleep(0.25)
                 scheduler.cancel(number for number, life in enumerate(lives) if life[2] == second)
                 await anyio.sleep(0.25)
-                assert engine.free == 0 or not source.ready
+                assert engine.free == 0 or not hub.ready
                 await anyio.sleep(0.25)
 
         wakeup = Wakeup()
         engine.wake = wakeup.notify
-        scheduler = Scheduler(source, episode, wakeup, room=engine.room)
+        scheduler = Scheduler(hub.client(), episode, wakeup, room=engine.room)
         async with anyio.create_task_group() as group:
             group.start_soon(cancel)
             await scheduler.run()
-        assert set(source.outcomes()) == set(range(len(lives)))
+        assert set(hub.outcomes()) == set(range(len(lives)))
         assert engine.free == slots
 
     run(scenario)
 
 
-class Keeps(Source):
+class Keeps(FakeHub):
     """Keeps each delivery apart; the first one takes a while."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
         self.deliveries: list[list[int]] = []
 
-    async def deliver(self, ended: list[EndedLease], free: int) -> None:
+    async def deliver(self, ended: list[EndedLease]) -> None:
         self.deliveries.append([each.lease_id for each in ended])
         await anyio.sleep(1)
 
 
 async def deliveries_of(tokens: int, count: int) -> list[list[int]]:
-    source = Keeps(count)
+    hub = Keeps(count)
 
     async def episode(of: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
         await anyio.sleep(0.1)
         return trajectory(of.task, 0, tokens=tokens)
 
-    await Scheduler(source, episode, Wakeup(), max_concurrent=64).run()
-    return source.deliveries
+    await Scheduler(hub.client(), episode, Wakeup(), max_concurrent=64).run()
+    return hub.deliveries
 
 
 def test_long_results_go_in_several_deliveries_and_short_ones_in_one() -> None:
@@ -332,7 +346,7 @@ def test_long_results_go_in_several_deliveries_and_short_ones_in_one() -> None:
 
 def test_a_cancelled_episode_reports_what_it_had_sampled_and_what_never_arrived() -> None:
     async def scenario() -> list[EndedLease]:
-        source = Source(1)
+        hub = FakeHub(1)
 
         async def episode(of: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
             progress.tokens += 8
@@ -342,12 +356,12 @@ def test_a_cancelled_episode_reports_what_it_had_sampled_and_what_never_arrived(
                 progress.lost += 5
             raise AssertionError("slept for ever")
 
-        scheduler = Scheduler(source, episode, Wakeup())
+        scheduler = Scheduler(hub.client(), episode, Wakeup())
         async with anyio.create_task_group() as group:
             group.start_soon(scheduler.run)
             await anyio.sleep(1)
             scheduler.cancel([0])
-        return source.ended
+        return hub.ended
 
     (cancelled,) = run_virtual(scenario)
     assert isinstance(cancelled.result, Failure)
@@ -356,66 +370,66 @@ def test_a_cancelled_episode_reports_what_it_had_sampled_and_what_never_arrived(
 
 def test_a_cancel_that_overtakes_its_lease_ends_it_when_it_comes() -> None:
     async def scenario() -> None:
-        source = Source(1)
-        source.done = False
+        hub = FakeHub(1)
+        hub.done = False
 
         async def episode(of: Lease, progress: EpisodeProgress) -> Failure:
             await anyio.sleep(1)
             return ended(of)
 
-        scheduler = Scheduler(source, episode, Wakeup(), max_concurrent=3)
+        scheduler = Scheduler(hub.client(), episode, Wakeup(), max_concurrent=3)
         async with anyio.create_task_group() as group:
             group.start_soon(scheduler.run)
             await anyio.sleep(2)
             scheduler.cancel([0, 2])
-            source.add(1, 2)
-            source.done = True
+            hub.add(1, 2)
+            hub.done = True
         assert anyio.current_time() == 3.0
-        assert source.outcomes() == {0: Outcome.ENV_ERROR, 1: Outcome.ENV_ERROR, 2: Outcome.CANCELLED}
+        assert hub.outcomes() == {0: Outcome.ENV_ERROR, 1: Outcome.ENV_ERROR, 2: Outcome.CANCELLED}
 
     run(scenario)
 
 
 def test_a_scheduler_that_stops_leasing_asks_no_more_and_hands_back_what_it_is_told_to() -> None:
     async def scenario() -> None:
-        source = Source(3)
-        source.done = False
+        hub = FakeHub(3)
+        hub.done = False
 
         async def episode(of: Lease, progress: EpisodeProgress) -> Failure:
             await anyio.sleep([3, 100, 100][of.lease_id])
             return ended(of)
 
-        scheduler = Scheduler(source, episode, Wakeup())
+        scheduler = Scheduler(hub.client(), episode, Wakeup())
         async with anyio.create_task_group() as group:
             group.start_soon(scheduler.run)
             await anyio.sleep(1)
             scheduler.stop_leasing()
             await anyio.wait_all_tasks_blocked()
-            source.add(3)
+            hub.add(3)
             await anyio.sleep(8)
             scheduler.hand_back()
         assert anyio.current_time() == 9.0
-        assert source.outcomes() == {0: Outcome.ENV_ERROR, 1: Outcome.CANCELLED, 2: Outcome.CANCELLED}
+        assert hub.outcomes() == {0: Outcome.ENV_ERROR, 1: Outcome.CANCELLED, 2: Outcome.CANCELLED}
 
     run(scenario)
 
 
 def test_a_scheduler_without_room_ends_when_there_is_no_more_work() -> None:
     async def scenario() -> None:
-        source, engine = Source(4), Engine(2)
+        hub, engine = FakeHub(4), Engine(2)
 
         async def episode(of: Lease, progress: EpisodeProgress) -> Failure:
             progress.on_request()
             await engine.generate(1000)
             return ended(of)
 
-        scheduler = Scheduler(source, episode, Wakeup(), room=engine.room)
+        scheduler = Scheduler(hub.client(), episode, Wakeup(), room=engine.room)
         async with anyio.create_task_group() as group:
             group.start_soon(scheduler.run)
             await anyio.sleep(5)
-            assert (scheduler.alive, scheduler.free()) == (2, 0)
+            assert (scheduler.alive, scheduler.free_places()) == (2, 0)
             scheduler.end()
         assert anyio.current_time() == 5
-        assert set(source.outcomes().values()) == {Outcome.CANCELLED}
+        assert set(hub.outcomes().values()) == {Outcome.CANCELLED}
 
     run(scenario)

@@ -13,10 +13,9 @@ from flash.hub import protocol as p
 from flash.rollout.engine_state import OutageClock
 from flash.rollout.episode.episode import EpisodeProgress
 from flash.rollout.fake_engine import FakeEngine, FakeLine
-from flash.rollout.hub_client import HubClient, HubLink
 from flash.rollout.proxy import LLMProxy, ProxySettings
 from flash.rollout.reports import NodeReports
-from flash.rollout.scheduler import Scheduler, Wakeup
+from flash.rollout.scheduler import HubClient, HubLink, Scheduler, Wakeup
 from flash.rollout.supervisor import (
     MAX_STEADY_S,
     MIN_STEADY_S,

@@ -19,8 +19,8 @@ from flash.hub.fleet import config_digest
 from flash.hub.hub import Hub as RealHub
 from flash.hub.recovery import HubState, Persistence, RecoveredState
 from flash.rollout.fake_engine import FakeEngine, FakeLine
-from flash.rollout.hub_client import HubLink
 from flash.rollout.node import NodeEnvironment, RolloutNode
+from flash.rollout.scheduler import HubLink
 from flash.run.joined import HubConnection, JoinedNode
 from flash.run.node_loop import NodeNumbers
 from flash.run.processes.forked import ProcessOrder
