@@ -256,7 +256,7 @@ class Scheduler:
         self._leasing.cancel()
 
     def hand_back(self) -> None:
-        """Cancel all episodes at once. Their leases are delivered as cancelled, so the hub can lease the tasks again."""
+        """Cancel all episodes at once. Their results say so, and the hub can lease the tasks again."""
         self.cancel(list(self._alive))
 
     def end(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from flash.rollout.episode.episode import (
 )
 from flash.rollout.episode.phases import LockStep, Phases
 from flash.rollout.episode.tokenizer import ResponseReader, Tokenizer
+from flash.rollout.episode.transcript import LARGE_LETTERS
 from flash.sampling import Kept, Sampling
 from flash.simulate.clock import run_virtual
 from flash.types import Completion, Failure, Lease, Message, Outcome, Piece, Span, Task, Tool, Trajectory, VersionRun
@@ -724,6 +726,42 @@ def test_law_1_the_deadline_of_the_episode_names_what_was_pending(
     assert (failure.outcome, failure.tokens) == (outcome, tokens)
     assert f"the episode took longer than {seconds:g} s; it was {text}" in failure.message
     assert "deadlines.episode" in failure.message
+
+
+class Blocked(CharTokenizer):
+    """A tokenizer that renders no large observation before `released` is set."""
+
+    slow = True
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def render(self, observation: Any, tools: Sequence[Tool] = ()) -> list[int]:
+        if len(observation) >= LARGE_LETTERS:
+            self.released.wait()
+        return super().render(observation, tools)
+
+    def follow(self, observation: Any, end: int | None, tools: Sequence[Tool] = ()) -> list[int]:
+        self.released.wait()
+        return super().follow(observation, end, tools)
+
+
+@pytest.mark.parametrize(
+    ("env", "number"), [(Env(first="a" * LARGE_LETTERS), 1), (Env(go("a" * LARGE_LETTERS)), 2)], ids=["first", "later"]
+)
+def test_law_1_a_deadline_that_passes_while_an_observation_is_rendered_names_the_observation(
+    env: Env, number: int
+) -> None:
+    tokenizer = Blocked()
+    room = {"max_length": 10 * LARGE_LETTERS, "max_tokens": 10 * LARGE_LETTERS, "episode_s": 5.5}
+    settings = msgspec.structs.replace(SETTINGS, **room)
+    player = EpisodePlayer(lambda kind: env, tokenizer, Script(say("a")), settings, Phases(), now=now)
+    failure = run_virtual(lambda: player.play(LEASE, EpisodeProgress()))
+    # The thread ends now that the virtual clock, which refuses the reports of threads, is gone.
+    tokenizer.released.set()
+    assert isinstance(failure, Failure)
+    assert failure.outcome == Outcome.ENV_TIMEOUT
+    assert f"waiting for observation {number} to become tokens (seed 5); look at the size of" in failure.message
 
 
 @pytest.mark.parametrize(
