@@ -1,12 +1,13 @@
 """EpisodePlayer: plays episodes, each from the reset of its environment to the trajectory.
 
 The scheduler calls `EpisodePlayer.play` for each lease. A lease is the right and the duty of the node to run one task,
-which is one sample of a problem.
+which is one sample of a problem; the samples of a problem are a group, whose rewards are compared.
 
 `EpisodePlayer._take_turns` resets the environment and renders the first observation (turns it into tokens). Then it
 requests a response, lets the environment step, and renders the next observation, again and again until the episode
 ends. Then the transcript becomes the trajectory. The node's `LLMProxy` samples the responses. The scheduler delivers
-the trajectory, or a `Failure`, to the hub.
+the trajectory, or a `Failure`, to the hub. A turn is a response and the step of the environment after it. A branch is
+one of the sequences of tokens that an episode has if the environment goes back to an earlier place.
 
 Invariants: tokens are only appended (`flash.rollout.episode.transcript`). Every error becomes a `Failure` with a typed
 outcome; only cancellation and programmer errors are raised. The environment is closed exactly once. Each wait ends at a
@@ -48,7 +49,7 @@ from flash.types import Completion, Failure, Lease, Observation, Outcome, Task, 
 from flash.waiting import unwrapped_group
 
 KEYS_PER_TASK = 4096
-"""Largest number of responses of a task for which `response_key` returns different keys."""
+"""Largest number of requests of a task for which `response_key` returns different keys."""
 
 
 class Responder(Protocol):
@@ -69,7 +70,8 @@ class EpisodeSettings(EpisodeLimits, frozen=True, kw_only=True):
     """Limits and deadlines of all episodes of a run."""
 
     seed: int | None
-    """Seed from which the seed of every response follows. None: each engine uses its own random state."""
+    """The run's seed, from which `response_seed` makes the seed of every response. None: responses have no seed, and
+    each engine uses its own random state."""
     reset_s: float
     """Seconds in which an environment must reset."""
     step_s: float
@@ -82,7 +84,8 @@ class EpisodeSettings(EpisodeLimits, frozen=True, kw_only=True):
     """Seconds that an episode may take. The time to close its environment does not count. The time in which the episode
     waits for a response while no engine serves does not count either."""
     domains: dict[str, EpisodeSettings] = msgspec.field(default_factory=dict)
-    """Settings of each domain, by name. A domain is a kind of problems with its own limits."""
+    """Settings of each domain, by name. A domain is a kind of problems for which the environment sets limits of its
+    own (`flash.environment.interface.Domain`)."""
 
     @staticmethod
     def of_run(config: Config, domains: Mapping[str, DomainSettings] = ONE_KIND.domains) -> EpisodeSettings:
@@ -107,12 +110,12 @@ class EpisodeSettings(EpisodeLimits, frozen=True, kw_only=True):
         return msgspec.structs.replace(run, domains=own)
 
     def for_kind(self, kind: str) -> EpisodeSettings:
-        """Return the settings for a kind of problems: its own if the kind is a domain, otherwise these settings."""
+        """Return the settings for a kind of problems: those of the domain, or these settings if there is none."""
         return self.domains.get(kind, self)
 
 
 class EpisodeProgress(TokenTally):
-    """Token counts of an episode, which the caller of `EpisodePlayer.play` owns and can read after a cancellation.
+    """Token counts of an episode. The caller of `EpisodePlayer.play` owns them, and can read them after a cancellation.
 
     The inherited count `lost` has all tokens that were sampled for the episode and will not be in its trajectory:
     their request was aborted (the engine adds these), or they were sampled ahead and not needed.
@@ -124,26 +127,30 @@ class EpisodeProgress(TokenTally):
         """Action tokens sampled so far, over all turns and branches."""
 
     def on_request(self) -> None:
-        """Do nothing. `EpisodePlayer` calls this when it requests a response. An owner may override it."""
+        """Do nothing. `EpisodePlayer` calls this before each request to the engines. The scheduler overrides it."""
 
 
-def response_key(task: Task, turn: int) -> int:
-    """Return the number that identifies request `turn` (from 0) of a task. It is equal in each attempt at the task."""
-    return (task.task_id * KEYS_PER_TASK + turn) * 2 + (task.split == "eval")
+def response_key(task: Task, request: int) -> int:
+    """Return the number that identifies request `request` (from 0) of a task. It is equal in each attempt at the task.
+
+    Simulated engines derive the length of the response from this key (`flash.simulate.workload`).
+    """
+    # Training tasks and tasks of evaluations are both numbered from 0: the last bit keeps their keys apart.
+    return (task.task_id * KEYS_PER_TASK + request) * 2 + (task.split == "eval")
 
 
-def response_seed(seed: int, task: Task, turn: int) -> int:
-    """Return the seed for request `turn` (from 0) of a task.
+def response_seed(seed: int, task: Task, request: int) -> int:
+    """Return the seed for request `request` (from 0) of a task, a number of 63 bits. `seed` is the run's seed.
 
     Each attempt has other seeds, so that a failure is not repeated. The seed depends on the problem and not on the
     task's number. The number depends on timing, because a group that replaces another group gets the next free number.
     """
-    named = f"{seed} {task.split} {task.seed} {task.sample_index} {turn} {task.attempt}".encode()
+    named = f"{seed} {task.split} {task.seed} {task.sample_index} {request} {task.attempt}".encode()
     return int.from_bytes(blake2b(named, digest_size=8).digest()) >> 1
 
 
 class EpisodePlayer:
-    """Plays all episodes of a node, any number at the same time.
+    """Plays all episodes of a node, any number at the same time. The node makes one player.
 
     The state of one episode is in its `EpisodeProgress`, `_EpisodeState` and `Transcript`.
 
@@ -189,7 +196,7 @@ class EpisodePlayer:
         Only cancellation and programmer errors are raised. `progress` counts tokens while the episode runs.
         """
         result = await self._play(lease, progress)
-        # The teacher scores after the environment is closed, and in its own time, not in that of the episode.
+        # The environment is closed by now, and the teacher has a deadline of its own (`ServedTeacher`).
         return result if self._score is None else await self._score(result)
 
     async def _play(self, lease: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
@@ -197,12 +204,15 @@ class EpisodePlayer:
         settings = self._settings.for_kind(lease.task.kind)
         transcript = Transcript(self._tokenizer, settings, self._rendering)
         state = _EpisodeState(lease, progress, transcript, settings)
+        outcome = Outcome.CANCELLED
         try:
             with anyio.move_on_after(settings.episode_s) as state.scope:
                 async with self._environment(state) as env, self._sampling_ahead(env, state):
-                    state.outcome = await self._take_turns(env, state)
-                return transcript.trajectory(lease.task, state.outcome, progress.lost)
+                    outcome = await self._take_turns(env, state)
+                # Only now is `progress.lost` complete: the blocks have counted the tokens that were sampled in vain.
+                return transcript.trajectory(lease.task, outcome, progress.lost)
             return state.deadline_failure()
+        # The first three errors are kinds of EnvError, so they are caught before it.
         except RewardError as error:
             return state.failed(Outcome.REWARD_ERROR, str(error))
         except EnvTimeoutError as error:
@@ -217,23 +227,24 @@ class EpisodePlayer:
             return state.failed(Outcome.ENGINE_ERROR, str(error))
 
     async def _take_turns(self, env: Environment, state: _EpisodeState) -> Outcome:
-        """Alternate responses and steps until the environment or a limit ends the episode.
+        """Reset the environment, then alternate responses and steps until the environment or a limit ends the episode.
 
-        Returns `Outcome.OK`, or `Outcome.TRUNCATED` if the environment or a limit has cut the episode. Other outcomes
-        are raised as errors, which `_play` turns into a `Failure`.
+        Returns `Outcome.OK`, or `Outcome.TRUNCATED` if the environment or a limit has cut the episode, or the limit of
+        tokens has cut its last response. Other outcomes are raised as errors, which `_play` turns into a `Failure`.
         """
-        transcript = state.transcript
+        transcript, seed = state.transcript, state.task.seed
         observation = await self._reset(env, state)
         await self._prepare(observation, state)
         transcript.add_observation(self._first_prompt(observation, transcript))
         while True:
             completion, start = await self._respond(state)
             transcript.add_response(completion)
-            # The environment may choose another branch for the next observation while it steps.
+            # Read the branch of this response before the step, in which the environment may choose another branch for
+            # the next observation.
             generate_s, branch = self._now() - start, transcript.branch
             action = self._tokenizer.decode(completion.token_ids)
-            result, metrics, note, env_s = await self._step(env, state, action)
-            following, reward, terminated, truncated, _ = result
+            (following, reward, terminated, truncated, info), env_s = await self._step(env, state, action)
+            metrics, note = check_returned(env, "step", seed, lambda info=info: (metrics_of(info), note_of(info)))
             transcript.turns.append(
                 Turn(text_of(observation), action, reward, start, generate_s, env_s, metrics, note, branch)
             )
@@ -243,6 +254,7 @@ class EpisodePlayer:
             if len(transcript.turns) == state.settings.max_turns:
                 return Outcome.TRUNCATED
             await self._prepare(following, state)
+            # An observation without room for a response is not added, because nothing could follow it.
             if transcript.room(following) < 1:
                 return Outcome.TRUNCATED
             transcript.add_observation(transcript.render(following))
@@ -252,7 +264,13 @@ class EpisodePlayer:
 
     @asynccontextmanager
     async def _environment(self, state: _EpisodeState) -> AsyncGenerator[Environment]:
-        """Make the environment of an episode, and close it at the end of the block, even after a cancellation."""
+        """Make the environment of an episode, and close it at the end of the block, even after a cancellation.
+
+        Also reports the beginning and the end of the episode to `phases`.
+
+        Raises:
+            EnvError, RewardError: the environment cannot be made, or the block has ended well and closing failed.
+        """
         task = state.task
         env = make_environment(f"start (seed {task.seed})", lambda: self._make_env(task.kind))
         self._phases.enter(state.lease)
@@ -271,9 +289,13 @@ class EpisodePlayer:
     async def _reset(self, env: Environment, state: _EpisodeState) -> Observation:
         """Reset the environment, and return the first observation.
 
+        An environment with a method `inform` first gets the view of its episode. The arguments of the chat template
+        that `reset` has returned in its info are set in the transcript.
+
         Raises:
             EnvTimeoutError: the reset exceeded its deadline.
-            EnvError: the environment raised an error, or returned something that is not allowed.
+            RewardError: the environment raised it.
+            EnvError: the environment raised another error, or returned something that is not allowed.
         """
         seed = state.task.seed
         what = f"reset (seed {seed})"
@@ -290,16 +312,15 @@ class EpisodePlayer:
             state.transcript.set_template_arguments(arguments)
         return observation
 
-    async def _step(
-        self, env: Environment, state: _EpisodeState, action: str
-    ) -> tuple[StepResult, dict[str, float], str, float]:
+    async def _step(self, env: Environment, state: _EpisodeState, action: str) -> tuple[StepResult, float]:
         """Let the environment take an action, once `phases` allows it.
 
-        Returns the checked result of `step`, its metrics, its note, and the seconds that the step took.
+        Returns the checked result of `step`, and the seconds that the step took.
 
         Raises:
             EnvTimeoutError: the step exceeded its deadline.
-            EnvError: the environment raised an error, or returned something that is not allowed.
+            RewardError: the environment raised it, or returned a reward that is not a finite number.
+            EnvError: the environment raised another error, or returned something that is not allowed.
         """
         seed = state.task.seed
         state.waits_for(
@@ -313,16 +334,13 @@ class EpisodePlayer:
             what, self._settings.step_s, "env_step", lambda: env.step(action), env=env, context=state.context
         )
         env_s = self._now() - start
-        result = check_returned(env, "step", seed, lambda: check_step_result(returned))
-        info = result[4]
-        metrics, note = check_returned(env, "step", seed, lambda: (metrics_of(info), note_of(info)))
-        return result, metrics, note, env_s
+        return check_returned(env, "step", seed, lambda: check_step_result(returned)), env_s
 
     async def _close(self, env: Environment, state: _EpisodeState) -> None:
         """Close the environment within a deadline of its own, even while the episode is being cancelled.
 
         Raises:
-            EnvError: the environment raised an error, or did not close in time.
+            EnvError: the environment raised an error, or did not close in time (EnvTimeoutError).
         """
         what, seconds = f"close (seed {state.task.seed})", self._settings.close_s
         await call_method(what, seconds, "close", env.close, env=env, context=state.context, shield=True)
@@ -340,7 +358,10 @@ class EpisodePlayer:
         await state.transcript.prepare(observation)
 
     def _first_prompt(self, observation: Observation, transcript: Transcript) -> list[int]:
-        """Return the tokens of the first observation.
+        """Return the tokens of the first observation, which must have at least one token and leave room for a response.
+
+        A later observation may be empty, because tokens are before it. One without room ends the episode, but a first
+        one fails it: there is no response yet that could be trained.
 
         Raises:
             EnvError: the observation cannot be shown, or has no token.
@@ -363,7 +384,8 @@ class EpisodePlayer:
     async def _respond(self, state: _EpisodeState) -> tuple[Completion, float]:
         """Return the next response, and the time of its request in Unix seconds.
 
-        The response may have been sampled ahead (`flash.rollout.episode.ahead`). Otherwise it is requested now.
+        The response may have been sampled ahead (`flash.rollout.episode.ahead`). Otherwise it is requested now, with
+        the options that the environment has set for it. Waits until `phases` allows the request.
 
         Raises:
             EngineError, DeadlineError: the response could not be sampled.
@@ -374,6 +396,7 @@ class EpisodePlayer:
         transcript = state.transcript
         options, room = transcript.take_options(), transcript.tokens_left()
         most = min(room, state.settings.max_new_tokens, room if options.tokens is None else options.tokens)
+        # The response that was sampled ahead is only taken if it answers exactly this prompt under these limits.
         if state.ahead is not None and options.name:
             expected = state.ahead.find(options.name, transcript.tokens, most, options.stop)
             if expected is not None:
@@ -384,13 +407,16 @@ class EpisodePlayer:
             on_tokens = format.start_reading(transcript.tokens, calling=options.calling).forward_to(options.hear)
         request = state.new_request(list(transcript.tokens), most, options.stop, on_tokens)
         start = self._now()
-        # The episode waits for the engines here, so an outage does not count in its deadline. An outage does count
-        # while a response is only sampled ahead, because the episode does not wait for it.
+        # An outage is a time in which no engine of the node serves. It does not count in the deadline of the episode,
+        # which waits for the engines here. It does count while a response is only sampled ahead, because the episode
+        # does not wait for that response.
         with self._outages.extending(state.scope):
             return await self._sample(state, request, lambda tokens: None), start
 
     async def _sample(self, state: _EpisodeState, request: ResponseRequest, count: Callable[[int], None]) -> Completion:
-        """Let the engines sample one response. Calls `count` with the number of new tokens as they arrive.
+        """Let the engines sample one response, and count its tokens in `state.progress` while they arrive.
+
+        `count` is called with the number of new tokens, too: `ResponsesAhead` keeps such numbers for each response.
 
         Raises:
             EngineError, DeadlineError: the response could not be sampled.
@@ -411,6 +437,7 @@ class EpisodePlayer:
         # The proxy calls `on_tokens` for each piece. It counts the tokens and calls `request.on_tokens`, with which the
         # environment may listen to the response.
         completion = await self._proxy.generate(msgspec.structs.replace(request, on_tokens=on_tokens))
+        # The last tokens of a response are in the completion only.
         add(len(completion.token_ids) - counted)
         if not completion.token_ids:
             raise EngineError(f"an engine ended a response (seed {state.task.seed}) without a token")
@@ -420,9 +447,9 @@ class EpisodePlayer:
     async def _sampling_ahead(self, env: Environment, state: _EpisodeState) -> AsyncGenerator[None]:
         """Let the environment have responses sampled ahead (before it shows their observations) inside the block.
 
-        Nothing is sampled ahead if the environment does not use the view of its episode (`TranscriptView`), or if
-        `phases` makes episodes wait for each other. At the end of the block, tokens of responses that the episode did
-        not take count as lost.
+        Sets `state.ahead`, unless the environment does not use the view of its episode (`TranscriptView`), or `phases`
+        makes episodes wait for each other: then nothing is sampled ahead. At the end of the block, requests that still
+        run are cancelled, and the tokens of all responses that the episode did not take count as lost.
         """
         if _informed(env) is None or not self._phases.free:
             yield
@@ -451,14 +478,13 @@ class _EpisodeState:
         self.settings = settings
         self.ahead: ResponsesAhead | None = None
         """Responses that are sampled ahead. None if nothing is sampled ahead (`EpisodePlayer._sampling_ahead`)."""
-        self.outcome = Outcome.CANCELLED
-        """Outcome of the episode once it has ended; CANCELLED before."""
         self.scope = anyio.CancelScope()
         """Scope that has the episode's deadline."""
         self.context = copy_context()
-        """Context variables for the environment's calls: `step` sees the values that `reset` has set."""
+        """Context variables for the environment's calls, so that `step` sees the values that `reset` has set."""
         self._requests = 0
-        """Number of requests made so far. The next request gets this number."""
+        """Number of requests made so far, also of responses that are sampled ahead. The next request gets this
+        number."""
         self._late_outcome = Outcome.ENV_TIMEOUT
         """Outcome of the failure that `deadline_failure` returns; set by `waits_for`."""
         self._awaited = ""
@@ -474,6 +500,8 @@ class _EpisodeState:
         self, prompt: list[int], max_new_tokens: int, stop: tuple[str, ...], on_tokens: Callable[[Sequence[int]], None]
     ) -> ResponseRequest:
         """Return the next request of the episode. Requests are numbered in the order in which they are made.
+
+        The number is not that of the turn, because requests of responses that are sampled ahead count, too.
 
         Args:
             prompt: tokens before the response.
@@ -499,7 +527,9 @@ class _EpisodeState:
         )
 
     def waits_for(self, late_outcome: Outcome, what: str, look_at: str) -> None:
-        """Record the event that the episode waits for, and the failure if the episode's deadline passes meanwhile.
+        """Record the event that the episode waits for from now on, for the failure if its deadline passes meanwhile.
+
+        Called before each wait. `deadline_failure` uses the newest record.
 
         Args:
             late_outcome: outcome of the failure.
@@ -511,7 +541,7 @@ class _EpisodeState:
     def deadline_failure(self) -> Failure:
         """Return the failure of an episode that has exceeded its deadline, `episode_s`.
 
-        `waits_for` has recorded its outcome and the parts of its message.
+        The outcome and the message are those of the event that `waits_for` has recorded last.
         """
         return self.failed(
             self._late_outcome,
@@ -532,7 +562,7 @@ def _informed(env: Environment) -> Informed | None:
 
 
 def text_of(observation: Observation) -> str:
-    """Return an observation as a text for people."""
+    """Return an observation as a text for people, who read it in the samples of a run."""
     if isinstance(observation, str):
         return observation
     return "\n".join(f"{message.role}: {message.content}" for message in observation)
