@@ -89,7 +89,7 @@ class ResponsesAhead:
         transcript = self._transcript
         if not self._fits():
             return
-        if transcript.is_slow(expected.observation, expected.tools):
+        if transcript.needs_thread(expected.observation, expected.tools):
             least = min_tokens(expected.observation, expected.tools, transcript.tokenizer.min_message_tokens)
             if least <= transcript.limits.max_length:
                 self._to_render.add(expected.name)

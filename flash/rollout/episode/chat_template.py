@@ -5,6 +5,9 @@ whole (`prompt`). A later observation is never rendered together with the respon
 show these differently than they were sampled. Instead, a short conversation is rendered in which `STAND_IN` takes the
 place of the response (`follow`): the text after the stand-in closes the turn and shows the new messages.
 
+A *control token* is a token that only the template may write, such as `<|im_end|>`, with which many models end a turn
+(`flash.rollout.episode.controls`). A *call* is a call of a function (a tool) that a response contains.
+
 Templates expect some parts of a message in different forms, and leave out other parts. The forms, and the parts that a
 template leaves out, are found by rendering short trials, once for each template.
 
@@ -50,7 +53,8 @@ EMPTY_CALL = ToolCall(CALL_ID, TOOL_NAME, "{}")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys under which chat templates read the reasoning of a message: those of Qwen, Gemma and GPT-OSS."""
 THINKING = frozenset({"enable_thinking", "thinking", "reasoning_effort"})
-"""Arguments of chat templates that change how an answer begins."""
+"""Arguments of chat templates that change how an answer begins. An error advises to set those that the template
+reads."""
 
 
 class _Part(NamedTuple):
@@ -94,14 +98,15 @@ PARTS = {
     ),
     "reasoning": _Part("an assistant's reasoning", [QUESTION, Message(ASSISTANT, "flash", STAND_IN)], [], STAND_IN),
 }
-"""Parts of a conversation that chat templates may leave out. The first missing part is reported."""
+"""Parts of a conversation that chat templates may leave out. If several are missing, an error names the first one."""
 
 TemplateMessage = dict[str, Any]
-"""A message as a chat template takes it."""
+"""A message as a chat template takes it: a dict in the form of `_MessageForm`."""
 
 
 class _MessageForm(NamedTuple):
-    """The form in which a chat template takes messages, where templates differ."""
+    """The form in which a chat template takes messages, where templates differ. Trials find it
+    (`ChatTemplate._form`)."""
 
     content_as_parts: bool = False
     """True if the template reads the content as a list of parts, and does not show a content that is a text."""
@@ -116,7 +121,7 @@ class ChatTemplate:
 
     Args:
         tokenizer: the transformers tokenizer that has the template.
-        controls: the control tokens of the tokenizer.
+        controls: the control tokens of the tokenizer. They render the template and encode its text.
         path: the model's path, for error messages.
         arguments: arguments of the template, such as `enable_thinking`.
         reported: warnings that were logged already, so that each is logged once. `warn_once` adds to it.
@@ -131,14 +136,14 @@ class ChatTemplate:
         self._arguments = arguments
         self._reported = reported
         self._left_out: dict[str, bool] = {}
-        """For each part of `PARTS` that was tried: True if the template leaves it out."""
+        """Results of the trials of `PARTS`, by the key of the part: True if the template leaves the part out."""
 
     # -- tokens of conversations -------------------------------------------------------------------------------------
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Return the tokens of the first observation, up to the beginning of the assistant's answer.
 
-        If the last message is from the assistant, the policy continues that message.
+        If the last message is from the assistant and has no calls, the policy continues that message.
 
         Raises:
             EnvError: the chat template is missing, refuses the messages, or leaves out a part of them.
@@ -149,6 +154,9 @@ class ChatTemplate:
 
     def follow(self, messages: Sequence[Message], end: int | None, tools: Sequence[Tool] = ()) -> list[int]:
         """Return the tokens that show messages after a response. They are appended to the response as it was sampled.
+
+        The template writes the end of the response and the messages after a stand-in for the response. A part of the
+        end may be left out of the result, because the response already has it.
 
         `end`: the token with which the model ended the response. None if a limit cut the response: then the result
         begins with the tokens that end the turn.
@@ -165,16 +173,19 @@ class ChatTemplate:
             results += 1
         responses = _responses_with_calls(messages[:results]) if results else [RESPONSE]
         alone, tokens = self._tokens_after_stand_in(responses, messages, tools)
-        # The tokens before `closing` are the same in both cases: they close the response. Later tokens show messages.
+        # The tokens before `closing` are the same whether or not messages follow: they close the response. Later tokens
+        # show the messages.
         closing = _common_prefix(alone, tokens)
         controls = [at for at in range(closing) if tokens[at] in self._control_ids]
         if end is None:
             if not (controls and results):
                 return tokens
-            # The response has calls, so it was sampled at least up to the token that ends the last call.
+            # The response has calls, so it was sampled at least up to the token that ends the last call. Only a token
+            # that ends the turn is still missing.
             last = controls[-1]
             return tokens[last if tokens[last] in self.turn_ends else last + 1 :]
         if end in tokens[:closing]:
+            # The response ends with this token, so the result begins after it.
             return tokens[max(at for at in range(closing) if tokens[at] == end) + 1 :]
         first = next((at for at in range(closing, len(tokens)) if tokens[at] in self._control_ids), None)
         if first is not None and tokens[first] == end:
@@ -186,7 +197,7 @@ class ChatTemplate:
         return tokens[closing if results else 0 :]
 
     def prompt_and_answer(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[list[int], list[int]]:
-        """Return two lists of tokens for supervised training: the prompt, and the answer.
+        """Return two lists of tokens for supervised training (`flash sft`): the prompt, and the answer.
 
         The answer is the last message, which is from the assistant. The prompt has all messages before it. The answer
         ends with a token that ends a turn, even if the template writes no such token or writes more text after it.
@@ -201,6 +212,8 @@ class ChatTemplate:
         conversation = self._render(shown, tools, prompting=False)
         self._refuse_left_out(messages, tools)
         self._refuse_left_out_of_last(messages, shown, tools, conversation)
+        # The answer is the text behind the prompt. Some templates show earlier messages in another way once the answer
+        # is there; for them the answer to a short question is tried.
         answer = conversation.without_prefix(prompt) or self._answer_to_question(shown[-1], tools, conversation)
         if answer is None:
             known = sorted(self.read_arguments & THINKING)
@@ -210,6 +223,7 @@ class ChatTemplate:
                 f"that it cannot be learned as it would be said{change}; or give prompt and completion as text"
             )
         tokens = self._controls.encode(answer, follows=True)
+        # The model must learn to end its turn, and nothing after that: an engine stops there.
         end = next((at for at, token in enumerate(tokens) if token in self.turn_ends), None)
         if end is None:
             return self._controls.encode(prompt), [*tokens, *end_of_text(self._tokenizer)]
@@ -224,17 +238,20 @@ class ChatTemplate:
     def turn_ends(self) -> frozenset[int]:
         """Tokens that end a response: the end of text, and the tokens with which the template ends answers and calls.
 
+        Engines stop at them (`HfTokenizer.ends`).
+
         Raises:
             EnvError: the chat template is missing, or does not show an assistant's message unchanged.
         """
         ends = set(end_of_text(self._tokenizer))
-        answer = self._last_control([RESPONSE], [QUESTION], ())
+        answer = self._closing_token([RESPONSE], [QUESTION], ())
         if answer is not None:
             ends.add(answer)
+        # A response with calls may end with another token than an answer.
         result = Message(TOOL, "flash", tool_call_id=CALL_ID, name=TOOL_NAME)
         call, two_calls = None, None
         try:
-            call = self._last_control(_responses_with_calls([result]), [result], [TRIAL_TOOL])
+            call = self._closing_token(_responses_with_calls([result]), [result], [TRIAL_TOOL])
             two_calls = self._text_after_stand_in(
                 _response_with_calls([result, result], marked=0), [], [TRIAL_TOOL], prompting=False
             )
@@ -247,14 +264,18 @@ class ChatTemplate:
 
     @cached_property
     def min_message_tokens(self) -> int:
-        """Lower bound on the tokens that one more message takes. It does not hold for results of tools."""
+        """Lower bound on the tokens that one more message takes, even without content. At least 1.
+
+        It does not hold for results of tools, of which a template may show several as one message. `Transcript` refuses
+        conversations of far too many messages by it. Trials with `count` more messages find it.
+        """
         count, least = 8, list[int]()
         for roles in (["user"], [ASSISTANT], ["user", ASSISTANT], ["system"]):
             more = [Message(role, "") for role in roles]
             try:
                 once, often = (len(self.prompt([QUESTION, *more * times])) for times in (1, 1 + count))
             except EnvError:
-                continue  # the template refuses such messages, however many there are
+                continue  # the template refuses such messages, however many there are, so none can be shown
             least.append((often - once) // (count * len(roles)))
         return max(1, min(least, default=1))
 
@@ -262,18 +283,21 @@ class ChatTemplate:
 
     @cached_property
     def read_arguments(self) -> frozenset[str]:
-        """Names of the arguments that the chat template reads, apart from those that Flash and transformers set."""
+        """Names of the arguments that the chat template reads, apart from those that Flash and transformers set.
+
+        Users may set these in `model.chat_template_kwargs`.
+        """
         template = self._tokenizer.chat_template
         sources = template.values() if isinstance(template, dict) else [template] if template else []
         given = RESERVED_ARGUMENTS | set(self._tokenizer.special_tokens_map)
         return frozenset(name for source in sources for name in arguments_of(source)) - given
 
     def unread(self, arguments: Mapping[str, Any]) -> list[str]:
-        """Return the names of arguments that the chat template never reads, sorted."""
+        """Return the names of arguments that the chat template never reads, sorted. They are probably misspelled."""
         return sorted(set(arguments) - self.read_arguments)
 
     def warn_once(self, text: str) -> None:
-        """Log a warning, unless the same text was logged before."""
+        """Log a warning, unless the same text was logged before: each episode would repeat it."""
         if text not in self._reported:
             self._reported.add(text)
             log.warning("%s", text)
@@ -282,7 +306,7 @@ class ChatTemplate:
         """Return a key for messages and tools, which is their JSON.
 
         `HfTokenizer.render` keeps the tokens of first observations under this key. `follow` and `prompt_and_answer`
-        call this for its error alone. `prompt` does not call it, because `render` has done so.
+        call this only to refuse lone surrogates. `prompt` does not call it, because `render` has done so.
 
         Raises:
             EnvError: a text has a lone surrogate, which is a character that UTF-8 cannot encode. Lone surrogates mark
@@ -299,7 +323,10 @@ class ChatTemplate:
     # -- parts that a template leaves out ----------------------------------------------------------------------------
 
     def _refuse_left_out(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
-        """Raise EnvError if the template leaves out a part of a conversation; log a warning if it is reasoning."""
+        """Raise EnvError if the template leaves out a part of a conversation, which the model would never see.
+
+        If that part is the reasoning, only a warning is logged: many templates leave out earlier reasoning on purpose.
+        """
         present = {message.role if message.role != TOOL else "results" for message in messages}
         present |= {"tools"} if tools else set()
         for message in messages:
@@ -314,7 +341,7 @@ class ChatTemplate:
                 self.warn_once(self._left_out_message(part))
 
     def _leaves_out(self, part: str) -> bool:
-        """Return True if the template accepts a part, a key of `PARTS`, and shows nothing of it."""
+        """Return True if the template accepts a part, a key of `PARTS`, and shows nothing of it. Tries it only once."""
         if part not in self._left_out:
             trial = PARTS[part]
             try:
@@ -347,7 +374,8 @@ class ChatTemplate:
         decide it. Therefore this conversation is rendered again without the part: if the text stays the same, the
         template does not show the part.
 
-        `shown`: the messages as the template takes them; `conversation`: the text of all of them.
+        `prompt_and_answer` calls this, because the last message is the one that is learned. `shown`: the messages as
+        the template takes them; `conversation`: the text of all of them.
         """
         last, calls = shown[-1], messages[-1].tool_calls
         if calls:
@@ -366,7 +394,12 @@ class ChatTemplate:
     # -- texts of the template ---------------------------------------------------------------------------------------
 
     def _prompt_text(self, messages: Sequence[Message], tools: Sequence[Tool]) -> TemplateText:
-        """Return the text of messages up to the place where the policy speaks."""
+        """Return the text of messages up to the place where the policy speaks.
+
+        Raises:
+            EnvError: the template refuses the messages, or the policy cannot continue the last one because the template
+                changes it.
+        """
         last = messages[-1] if messages else None
         if last is None or last.role != ASSISTANT or last.tool_calls:
             return self._render(list(map(self._in_form, messages)), tools, prompting=True)
@@ -383,7 +416,14 @@ class ChatTemplate:
     def _text_after_stand_in(
         self, response: Message, messages: Sequence[Message], tools: Sequence[Tool], *, prompting: bool
     ) -> TemplateText:
-        """Return the text after the stand-in in `response`, if `messages` follow the response."""
+        """Return the text that the template writes after the stand-in in `response`, with `messages` after the
+        response.
+
+        `prompting`: True if the text ends where the policy speaks next; False if it ends with the last message.
+
+        Raises:
+            EnvError: the template refuses the messages, or does not show the stand-in unchanged.
+        """
         conversation = [QUESTION, response, *messages]
         if prompting:
             text = self._prompt_text(conversation, tools)
@@ -421,21 +461,29 @@ class ChatTemplate:
                     raise
         raise AssertionError("at least one response is tried")
 
-    def _last_control(
+    def _closing_token(
         self, responses: Sequence[Message], messages: Sequence[Message], tools: Sequence[Tool]
     ) -> int | None:
-        """Return the last control token with which the template closes a response; None if there is no such token."""
+        """Return the control token with which the template closes a response; None if there is no such token.
+
+        The tokens that the template writes after a response whether or not `messages` follow it close the response. The
+        last control token among them is returned. `_tokens_after_stand_in` describes the arguments.
+        """
         alone, followed = self._tokens_after_stand_in(responses, messages, tools)
         closing = [token for token in alone[: _common_prefix(alone, followed)] if token in self._control_ids]
         if closing:
             return closing[-1]
-        # Some templates end the last turn of a conversation with another token than earlier turns.
+        # Some templates close the last response of a conversation with another token than earlier ones: GPT-OSS writes
+        # <|return|> there, and <|end|> before other messages. Then no token is common to both texts. A model that
+        # speaks is always the last one to speak, so it ends with the token that follows the last response directly: the
+        # first control token. Later ones, such as the end of the text, are not the model's.
         return next((token for token in alone if token in self._control_ids), None)
 
     def _answer_to_question(
         self, answer: TemplateMessage, tools: Sequence[Tool], conversation: TemplateText
     ) -> TemplateText | None:
-        """Return the text of an answer to a question alone, if the conversation ends with just that text.
+        """Return the text of an answer to a question alone, if the conversation ends with just that text. None
+        otherwise.
 
         GPT-OSS's template leaves out the reasoning of earlier calls when the conversation has a final answer. Then the
         conversation does not begin with the prompt for its last answer, although the answer is shown in the same way.
@@ -446,7 +494,10 @@ class ChatTemplate:
         return text if text is not None and text.text and conversation.text.endswith(text.text) else None
 
     def _render(self, shown: Sequence[TemplateMessage], tools: Sequence[Tool], *, prompting: bool) -> TemplateText:
-        """Return the text that the template writes. Raises EnvError if it refuses the messages."""
+        """Return the text that the template writes for messages and tools. Raises EnvError if it refuses them.
+
+        `prompting`: True if the text ends with the beginning of an assistant's answer.
+        """
         arguments = {**self._arguments, **({"tools": list(tools)} if tools else {})}
         try:
             return self._controls.render(shown, prompting=prompting, **arguments)
@@ -465,12 +516,12 @@ class ChatTemplate:
     # -- forms of messages -------------------------------------------------------------------------------------------
 
     def _in_form(self, message: Message) -> TemplateMessage:
-        """Return a message in the form in which the template takes it."""
+        """Return a message in the form in which this template takes it, which trials have found."""
         return _formed(message, self._form_with_calls if message.tool_calls else self._form)
 
     @cached_property
     def _form(self) -> _MessageForm:
-        """Form of messages without calls."""
+        """Form of messages without calls: the first form in which the template shows the content of a message."""
         for form in (_MessageForm(), _MessageForm(content_as_parts=True)):
             if self._shows([_formed(QUESTION, form)], (), QUESTION.content):
                 return form
@@ -478,7 +529,10 @@ class ChatTemplate:
 
     @cached_property
     def _form_with_calls(self) -> _MessageForm:
-        """Form of messages with calls."""
+        """Form of messages with calls: the first form in which the template shows the arguments of a call.
+
+        If it shows them in no form, this is `_form`; then `_refuse_left_out` reports that calls are left out.
+        """
         calling = Message(ASSISTANT, "", tool_calls=(MARKED_CALL,))
         for arguments_as_text in (False, True):
             for empty_content in ("", None):
@@ -488,7 +542,8 @@ class ChatTemplate:
         return self._form
 
     def _shows(self, shown: Sequence[TemplateMessage], tools: Sequence[Tool], text: str) -> bool:
-        """Return True if the template accepts messages and shows a text that is in them."""
+        """Return True if the template accepts messages, and the text that it writes contains `text`, which they
+        have."""
         try:
             return text in self._render(shown, tools, prompting=False).text
         except EnvError:
@@ -496,12 +551,12 @@ class ChatTemplate:
 
 
 def end_of_text(tokenizer: Any) -> list[int]:
-    """Return the token with which a transformers tokenizer ends a text; empty if it has none."""
+    """Return a list of the token with which a transformers tokenizer ends a text; empty if it has none."""
     return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
 
 def _response_with_calls(results: Sequence[Message], marked: int) -> Message:
-    """Return a message that stands for the response whose calls had these results.
+    """Return a message that stands for the response whose calls had these results (messages of the role `tool`).
 
     `marked`: index of the call whose arguments hold the stand-in.
     """
@@ -513,9 +568,10 @@ def _response_with_calls(results: Sequence[Message], marked: int) -> Message:
 
 
 def _responses_with_calls(results: Sequence[Message]) -> list[Message]:
-    """Return messages that may stand for the response whose calls had these results: all calls, or the first alone.
+    """Return messages that may stand for the response whose calls had these results, the first choice first.
 
-    A model may make two calls at once under a template that refuses more than one.
+    The first has all calls, with the stand-in in the last one. If there are several, a second message has only the
+    first call: a model may make two calls at once, but its template may refuse to show more than one.
     """
     alternatives = [_response_with_calls(results, marked=len(results) - 1)]
     if len(results) > 1:
@@ -530,7 +586,7 @@ def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 def _formed(message: Message, form: _MessageForm) -> TemplateMessage:
-    """Return a message as a chat template takes it in this form."""
+    """Return a message as a chat template takes it in this form. Fields that the message lacks are left out."""
     content: Any = form.empty_content if message.tool_calls and not message.content else message.content
     if form.content_as_parts and content is not None:
         content = [{"type": "text", "text": content}]

@@ -4,7 +4,8 @@
 and makes the trajectory of all of it with `trajectory`. Rules:
 
 1. Tokens are only appended. An observation is *rendered* (turned into tokens) once. A response stays exactly as it was
-   sampled, with its log-probs and policy versions. No text is tokenized twice.
+   sampled, with its log-probs and the numbers of the policy versions that sampled its tokens. No text is tokenized
+   twice.
 2. Most episodes have one sequence of tokens, branch 0. If the environment continues from an earlier place, for example
    because an agent's client has sent a history that differs from the transcript, a new branch begins. It starts with a
    copy of the tokens up to that place, and the old branch stays unchanged.
@@ -62,7 +63,7 @@ MESSAGE_LETTERS = 64
 
 
 class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of an episode."""
+    """Limits of an episode, from the configuration of the run."""
 
     max_length: int
     """Largest number of tokens of a branch, observations and responses together."""
@@ -77,7 +78,10 @@ class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseOptions(NamedTuple):
-    """Options that the environment has set for the next response. They hold for that response only."""
+    """Options that the environment has set for the next response, through its view. They hold for that response only.
+
+    `EpisodePlayer` makes the request for the response with them.
+    """
 
     name: str = ""
     """Name under which the environment may have announced the next observation, so that the response to it was sampled
@@ -93,18 +97,19 @@ class ResponseOptions(NamedTuple):
 
 
 class ResponseEnd(NamedTuple):
-    """The end of a response in a branch."""
+    """The end of a response in a branch: a place that a later observation can follow."""
 
     position: int
     """Number of tokens of the branch up to the end of the response."""
     cut: bool
     """True if the limit on its tokens has cut the response."""
     ended: bool
-    """True if the model has ended the response. Then the last token of the response is the end of the turn."""
+    """True if the model has ended the response. Then the last token of the response is a token that ends a turn. Both
+    are False if a stop text has ended the response."""
 
 
 class BranchFormat(NamedTuple):
-    """The form in which all observations of a branch are rendered."""
+    """The form in which all observations of a branch are rendered, and its responses are read."""
 
     chat: bool
     """True for chat messages, False for plain text."""
@@ -114,7 +119,7 @@ class BranchFormat(NamedTuple):
     """Functions that the prompt of the branch offers."""
 
     def start_reading(self, prompt: Sequence[int], *, calling: bool) -> ResponseReader:
-        """Return a reader that turns a response into text while the response is sampled.
+        """Return a reader that turns a response into text while it is sampled, for an environment that listens.
 
         Args:
             prompt: all tokens before the response.
@@ -125,7 +130,7 @@ class BranchFormat(NamedTuple):
         return ResponseReader(self.tokenizer.decode)
 
     def read_response(self, token_ids: Sequence[int], ended: bool, prompt: Sequence[int], *, calling: bool) -> Spoken:
-        """Return a response as a message. Its text equals the pieces of a reader of `start_reading` together.
+        """Return a response as a message, for the environment. Its text equals all pieces of `start_reading` together.
 
         Args:
             token_ids: the tokens of the response.
@@ -140,7 +145,7 @@ class BranchFormat(NamedTuple):
 
 
 class Branch:
-    """A sequence of tokens that only grows.
+    """A sequence of tokens that only grows. The trainer trains each branch as a sequence of its own.
 
     Args:
         tokens: tokens copied from another branch; empty if the branch copies none.
@@ -163,12 +168,14 @@ class Branch:
         """Kept sets of the tokens in `spans`: the tokens that could have been drawn in place of each
         (`flash.sampling`). Empty if sampling leaves no token out."""
         self.routes: Routes | None = None
-        """Experts that the engine chose for the first tokens of the branch; None if the engine does not report them."""
+        """Experts that the engine chose for the tokens of the branch, as far as it has reported them. None if the model
+        is no mixture of experts, or the engine does not report them."""
 
     def length_after(self, responses: int) -> int:
         """Return the number of tokens of the branch up to the end of its first `responses` responses.
 
-        If `responses` is the number of all its responses, the result also counts the observation after them, if any.
+        If `responses` is the number of all its responses, the result also counts the observation after them, if any:
+        the next response is appended to that observation.
         """
         if responses == len(self.ends):
             return len(self.tokens)
@@ -181,7 +188,8 @@ class Transcript:
     Args:
         tokenizer: the model's tokenizer.
         limits: limits of the episode.
-        rendering: held while a thread renders a large observation; all episodes of the node share it.
+        rendering: lock that is held while a thread renders a large observation. All episodes of the node share it, so
+            that at most one thread of the node renders. None: the transcript makes a lock of its own.
     """
 
     def __init__(self, tokenizer: Tokenizer, limits: EpisodeLimits, rendering: anyio.Lock | None = None) -> None:
@@ -189,7 +197,8 @@ class Transcript:
         self.limits = limits
         self._rendering = rendering or anyio.Lock()
         self._new_format = BranchFormat(chat=False, tokenizer=tokenizer)
-        """Format of the next branch that copies no tokens, and of branch 0 until its first observation is added."""
+        """Format of the next branch that copies no tokens, and of branch 0 until its first observation is added. A
+        branch that copies tokens has the format of the branch from which they are."""
         self.branches = [Branch([], [], self._new_format)]
         self.branch = 0
         """Index of the branch that the next observation follows. `add_observation` and `add_response` leave it at the
@@ -197,6 +206,7 @@ class Transcript:
         self._responses = 0
         """Number of responses of `branch` that the next observation follows. 0: the observation begins a sequence."""
         self.turns: list[Turn] = []
+        """Turns that have ended; `EpisodePlayer` appends one after each step of the environment."""
         self.sampled = 0
         """Number of sampled tokens, over all branches."""
         self.last_branch: Branch | None = None
@@ -228,7 +238,10 @@ class Transcript:
         return sum(len(branch.tokens) for branch in self.branches)
 
     def tokens_left(self) -> int:
-        """Return the number of tokens that the next observation and the response to it may have together."""
+        """Return the number of tokens that the next observation and the response to it may have together.
+
+        If the observation is already added, this is the number of tokens that the response may have.
+        """
         copied = self.branches[self.branch].length_after(self._responses)
         total = self.total_tokens + (copied if self._begins_branch else 0)
         return min(self.limits.max_length - copied, self.limits.max_tokens - total)
@@ -236,7 +249,9 @@ class Transcript:
     def room(self, observation: Observation) -> int:
         """Return the number of tokens left for a response if this observation is shown next. It may be negative.
 
-        An observation that is certainly too large is not rendered; then the number is only an upper bound below 0.
+        `EpisodePlayer` ends the episode without room. An environment calls this through its view, so that it can do
+        something else instead. An observation that is certainly too large is not rendered, because that could take
+        seconds; then the number is only an upper bound below 0.
 
         Raises:
             EnvError: the observation cannot be shown.
@@ -246,18 +261,20 @@ class Transcript:
 
     def _min_tokens(self, observation: Observation) -> int:
         """Return a lower bound on the tokens of the next observation. It is computed without rendering it."""
+        # Tools are shown with the first observation of a sequence only.
         tools = () if self._responses else self._new_format.tools
-        message = self.tokenizer.min_message_tokens if self.is_slow(observation, tools) else 1
+        # The tokenizer's bound takes trials with the chat template the first time. Small observations do not need it.
+        message = self.tokenizer.min_message_tokens if self.needs_thread(observation, tools) else 1
         return min_tokens(observation, tools, message)
 
-    def is_slow(self, observation: Observation, tools: Sequence[Tool]) -> bool:
-        """Return True if a thread should render this observation with these tools."""
+    def needs_thread(self, observation: Observation, tools: Sequence[Tool]) -> bool:
+        """Return True if a thread should render this observation with these tools, so that the event loop goes on."""
         return self.tokenizer.slow and is_large(observation, tools)
 
     # -- the next observation ----------------------------------------------------------------------------------------
 
     def go_on(self, branch: int, responses: int) -> None:
-        """Let the next observation follow the first `responses` responses of a branch.
+        """Let the next observation follow the first `responses` responses of a branch; environments call this.
 
         If the branch has more responses than that, a new branch begins when the observation is added. Otherwise the
         branch continues.
@@ -269,7 +286,7 @@ class Transcript:
     def offer_tools(self, tools: Sequence[Tool]) -> None:
         """Offer functions to the policy: the chat template shows them with the first observation of a branch.
 
-        The environment calls this through its view. It holds for each branch that begins after this call without copied
+        Environments call this through their view. It holds for each branch that begins after this call without copied
         tokens, and for branch 0 if its first observation was not added yet. The functions replace those of an earlier
         call. An empty list offers none.
 
@@ -283,8 +300,9 @@ class Transcript:
     def set_template_arguments(self, arguments: Mapping[str, Any]) -> None:
         """Set arguments of the chat template, which override `model.chat_template_kwargs`.
 
-        They hold for each branch that begins after this call without copied tokens, and for branch 0 if its first
-        observation was not added yet. They replace the arguments of an earlier call.
+        They are from the info that `reset` has returned, or an environment sets them through its view. They hold for
+        each branch that begins after this call without copied tokens, and for branch 0 if its first observation was not
+        added yet. They replace the arguments of an earlier call.
 
         Raises:
             EnvError: the chat template cannot have such an argument.
@@ -306,9 +324,10 @@ class Transcript:
         return self.branches[self.branch].tokens
 
     async def prepare(self, observation: Observation) -> None:
-        """Render an observation that may be shown next in a thread, if it is large.
+        """Render an observation that may be shown next in a thread, if it is large, and keep its tokens.
 
-        Otherwise do nothing: `render` and `room` then render it on the event loop. After this call they return at once.
+        `render` and `room` then use these tokens. They render a small observation themselves, on the event loop. An
+        observation that is certainly too large is not rendered; `room` refuses it.
 
         Raises:
             EnvError: the observation cannot be shown.
@@ -316,9 +335,10 @@ class Transcript:
         if self._rendered is not None and self._rendered[0] == observation:
             return
         tools = () if self._responses else self._new_format.tools
-        if not self.is_slow(observation, tools) or self._min_tokens(observation) > self.tokens_left():
+        if not self.needs_thread(observation, tools) or self._min_tokens(observation) > self.tokens_left():
             return
         async with self._rendering:
+            # The observation may have been rendered ahead, but perhaps for another place or with another content.
             expected, tokens = self.rendered_ahead.pop(self.options.name, (None, list[int]()))
             place = (self.branch, self._responses, observation)
             if expected is None or (expected.branch, expected.responses, expected.observation) != place:
@@ -352,6 +372,8 @@ class Transcript:
     def follow(self, branch: Branch, responses: int, observation: Observation) -> list[int]:
         """Return the tokens of an observation that follows the first `responses` responses of a branch.
 
+        `ResponsesAhead` also calls this, for places that the episode may reach later.
+
         Raises:
             EnvError: the observation cannot be shown, or it is text in a branch of chat messages or the reverse.
         """
@@ -362,6 +384,7 @@ class Transcript:
                 f"{forms[0]}, a later step() {forms[1]}; return the same form from both"
             )
         end = branch.ends[responses - 1]
+        # Without the token that ends the turn, because a limit has cut the response, the template's text must end it.
         end_token = branch.tokens[end.position - 1] if end.ended else None
         return branch.format.tokenizer.follow(observation, end_token, branch.format.tools)
 
@@ -375,10 +398,10 @@ class Transcript:
     # -- growing -----------------------------------------------------------------------------------------------------
 
     def add_observation(self, tokens: Sequence[int]) -> None:
-        """Append the tokens of an observation to the branch that the observation follows, or to a new branch.
+        """Append the tokens of an observation (from `render`) to the branch that it follows, or to a new branch.
 
-        `go_on` chooses the place. A new branch begins if the observation follows a response that is not the last one of
-        its branch.
+        The environment may have chosen the place with `go_on`; otherwise it is after the last response. A new branch
+        begins if the observation follows a response that is not the last one of its branch.
         """
         if self._begins_branch:
             origin, kept = self.branches[self.branch], self._responses
@@ -393,7 +416,10 @@ class Transcript:
         self._rendered = None
 
     def add_response(self, completion: Completion) -> None:
-        """Append a response, exactly as it was sampled, to the branch to which the last observation was added."""
+        """Append a response, exactly as it was sampled, to the branch to which the last observation was added.
+
+        By default, the next observation follows this response.
+        """
         branch = self.branches[self.branch]
         start = len(branch.tokens)
         branch.tokens += completion.token_ids
@@ -462,14 +488,15 @@ async def in_thread(work: Callable[[], _T]) -> _T:
 
 
 def min_tokens(observation: Observation, tools: Sequence[Tool], message: int) -> int:
-    """Return a lower bound on the tokens of an observation and the tools that are shown with it.
+    """Return a lower bound on the tokens of an observation and the tools that are shown with it. Renders nothing.
 
-    `message`: lower bound on the tokens of a message without content.
+    An observation that does not fit even by this bound is refused without being rendered. `message`: lower bound on the
+    tokens of a message without content.
     """
     letters = len(msgspec.json.encode(tools)) if tools else 0
     if isinstance(observation, str):
         return (letters + len(observation)) // LETTERS_PER_TOKEN
-    return (letters + _letters(observation)) // LETTERS_PER_TOKEN + _weight_of_messages(observation, message)
+    return (letters + _letters(observation)) // LETTERS_PER_TOKEN + _tokens_beside_letters(observation, message)
 
 
 def is_large(observation: Observation, tools: Sequence[Tool]) -> bool:
@@ -477,7 +504,7 @@ def is_large(observation: Observation, tools: Sequence[Tool]) -> bool:
     letters = len(msgspec.json.encode(tools)) if tools else 0
     if isinstance(observation, str):
         return letters + len(observation) >= LARGE_LETTERS
-    return letters + _letters(observation) + MESSAGE_LETTERS * _weight_of_messages(observation, 1) >= LARGE_LETTERS
+    return letters + _letters(observation) + MESSAGE_LETTERS * _tokens_beside_letters(observation, 1) >= LARGE_LETTERS
 
 
 def _letters(observation: Sequence[Message]) -> int:
@@ -487,11 +514,10 @@ def _letters(observation: Sequence[Message]) -> int:
     return letters + sum(len(call.id) + len(call.name) + len(call.arguments) for call in calls)
 
 
-def _weight_of_messages(observation: Sequence[Message], message: int) -> int:
-    """Return a lower bound on the tokens that messages and calls take beside their letters.
+def _tokens_beside_letters(observation: Sequence[Message], message: int) -> int:
+    """Return a lower bound on the tokens that messages and calls take beside their letters, such as the end of a turn.
 
     A message counts as `message` tokens and a call as 1. A result of a tool counts as 1, because some templates show
-    the results of several calls as one message. `is_large` uses this as the number of messages and calls, with
-    `message` = 1.
+    the results of several calls as one message. With `message` = 1, this is the number of messages and calls.
     """
     return sum(len(one.tool_calls) + (1 if one.role == TOOL else message) for one in observation)
