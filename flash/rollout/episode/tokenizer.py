@@ -2,9 +2,10 @@
 
 An episode calls `Tokenizer`: `render` for the first observation, `follow` for each later observation, and
 `read_response` for each response. A response is never tokenized again: later tokens are appended to the sampled tokens.
-`ChatTemplate` renders chat messages, and `ControlTokens` encodes all text, so that only the chat template makes control
-tokens such as `<|im_end|>`. A *call* is a call of a function (a tool) that a response contains. If the run names vLLM's
-parsers for the model, these read the reasoning and the calls of a response.
+`ChatTemplate` renders chat messages, and `ControlTokens` encodes all text. A *control token* is a token that only the
+chat template may write, such as `<|im_end|>`, with which many models end a turn: these two classes see to it. A *call*
+is a call of a function (a tool) that a response contains. If the run names vLLM's parsers for the model, these read the
+reasoning and the calls of a response.
 
 `HfTokenizer` is the tokenizer of a model's folder. A run loads it once per process; `with_arguments` makes a variant
 for other arguments of the chat template.
@@ -40,7 +41,7 @@ INCOMPLETE = "\ufffd"
 
 
 class ResponseReader:
-    """Turns the tokens of one response into text while the response is sampled.
+    """Turns the tokens of one response into text while the response is sampled, for an environment that listens to it.
 
     A piece ends where a character ends: tokens of an incomplete character are held back until the character is
     complete. Text that was returned never changes. All pieces together are the beginning of the text of the response.
@@ -63,6 +64,7 @@ class ResponseReader:
     def add(self, token_ids: Sequence[int]) -> Piece:
         """Return the text that new tokens complete. The piece is empty if they complete no character."""
         self._pending += token_ids
+        # The new text is that by which the text of the last piece becomes longer when the new tokens follow it.
         previous, text = self._decode(self._previous), self._decode(self._previous + self._pending)
         if len(text) <= len(previous) or text.endswith(INCOMPLETE):
             return Piece()
@@ -73,7 +75,10 @@ class ResponseReader:
         return Piece(content, reasoning)
 
     def forward_to(self, hear: Callable[[Piece], None]) -> Callable[[Sequence[int]], None]:
-        """Return a function that takes new tokens and calls `hear` with each piece that has text."""
+        """Return a function that takes new tokens and calls `hear` with each piece that has text.
+
+        It becomes `ResponseRequest.on_tokens`, which the proxy calls while the response is sampled.
+        """
 
         def on_tokens(token_ids: Sequence[int]) -> None:
             piece = self.add(token_ids)
@@ -94,7 +99,9 @@ class Tokenizer(Protocol):
     """True if large observations take so long that a thread should render them."""
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> Tokenizer:
-        """Return this tokenizer with more arguments for its chat template. This base class ignores them.
+        """Return a tokenizer with more arguments for its chat template, and leave this one unchanged.
+
+        Environments may set such arguments for an episode. This base class has no template and returns itself.
 
         Raises:
             EnvError: the chat template cannot have such an argument.
@@ -103,7 +110,10 @@ class Tokenizer(Protocol):
 
     @property
     def min_message_tokens(self) -> int:
-        """Lower bound on the tokens that one more message takes. It does not hold for results of tools."""
+        """Lower bound on the tokens that one more message takes. It does not hold for results of tools.
+
+        `Transcript` refuses conversations of far too many messages by it, without rendering them.
+        """
         return 1
 
     def render(self, observation: Observation, tools: Sequence[Tool] = ()) -> list[int]:
@@ -125,7 +135,7 @@ class Tokenizer(Protocol):
         ...
 
     def ends_turn(self, token: int) -> bool:
-        """Return True if a model ends a response with this token."""
+        """Return True if a model ends a response with this token. This base class knows no such token."""
         return False
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -133,7 +143,7 @@ class Tokenizer(Protocol):
         ...
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each token alone."""
+        """Return the text of each token alone. Clients that ask for log-probs get these texts."""
         return [self.decode([token]) for token in token_ids]
 
     def check_reads_calls(self) -> None:
@@ -215,7 +225,7 @@ class HfTokenizer(Tokenizer):
     def ready(self) -> HfTokenizer:
         """Load the parsers of responses, which takes seconds, and check the configuration of the tokenizer.
 
-        Returns this tokenizer.
+        Called at the start of a process, so that no episode waits for it or fails by it. Returns this tokenizer.
 
         Raises:
             ConfigError: a named parser does not exist, or cannot work with this tokenizer; or the tokenizer cannot
@@ -233,7 +243,9 @@ class HfTokenizer(Tokenizer):
     def with_arguments(self, arguments: Mapping[str, Any]) -> HfTokenizer:
         """Return a variant of this tokenizer with more arguments for its chat template.
 
-        The arguments override the arguments of the run. Without arguments the tokenizer itself is returned.
+        The arguments override the arguments of the run. Without arguments the tokenizer itself is returned. A variant
+        is kept for the next episode with the same arguments, because it learns how the template treats messages. An
+        argument that the template never reads is only logged.
 
         Raises:
             EnvError: an argument is set by Flash itself, or cannot be written as JSON.
@@ -270,7 +282,8 @@ class HfTokenizer(Tokenizer):
     def render(self, observation: Observation, tools: Sequence[Tool] = ()) -> list[int]:
         """Return the tokens of the first observation.
 
-        If the last message is from the assistant, the policy continues that message. This method may run in a thread.
+        If the last message is from the assistant and has no calls, the policy continues that message. This method may
+        run in a thread. The tokens are kept for the other samples of the group, which begin with the same observation.
 
         Raises:
             EnvError: the model's chat template is missing, refuses the messages, or leaves out a part of them.
@@ -303,7 +316,7 @@ class HfTokenizer(Tokenizer):
         return self._template.follow(observation, end, tools)
 
     def prompt_and_answer(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[list[int], list[int]]:
-        """Return two lists of tokens for supervised training: the prompt, and the answer.
+        """Return two lists of tokens for supervised training (`flash sft`): the prompt, and the answer.
 
         The answer is the last message, and the prompt has all messages before it.
 
@@ -315,7 +328,8 @@ class HfTokenizer(Tokenizer):
 
     @property
     def min_message_tokens(self) -> int:
-        """Lower bound on the tokens that one more message takes. It does not hold for results of tools."""
+        """Lower bound on the tokens that one more message takes, from trials with the template. It does not hold for
+        results of tools."""
         return self._template.min_message_tokens
 
     @cached_property
@@ -324,7 +338,7 @@ class HfTokenizer(Tokenizer):
 
         Models such as Gemma and Llama were pretrained with these tokens, and engines also put them before a text.
         """
-        if not self.inner.encode(""):
+        if not self.inner.encode(""):  # the tokenizer adds nothing to a text
             return []
         # Texts of the tokenizer's own tokens are tried, because a small vocabulary may not encode any other text.
         for number in range(len(self.inner)):
@@ -385,7 +399,7 @@ class HfTokenizer(Tokenizer):
         return ResponseReader(self._decode_all, self._parsers.begin(prompt, tools, calling=calling))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of sampled tokens, without special tokens."""
+        """Return the text of sampled tokens, without special tokens. Environments get it as the action."""
         return str(self.inner.decode(list(token_ids), skip_special_tokens=True))
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
@@ -393,7 +407,7 @@ class HfTokenizer(Tokenizer):
         return [str(self.inner.decode([token])) for token in token_ids]
 
     def _decode_all(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, special tokens included."""
+        """Return the text of tokens, special tokens included: vLLM's parsers find reasoning and calls by them."""
         return str(self.inner.decode(list(token_ids), skip_special_tokens=False))
 
     # -- the ends of turns -------------------------------------------------------------------------------------------
@@ -407,7 +421,7 @@ class HfTokenizer(Tokenizer):
     def ends(self) -> list[int]:
         """Tokens that end a response, ascending: the end of text, and the tokens with which the template ends a turn.
 
-        Without a chat template, the list has only the end of text.
+        Engines stop at them. Without a usable chat template, the list has only the end of text.
         """
         try:
             return sorted(self._template.turn_ends)
@@ -425,7 +439,8 @@ class HfTokenizer(Tokenizer):
     def add_ends(self, generation: Any) -> list[int]:
         """Add the tokens of `ends` to a model's `generation_config`, as far as it lacks them. Return the added tokens.
 
-        Engines end a response at the tokens that this configuration names.
+        Engines end a response at the tokens that this configuration names. It is exported with a trained model, so that
+        other engines stop there, too.
         """
         named: Any = generation.eos_token_id
         named = [] if named is None else [named] if isinstance(named, int) else list(named)
@@ -435,7 +450,7 @@ class HfTokenizer(Tokenizer):
         return missing
 
     def missing_ends(self) -> str:
-        """Return a sentence for the user that names the tokens of `ends` which the model's files lack.
+        """Return a sentence for the user that names the tokens of `ends` which the model's `generation_config` lacks.
 
         Empty if no token is missing, or if the model has still to be made.
         """
@@ -462,14 +477,21 @@ class HfTokenizer(Tokenizer):
 
     @cached_property
     def _controls(self) -> ControlTokens:
+        """Encoder of all text. All variants of the tokenizer share it."""
         return ControlTokens(self.inner, self._path)
 
     @cached_property
     def _template(self) -> ChatTemplate:
+        """Chat template with the arguments of this variant."""
         return ChatTemplate(self.inner, self._controls, self._path, self._arguments, self._reported)
 
     @cached_property
     def _parsers(self) -> Parsers | None:
+        """vLLM's parsers of responses, for the arguments of this variant. None if the run names no parser.
+
+        Raises:
+            ConfigError: a named parser cannot work with this tokenizer.
+        """
         config = self._config
         if config.tool_parser is None and config.reasoning_parser is None:
             return None
@@ -485,6 +507,7 @@ class HfTokenizer(Tokenizer):
 def _call_id(position: int, index: int) -> str:
     """Return an id for call `index` of the response that begins at a token position.
 
-    It has nine letters and digits, the only form that some chat templates accept.
+    It is the same each time that the response is read. It has nine letters and digits, the only form that some chat
+    templates accept.
     """
     return blake2b(f"{position} {index}".encode(), digest_size=9).hexdigest()[:9]
