@@ -6,6 +6,9 @@ need several responses, for example because its agent has sent several requests 
 episode reaches the same observation with the same limits. A response is dropped if the episode never reaches this
 observation.
 
+To *render* an observation is to turn it into tokens. A branch is one of the sequences of tokens of an episode. A place
+is the end of one of its responses, which an observation may follow.
+
 Conservation: every token that is sampled ahead is in a response that the episode takes, or is counted as lost.
 """
 
@@ -49,10 +52,13 @@ class ExpectedResponse:
 
 
 class ResponsesAhead:
-    """Set of the responses that one episode samples ahead.
+    """Set of the responses that one episode samples ahead. `EpisodePlayer` makes one for each episode that may do so.
+
+    The environment's view calls `expect` and `announce`. The player calls `find` and `take` before it would request a
+    response, and `drop` at the end of the episode.
 
     Args:
-        transcript: the transcript of the episode.
+        transcript: the transcript of the episode. It is read; of the changes only `rendered_ahead` is made here.
         rendering: held while a thread renders a large observation; all episodes of the node share it.
         new_request: makes requests of the episode.
         sample: sends a request to the engines and returns the response.
@@ -79,16 +85,21 @@ class ResponsesAhead:
         self._responses: list[ExpectedResponse] = []
         """Responses that the episode has not taken yet."""
         self._to_render: set[str] = set()
-        """Names of large observations that have to be rendered and that the episode has not reached yet."""
+        """Names of large observations that wait to be rendered. A name is removed when the episode reaches it."""
         self._one_at_a_time = anyio.Lock()
         """Held while a large observation of this episode is rendered, or waits for the lock `rendering`. So only one
         observation of this episode waits for `rendering` at a time, and other episodes get the lock in between."""
 
     def expect(self, expected: Expected) -> None:
-        """Sample the response to an observation that the environment will probably show, if the limits allow it."""
+        """Sample the response to an observation that the environment will probably show, if the limits allow it.
+
+        A large observation is rendered in a thread first, and this method returns before. No error is raised if the
+        observation cannot be shown: the episode raises it if it reaches the observation.
+        """
         transcript = self._transcript
         if not self._fits():
             return
+        # An observation that is certainly too large is not rendered, because that could take seconds.
         if transcript.needs_thread(expected.observation, expected.tools):
             least = min_tokens(expected.observation, expected.tools, transcript.tokenizer.min_message_tokens)
             if least <= transcript.limits.max_length:
@@ -101,7 +112,11 @@ class ResponsesAhead:
             self._request(expected, *self._prompt(expected))
 
     async def _expect_large(self, expected: Expected) -> None:
-        """Render a large observation in a thread, then request the response unless the episode has reached it."""
+        """Render a large observation in a thread, then request the response.
+
+        Does nothing if the episode has reached the observation before, and requests no response if it reaches it during
+        the rendering: then the episode itself renders the observation, or requests the response.
+        """
         async with self._one_at_a_time, self._rendering:
             if expected.name not in self._to_render:
                 return
@@ -115,7 +130,11 @@ class ResponsesAhead:
                     self._request(expected, prompt, format)
 
     def _fits(self) -> bool:
-        """Return True if the limits allow one more response, however long the responses in progress become."""
+        """Return True if the limits allow one more response, however long the responses in progress become.
+
+        Each response in progress is counted as a branch of its own of `max_length` tokens. So sampling ahead never uses
+        up a limit that the episode would need for its own next response.
+        """
         # The episode itself waits for one response, which is in progress too and is not among `_responses`.
         transcript, under_way = self._transcript, len(self._responses) + 1
         total = transcript.total_tokens + (under_way + 1) * transcript.limits.max_length
@@ -124,7 +143,10 @@ class ResponsesAhead:
         )
 
     def _prompt(self, expected: Expected) -> tuple[list[int], BranchFormat]:
-        """Return the prompt and the format of the branch in which the expected observation will be the last.
+        """Return the prompt of the expected response, and the format of its branch. May run in a thread.
+
+        The prompt has the tokens up to the place that the observation follows, and those of the observation. It is what
+        the transcript will have if the episode reaches the observation.
 
         Raises:
             EnvError: the observation cannot be shown.
@@ -141,7 +163,10 @@ class ResponsesAhead:
         return branch.tokens[: branch.ends[expected.responses - 1].position] + shown, branch.format
 
     def _request(self, expected: Expected, prompt: list[int], format: BranchFormat) -> None:
-        """Start to sample the response to an expected observation, if the limits allow it."""
+        """Start to sample the response to an expected observation with this prompt, if the limits allow it.
+
+        The options of the response are those that the environment has given with the observation.
+        """
         limits = self._transcript.limits
         room = limits.max_length - len(prompt)
         if room < 1 or not self._fits():
@@ -156,7 +181,7 @@ class ResponsesAhead:
         self._tasks.start_soon(self._fetch, response)
 
     async def _fetch(self, response: ExpectedResponse) -> None:
-        """Sample a response, and store it or the error that prevented it."""
+        """Sample a response, and store it or the error that prevented it, which `take` raises."""
 
         def count(tokens: int) -> None:
             response.tokens += tokens
@@ -168,11 +193,14 @@ class ResponsesAhead:
         response.finished.set()
 
     def announce(self, name: str) -> None:
-        """Report that the episode reaches the observation of this name, so that it is not rendered ahead any more."""
+        """Report that the episode reaches the observation of this name, so it is not rendered ahead any more."""
         self._to_render.discard(name)
 
     def find(self, name: str, prompt: list[int], max_new_tokens: int, stop: tuple[str, ...]) -> ExpectedResponse | None:
-        """Return the response of this name if it is sampled ahead for exactly this request; None otherwise."""
+        """Return the response of this name if it is sampled ahead for exactly this request; None otherwise.
+
+        It is None, for example, if the environment has shown another observation under the name, or set other options.
+        """
         wanted = (prompt, max_new_tokens, stop)
         for response in self._responses:
             request = response.request
@@ -181,7 +209,7 @@ class ResponsesAhead:
         return None
 
     async def take(self, response: ExpectedResponse) -> Completion:
-        """Wait until a response that `find` returned is complete, and return it.
+        """Wait until a response that `find` returned is complete, and return it. It then belongs to the episode.
 
         Raises:
             EngineError, DeadlineError: the response could not be sampled.
@@ -194,7 +222,10 @@ class ResponsesAhead:
         return response.outcome
 
     def drop(self) -> int:
-        """Forget the responses that the episode has not taken. Return the number of their tokens, which are lost."""
+        """Forget the responses that the episode has not taken. Return the number of their tokens, which are lost.
+
+        Called at the end of the episode, when the tasks that sample ahead have been cancelled.
+        """
         tokens = sum(response.tokens for response in self._responses)
         self._responses.clear()
         return tokens

@@ -10,6 +10,8 @@ episodes of a node wait for each other, so that the gain of independence can be 
 `EpisodePlayer` reports each change of phase to `Phases` and waits there for permission. A rule decides which episodes
 may continue. Rules are pure state machines without tasks or clocks: each report returns the ids of the leases that may
 continue now. An episode that leaves never blocks another one.
+
+A lease is the node's right to play one episode; its id names the episode here. A group is the samples of one problem.
 """
 
 from __future__ import annotations
@@ -63,11 +65,11 @@ class Phases:
 
     @property
     def free(self) -> bool:
-        """True if no episode ever waits for another one."""
+        """True if no episode ever waits for another one. Otherwise no response is sampled ahead."""
         return self.rule is None
 
     def enter(self, lease: Lease) -> None:
-        """Report that an episode begins; its environment resets next."""
+        """Report that an episode begins, whose environment resets next."""
         if self.rule is not None:
             self.rule.enter(lease)
 
@@ -87,7 +89,7 @@ class Phases:
             await self._wait(lease.lease_id, self.rule.stepped(lease))
 
     async def _wait(self, lease: int, released: set[int]) -> None:
-        """Release the other leases, and wait unless `lease` is among the released ones."""
+        """Release the other leases, and wait until `lease` is released, too, by this call or by a later report."""
         self._release(released - {lease})
         if lease in released:
             return
@@ -125,11 +127,17 @@ class LockStep:
         self._stepping = False
         """True while environments step, False while responses are generated."""
         self._alive: set[int] = set()
+        """Leases whose episodes have begun and not left."""
         self._holding: set[int] = set()
+        """Leases that still have something to do in this phase."""
         self._waiting: set[int] = set()
+        """Leases that have done their part of this phase and wait for the next one."""
 
     def enter(self, lease: Lease) -> None:
-        """Add an episode. It holds the phase if responses are generated now, otherwise only the next phase."""
+        """Add an episode. It holds the phase if responses are generated now: the others wait for its first response.
+
+        While environments step, the others do not wait for its reset. It holds the next phase, as all that are alive.
+        """
         self._alive.add(lease.lease_id)
         if not self._stepping:
             self._holding.add(lease.lease_id)
@@ -148,12 +156,17 @@ class LockStep:
     def stepped(self, lease: Lease) -> set[int]:
         """Record that an environment has reset or stepped. Return the leases that may generate."""
         if not self._stepping:
+            # Only a reset can end while responses are generated: the first response of the episode belongs to this
+            # phase, which the episode holds.
             return {lease.lease_id}
         self._waiting.add(lease.lease_id)
         return self._finish(lease.lease_id)
 
     def _finish(self, lease: int) -> set[int]:
-        """Record that an episode has done its part of the phase. Change the phase if no episode holds it any more."""
+        """Record that an episode has done its part of the phase, or has left. Return the leases that may continue.
+
+        These are all waiting leases if no episode holds the phase any more: then the phase changes.
+        """
         self._holding.discard(lease)
         if self._holding:
             return set()
@@ -172,8 +185,9 @@ class GroupBarrier:
 
     def __init__(self) -> None:
         self._responses: dict[GroupKey, dict[int, int]] = {}
-        """Complete responses of each member, by lease id."""
+        """Number of complete responses of each member that is alive, by lease id."""
         self._waiting: dict[GroupKey, set[int]] = {}
+        """Members that wait for others before their environments step."""
 
     def enter(self, lease: Lease) -> None:
         """Add a member without a response."""
@@ -181,7 +195,7 @@ class GroupBarrier:
         self._waiting.setdefault(_group(lease), set())
 
     def leave(self, lease: Lease) -> set[int]:
-        """Remove a member. Return the leases that may continue."""
+        """Remove a member. Return the leases that may continue, because they need not wait for it any more."""
         group = _group(lease)
         del self._responses[group][lease.lease_id]
         self._waiting[group].discard(lease.lease_id)

@@ -25,7 +25,7 @@ passes in seven of eight runs."""
 
 
 class Echo:
-    """A `Responder` that answers at once with the last token of the prompt."""
+    """A `Responder` that answers at once with the last token of the prompt, in place of the engines."""
 
     async def generate(self, request: ResponseRequest) -> Completion:
         """Return a response of one token, without an engine."""
@@ -44,6 +44,16 @@ async def rehearse(
     now: Callable[[], float],
 ) -> Trajectory:
     """Play one turn of the first training problem, or of the next ones if that fails, and return its trajectory.
+
+    The node calls this before it starts its engines, and `flash train --dry-run` calls it without engines.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        make_env: makes an environment for a kind of problems.
+        kind_of: returns the kind of the problem of a seed.
+        settings: limits and deadlines of the run; only one turn is played.
+        run_seed: the run's seed, from which the seeds of its training problems follow.
+        now: returns Unix seconds on the loop's clock.
 
     Raises:
         ConfigError: `PROBLEMS` problems failed; the error names the reason of the last one.
