@@ -1,17 +1,19 @@
 """RolloutNode: the rollout side of one node. It wires the engines, the proxy, the episodes and the scheduler.
 
-The scheduler gets leases from the hub and calls `EpisodePlayer.play` for each. The player requests responses from the
-proxy. When the proxy has room again, it wakes the scheduler.
+The scheduler gets leases from the hub and calls `EpisodePlayer.play` for each. A lease is the right and the duty of the
+node to run one task, which is one sample of a problem. The player requests responses from the proxy, which gives each
+request to an engine. When the proxy has room again, it wakes the scheduler.
 
 Lifecycle: the resources that environments share are opened (`flash.environment.shared`), and the engines start. Each
-engine loads the newest published version whenever it is behind. The scheduler turns leases into results until the hub
-has no more work, or until `drain`. Then the engines are closed, and after them the shared resources.
+engine loads the newest published version of the policy's weights whenever it is behind. The scheduler turns leases into
+results until the hub has no more work, or until `drain`. Then the engines are closed, and after them the shared
+resources.
 
 If an engine dies, its requests go to the other engines, or to the engine that starts in its place (`supervisor`). If no
 place can be filled any more, the node ends with the error of the last engine. None of this makes a sample fail.
 
-A node may outlive its hub: its episodes go on meanwhile, and their results wait. `move` presents the leases that the
-node holds to the next hub, which drops those that it does not know.
+A joined node (`flash.run.joined`) may outlive its hub: its episodes go on meanwhile, and their results wait. `move`
+presents the leases that the node holds to the next hub, and forgets those that this hub does not know.
 """
 
 from __future__ import annotations
@@ -46,19 +48,22 @@ if TYPE_CHECKING:
     from flash.rollout.teacher import ServedTeacher
 
 CLAIMS_AT_ONCE = 1024
-"""Leases that are presented to the next hub in one message. Between two messages the hub serves others."""
+"""Number of leases that are presented to the next hub in one message. Between two messages the hub serves other
+nodes."""
 
 
 class NodeEnvironment(NamedTuple):
     """The environment that the episodes of a node play."""
 
     make: Callable[[str], Environment]
-    """Makes the environment of a kind of problem."""
+    """Makes an environment for one episode, given the kind of its problem."""
     problems: ProblemKinds = ONE_KIND
+    """Kinds of problems and their settings."""
     prepare: Callable[[], Awaitable[None]] | None = None
-    """Opens the resources that the environments share, before the engines start."""
+    """Opens the resources that the environments share, before the engines start. None: there are none."""
     rehearsed: bool = False
-    """True if the first turn of an episode is tried before the engines start (`rehearse`)."""
+    """True if the first turn of an episode is tried before the engines start (`rehearse`), so that a broken environment
+    is found before their start has taken minutes."""
 
 
 class RolloutNode:
@@ -67,14 +72,16 @@ class RolloutNode:
     Args:
         config: the run.
         link: connection to the hub, and the numbers of the node and of its first engine there.
-        make_engines: one function per place of the node; each makes an engine that has a number, not started. Called
-            again whenever the engine of the place has died.
+        make_engines: one function for each place of the node, which has one engine at a time. The function makes an
+            engine that is not started, given its number in the run. Called again when the engine of the place has died.
         tokenizer: the model's tokenizer.
         env: environment of the episodes.
         now: Unix seconds on the loop's clock.
-        on_loss: called when the hub is lost; has to `move` the node to the next hub. None: the node ends with its hub.
+        on_loss: called when the hub is lost; the owner then has to `move` the node to the next hub. None: the node ends
+            with its hub.
         status_s: seconds between two status reports; None: no reports, because nobody looks at them.
-        teacher: gives log-probs of the samples' tokens.
+        teacher: client of a model on a server of its own, which gives its log-probs of the samples' tokens. None: there
+            is no such model.
         blocked_s: returns the seconds in which the event loop was blocked so far.
     """
 
@@ -99,6 +106,7 @@ class RolloutNode:
         self._status_s = status_s
         self._teacher = teacher
         self._starting = anyio.CancelScope()
+        """Scope around the start of the engines, with which the start is stopped."""
         self.start_s = math.nan
         """Seconds that the start of the engines took; NaN before that."""
         self._hub = HubClient(link, on_loss, config.deadlines.request)
@@ -131,7 +139,12 @@ class RolloutNode:
         )
 
     async def run(self) -> None:
-        """Work until the hub has no more work or until `drain`, then close the engines."""
+        """Work until the hub has no more work or until `drain`, then close the engines.
+
+        Raises:
+            Exception: the error that ended the node, for example of the last engine that could not be replaced, or of
+                the hub that was lost.
+        """
         async with sharing(self._config.run.name, close_s=self._config.deadlines.close):
             try:
                 await self.work()
@@ -139,12 +152,16 @@ class RolloutNode:
                 await self.close()
 
     async def work(self) -> None:
-        """Do the work of `run` inside a `sharing` block of the caller, and leave the engines open."""
+        """Do the work of `run` inside a `sharing` block of the caller, and leave the engines open.
+
+        `flash.run.joined` calls this instead of `run`, and then `close`. Raises the errors of `run`.
+        """
         async with unwrapped_group() as group:
             group.start_soon(self._stop_start_without_work)
             group.start_soon(self._reports.run, self._status_s)
             with self._starting:
                 await self._start()
+            # `_serve_hub` starts tasks of its own in place of these two.
             group.cancel_scope.cancel()
         if not self._starting.cancel_called:
             await self._serve_hub()
@@ -155,15 +172,18 @@ class RolloutNode:
         return max(self._proxy.versions())
 
     @property
-    def in_hand(self) -> int:
-        """Number of leases whose results the hub has not acknowledged."""
+    def leases_held(self) -> int:
+        """Number of leases whose results no hub has acknowledged."""
         return len(self._hub.held)
 
     async def move(self, link: HubLink) -> None:
-        """Go on at the next hub with the leases in hand. Cancel the episodes of leases that this hub does not know.
+        """Go on at the next hub with the leases that the node holds. `link` is the connection to it.
+
+        The node and its engines get the numbers that they have at this hub. Episodes of leases that this hub does not
+        know are cancelled. At the end, calls that wait for a hub are sent to this one.
 
         Raises:
-            FlashError: this hub is lost too, or refuses a request.
+            FlashError: this hub is lost too, or refuses a request. The owner may then call `move` with another one.
         """
         self._proxy.renumber(link.first_engine)
         for place in self._places:
@@ -175,20 +195,23 @@ class RolloutNode:
             unknown = {lease.lease_id for lease in leases}.difference(reply.lease_ids)
             self._hub.forget(unknown)
             self._scheduler.cancel(unknown)
+        # The hub learns which version each engine has before it gets other requests of this node.
         await link.hub.call(self._reports.next_report()(link.node), seconds)
         self._hub.connected(link)
 
     async def close(self) -> None:
-        """Close the engines, and the connections to the teacher."""
+        """Close the engines, and the connections to the teacher. Takes at most deadlines.close, even if cancelled."""
         with anyio.CancelScope(shield=True), anyio.move_on_after(self._config.deadlines.close):
             await self._supervisor.close()
             if self._teacher is not None:
                 await self._teacher.aclose()
 
     async def drain(self) -> None:
-        """Take no more leases, and let `run` return.
+        """Leave the run: tell the hub, take no more leases, let the episodes end, and so let `run` return.
 
-        Episodes may go on for deadlines.shutdown while a place has an engine. Then their leases are handed back.
+        Called when the hub wants the node to leave, or when a signal asks a joined node to leave. Episodes may go on
+        for deadlines.shutdown while a place has an engine. Then their leases are handed back, for other nodes. A start
+        of the engines is stopped.
         """
         self._supervisor.stop_reporting_deaths()
         self._starting.cancel()
@@ -202,7 +225,12 @@ class RolloutNode:
         self._scheduler.hand_back()
 
     async def _start(self) -> None:
-        """Prepare and rehearse the environment, then start the engines."""
+        """Prepare and rehearse the environment, then start the engines, and measure how long their start takes.
+
+        Raises:
+            ConfigError: the environment cannot be played.
+            Exception: the environment's `prepare` or an engine failed.
+        """
         config, problems = self._config, self._env.problems
         if self._env.prepare is not None:
             seconds = config.deadlines.env_reset
@@ -216,7 +244,7 @@ class RolloutNode:
         self.start_s = self._now() - begin
 
     async def _serve_hub(self) -> None:
-        """Serve the hub until it has no more work, then report the final busy and idle seconds of the engines."""
+        """Serve the hub until it has no more work or until `drain`. Then report the final seconds of the engines."""
         with rare_garbage_collection():
             async with anyio.create_task_group() as group:
                 group.start_soon(self._supervisor.run)
@@ -224,13 +252,15 @@ class RolloutNode:
                 group.start_soon(self._reports.run, self._status_s)
                 await self._scheduler.run()
                 group.cancel_scope.cancel()
+            # Seconds in which the engines were busy and idle are counted by the hub, so the last ones are sent, too.
             await self._reports.send()
 
     async def _obey_hub(self) -> None:
-        """Cancel the episodes that the hub has no use for, and end or drain the node when it says so.
+        """Cancel the episodes that the hub has no use for, and end or drain the node when the hub says so.
 
-        Waits for cancellations from the hub. The results of cancelled episodes say how many tokens they had. Ends when
-        the hub has no more work.
+        Keeps one request open at the hub, which answers it when leases are withdrawn, when the node must leave, or when
+        there is no more work. The request is also the node's heartbeat. The results of cancelled episodes say how many
+        tokens they had. Returns when the hub has no more work.
         """
         async with anyio.create_task_group() as leaving:
             while True:
@@ -245,7 +275,10 @@ class RolloutNode:
                     leaving.start_soon(self.drain)
 
     async def _stop_start_without_work(self) -> None:
-        """Stop the start of the engines when the hub has no more work. Go on if the hub is lost: another may follow."""
+        """Stop the start of the engines when the hub has no more work. Does nothing if the hub is lost.
+
+        The start then goes on, because another hub may follow; if none does, the first request after it fails.
+        """
         with suppress(TransportError):
             await self._obey_hub()
             self._starting.cancel()

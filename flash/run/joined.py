@@ -260,9 +260,9 @@ class JoinedNode:
             tasks.start_soon(self._work)
             tasks.start_soon(self._tell_start)
         else:
-            had = self._node.in_hand
+            had = self._node.leases_held
             await self._node.move(HubLink(joined.node, joined.first_engine, hub))
-            say(f"{who}: goes on with {what}, and {self._node.in_hand} of the {had} samples that it had in hand")
+            say(f"{who}: goes on with {what}, and {self._node.leases_held} of the {had} samples that it had in hand")
         self._serving = True
         try:
             while self._lost is None and not self._ended:
