@@ -1,11 +1,12 @@
 """Calls of a user's code: exceptions, hangs and swallowed cancellations become errors that name file and line.
 
 `EpisodePlayer` makes every call of an environment through `make_environment`, `call_method` and `check_returned`. The
-node and the verifiers use `UserTask`.
+agents and verifiers of `envs` are called with `UserTask` directly.
 
 Invariants: the code runs in an asyncio task of its own and in no task group, so that nothing that it raises ends more
-than the call. A call that does not end after its deadline is cancelled. If it does not end then either, it is
-abandoned: its coroutine is never resumed, so that it can neither delay the caller nor keep the event loop busy.
+than the call. A call that does not end by its deadline is cancelled. Code may catch the cancellation (*swallow* it) and
+go on. If it does not end in time after that, it is *abandoned*: its coroutine is never resumed, so that it can neither
+delay the caller nor keep the event loop busy.
 """
 
 from __future__ import annotations
@@ -31,19 +32,21 @@ from flash.waiting import first_error
 _T = TypeVar("_T")
 
 MAX_MESSAGE = 2000
-"""Characters kept of a user's error message, from both of its ends: many processes hold a copy."""
+"""Number of characters that are kept of a user's error message, from both of its ends. Many processes hold a copy."""
 
 CLEANUP_S = 6.0
-"""Seconds that cancelled user code has for its cleanup. More than `envs.programs.REST_S`, in which a program ends."""
+"""Seconds that cancelled user code has for its cleanup. They are more than `envs.programs.REST_S`, in which a program
+that the code has started ends."""
 
 MAX_SWALLOWED = 100
-"""Cancellations that a call may swallow before it is abandoned. Each `await` of an orderly cleanup swallows one."""
+"""Number of cancellations that a call may swallow before it is abandoned. Each `await` of an orderly cleanup swallows
+one."""
 
 SPIN_S = 0.5
-"""Seconds after which a call is abandoned if its tasks swallow one cancellation on each turn of the loop."""
+"""Seconds after which a call is abandoned if its tasks swallow one cancellation on each turn of the event loop."""
 
 CLOSING_TURNS = 3
-"""Turns of the loop in which a task ends after its coroutine was closed."""
+"""Number of turns of the event loop in which a task ends after its coroutine was closed."""
 
 _log = logging.getLogger(__name__)
 
@@ -56,9 +59,7 @@ class EnvTimeoutError(EnvError):
 
 
 class UserTask(Generic[_T]):
-    """A running call of a user's code.
-
-    It ends by itself, or its owner ends it with `end`.
+    """A running call of a user's code. It ends by itself, or its owner ends it with `end`.
 
     Args:
         name: names the call in a warning.
@@ -68,7 +69,7 @@ class UserTask(Generic[_T]):
     """
 
     abandoned: ClassVar[int] = 0
-    """Number of calls that this process has abandoned."""
+    """Number of calls that this process has abandoned. The node reports it to the hub."""
 
     def __init__(
         self,
@@ -82,9 +83,13 @@ class UserTask(Generic[_T]):
         self._on_end = on_end
         self._scope = anyio.CancelScope()
         self._ending = False
+        """True since `end` was called."""
         self._abandoned = False
         self._swallowed = 0
+        """Number of cancellations that were thrown into the code since `end` was called. It has swallowed all but the
+        last."""
         self._awaitable: object = None
+        """Coroutine, or other awaitable, that the call has returned; None before that, or if the result is none."""
         self.over = anyio.Event()
         """Set when the code has ended or was abandoned."""
         self.value: _T | None = None
@@ -92,38 +97,41 @@ class UserTask(Generic[_T]):
         self.error: BaseException | None = None
         """The exception that the code has raised, if any."""
         self._task = asyncio.get_running_loop().create_task(self._run(), context=context)
-        self._task.add_done_callback(lambda _: self._ended())
+        self._task.add_done_callback(lambda _: self._finish())
 
-    def _ended(self) -> None:
-        """Set `over` and call `on_end`, the first time that this is called."""
+    def _finish(self) -> None:
+        """Set `over` and call `on_end`. Later calls do nothing: an abandoned task may still end after `end` has
+        returned."""
         if not self.over.is_set():
             self.over.set()
             if self._on_end is not None:
                 self._on_end()
 
     async def _run(self) -> None:
-        """Call the code, and keep its result or its exception. The body of the task."""
+        """Call the code, and keep its result or its exception. This is the body of the task."""
         try:
             with self._scope:
-                if self._ending:
+                if self._ending:  # `end` was called before the task has begun
                     return
                 result = self._call()
                 if inspect.isawaitable(result):
                     self._awaitable = result
-                    result = await self._driven(result)
+                    result = await self._drive(result)
                 self.value = cast("_T", result)
         except BaseException as error:  # asyncio ends the whole loop on SystemExit and KeyboardInterrupt
             self.error = error
         finally:
-            self._ended()
+            self._finish()
 
     @types.coroutine
-    def _driven(self, awaitable: Awaitable[_T]) -> Generator[Any, Any, _T | None]:
+    def _drive(self, awaitable: Awaitable[_T]) -> Generator[Any, Any, _T | None]:
         """Resume the code whenever the thing that it awaits is ready, until the code ends or is abandoned.
 
-        Stands between asyncio and the code: passes the futures that the code awaits up to asyncio, and cancellations
-        down to the code. So it can leave the code suspended for ever. A task of asyncio that ran the code directly
-        would end only with the code.
+        This generator stands between asyncio and the code. It passes the futures that the code awaits up to asyncio,
+        and cancellations down to the code. So it can leave the code suspended for ever. A task of asyncio that ran the
+        code directly would end only with the code.
+
+        Returns the result of the code; None if the code was abandoned.
         """
         steps: Any = awaitable.__await__()
         thrown: BaseException | None = None
@@ -146,12 +154,16 @@ class UserTask(Generic[_T]):
                 thrown = error
                 self._swallowed += self._ending
             if self._abandoned or self._swallowed > MAX_SWALLOWED:
-                yield from self._leave(steps)
+                yield from self._abandon(steps)
                 return None
 
-    def _leave(self, steps: Any) -> Generator[None]:
-        """Abandon the code where it stands. Runs in the code's task, because a scope can only be left in its task."""
+    def _abandon(self, steps: Any) -> Generator[None]:
+        """Abandon the code where it stands, and its child tasks with it.
+
+        Called in the code's task, because a cancel scope can only be left in its task.
+        """
         self._abandoned = True
+        # First stop the scopes of the code from cancelling its tasks again and again, then close the child tasks.
         scopes = scopes_within(self._scope, self._task)
         for child in disarm(scopes, self._task):
             _close(child.get_coro(), child)
@@ -165,14 +177,18 @@ class UserTask(Generic[_T]):
         _close(steps, self._awaitable)
 
     def where(self) -> str:
-        """Return `, at file.py:12`, the line of the user's code that waits now; empty if the line is not known."""
+        """Return `, at file.py:12`, the line of the user's code that waits now; empty if the line is not known.
+
+        It is put into errors and warnings.
+        """
         place = place_in(lines_awaited(self._awaitable))
         return f", at {place}" if place else ""
 
     async def wait(self, seconds: float, *, shield: bool = False) -> bool:
         """Wait until the code has ended; return False if it is still running after so many seconds.
 
-        If the caller is cancelled while it waits, it ends the code first. `shield`: cancellation of the caller waits.
+        If the caller is cancelled during this wait, the code is ended first. `shield`: True if a cancellation of the
+        caller takes effect only after the wait, because the code has to run even then.
         """
         try:
             with anyio.move_on_after(seconds, shield=shield):
@@ -183,7 +199,10 @@ class UserTask(Generic[_T]):
         return self.over.is_set()
 
     async def end(self, seconds: float = CLEANUP_S) -> bool:
-        """Cancel the code. If it is still running after so many seconds, abandon it and return False."""
+        """Cancel the code. If it is still running after so many seconds, abandon it, log a warning, and return False.
+
+        Code that swallows a cancellation on each turn of the loop is abandoned sooner, after `SPIN_S`.
+        """
         where = self.where()
         self._ending = True
         self._scope.cancel()
@@ -196,8 +215,9 @@ class UserTask(Generic[_T]):
                 await self.over.wait()
         if not self.over.is_set():
             self._abandoned = True
-            self._task.cancel()  # reaches the task itself, whatever shields its code has entered
-            self._ended()
+            # `_drive` abandons the code when it gets this cancellation, which no shield of the code holds back.
+            self._task.cancel()
+            self._finish()
         if self._abandoned:
             UserTask.abandoned += 1
             _abandoned_at[where] += 1
@@ -210,7 +230,11 @@ class UserTask(Generic[_T]):
 
 
 def _close(steps: Any, awaitable: object) -> None:
-    """End a suspended coroutine with GeneratorExit, and keep the coroutines that ignore it in memory for ever."""
+    """End a suspended coroutine with GeneratorExit, and keep the coroutines that ignore it in memory for ever.
+
+    Python complains when it deletes a coroutine that has not ended (`keep_for_ever`). `steps` is the iterator of the
+    coroutine, `awaitable` the coroutine itself.
+    """
     suspended = [*awaited_coroutines(awaitable)]
     with suppress(BaseException):  # the cleanup of a user's code may raise anything, and the call has failed already
         steps.close()
@@ -229,7 +253,7 @@ async def call_method(
     context: Context | None = None,
     shield: bool = False,
 ) -> _T:
-    """Call a method of an environment, and return the result.
+    """Call a method of an environment, and return the result. Each call of an episode goes through here.
 
     Args:
         what: names the call in errors, such as `step 2 (seed 5)`.
@@ -238,7 +262,7 @@ async def call_method(
         call: calls the method.
         env: the environment; if it is a blocking one, an error names the line at which its thread stands.
         context: the context variables of the environment's calls.
-        shield: True if the call goes on while the caller is being cancelled.
+        shield: True if the call goes on while the caller is being cancelled, as `close` must.
 
     Raises:
         EnvTimeoutError: the call took longer than `timeout`. It is cancelled, and abandoned if it does not end then.
@@ -270,8 +294,13 @@ async def call_method(
 def make_environment(what: str, make: Callable[[], _T]) -> _T:
     """Make an environment, and return it. A constructor cannot await anything, so it has no deadline.
 
+    Args:
+        what: names the call in errors, such as `start (seed 5)`.
+        make: calls the constructor.
+
     Raises:
-        EnvError, RewardError: as `call_method` does.
+        RewardError: the constructor raised a `RewardError`.
+        EnvError: the constructor raised anything else.
     """
     try:
         return make()
@@ -280,7 +309,10 @@ def make_environment(what: str, make: Callable[[], _T]) -> _T:
 
 
 def _failure(what: str, error: BaseException) -> EnvError:
-    """Return the EnvError that an exception of a user's code becomes."""
+    """Return the EnvError that an exception of a user's code becomes. A RewardError stays one.
+
+    An EnvError with a short message is returned unchanged: Flash or the user has written it for this purpose.
+    """
     if isinstance(error, asyncio.CancelledError):
         # If it were raised again, the episode would end without a result, and its lease would never be returned.
         return EnvError(
@@ -294,7 +326,10 @@ def _failure(what: str, error: BaseException) -> EnvError:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type, the message and the place of an exception; for a group, those of its first exception."""
+    """Return the type, the message and the place of an exception, for error messages.
+
+    For an exception group, they are those of its first exception.
+    """
     first = first_error(error) if isinstance(error, BaseExceptionGroup) else error
     if isinstance(first.__cause__, StopIteration):  # a coroutine that raises one raises a RuntimeError instead
         first = first.__cause__
@@ -303,7 +338,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Return the message of an exception, shortened in the middle."""
+    """Return the message of an exception, shortened in the middle if it has more than `MAX_MESSAGE` characters."""
     text = _text(error)
     return "it cannot be shown" if text is None else shortened(text, MAX_MESSAGE)
 
@@ -317,13 +352,19 @@ def _text(error: BaseException) -> str | None:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return a text unchanged, or both ends of one that has more than `most` characters."""
+    """Return a text of at most `most` characters unchanged. Return both ends of a longer one, which say the most."""
     left = len(text) - most
     return text if left <= 0 else f"{text[: most // 2]} … {left} characters … {text[-most // 2 :]}"
 
 
 def check_returned(env: object, method: str, seed: int, check: Callable[[], _T]) -> _T:
-    """Return what `check` makes of the result of an environment's method.
+    """Check the result of an environment's method with `check`, and return the value that `check` returns.
+
+    Args:
+        env: the environment.
+        method: name of the method.
+        seed: seed of the problem, which errors name.
+        check: a function of `flash.environment.results` with the result as its argument.
 
     Raises:
         EnvError, RewardError: the check failed; the error names the method and the place where it is defined.

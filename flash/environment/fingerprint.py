@@ -1,6 +1,7 @@
 """The fingerprint of an environment: a hash of all that decides its problems.
 
-A resumed run compares it with the one before, so that the samples of one group never come from two sets of problems.
+`flash.samples.rules` makes it. A resumed run compares it with that of the run before, so that the samples of one group,
+which must be about the same problem, never come from two sets of problems.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from typing import Any
 from flash.config.tree import EnvConfig
 
 READ = 1 << 26
-"""Bytes that are read of all files together, which takes a tenth of a second. Of a file beyond them, only the size and
-the time of change count."""
+"""Number of bytes that are read of all files together, which takes a tenth of a second. Of a file beyond them, only the
+size and the time of change count."""
 MOST_FILES = 1000
-"""Files of one folder that count: the first ones in order."""
+"""Number of files of one folder that count: the first ones, sorted by name within each folder."""
 
 
 def fingerprint(env: EnvConfig) -> str:
-    """Return a hash of an environment's path and options, of the files and folders that they name, and of its modules.
+    """Return a hash of an environment's path and options, and of the files that they name.
 
-    Reads the files.
+    A text names a file by its path, by the path of a folder that has it, or as the module of `module:Class`. Reads
+    these files, up to `READ` bytes.
     """
     digest = sha256(json.dumps([env.path, env.options], sort_keys=True, default=str).encode())
     left = READ
@@ -42,7 +44,7 @@ def fingerprint(env: EnvConfig) -> str:
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """Yield every text in the options of an environment, however deep."""
+    """Yield every text in the options of an environment, also in nested dicts and lists."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -54,7 +56,10 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def _files(text: str) -> list[Path]:
-    """Return the files that a text names, as a path or as `module:Class`."""
+    """Return the files that a text names, as a path or as `module:Class`; empty if it names none.
+
+    A module that is built in, or a package without a file, names none.
+    """
     module, separator, name = text.partition(":")
     if separator and name.isidentifier() and all(map(str.isidentifier, module.split("."))):
         with suppress(ImportError, ValueError):
@@ -70,14 +75,20 @@ def _files(text: str) -> list[Path]:
 
 
 def _files_of_folder(folder: Path) -> Iterator[Path]:
-    """Yield the files of a folder and its subfolders, in an order that their names alone decide."""
+    """Yield the files of a folder and its subfolders, in an order that their names alone decide.
+
+    The order of a file system may differ between machines, and the hash must not.
+    """
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name != "__pycache__")
         yield from (Path(place, name) for name in sorted(names))
 
 
 def _file_digest(file: Path, *, read: bool) -> bytes:
-    """Return bytes that change when a file changes: from its content if `read`, else from its size and time."""
+    """Return bytes that change when a file changes: its name and a hash of its content, or its size and time.
+
+    `read`: True if the content may be read.
+    """
     stat = file.stat()
     if not read or not S_ISREG(stat.st_mode):  # reading a pipe would wait for its writer
         return f"{file.name} {stat.st_size} {stat.st_mtime_ns}".encode()

@@ -1,4 +1,10 @@
-"""The configured environment: a class found by its import path, loaded once, and called with the run's options."""
+"""The configured environment: a class found by its import path, loaded once, and called with the run's options.
+
+Each process that needs the environment makes one `LoadedEnvironment`: the node loop makes environments with it, and the
+hub asks it for the kinds of problems. The optional methods of a class are described in `flash.environment.interface`.
+If a class wraps another one, `class_with` finds the outermost class that has a method, with the arguments of that
+class.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +33,14 @@ class LoadedEnvironment:
         self._kwargs = check_options(self._class, options, "env.options")
 
     def make(self, kind: str = "") -> Environment:
-        """Return an environment for one episode. `kind` is not used: the environment finds the kind by the seed."""
+        """Return an environment for one episode. If its methods are blocking, they run in threads (`wrap`).
+
+        `kind` is not used: the environment finds the kind of its problem by the seed of `reset`.
+        """
         return wrap(self._class(**self._kwargs))
 
     async def prepare(self) -> None:
-        """Open the resources that the episodes of a node share, if the class has any."""
+        """Open the resources that the episodes of a node share, if the class has any. The node calls this once."""
         if isinstance(self._class, Prepared):
             await self._class.prepare(**self._kwargs)
 
@@ -52,7 +61,10 @@ class LoadedEnvironment:
 
     @property
     def is_collected(self) -> bool:
-        """True if the class has a number of held-out problems, even if that is unlimited."""
+        """True if the class can say how many held-out problems it has, even if it has no limit.
+
+        Held-out problems are the problems of evaluations, which are never trained.
+        """
         return class_with("held_out_problems", self._class, self._kwargs) is not None
 
     def held_out_problems(self) -> int | None:
@@ -71,4 +83,5 @@ class LoadedEnvironment:
 
     @cached_property
     def _kinds(self) -> tuple[Any, dict[str, Any]] | None:
+        """Class that has `kind_of`, with its keyword arguments; None if no class has it."""
         return class_with("kind_of", self._class, self._kwargs)

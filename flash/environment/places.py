@@ -1,4 +1,8 @@
-"""Places in a user's code: the file and line to look at, from tracebacks, stacks and suspended coroutines."""
+"""Places in a user's code: the file and line to look at, from tracebacks, stacks and suspended coroutines.
+
+Errors and warnings name such a place, so that a user whose environment fails, hangs or blocks the event loop knows
+where to look. Lines of Flash, of Python and of installed packages seldom help, so they are the last choice.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from typing import Any
 Line = tuple[str, int]
 """A file name and a line number."""
 
+# Folders of the files that are not a user's.
 _PATHS = sysconfig.get_paths()
 _OURS = str(Path(__file__).parents[1])
 _PACKAGES = (_PATHS["purelib"], _PATHS["platlib"])
@@ -19,7 +24,8 @@ _PYTHON = (_PATHS["stdlib"], _PATHS["platstdlib"], _OURS, "<frozen ")
 
 
 def place_in(lines: Iterable[Line]) -> str:
-    """Return `file.py:12`, the innermost line of a user's code; empty without lines. The innermost line comes last.
+    """Return `file.py:12`, the innermost line of a user's code; empty without lines. `lines` has the innermost line
+    last.
 
     A line of an installed package is returned only if no line is the user's, and a line of Python's library or of
     Flash only if there is no other: `json/decoder.py:355` does not show a user where to look.
@@ -33,7 +39,7 @@ def place_in(lines: Iterable[Line]) -> str:
 
 
 def is_users(place: str) -> bool:
-    """Return True if `file.py:12` is a line of a user's code."""
+    """Return True if `file.py:12` is a line of a user's code, so that the user can change it."""
     return _distance(place) == 0
 
 
@@ -43,7 +49,7 @@ def is_logged(count: int) -> bool:
 
 
 def _distance(file: str) -> int:
-    """Return 0 for a user's file, 1 for an installed package's, 2 for one of Python or Flash."""
+    """Return 0 for a user's file, 1 for a file of an installed package, 2 for a file of Python or Flash."""
     if "site-packages" in file or "dist-packages" in file or file.startswith(_PACKAGES):
         return 1
     return 2 if file.startswith(_PYTHON) else 0
@@ -56,7 +62,7 @@ def place_of(error: BaseException) -> str:
 
 
 def lines_of(frame: FrameType | None) -> list[Line]:
-    """Return the lines of a stack, the innermost last. `frame` is the innermost frame."""
+    """Return the lines of a thread's stack, the innermost last. `frame` is the innermost frame."""
     lines: list[Line] = []
     while frame is not None:
         lines.append((frame.f_code.co_filename, frame.f_lineno))
@@ -65,7 +71,8 @@ def lines_of(frame: FrameType | None) -> list[Line]:
 
 
 def awaited_coroutines(awaitable: object) -> Iterator[Any]:
-    """Yield a suspended coroutine, then the one that it awaits, and so on."""
+    """Yield a suspended coroutine, then the coroutine that it awaits, and so on. Yields nothing for other
+    awaitables."""
     waiting: Any = awaitable
     for _ in range(1000):  # tasks that await each other in a circle would never end this loop
         if (get_coro := getattr(waiting, "get_coro", None)) is not None:  # a task
@@ -78,7 +85,7 @@ def awaited_coroutines(awaitable: object) -> Iterator[Any]:
 
 
 def lines_awaited(awaitable: object) -> Iterator[Line]:
-    """Yield the line at which a suspended coroutine waits, then that of the coroutine that it awaits, and so on."""
+    """Yield the line at which a suspended coroutine waits, then the line of the coroutine that it awaits, and so on."""
     for one in awaited_coroutines(awaitable):
         frame = next(getattr(one, name) for name in ("cr_frame", "gi_frame", "ag_frame") if hasattr(one, name))
         if frame is not None:

@@ -1,4 +1,9 @@
-"""Results of environments: checks them and brings them into one form. Each mistake is an error that shows the value."""
+"""Results of environments: check them and bring them into one form. Each mistake is an error that shows the value.
+
+The classes are a user's, so a result may have any type, and its methods may raise anything. The player of episodes
+calls the checks of `reset` and `step` through `flash.environment.calls.check_returned`, which adds to the error which
+method returned the value. `check_solved_examples` and `check_letters` are for the warm start of a tiny model.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +21,9 @@ from flash.errors import EnvError, RewardError
 from flash.types import Message, Observation
 
 VALUE_LENGTH = 80
-"""Most characters of a wrong value that an error message shows."""
+"""Largest number of characters of a wrong value that an error message shows."""
 NOTE_LENGTH = 2000
-"""Most characters of a note that are kept."""
+"""Largest number of characters of a note that are kept. Each sample carries its notes to the hub."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = VALUE_LENGTH
 
@@ -75,7 +80,10 @@ def check_solved_examples(alphabet: object, examples: object, count: int) -> Non
 
 
 def check_letters(example: SolvedExample, alphabet: Set[str]) -> None:
-    """Raise EnvError if a turn of an example has characters that the alphabet lacks."""
+    """Raise EnvError if a turn of an example has characters that the alphabet lacks.
+
+    The alphabet is the vocabulary of the tiny model, which could not learn such an example.
+    """
     for turn in (example, *example.later):
         if strange := set(turn.prompt + turn.answer) - alphabet:
             raise EnvError(
@@ -154,7 +162,7 @@ def check_reward(reward: object) -> float:
 
 
 def _as_number(reward: object) -> str:
-    """Return advice on how to make a number of a wrong reward."""
+    """Return advice on how to make a number of a wrong reward, for the error message of `check_reward`."""
     if reward is None:
         return "does a path through the reward end without `return`? Return 0.0 where an answer cannot be judged"
     if isinstance(reward, (str, bytes)):
@@ -191,7 +199,10 @@ def _is_example(one: object) -> bool:
 
 
 def _observation(method: str, value: object) -> Observation:
-    """Return an observation, in which all chat messages are `Message` structs. Raises EnvError."""
+    """Return an observation, in which all chat messages are `Message` structs. Raises EnvError if it has a wrong type.
+
+    `method`: `reset` or `step`, for the error.
+    """
     if isinstance(value, str):
         return _text(f"the observation of {method}()", value)
     if not isinstance(value, list):
@@ -202,7 +213,11 @@ def _observation(method: str, value: object) -> Observation:
 
 
 def _message(method: str, value: object) -> Message:
-    """Return a chat message that may be given as a dict. Raises EnvError."""
+    """Return a chat message as a struct; it may be given as a dict of role and content. Raises EnvError if it is
+    neither.
+
+    `method`: `reset` or `step`, for the error.
+    """
     if isinstance(value, Message):
         _text(f"a chat message of {method}()", value.role + value.content)
         return value
@@ -218,7 +233,7 @@ def _message(method: str, value: object) -> Message:
 
 
 def _number(value: object) -> float:
-    """Return a real number as a float; infinity if it is too large for one."""
+    """Return a real number as a float; infinity if it is too large for a float. The callers refuse infinity."""
     try:
         return float(cast("float", value))
     except OverflowError:
@@ -226,7 +241,10 @@ def _number(value: object) -> float:
 
 
 def _text(what: str, text: str) -> str:
-    """Return a text. Raise EnvError if it cannot be encoded; `what` names the text."""
+    """Return a text unchanged. Raise EnvError if UTF-8 cannot encode it; `what` names the text in the error.
+
+    Such a text could neither be tokenized nor be sent to the hub.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -239,14 +257,14 @@ def _text(what: str, text: str) -> str:
 
 
 def _flag(name: str, value: object) -> bool:
-    """Return `terminated` or `truncated` as a plain bool. Raises EnvError."""
+    """Return `terminated` or `truncated` as a plain bool. Raises EnvError if it is none; numpy's bools count."""
     if not isinstance(value, (bool, np.bool_)):
         raise EnvError(f"{name} of step() must be True or False, but is {shown(value)}; return bool(…) of it")
     return bool(value)
 
 
 def _info(method: str, value: object) -> Info:
-    """Return the info of a result, which must be a dict. Raises EnvError."""
+    """Return the info of a result. Raises EnvError if it is no dict."""
     if not isinstance(value, dict):
         raise EnvError(
             f"info of {method}() must be a dict, but is {shown(value)}; return {{}} if there is nothing to log"
@@ -255,7 +273,7 @@ def _info(method: str, value: object) -> Info:
 
 
 def _shape(result: object) -> str:
-    """Return `a tuple of 4 (str, float, bool, dict)`, for example, which shows the value that is missing."""
+    """Return `a tuple of 4 (str, float, bool, dict)`, for example, so that an error shows which value is missing."""
     if not isinstance(result, tuple):
         return shown(result)
     parts = cast("tuple[object, ...]", result)

@@ -1,8 +1,9 @@
 """Resources that the environments of one node share: a pool of sandboxes, a connection, a loaded model.
 
-The node enters `sharing` around its episodes. In it, `shared(key, open)` returns the resource of a key; asynchronous
-verifiers use it in the same way. The first call opens the resource, and the end of `sharing` closes it. Both happen in
-a task of the resource's own, so that a cancelled episode neither closes it nor leaves it half open.
+A node is the process that plays episodes on one machine. The node enters `sharing` around its episodes. In it,
+`shared(key, open)` returns the resource of a key; asynchronous verifiers use it in the same way. The first call opens
+the resource, and the end of `sharing` closes it. Both happen in a task of the resource's own, so that a cancelled
+episode neither closes it nor leaves it half open.
 
 Law: at most one resource is open for each key. If opening it fails, all callers that wait for it get the error, and the
 next call tries again.
@@ -34,7 +35,7 @@ class Stocked(Protocol):
     """A shared resource that reports how much of it is in use, such as a pool of sandboxes."""
 
     def stock(self) -> Stock:
-        """Return the numbers of this moment."""
+        """Return how much of the resource is in use now. The node sends it with its status, for people."""
         ...
 
 
@@ -43,10 +44,14 @@ class _Resource:
 
     def __init__(self) -> None:
         self.scope = anyio.CancelScope(shield=True)
+        """Scope of the task that holds the resource. It is shielded, so that only its deadline or `Sharing.end` ends
+        it."""
         self.settled = anyio.Event()
         """Set when the resource is open, or has failed to open with `error`."""
         self.value: Any = None
+        """The resource, once it is open."""
         self.error: Exception | None = None
+        """The error because of which the resource did not open; None if it is open."""
 
 
 class Sharing:
@@ -86,7 +91,11 @@ class Sharing:
     async def _hold(
         self, key: Hashable, resource: _Resource, open: Callable[[], AbstractAsyncContextManager[object]]
     ) -> None:
-        """Open a resource and keep it open until the block ends. An error while it is open ends the node."""
+        """Open a resource and keep it open until the block of `sharing` ends. This is the body of the resource's task.
+
+        An error while the resource opens is kept for the callers of `get`. An error while it is open or closes is
+        raised, and ends the node.
+        """
         resource.scope.deadline = anyio.current_time() + OPEN_S
         with resource.scope:
             try:
@@ -102,6 +111,7 @@ class Sharing:
         if not resource.settled.is_set():
             why = "the node is ending" if self._closing.is_set() else f"it took longer than {OPEN_S:g} s"
             resource.error = resource.error or EnvError(f"{key!r} cannot be opened: {why}")
+            # The next call of `get` opens the resource again.
             del self._resources[key]
             resource.settled.set()
 
@@ -111,7 +121,7 @@ class Sharing:
         return [value.stock() for value in values if isinstance(value, Stocked)]
 
     def end(self) -> None:
-        """Close all resources, and cancel those that are being opened."""
+        """Close all resources, and stop opening others. Returns at once; their tasks do it."""
         self._closing.set()
         for resource in self._resources.values():
             if not resource.settled.is_set():
@@ -119,11 +129,17 @@ class Sharing:
 
 
 _here: ContextVar[Sharing] = ContextVar("sharing")
+"""Resources of the node whose block of `sharing` the running code is in."""
 
 
 @asynccontextmanager
 async def sharing(run: str, *, close_s: float = 60.0) -> AsyncGenerator[Sharing]:
-    """Let all code of the block share resources. At its end all are closed, also after a cancellation."""
+    """Let all code of the block share resources. At its end all are closed, also after a cancellation.
+
+    Args:
+        run: the run's name, for `run_name`.
+        close_s: seconds in which each resource must close.
+    """
     async with unwrapped_group() as tasks:
         resources = Sharing(run, tasks, close_s)
         token = _here.set(resources)
@@ -145,7 +161,7 @@ async def shared(key: Hashable, open: Callable[[], AbstractAsyncContextManager[_
 
 
 def run_name() -> str:
-    """Return the name of the run that this node works for.
+    """Return the name of the run that this node works for, under which shared services may list it.
 
     Raises:
         EnvError: this runs outside of `sharing`.
@@ -160,6 +176,7 @@ def stocks() -> list[Stock]:
 
 
 def _sharing() -> Sharing:
+    """Return the resources of the node on which this code runs. Raises EnvError outside of a block of `sharing`."""
     try:
         return _here.get()
     except LookupError:

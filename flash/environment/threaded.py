@@ -1,5 +1,8 @@
 """Blocking environments: `Threaded` runs their calls in threads, behind the asynchronous interface.
 
+`LoadedEnvironment.make` passes each environment to `wrap`, so that a blocking one does not stop the event loop of the
+node, on which all episodes run. Python cannot end a thread from outside.
+
 Invariant: calls of one environment never overlap. If the deadline of a call passes, the caller does not wait for the
 thread: the call is abandoned, and further calls are refused. The thread closes the environment when its call returns.
 """
@@ -30,14 +33,15 @@ IDLE_S = 10.0
 
 
 class _Worker(threading.Thread):
-    """A daemon thread that runs one call after another.
+    """A daemon thread that runs one call after another. Threads without a call are used again by `in_thread`.
 
     It is a daemon because Python waits for all other threads before it exits: a call that never returns would keep the
     process alive forever.
     """
 
     idle: ClassVar[deque[_Worker]] = deque()
-    """Threads without a call, the one that was used last at the end."""
+    """Threads without a call. The thread that was used last is at the end and is taken first, so that others can
+    end."""
 
     def __init__(self) -> None:
         super().__init__(name="flash user code", daemon=True)
@@ -45,11 +49,11 @@ class _Worker(threading.Thread):
         self.start()
 
     def give(self, call: Callable[[], None]) -> None:
-        """Let the thread run a call, which must not raise."""
+        """Let the thread run a call, which must not raise. The thread must not be in `idle`."""
         self._calls.put(call)
 
     def run(self) -> None:
-        """Run calls until none has come for `IDLE_S`."""
+        """Run calls until the thread has had none for `IDLE_S`. This is the body of the thread."""
         while True:
             try:
                 call = self._calls.get(timeout=IDLE_S)
@@ -76,7 +80,7 @@ async def in_thread(call: Callable[[], _T]) -> _T:
     context = copy_context()
 
     def settle(value: Any, error: BaseException | None) -> None:
-        if not ended.done():  # else the caller was cancelled
+        if not ended.done():  # if it is done, the caller was cancelled and nobody waits for the result
             ended.set_result((value, error))
 
     def work() -> None:
@@ -85,7 +89,7 @@ async def in_thread(call: Callable[[], _T]) -> _T:
             value = context.run(call)
         except BaseException as raised:
             error = raised
-        with suppress(RuntimeError):  # the loop is closed
+        with suppress(RuntimeError):  # the loop may be closed by now
             loop.call_soon_threadsafe(settle, value, error)
 
     try:
@@ -104,10 +108,13 @@ class Threaded:
 
     def __init__(self, env: SyncEnvironment) -> None:
         self.blocking = env
+        """The environment itself. Errors name the lines of its class."""
         self._state = threading.Lock()
+        """Protects the fields below, which the event loop and threads change."""
         self._thread: int | None = None
         """Identifies the thread that runs a call of the environment now; None if no thread does."""
         self._closed = False
+        """True since `close` was called."""
         self._loop: asyncio.AbstractEventLoop | None = None
         """The event loop on which `close` was called while a thread ran a call of the environment."""
 
@@ -120,7 +127,10 @@ class Threaded:
         return await self._called(self.blocking.step, action)
 
     async def close(self) -> None:
-        """Close the environment: at once, or as soon as an abandoned call has returned."""
+        """Close the environment: at once, or as soon as an abandoned call has returned.
+
+        In the second case this returns before, and the thread of that call closes the environment (`_run`).
+        """
         with self._state:
             self._closed = True
             if self._thread is not None:
@@ -146,6 +156,12 @@ class Threaded:
         return f", at {place}, in a thread, which nothing can end" if place else ""
 
     def _run(self, call: Callable[[], _T]) -> _T:
+        """Run a call in the present thread, and return its result. Afterwards close the environment if it is time.
+
+        Raises:
+            EnvError: the environment is closed, or another thread still runs an abandoned call of it.
+            BaseException: anything that the call raises.
+        """
         with self._state:
             if self._thread is not None or self._closed:
                 raise EnvError(
@@ -160,11 +176,14 @@ class Threaded:
                 self._thread = None
                 close_now = self._closed
             if close_now:
+                # `close` was called during this call, and has left it to this thread. If it is an `async def`, it gives
+                # a coroutine, which must run on the event loop.
                 closing = self.blocking.close()
                 if inspect.iscoroutine(closing) and self._loop is not None:
                     asyncio.run_coroutine_threadsafe(closing, self._loop)
 
     def _close(self) -> None:
+        """Close the environment in the present thread. Until it is closed, `where` finds the line of this thread."""
         self._thread = threading.get_ident()
         try:
             self.blocking.close()
@@ -180,7 +199,8 @@ def is_async(called: object) -> bool:
 
 
 def wrap(env: Environment | SyncEnvironment) -> Environment:
-    """Return an asynchronous environment unchanged, and one with blocking methods as a `Threaded` one."""
+    """Return an asynchronous environment unchanged. If any of its three methods is blocking, return it as
+    `Threaded`."""
     methods = (env.reset, env.step, env.close)
     # `Threaded` has no `inform`. A class that has it is not wrapped, so all its methods must be asynchronous.
     if all(map(is_async, methods[:1] if hasattr(env, "inform") else methods)):

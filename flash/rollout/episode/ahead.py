@@ -23,7 +23,7 @@ from anyio.abc import TaskGroup
 from flash.environment.interface import Expected
 from flash.errors import EnvError, FlashError
 from flash.rollout.engine import ResponseRequest, ignore_tokens
-from flash.rollout.episode.transcript import BranchFormat, Transcript, in_thread, min_tokens
+from flash.rollout.episode.transcript import BranchFormat, Transcript, min_tokens, run_in_thread
 from flash.types import Completion
 
 NewRequest = Callable[[list[int], int, tuple[str, ...], Callable[[Sequence[int]], None]], ResponseRequest]
@@ -121,7 +121,7 @@ class ResponsesAhead:
             if expected.name not in self._to_render:
                 return
             with suppress(EnvError):  # raised again when the observation is shown
-                prompt, format = await in_thread(lambda: self._prompt(expected))
+                prompt, format = await run_in_thread(lambda: self._prompt(expected))
                 # The tokenizer keeps the tokens of first observations, the transcript those of later ones.
                 if responses := expected.responses:
                     position = self._transcript.branches[expected.branch].ends[responses - 1].position

@@ -342,7 +342,7 @@ class Transcript:
             expected, tokens = self.rendered_ahead.pop(self.options.name, (None, list[int]()))
             place = (self.branch, self._responses, observation)
             if expected is None or (expected.branch, expected.responses, expected.observation) != place:
-                tokens = await in_thread(lambda: self._render(observation))
+                tokens = await run_in_thread(lambda: self._render(observation))
         self._rendered = observation, tokens
 
     def render(self, observation: Observation) -> list[int]:
@@ -481,7 +481,7 @@ class Transcript:
         )
 
 
-async def in_thread(work: Callable[[], _T]) -> _T:
+async def run_in_thread(work: Callable[[], _T]) -> _T:
     """Run `work` in a thread, and return the result. A caller that is cancelled does not wait for the thread."""
     # The call has its own limiter, because an environment's calls may occupy all threads of the default limiter.
     return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
