@@ -100,8 +100,10 @@ class UserTask(Generic[_T]):
         self._task.add_done_callback(lambda _: self._finish())
 
     def _finish(self) -> None:
-        """Set `over` and call `on_end`. Later calls do nothing: an abandoned task may still end after `end` has
-        returned."""
+        """Set `over` and call `on_end`, the first time that this is called.
+
+        There may be later calls, because an abandoned task may still end after `end` has returned.
+        """
         if not self.over.is_set():
             self.over.set()
             if self._on_end is not None:

@@ -6,7 +6,8 @@ such struct. `check`, `prepare` and `kind_of` get them in the same form. The ord
 `close` is called exactly once, also after an error or a cancellation.
 
 `reset(seed)` shows the same problem for the same seed. Seeds of training problems lie below `HELD_OUT` and count up
-from one group to the next; seeds of held-out problems lie at or above it. An environment keeps the two sets disjoint.
+from one group to the next; a group is the samples of one problem. Seeds of held-out problems, which are only used in
+evaluations, lie at or above `HELD_OUT`. An environment keeps the two sets of problems disjoint.
 
 Blocking environments with the same three methods are accepted too: `wrap` runs them in threads. The protocols below are
 optional. A class may refuse wrong options before a run starts (`Checked`), open resources on each node (`Prepared`),
@@ -40,7 +41,7 @@ from flash.sampling import Sampling
 from flash.types import Message, Observation, Piece, Tool
 
 HELD_OUT = 1 << 31
-"""First seed of the held-out problems."""
+"""First seed of the held-out problems, which are the problems of evaluations."""
 
 Info = dict[str, Any]
 """Further results of `reset` and `step`. Of `step`, `metrics` (names with numbers) and `note` (a text) are logged. Of
@@ -57,7 +58,8 @@ class SolvedExample(msgspec.Struct, frozen=True):
     prompt: str
     answer: str
     later: tuple[SolvedExample, ...] = ()
-    """The turns that follow: each has the next observation as its prompt, and the correct answer to it."""
+    """The turns that follow in the same episode: each has the next observation as its prompt, and the correct
+    answer."""
 
 
 @runtime_checkable
@@ -116,7 +118,7 @@ class Prepared(Protocol):
 
 
 class Said(msgspec.Struct, frozen=True):
-    """The size of a response, in tokens."""
+    """The size of a response and of its prompt, in tokens."""
 
     prompt_tokens: int
     """Number of tokens before the response."""
@@ -142,7 +144,7 @@ class Expected(msgspec.Struct, frozen=True):
     """
 
     name: str
-    """A name that the environment gives it. `EpisodeView.comes` announces the observation by this name."""
+    """A name that the environment gives to this observation. `EpisodeView.comes` announces the observation by it."""
     observation: Observation
     branch: int
     """Branch that the observation follows; see `EpisodeView.go_on`."""
@@ -153,7 +155,7 @@ class Expected(msgspec.Struct, frozen=True):
     template: Mapping[str, Any] = MappingProxyType({})
     """Arguments of the chat template. Used only if the observation follows no response."""
     tokens: int | None = None
-    """Most tokens of the response; None: no limit but those of the run."""
+    """Largest number of tokens of the response; None: no limit but those of the run."""
     stop: tuple[str, ...] = ()
     """Texts that end the response."""
     hear: Callable[[Piece], None] | None = None
@@ -163,7 +165,7 @@ class Expected(msgspec.Struct, frozen=True):
 
 
 class LastResponse(Protocol):
-    """The response that `step` was called with last."""
+    """The part of `EpisodeView` about the response that `step` was called with last."""
 
     @property
     def last(self) -> Said:
@@ -185,7 +187,7 @@ class LastResponse(Protocol):
 
 
 class NextResponse(Protocol):
-    """Settings of the next response. Each holds for that response only."""
+    """The part of `EpisodeView` with settings of the next response. Each holds for that response only."""
 
     @property
     def sampling(self) -> Sampling:
@@ -210,7 +212,10 @@ class NextResponse(Protocol):
 
 
 class RemainingRoom(Protocol):
-    """The turns, branches and tokens that the limits of the run still allow."""
+    """The part of `EpisodeView` with the turns, branches and tokens that the limits of the run still allow.
+
+    A branch is one of the sequences of tokens that an episode has if it goes on from an earlier place (`go_on`).
+    """
 
     @property
     def turns_left(self) -> int:
@@ -242,7 +247,7 @@ class RemainingRoom(Protocol):
 
 
 class NextObservation(Protocol):
-    """Settings of the observation that is shown next, and announcements of later ones."""
+    """The part of `EpisodeView` with settings of the next observation, and announcements of later ones."""
 
     def go_on(self, branch: int, responses: int) -> None:
         """Let the next observation follow the first `responses` responses of a branch, not the last response.
@@ -284,12 +289,12 @@ class NextObservation(Protocol):
         ...
 
     def comes(self, name: str) -> None:
-        """Announce that the next observation may be the one that was expected by this name."""
+        """Announce that the next observation may be the one that `expect` was called with under this name."""
         ...
 
 
 class EpisodeView(LastResponse, NextResponse, RemainingRoom, NextObservation, Protocol):
-    """The token side of an episode, as its environment may see and use it."""
+    """The token side of an episode, as its environment may see and use it. An `Informed` environment gets it."""
 
 
 @runtime_checkable
@@ -402,5 +407,5 @@ class Domains(Kinds, Protocol):
 
 
 def is_held_out(seed: int) -> bool:
-    """Return True if a seed is that of a held-out problem."""
+    """Return True if the problem of this seed is held out for evaluations."""
     return seed >= HELD_OUT

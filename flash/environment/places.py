@@ -24,8 +24,9 @@ _PYTHON = (_PATHS["stdlib"], _PATHS["platstdlib"], _OURS, "<frozen ")
 
 
 def place_in(lines: Iterable[Line]) -> str:
-    """Return `file.py:12`, the innermost line of a user's code; empty without lines. `lines` has the innermost line
-    last.
+    """Return `file.py:12`, the innermost line of a user's code; empty if `lines` is empty.
+
+    The innermost line is the last one of `lines`.
 
     A line of an installed package is returned only if no line is the user's, and a line of Python's library or of
     Flash only if there is no other: `json/decoder.py:355` does not show a user where to look.
@@ -71,8 +72,10 @@ def lines_of(frame: FrameType | None) -> list[Line]:
 
 
 def awaited_coroutines(awaitable: object) -> Iterator[Any]:
-    """Yield a suspended coroutine, then the coroutine that it awaits, and so on. Yields nothing for other
-    awaitables."""
+    """Yield a suspended coroutine, then the coroutine that it awaits, and so on.
+
+    Yields nothing for an awaitable that is no coroutine, generator or task.
+    """
     waiting: Any = awaitable
     for _ in range(1000):  # tasks that await each other in a circle would never end this loop
         if (get_coro := getattr(waiting, "get_coro", None)) is not None:  # a task

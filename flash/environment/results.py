@@ -213,8 +213,7 @@ def _observation(method: str, value: object) -> Observation:
 
 
 def _message(method: str, value: object) -> Message:
-    """Return a chat message as a struct; it may be given as a dict of role and content. Raises EnvError if it is
-    neither.
+    """Return a chat message as a struct. It may be given as a dict of role and content; else raise EnvError.
 
     `method`: `reset` or `step`, for the error.
     """

@@ -129,7 +129,7 @@ class Threaded:
     async def close(self) -> None:
         """Close the environment: at once, or as soon as an abandoned call has returned.
 
-        In the second case this returns before, and the thread of that call closes the environment (`_run`).
+        If a call was abandoned, this returns at once, and the thread of that call closes the environment (`_run`).
         """
         with self._state:
             self._closed = True
@@ -199,10 +199,10 @@ def is_async(called: object) -> bool:
 
 
 def wrap(env: Environment | SyncEnvironment) -> Environment:
-    """Return an asynchronous environment unchanged. If any of its three methods is blocking, return it as
-    `Threaded`."""
+    """Return an asynchronous environment unchanged. Return a `Threaded` around one with a blocking method."""
     methods = (env.reset, env.step, env.close)
-    # `Threaded` has no `inform`. A class that has it is not wrapped, so all its methods must be asynchronous.
+    # `Threaded` has no `inform`. A class that has it must be asynchronous; only its first method is looked at, and a
+    # blocking `step` or `close` is an error when it is called (`call_method`).
     if all(map(is_async, methods[:1] if hasattr(env, "inform") else methods)):
         return cast("Environment", env)
     return Threaded(cast("SyncEnvironment", env))

@@ -105,8 +105,10 @@ TemplateMessage = dict[str, Any]
 
 
 class _MessageForm(NamedTuple):
-    """The form in which a chat template takes messages, where templates differ. Trials find it
-    (`ChatTemplate._form`)."""
+    """The form in which a chat template takes messages, where templates differ.
+
+    Trials find it (`ChatTemplate._form`).
+    """
 
     content_as_parts: bool = False
     """True if the template reads the content as a list of parts, and does not show a content that is a text."""
@@ -416,8 +418,7 @@ class ChatTemplate:
     def _text_after_stand_in(
         self, response: Message, messages: Sequence[Message], tools: Sequence[Tool], *, prompting: bool
     ) -> TemplateText:
-        """Return the text that the template writes after the stand-in in `response`, with `messages` after the
-        response.
+        """Return the text that the template writes after the stand-in in `response`, which `messages` follow.
 
         `prompting`: True if the text ends where the policy speaks next; False if it ends with the last message.
 
@@ -482,8 +483,7 @@ class ChatTemplate:
     def _answer_to_question(
         self, answer: TemplateMessage, tools: Sequence[Tool], conversation: TemplateText
     ) -> TemplateText | None:
-        """Return the text of an answer to a question alone, if the conversation ends with just that text. None
-        otherwise.
+        """Return the text of an answer to a question alone; None if the conversation does not end with that text.
 
         GPT-OSS's template leaves out the reasoning of earlier calls when the conversation has a final answer. Then the
         conversation does not begin with the prompt for its last answer, although the answer is shown in the same way.
@@ -542,8 +542,7 @@ class ChatTemplate:
         return self._form
 
     def _shows(self, shown: Sequence[TemplateMessage], tools: Sequence[Tool], text: str) -> bool:
-        """Return True if the template accepts messages, and the text that it writes contains `text`, which they
-        have."""
+        """Return True if the template accepts messages and writes `text`, which is in them."""
         try:
             return text in self._render(shown, tools, prompting=False).text
         except EnvError:

@@ -328,8 +328,10 @@ class HfTokenizer(Tokenizer):
 
     @property
     def min_message_tokens(self) -> int:
-        """Lower bound on the tokens that one more message takes, from trials with the template. It does not hold for
-        results of tools."""
+        """Lower bound on the tokens that one more message takes, found by trials with the template.
+
+        It does not hold for results of tools.
+        """
         return self._template.min_message_tokens
 
     @cached_property
