@@ -241,7 +241,7 @@ def _close(steps: Any, awaitable: object) -> None:
     with suppress(BaseException):  # the cleanup of a user's code may raise anything, and the call has failed already
         steps.close()
     for one in suspended:
-        if getattr(one, "cr_frame", None) is not None:
+        if getattr(one, "cr_frame", None) is not None:  # the coroutine has not ended
             keep_for_ever(one)
 
 

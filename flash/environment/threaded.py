@@ -183,7 +183,7 @@ class Threaded:
                     asyncio.run_coroutine_threadsafe(closing, self._loop)
 
     def _close(self) -> None:
-        """Close the environment in the present thread. Until it is closed, `where` finds the line of this thread."""
+        """Close the environment. `close` lets a thread do this; `where` can name the line at which it stands."""
         self._thread = threading.get_ident()
         try:
             self.blocking.close()

@@ -1,8 +1,9 @@
 """Control tokens: make them where the chat template writes them, and not where other text has the same characters.
 
-Invariant: only the chat template makes control tokens. Text of a user, a data set, a tool or an agent stays text:
-`<|im_end|>` in it becomes tokens of ordinary characters. `ChatTemplate` renders with `ControlTokens`, and `HfTokenizer`
-encodes all text with it.
+A control token is a token such as `<|im_end|>`, with which many models end a turn. Invariant: only the chat template
+makes control tokens. Text *from outside* (of a user, a data set, a tool or an agent) stays text: `<|im_end|>` in it
+becomes tokens of ordinary characters. Otherwise such a text could end the turn of a user and speak as the assistant.
+`ChatTemplate` renders with `ControlTokens`, and `HfTokenizer` encodes all text with it.
 
 Two steps keep the invariant:
 
@@ -10,8 +11,8 @@ Two steps keep the invariant:
    marks here. Text from outside has none: it would be refused. The template still decides as it would without marks
    (`flash.foreign.chat_templates`).
 2. A copy of the tokenizer, in which control tokens have secret names, encodes the result: marked control tokens are
-   replaced by their secret names, and all other marks by the characters that they stand for. The copy splits, pads and
-   normalizes text as the model's own tokenizer does.
+   replaced by their secret names, and all other marks by the characters that they stand for. The text with secret names
+   is called *guarded*. The copy splits and normalizes text as the model's own tokenizer does.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ SECRET_LETTERS = 24
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that a template may put between its own characters to write a control token, such as `<|user|>`."""
 
+# One or more marks, which `_unmark` replaces.
 _MARKS = re.compile(f"[{chr(FIRST_MARK)}-{chr(LAST_MARK)}]+")
 
 
@@ -50,7 +52,10 @@ class TemplateText(NamedTuple):
     unchanged, because it contains nothing from outside that looks like a control token."""
 
     def after(self, part: str) -> TemplateText | None:
-        """Return the text after the first occurrence of `part`; None if `part` does not occur."""
+        """Return the text after the first occurrence of `part`; None if `part` does not occur.
+
+        `part` is `STAND_IN`: the text after it shows what follows a response.
+        """
         _, found, tail = self.text.partition(part)
         if self.guarded is None:
             return TemplateText(tail, None) if found else None
@@ -58,7 +63,10 @@ class TemplateText(NamedTuple):
         return TemplateText(tail, guarded) if found and found_guarded else None
 
     def before(self, part: str) -> TemplateText | None:
-        """Return the text before the last occurrence of `part`; None if `part` does not occur."""
+        """Return the text before the last occurrence of `part`; None if `part` does not occur.
+
+        `part` is `STAND_IN`: it marks the end of a message that the policy continues.
+        """
         head, found, _ = self.text.rpartition(part)
         if self.guarded is None:
             return TemplateText(head, None) if found else None
@@ -106,6 +114,7 @@ class ControlTokens:
             )
         self._tokenizer = tokenizer
         self._path = path
+        # Step 2 of the module: a copy of the tokenizer in which the control tokens have secret names.
         contents = {
             token.content: number for number, token in tokenizer.added_tokens_decoder.items() if _is_control(token)
         }
@@ -122,12 +131,15 @@ class ControlTokens:
             )
         self.ids = frozenset(contents.values())
         """Ids of the control tokens."""
+        # Step 1 of the module: a mark for each character that occurs in a control token, except white space, and the
+        # texts with marks by which the control tokens are found in the output of the template.
         alphabet = sorted({letter for content in contents for letter in content if not letter.isspace()})
         if len(alphabet) > LAST_MARK - FIRST_MARK:
             raise ConfigError(
                 f"the added tokens of the tokenizer of {path} have {len(alphabet)} different characters; expected at "
                 f"most {LAST_MARK - FIRST_MARK}: remove the tokens that the chat template does not write"
             )
+        # Tables for `str.translate`, from characters to marks and back.
         self._marks = {ord(letter): chr(FIRST_MARK + place) for place, letter in enumerate(alphabet)}
         self._letters = {ord(mark): chr(letter) for letter, mark in self._marks.items()}
         self._finder = _ControlTextFinder(contents)
@@ -140,10 +152,11 @@ class ControlTokens:
             name: self._mark(token) if isinstance(token, str) else token for name, token in named_tokens.items()
         }
         """Special tokens, marked, under the names that templates have for them, such as `eos_token`."""
+        # The compiled template, in which `_mark` has marked its own text, by its source.
         self._compiled = lru_cache(maxsize=8)(lambda source: compile_marked(source, self._mark, self._unmark))  # pyright: ignore[reportUnknownLambdaType]
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, prompting: bool, **arguments: Any) -> TemplateText:
-        """Return the text that the chat template writes for messages.
+        """Return the text that the chat template writes for messages. The template runs twice: with and without marks.
 
         Args:
             messages: messages in the form that the template takes.
@@ -162,14 +175,15 @@ class ControlTokens:
         marked = template.render(messages=messages, **self._template_globals, **variables)
         guarded = self._unmark(self._pattern.sub(lambda found: self._names[found[0]], marked))
         # A template that inspects its own output, by slicing for example, sees the marks and may write another text.
+        # Then the text without marks is used, if that is safe.
         if self._unmark(marked) != text and self._is_safe_unguarded([messages, arguments], text, guarded):
             return TemplateText(text, None)
         return TemplateText(text, guarded)
 
     def encode(self, text: str | TemplateText, *, follows: bool = False) -> list[int]:
-        """Return the tokens of a text from outside, or of text that a template wrote.
+        """Return the tokens of a text from outside (a str), or of text that a template has written.
 
-        `follows`: True if the text continues other text.
+        `follows`: True if the text continues other text, so that it is not treated as the beginning of a text.
 
         Raises:
             EnvError: the tokenizer cannot take the text, for example because its vocabulary lacks a character.
@@ -185,14 +199,21 @@ class ControlTokens:
             raise EnvError(f"the tokenizer of {self._path} cannot take {plain[:80]!r}: {error}") from error
 
     def _encode_guarded(self, text: str, *, follows: bool = False) -> list[int]:
-        """Return the tokens of a text in which only secret names become control tokens."""
+        """Return the tokens of a text in which only secret names become control tokens.
+
+        `follows`: True if the text continues other text. Then `_predecessor` is put before it, and its token is left
+        out of the result.
+        """
         # A batch is encoded without Python's global lock, so that other threads need not wait.
         (encoded,) = self._backend.encode_batch([self._predecessor * follows + text], add_special_tokens=False)
         ids: list[int] = encoded.ids
         return ids[follows:]
 
     def _encode_unguarded(self, text: str) -> list[int]:
-        """Return the tokens that transformers gives, in which any text may become a control token."""
+        """Return the tokens that transformers gives, in which any text may become a control token.
+
+        Stand-ins in the text are left out.
+        """
         return list(self._tokenizer.encode(text.replace(STAND_IN, ""), add_special_tokens=False))
 
     def _is_safe_unguarded(self, given: Any, text: str, guarded: str) -> bool:
@@ -208,10 +229,15 @@ class ControlTokens:
         return self._count_controls(self._encode_unguarded(text)) <= written
 
     def _count_controls(self, tokens: Sequence[int]) -> Counter[int]:
+        """Return the number of times that each control token occurs in `tokens`."""
         return Counter(token for token in tokens if token in self.ids)
 
     def _mark(self, text: str) -> str:
-        """Return a text of the template with marks in place of characters that are, or may become, a control token."""
+        """Return a text of the template with marks in place of characters that are, or may become, a control token.
+
+        The text is a literal of the template's source, or a special token that is given to the template. A template may
+        put a control token together from several such pieces.
+        """
         marked = list(text)
         for start, stop in self._finder.spans(text):
             marked[start:stop] = text[start:stop].translate(self._marks)
@@ -222,7 +248,10 @@ class ControlTokens:
         return text if text.isascii() else _MARKS.sub(lambda found: found[0].translate(self._letters), text)
 
     def _marked_forms(self, content: str) -> Iterator[str]:
-        """Yield the forms in which a template writes a control token: marked as a whole, or marked around a role."""
+        """Yield the forms in which a template writes a control token: marked as a whole, or marked around a role.
+
+        A template may write `<|`, the role of the message and `|>`. The role is from outside, so it has no marks.
+        """
         yield content.translate(self._marks)
         for role in ROLES:
             before, _, after = content.partition(role)
@@ -231,7 +260,11 @@ class ControlTokens:
 
 
 class _ControlTextFinder:
-    """Finds control tokens in the text of a template, and pieces from which the template may put one together."""
+    """Finds control tokens in the text of a template, and pieces from which the template may put one together.
+
+    Args:
+        contents: ids of the control tokens, by their text.
+    """
 
     def __init__(self, contents: Mapping[str, int]) -> None:
         self._joined = "\0".join(contents)
@@ -242,7 +275,11 @@ class _ControlTextFinder:
         self._ends = {content[-length:] for content in contents for length in range(1, len(content))}
 
     def spans(self, text: str) -> Iterator[tuple[int, int]]:
-        """Yield start and stop of each control token, and of each piece of one, in a text of the template."""
+        """Yield start and stop of each control token, and of each piece of one, in a text of the template.
+
+        A piece of a control token is a beginning of it at the end of the text, an end of it at the beginning of the
+        text, or the whole text.
+        """
         if text in self._joined:
             yield 0, len(text)
             return
@@ -260,7 +297,7 @@ def _is_control(token: Any) -> bool:
 
 
 def _five_letters(number: int) -> str:
-    """Return a number in base 26, written in five letters."""
+    """Return a number in base 26, written in five letters: the end of the secret name of a token."""
     return "".join(ascii_lowercase[number // 26**place % 26] for place in range(5))
 
 

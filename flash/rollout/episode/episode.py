@@ -301,6 +301,7 @@ class EpisodePlayer:
         what = f"reset (seed {seed})"
 
         def reset() -> Awaitable[ResetResult]:
+            # `inform` is a user's code, too, so it runs under the same protection.
             if (informed := _informed(env)) is not None:
                 informed.inform(TranscriptView(state.transcript, state.task.sampling, state.ahead))
             return env.reset(seed)

@@ -451,6 +451,7 @@ class Transcript:
         episode and are in no branch.
         """
         branches = self.branches
+        # Spans count tokens from the beginning of their branch, and those of a trajectory from its first token.
         begins = list(accumulate((len(branch.tokens) for branch in branches), initial=0))[:-1]
         spans = [
             Span(begin + span.start, begin + span.stop)
@@ -463,6 +464,7 @@ class Transcript:
         tokens = [token for branch in branches for token in branch.tokens]
         logprobs = [logprob for branch in branches for logprob in branch.logprobs]
         kept = [part for branch in branches for part in branch.kept]
+        # The trainer would give each token another one's log-prob if these numbers differed.
         counted = sum(run.count for run in versions)
         assert self.sampled == len(logprobs) == counted, "one log-prob and one version per action token"
         return Trajectory(
