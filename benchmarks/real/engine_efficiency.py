@@ -1,4 +1,4 @@
-"""What the path Hub → Episode → LLMProxy → vLLM costs over vLLM alone.
+"""What the path Hub → EpisodePlayer → LLMProxy → vLLM costs over vLLM alone.
 
 One engine serves the same requests three ways, in turns, in one process: through the whole rollout path (hub over TCP,
 leases, environment, trajectories pushed back), through a bare `AsyncLLM` given all requests at once, and, in a second

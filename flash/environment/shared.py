@@ -100,7 +100,7 @@ class Sharing:
         with resource.scope:
             try:
                 async with open() as resource.value:
-                    resource.scope.deadline = math.inf
+                    resource.scope.deadline = math.inf  # it may stay open as long as the node
                     resource.settled.set()
                     await self._closing.wait()
                     resource.scope.deadline = anyio.current_time() + self._close_s

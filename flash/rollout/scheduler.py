@@ -100,6 +100,7 @@ class HubClient:
             try:
                 return await link.hub.call(make_request(link.node), seconds)
             except TransportError as error:
+                # A fatal error, such as a message that the protocol does not allow, would be the same at the next hub.
                 if self._on_loss is None or error.fatal:
                     raise
                 # Several calls fail with one hub: only the first of them reports the loss.
