@@ -496,7 +496,7 @@ def test_a_blocking_environment_is_told_by_its_own_class() -> None:
 
         def close(self) -> None: ...
 
-    failure = anyio.run(episode(wrap(Blocking()), Script(say("a"))).run, LEASE, EpisodeProgress())
+    failure = anyio.run(episode(wrap(Blocking()), Script(say("a"))).play, LEASE, EpisodeProgress())
     assert isinstance(failure, Failure)
     assert "Blocking.reset (" in failure.message
 
