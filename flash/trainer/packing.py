@@ -1,24 +1,21 @@
 """Turn the trajectories of a shard into packed micro-batches, in numpy.
 
 `flash.trainer.plan` calls `split_minibatches` and `pack`; `flash.trainer.step` trains the result. This module imports
-no torch.
+no torch. A shard is the part of a batch that one rank trains.
 
-A micro-batch holds whole sequences one after another, without padding. Logits are computed only at positions that
-predict an action token, that is, a token that the policy sampled. A sample is one sequence, or one sequence per branch.
-Each sequence has the index of its sample in the batch, so all branches of a sample get the advantage of the sample.
+A *micro-batch* holds whole sequences one after another, without padding. Logits are computed only at positions that
+predict an *action token*, a token that the policy sampled. A sample is one sequence, or one sequence per *branch*. Each
+sequence has the index of its sample in the batch, so all branches of a sample get the advantage of the sample.
 
 The hidden state of a token depends only on the tokens up to it. So a *shared prefix*, the tokens with which several
 sequences begin (the prompt of a group, or the turns before branches of a sample part), is computed once, and counts
-once against the token budget. `flash.trainer.model.packed` lays the computed tokens out in one row.
-
-A *kept set* has the tokens that settings such as top_k left in the distribution from which a token was sampled. A
-*turn* is one response of the policy with the environment's step after it.
+once against the token budget. `flash.trainer.model.packed` lays the computed tokens out in one row. A *kept set* has
+the tokens that settings such as top_k left in the distribution from which a token was sampled.
 
 Conservation: every trained token of the samples given to `pack` is in exactly one micro-batch. For any token of a
 sequence, the tokens up to it equal those up to the token that is computed in its place.
 
-Shape legend: P = packed tokens, U = computed tokens, T = action tokens, S = sequences, N = tokens of all kept sets, one
-set after another.
+Shape legend: P = packed tokens, U = computed tokens, T = action tokens, S = sequences, N = tokens of all kept sets.
 """
 
 from __future__ import annotations
@@ -125,7 +122,7 @@ class Computed(NamedTuple):
 
 
 class PackedSequences(Protocol):
-    """Sequences one after another, such as a micro-batch."""
+    """Sequences one after another: the input of a model. A `MicroBatch` is one; `SequenceRow` has no more than this."""
 
     @property
     def input_P(self) -> Int64Array:
@@ -156,13 +153,16 @@ class PackedSequences(Protocol):
 def shared_prefixes(sequences: Sequence[Int64Array]) -> Computed:
     """Return the layout in which each shared prefix is computed once.
 
-    Of the sequences with this prefix, the first one in the order of their tokens computes it.
+    Each micro-batch is laid out so (`MicroBatch.computed`). Of the sequences with a prefix, the first one in the order
+    of their tokens computes it.
     """
     order, known = run_to_end(sort_by_prefix(sequences))
     starts = np.cumsum([0, *map(len, sequences)])
     if not any(known):
         # Nothing is shared. The sequences keep their order, so that attention need not gather their tokens.
         return Computed(np.arange(starts[-1]), np.arange(starts[-1]))
+    # In sorted order, each sequence finds the tokens that it shares where the sequence before it finds them, and
+    # computes its other tokens. `count` is the number of computed tokens so far.
     row_P = np.empty(starts[-1], dtype=np.int64)
     places: list[Int64Array] = []
     count, previous = 0, 0
@@ -200,7 +200,8 @@ class MicroBatch:
     sequence_T: Int64Array
     """Index in S of each action token's sequence."""
     turn_T: Int64Array
-    """Turn of each action token: its number among the turns of the sample, from 0."""
+    """Turn of each action token: its number among the turns of the sample, from 0. A turn is one response of the policy
+    with the environment's step after it."""
     index_S: Int64Array
     """Index in `Shard.batch` of each sequence's sample."""
     kinds_S: tuple[str, ...]
@@ -230,6 +231,7 @@ class MicroBatch:
     @property
     def computed(self) -> Computed:
         """Tokens that the model computes: beginnings that sequences share are computed once."""
+        # A plain property, as the protocol `PackedSequences` demands; the value is kept below.
         return self._computed
 
     @cached_property
@@ -393,6 +395,7 @@ def select_sequences(micro: MicroBatch, keep_S: BoolArray) -> MicroBatch:
     if not keep_S.any():
         return DUMMY
     length_S = np.diff(micro.offset_S)
+    # Masks of the tokens and action tokens of the chosen sequences.
     keep_P, keep_T = np.repeat(keep_S, length_S), keep_S[micro.sequence_T]
     # In fields that are indices, an old index becomes the number of kept entries before it.
     return MicroBatch(
@@ -520,7 +523,7 @@ def _action_positions(sequence: _Sequence) -> Int64Array:
 
 
 class SequenceRow(NamedTuple):
-    """Token sequences one after another; a plain implementation of `PackedSequences`."""
+    """Token sequences one after another, without samples or a loss: no more than `PackedSequences` demands."""
 
     input_P: Int64Array
     position_P: Int64Array
@@ -530,7 +533,10 @@ class SequenceRow(NamedTuple):
 
 
 def in_one_row(sequences: Sequence[Int64Array]) -> SequenceRow:
-    """Return the sequences one after another, with their prefixes shared."""
+    """Return the sequences one after another, with their prefixes shared.
+
+    The canary, the check of packing and the memory plan use it, since their tokens come from no samples.
+    """
     return SequenceRow(
         input_P=np.concatenate(sequences),
         position_P=np.concatenate([np.arange(len(ids)) for ids in sequences]),
