@@ -86,9 +86,11 @@ def _cut(plain: Callable[[str], str], text: Any, method: str, *args: Any, **more
     """
     whole: Any = _without(text, plain)
     if method == REPLACE:
+        # A marked text is divided at `old`, which was found without marks, and joined with `new`.
         old, new = args
         return str(text).replace(old, new) if whole == text or not old else new.join(_cut(plain, text, "split", old))
     found: Any = getattr(whole, method)(*args, **more)
+    # A text without marks needs no more.
     if whole == text:
         return found
     # `at`: position at which the next part is searched. `between`: length of the separator after each part.

@@ -157,6 +157,7 @@ def use_own_resource_tracker() -> None:
     A tracker removes resources, such as the shared memory of engines, when the process that uses it has ended. The
     server's tracker would do so only when the server ends, and with a warning.
     """
+    # multiprocessing starts a new tracker when it needs one the next time.
     tracker: Any = resource_tracker._resource_tracker
     os.close(tracker._fd)
     tracker._fd = tracker._pid = None

@@ -246,8 +246,7 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def without_weights(path: str, *, trusted: bool, layers: int | None = None) -> PreTrainedModel:
-    """Return the model at a folder or hub id with parameters on the meta device, which need no memory. Buffers are
-    real.
+    """Return a model whose parameters are on the meta device, where they need no memory. Its buffers are real.
 
     Args:
         path: folder or id of the model.
@@ -287,6 +286,7 @@ def routers(model: PreTrainedModel) -> list[ExpertRouter]:
     The list is empty if the model's class does not declare in transformers where routers are, or declares several
     kinds.
     """
+    # transformers declares here which modules give the outputs that a user can ask for.
     recorded: Any = getattr(model, "_can_record_outputs", None) or {}
     router, found = recorded.get("router_logits"), list[ExpertRouter]()
     if not isinstance(router, OutputRecorder):
@@ -346,6 +346,7 @@ def stored_tensors(
             for key in file.keys():  # noqa: SIM118 (no mapping)
                 stored = file.get_slice(key)
                 found[key] = (name, stored.get_shape(), str(stored.get_dtype()))
+    # The conversions from stored names and pieces to the model's tensors.
     changes = get_model_conversion_mapping(model, add_legacy=False)
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
     converters = [change for change in changes if isinstance(change, WeightConverter)]
@@ -359,6 +360,7 @@ def stored_tensors(
         # The files may have the model's own names already.
         if name not in shapes and key in shapes:
             name, pattern = key, None
+        # A stored tensor of another shape is not used, unless a conversion changes the shape.
         if name in shapes and (pattern is not None or list(shapes[name]) == shape):
             if dtype.startswith(SCALED):
                 raise ValueError(f"{file_name} has {key} as {dtype}, which is quantized: expected whole weights")

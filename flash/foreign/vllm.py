@@ -184,9 +184,11 @@ def trim_logprobs(llm: Any, queue: Any) -> Callable[[], None]:
     if state is None:  # the request has ended, and all its output is in the queue
         return lambda: None
     processor = state.logprobs_processor
+    # Without a tokenizer vLLM decodes no tokens here.
     processor.tokenizer = None
 
     def forget() -> None:
+        """Free the log-probs that were delivered since the last call."""
         # The log-probs of the last tokens may not have been delivered yet.
         processor.logprobs = processor.logprobs[-state.stream_interval :]
 
@@ -323,8 +325,10 @@ def register_backend(name: str, module: str, class_name: str) -> None:
 
 
 def step_numbers(stats: Any) -> dict[str, Any]:
-    """Return the numbers in vLLM's `SchedulerStats` of one step, by the names of the arguments of
-    `flash.rollout.vllm.state.PressureGauge.read`."""
+    """Return the numbers in vLLM's `SchedulerStats` of one step, as arguments of `PressureGauge.read`.
+
+    `flash.rollout.vllm.state.PressureGauge` describes them.
+    """
     drafts = stats.spec_decoding_stats
     return {
         "running": stats.num_running_reqs,

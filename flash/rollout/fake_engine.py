@@ -149,7 +149,7 @@ class FakeEngine:
         self.numbers.append(number)
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
-        """See `Engine`."""
+        """See `Engine`. After an error the engine stays paused, as a real one, until a load succeeds."""
         self._check_alive()
         self.kept_cache.append(keep_cache)
         if self._resumed.is_set():

@@ -261,10 +261,12 @@ class Router:
             return []
         if self._waiting_by_need and self._oldest(view) is not None:
             return []
+        # Move requests in thought, one at a time, from the fullest engine to `engine`, which may itself be the fullest.
         held = {other.index: other.held for other in self.views if other.alive and not other.closed}
         fuller = [index for index in held if self.views[index].version <= view.version]
 
         def load(index: int, more: int = 0) -> float:
+            """Return the load of an engine after these moves, if it held `more` requests more."""
             return (held[index] + more) / self.views[index].limit
 
         gives: dict[int, int] = {}

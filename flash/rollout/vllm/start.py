@@ -229,6 +229,7 @@ def engine_variables(
     variables.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)
     if config.weights_backend == "ipc":
         variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    # A model in a folder needs nothing from the Hugging Face Hub.
     if Path(config.model.path).is_dir():
         variables["HF_HUB_OFFLINE"] = "1"
     variables |= {
