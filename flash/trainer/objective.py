@@ -114,8 +114,8 @@ class LossInputs:
     def start_or(self, now: TokenLogprobs) -> Tensor:
         """Return [T], no gradient: the log-prob at the start of the step, or else the log-prob of the pass `now`.
 
-        There is no pass at the start of the step if the training pass itself has the same weights. `now` is the
-        training pass of the minibatch.
+        `now` is the training pass of the minibatch, whose weights are those at the start of the minibatch's update. It
+        counts if no pass was made at the start of the step, because the two are equal or the method does not need it.
         """
         return now.logp_T.detach() if self.start_T is None else self.start_T
 

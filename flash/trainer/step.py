@@ -544,7 +544,7 @@ class Trainer:
             batches = [
                 critic_batch(micro, own.return_T, own.value_MT[number], critic_B[micro.index_S] == number)
                 for micro, own in zip(minibatch.micro_batches, inputs, strict=True)
-                if own.return_T is not None and own.value_MT is not None
+                if own.return_T is not None and own.value_MT is not None  # always, in a run with critics
             ]
             critic.update(batches, total_tokens)
 
