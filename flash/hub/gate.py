@@ -302,8 +302,8 @@ def _status_fault(status: NodeStatus) -> str | None:
 def _activity_fault(activities: Iterable[Activity]) -> str | None:
     """Return a phrase for the first activity whose times are impossible; None if all are possible.
 
-    An activity is something that a worker did, which the run's page draws as a bar of the timeline. JSON, in
-    which activities are stored, has no number that is not finite, and a bar cannot end before its start.
+    An activity is something that a worker did, which the run's page draws as a bar of the timeline. JSON, in which
+    activities are stored, has no number that is not finite, and a bar cannot end before its start.
     """
     for activity in activities:
         if not (_finite((activity.start, activity.stop)) and activity.start <= activity.stop):

@@ -187,6 +187,7 @@ class StepMetrics:
         """
         idle = lifetime = 0.0
         for engine in engines:
+            # For an engine that was not there, the differences are minus infinity, and the condition below is false.
             before = self._idle.get(engine.index, (math.inf, math.inf))
             more_idle, more = engine.idle_s - before[0], engine.lifetime_s - before[1]
             if -ROUNDING_S <= more_idle <= more + ROUNDING_S:  # otherwise it is a new engine, whose times began at 0

@@ -315,7 +315,7 @@ class RanksReply(msgspec.Struct, frozen=True, tag=True):
     """Process ids among `ended` that caused the end of their incarnation: they were gone or silent, or a collective
     failed."""
     missing: str = ""
-    """Sentence for people that names the ranks which never came to the ended incarnation; empty if all had come."""
+    """Sentence for people that names the ranks which had not connected when the incarnation ended; empty if all had."""
 
 
 class RanksRequest(Request[RanksReply], frozen=True, tag=True):

@@ -137,6 +137,7 @@ class RunStages:
         if self._steps.training:
             return Stage.STEP
         finished = self._progress.stopping == "finished"
+        # Without an engine nothing goes on, except in a run that has trained all steps and has no evaluation left.
         if not self._fleet.started and not (finished and self._evaluations.done):
             return Stage.RETURNING if self._fleet.waits_for_engines else Stage.STARTING
         if self._steps.ranks_wait_for_engines:

@@ -277,8 +277,9 @@ class TrainingSteps:
     async def _count_step(self, request: p.Commit) -> None:
         """Count the running step in the ledger, the metrics and the journal. The run then has its next version.
 
-        The observer gets the row of the step, and may stop the run or ask for a checkpoint. Returns when the journal
-        has the step, because rank 0 must not go on from a step that the next hub would not know.
+        The observer gets the row of the step, and may stop the run or ask for a checkpoint. Returns when the journal (a
+        file with every change of the samples, from which the next hub recovers) has the step: rank 0 must not go on
+        from a step that the next hub would not know.
         """
         # These lists are emptied in slices below. To free all samples at once would block the event loop for as long as
         # all other work of this method takes. The first part of each shard has entries for all samples of the batch.

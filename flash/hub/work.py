@@ -548,8 +548,8 @@ class NodeWork:
 
         Then it passes on the leases that the results have made useless, grants the tasks that the results make
         possible, and wakes the trainer ranks if they can continue (`ranks_can_proceed`). The reply goes out when the
-        journal has the results. Only then may the node forget them, because the next hub recovers results only from the
-        journal.
+        journal, a file with every change of the samples, has the results. Only then may the node forget them, because
+        the next hub recovers results only from the journal.
         """
         for number, ended in enumerate(request.ended, start=1):
             self.holders.ended(ended.lease_id)
@@ -716,7 +716,7 @@ class NodeWork:
     def node_lost(self, node: int) -> None:
         """Queue the tasks of all leases of a node again, because the node is lost or silent.
 
-        The fleet forgets its engines, and its open reply gets no more leases.
+        The node's engines do not count in the fleet any more, and its open reply gets no more leases.
         """
         self._fleet.lost(node)
         self._replies.pop(node, None)

@@ -135,7 +135,10 @@ async def admit_client(stream: ByteStream, token: bytes) -> str:
 def blocking_handshake(
     handshake: Handshake[ResultT], send: Callable[[bytes], None], receive: Callable[[int], bytes]
 ) -> ResultT:
-    """Run a handshake with blocking functions. `receive(count)` must return exactly `count` bytes."""
+    """Run a handshake with blocking functions, and return its result. `receive(count)` returns exactly `count` bytes.
+
+    Connections for weights use this, because they have no event loop.
+    """
     try:
         step = next(handshake)
         while True:
@@ -147,7 +150,10 @@ def blocking_handshake(
 
 
 async def _run_over_stream(stream: ByteStream, handshake: Handshake[ResultT]) -> ResultT:
-    """Run a handshake over a stream. Raises TransportError if the other end hangs up."""
+    """Run a handshake over a stream, and return its result. Raises TransportError if the other end hangs up.
+
+    A step that sends bytes gets nothing back from this loop; a step that asks for a number of bytes gets them.
+    """
     try:
         step = next(handshake)
         while True:

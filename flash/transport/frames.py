@@ -134,7 +134,7 @@ class Refusal(msgspec.Struct, frozen=True):
 def append_frame(
     buffer: bytearray, kind: FrameKind, call: int, body: msgspec.Struct | None, limit: int = MAX_FRAME_BYTES
 ) -> None:
-    """Append one encoded frame to `buffer` without a pause. Raises the errors of `frame_slices`."""
+    """Append one encoded frame to `buffer` without a pause, for small frames. Raises the errors of `frame_slices`."""
     for _ in frame_slices(buffer, kind, call, body, limit):
         pass
 
@@ -265,6 +265,7 @@ def encode_slices(value: Any, buffer: bytearray) -> Generator[None]:
     if isinstance(value, msgspec.Struct) and not value.__struct_config__.array_like:
         config = value.__struct_config__
         names = value.__struct_encode_fields__
+        # A struct is a msgpack map from the names of its fields to their values. Its tag, if any, comes first.
         buffer += _msgpack_header(len(names) + (config.tag is not None), 0x80, 0xDE)
         if config.tag is not None:
             _ENCODER.encode_into(config.tag_field, buffer, -1)
@@ -275,7 +276,7 @@ def encode_slices(value: Any, buffer: bytearray) -> Generator[None]:
     elif isinstance(value, list):
         yield from _encode_list(value, buffer)
     elif isinstance(value, bytes | bytearray) and len(value) > SLICE_BYTES:
-        buffer += struct.pack("!BI", 0xC6, len(value))
+        buffer += struct.pack("!BI", 0xC6, len(value))  # the msgpack type of bytes with a 32-bit length
         view = memoryview(value)
         for start in range(0, len(value), SLICE_BYTES):
             buffer += view[start : start + SLICE_BYTES]
