@@ -113,7 +113,7 @@ class _MessageForm(NamedTuple):
     content_as_parts: bool = False
     """True if the template reads the content as a list of parts, and does not show a content that is a text."""
     empty_content: str | None = ""
-    """Content of a message that has calls and no text."""
+    """Content that a message with calls and without text is given: an empty text or None."""
     arguments_as_text: bool = False
     """True if the template takes the arguments of a call as JSON text, not as an object."""
 
@@ -196,6 +196,8 @@ class ChatTemplate:
         # The model ended its turn with a token that the template does not write here. Leave out the template's end.
         if controls:
             return tokens[controls[-1] + 1 :]
+        # The template writes no end. After a response with calls, the closing text ends the last call, which the
+        # response already has. After another response it is kept, because it may separate turns, such as a line break.
         return tokens[closing if results else 0 :]
 
     def prompt_and_answer(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[list[int], list[int]]:
@@ -299,7 +301,7 @@ class ChatTemplate:
         return sorted(set(arguments) - self.read_arguments)
 
     def warn_once(self, text: str) -> None:
-        """Log a warning, unless the same text was logged before: each episode would repeat it."""
+        """Log a warning, unless the same text was logged before, because every episode would repeat it."""
         if text not in self._reported:
             self._reported.add(text)
             log.warning("%s", text)

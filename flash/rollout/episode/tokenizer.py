@@ -3,9 +3,9 @@
 An episode calls `Tokenizer`: `render` for the first observation, `follow` for each later observation, and
 `read_response` for each response. A response is never tokenized again: later tokens are appended to the sampled tokens.
 `ChatTemplate` renders chat messages, and `ControlTokens` encodes all text. A *control token* is a token that only the
-chat template may write, such as `<|im_end|>`, with which many models end a turn: these two classes see to it. A *call*
-is a call of a function (a tool) that a response contains. If the run names vLLM's parsers for the model, these read the
-reasoning and the calls of a response.
+chat template may write, such as `<|im_end|>`, with which many models end a turn; these two classes ensure that. A
+*call* is a call of a function (a tool) that a response contains. If the run names vLLM's parsers for the model, these
+read the reasoning and the calls of a response.
 
 `HfTokenizer` is the tokenizer of a model's folder. A run loads it once per process; `with_arguments` makes a variant
 for other arguments of the chat template.
@@ -62,7 +62,10 @@ class ResponseReader:
         """Tokens whose text has not been returned yet."""
 
     def add(self, token_ids: Sequence[int]) -> Piece:
-        """Return the text that new tokens complete. The piece is empty if they complete no character."""
+        """Return the text that new tokens complete. The piece is empty if they complete no character.
+
+        With `parsing`, the piece has no text of calls, and its reasoning is apart from its content.
+        """
         self._pending += token_ids
         # The new text is that by which the text of the last piece becomes longer when the new tokens follow it.
         previous, text = self._decode(self._previous), self._decode(self._previous + self._pending)
@@ -349,6 +352,7 @@ class HfTokenizer(Tokenizer):
                 tokens = self._controls.encode(text)
             except EnvError:
                 continue
+            # Tokens before those of the text itself are the ones that the tokenizer puts before any text.
             whole = list(self.inner.encode(text))
             for at in range(len(whole) - len(tokens) + 1) if tokens else ():
                 if whole[at : at + len(tokens)] == tokens:
@@ -472,7 +476,7 @@ class HfTokenizer(Tokenizer):
         texts = " and ".join(map(repr, self.token_texts(missing)))
         return (
             f"the tokenizer of {self._path} ends turns with {texts}, which the model's generation_config does not "
-            "name: engines stop there too, and the exported one names it"
+            "name: engines also stop at these tokens, and the exported generation_config names them"
         )
 
     # -- parts that are made when they are first needed --------------------------------------------------------------
