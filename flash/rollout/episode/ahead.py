@@ -58,7 +58,8 @@ class ResponsesAhead:
     response, and `drop` at the end of the episode.
 
     Args:
-        transcript: the transcript of the episode. It is read; of the changes only `rendered_ahead` is made here.
+        transcript: the transcript of the episode. It is only read, except that large observations that were rendered
+            here are kept in its `rendered_ahead`.
         rendering: held while a thread renders a large observation; all episodes of the node share it.
         new_request: makes requests of the episode.
         sample: sends a request to the engines and returns the response.
