@@ -141,6 +141,18 @@ def test_a_run_of_another_configuration_goes_back_to_its_checkpoint(
     assert reach(config, 4, 4) == Reach(4)
 
 
+def test_a_removed_key_counts_as_a_change_only_with_another_value_than_its_default(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    with Recorder(config, NoText(), now=lambda: 0.0, resume_at=None, restarts=0) as recorder:
+        record(recorder, 4)
+    file = recorder.directory.config
+    recorded = file.read_text(encoding="utf-8")
+    file.write_text(recorded.replace("[rollout]", '[rollout]\nselection = "uniform"\nsession_s = 0.0'))
+    assert reach(config, 1, 4) == Reach(4)
+    file.write_text(recorded.replace("[rollout]", '[rollout]\nselection = "pass_rate"'))
+    assert reach(config, 1, 4) == Reach(1, "the configuration has changed since: rollout.selection")
+
+
 def test_a_run_that_is_made_longer_goes_on_where_it_was_unless_its_learning_rate_follows_from_its_end(
     tmp_path: Path,
 ) -> None:

@@ -25,7 +25,7 @@ from flash.types import Batch, Published
 from flash.weights.versions import decode_update
 
 NO_STEP = (
-    *("run.name", "run.resume", "run.log_samples", "run.output_dir", "env.folders"),
+    *("run.name", "run.resume", "run.log_samples", "run.output_dir", "env.folders", "train.profile"),
     *("checkpoint.", "deadlines.", "observe.", "track.", "alarms.", "simulate."),
 )
 """Keys, and beginnings of keys, that may change while a run is stopped: the recorded batches then still make the same
