@@ -20,7 +20,7 @@ from flash.samples.tasks import TaskSource, held_out_tasks
 def training_seeds(config: Config) -> list[int]:
     """The environment seed of each prompt of the run, in order of issue."""
     source = TaskSource(config.run.seed, 1)
-    return [source.issue_group()[0].seed for _ in range(config.run.steps * config.groups_per_batch)]
+    return [source.issue(source.next_problem())[0].seed for _ in range(config.run.steps * config.groups_per_batch)]
 
 
 def held_out_seeds(config: Config) -> list[int]:

@@ -121,16 +121,6 @@ class TaskSource:
             "kinds again"
         )
 
-    def issue_group(self) -> list[Task]:
-        """Choose the next problem of any kind and issue its group. Returns the tasks.
-
-        For callers without a journal: benchmarks and tests.
-
-        Raises:
-            BreakerError: every kind of environment is in quarantine.
-        """
-        return self.issue(self.next_problem())
-
     def issue(self, problem: Problem) -> list[Task]:
         """Issue the next group for `problem`, which `next_problem` has chosen, and return its tasks.
 

@@ -323,7 +323,7 @@ def _longest(config: Config) -> int:
     workload = Workload(simulated, config.run.seed, config.rollout.max_new_tokens)
     source = TaskSource(config.run.seed, size)
     groups = config.run.steps * config.train.batch_size // size
-    tasks = [task for _ in range(groups) for task in source.issue_group()]
+    tasks = [task for _ in range(groups) for task in source.issue(source.next_problem())]
     return max(workload.response_tokens(response_key(task, 0)) for task in tasks)
 
 

@@ -68,7 +68,7 @@ class Areal:
         world = self._world
         while capacity(self._rules, world.version, world.groups_per_batch, self._accepted, self._running) > 0:
             self._running += 1
-            self._groups.start_soon(self._group, world.tasks.issue_group())
+            self._groups.start_soon(self._group, world.tasks.issue(world.tasks.next_problem()))
 
     async def _group(self, tasks: list[Task]) -> None:
         group: list[Finished] = []

@@ -122,7 +122,7 @@ class RollAgentic:
             return None
         # Episodes of steps that went by without this group are skipped, not caught up with.
         self._opened[slot] = max(self._opened[slot], self._step) + 1
-        episode = _Episode(self._step, self._world.tasks.issue_group())
+        episode = _Episode(self._step, self._world.tasks.issue(self._world.tasks.next_problem()))
         self._open[slot].append(episode)
         return episode
 

@@ -120,7 +120,7 @@ class RollFlash:
         extra = self._rules.extra_prompts
         most = 0 if extra is None else self._world.groups_per_batch + extra
         while running + self._completed < self._admitted or running < most:
-            tasks = self._world.tasks.issue_group()
+            tasks = self._world.tasks.issue(self._world.tasks.next_problem())
             cohort = self._cohorts[self._step]
             cohort.running[tasks[0].group_id] = anyio.CancelScope()
             self._prompts.start_soon(self._prompt, tasks, cohort)

@@ -57,7 +57,7 @@ class _Synchronous:
         async with anyio.create_task_group() as episodes:
             for group in groups:
                 home = None if self._rules.replicate else next(self._homes)
-                for task in self._world.tasks.issue_group():
+                for task in self._world.tasks.issue(self._world.tasks.next_problem()):
                     episodes.start_soon(self._play, task, home, phases, group)
         await anyio.sleep(max(sample.reward_s for group in groups for sample in group))
         return groups

@@ -239,7 +239,7 @@ def test_both_learning_rates_warm_up_alike(steps):
 def test_both_train_on_the_same_problems_in_the_same_order(case):
     config = workload(case, "run.seed=3", "run.steps=2")
     source = TaskSource(config.run.seed, config.rollout.group_size)
-    groups = [source.issue_group() for _ in range(2 * config.groups_per_batch)]
+    groups = [source.issue(source.next_problem()) for _ in range(2 * config.groups_per_batch)]
     assert versus_trl_problems.training_seeds(config) == [group[0].seed for group in groups]
 
 
