@@ -14,7 +14,7 @@ from benchmarks.simulated.peers.areal import Rules as Areal
 from benchmarks.simulated.peers.areal import areal
 from benchmarks.simulated.peers.roll_flash import Rules, roll_flash
 
-STRAGGLERS = f"values({', '.join(['400'] * 99)}, 16000)"
+STRAGGLERS = [*[400] * 99, 16000]
 """Tokens: 1 % are forty times longer."""
 
 

@@ -211,7 +211,7 @@ def test_a_batch_waits_for_the_prompts_of_an_older_step_before_it_takes_newer_on
 
 
 def test_prompts_older_than_the_async_ratio_are_dropped_and_none_is_trained() -> None:
-    tokens = f"values({', '.join(['5'] * 9)}, 200)"
+    tokens = [*[5] * 9, 200]
     simulate = {"response_tokens": tokens, "train_step_s": 3.0, "gpus": 5, "rollout_gpus": 4}
     config = make_config(run={"steps": 30}, simulate=simulate)
     for ratio in (1, 2):
@@ -299,7 +299,7 @@ def test_the_capacity_is_bounded_by_staleness_and_by_concurrency(
 
 
 def test_the_admission_of_areal_does_not_bound_the_age_of_stragglers() -> None:
-    tokens = f"values({', '.join(['10'] * 49)}, 800)"
+    tokens = [*[10] * 49, 800]
     simulate = {"response_tokens": tokens, "train_step_s": 10.0, "gpus": 5, "rollout_gpus": 4}
     config = make_config(run={"steps": 60}, train={"batch_size": 16}, simulate=simulate)
     assert areal(config, ArealRules(eta=2)).oldest_age > 10
