@@ -151,8 +151,8 @@ def layer_types(model: PreTrainedModel) -> set[str]:
 
 
 RECURRENT = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
-"""transformers' names of kinds of layers with a state that runs on from one token to the next. The trainer gives
-such a model one sequence at a time, and refuses it with context parallelism."""
+"""transformers' names of kinds of layers with a state that runs on from one token to the next. The trainer gives such a
+model one sequence at a time, and refuses it with context parallelism."""
 
 
 def is_recurrent(model: PreTrainedModel) -> bool:

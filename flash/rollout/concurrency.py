@@ -114,10 +114,8 @@ class ConcurrencyLimit:
         self._lengths = lengths
         self._running: dict[Hashable, list[int]] = {}
         """Rows, one for each running response: number of tokens of the prompt, number of tokens so far, token limit,
-        and
-        1
-        if this engine has given a token of it, else 0. The use of the cache that the engine reports surely includes a
-        response only if the last number is 1."""
+        and 1 if this engine has given a token of it, else 0. The use of the cache that the engine reports surely
+        includes a response only if the last number is 1."""
         self._seen: Pressure | None = None
         """Pressure at the last update. The engine makes a new object after each step, so the same object means that the
         engine has made no step since."""
@@ -169,14 +167,14 @@ class ConcurrencyLimit:
         steps is larger than the steps in which another engine computes its context again. The shortest context comes
         first; of equal contexts, the last in `names` comes first.
         """
+        # One row for each response; `later`: steps s from now; `alive`: S(s | age) at these steps, whose integral is
+        # the expected number of further steps.
         rows = [self._running[name] for name in names]
         prompt, age, longest, _ = np.array(rows, dtype=np.float64).reshape(-1, 4).T
         most, context = longest.max(initial=1), prompt + age
         hazard = self._lengths.cumulative_hazard(int(most))
         later = np.minimum(np.append(EDGES[most > EDGES], most), (longest - age)[:, None])
         alive = np.exp(np.interp(age, EDGES, hazard)[:, None] - np.interp(age[:, None] + later, EDGES, hazard))
-        # `later` are the steps s at which S(s | age), `alive`, is known. The integral of S is the expected number of
-        # steps.
         worth = np.trapezoid(alive, later) * STEP_TOKENS > context
         return [names[at] for at in np.lexsort((-np.arange(len(names)), context)) if worth[at]]
 
@@ -225,6 +223,8 @@ class ConcurrencyLimit:
         alive *= later < longest[:, None]
         # Rows are responses, columns are steps. `size` is the expected number of tokens of a response in the cache.
         size = (context + steps) * alive
+        # `taken`: tokens that the running responses need at each step, with the margin. `new`: expected tokens of a
+        # further request. The step with the least room decides.
         taken = size.sum(axis=0) + DEVIATIONS * np.sqrt((size * (context + steps) * (1 - alive)).sum(axis=0))
         new = (mean + steps) * np.exp(-np.interp(steps, EDGES, hazard))
         return max(0, math.floor(((cache - taken) / new).min()))

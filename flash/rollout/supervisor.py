@@ -369,7 +369,5 @@ class EngineSupervisor:
 
 
 def same_engine(engine: Engine) -> Callable[[int], Engine]:
-    """Return a `make_engine` for tests and benchmarks, which always returns this engine, so that the caller can
-    inspect
-    it."""
+    """Return a `make_engine` for tests and benchmarks. It always returns this engine, so that they can inspect it."""
     return lambda number: engine

@@ -97,10 +97,11 @@ class VLLMEngine:
         self._version = FIRST_VERSION
         self._salt = FIRST_VERSION
         """Version whose weights will compute a new request. As soon as a swap has paused the engine, this is the
-        version
-        that is being loaded. vLLM shares its KV cache only between requests with the same salt."""
+        version that is being loaded. vLLM shares its KV cache only between requests with the same salt."""
         self._joined: dict[str, Any] | None = None
-        """`UpdateInfo.init` of the trainer ranks for which the workers are initialised; None before the first swap."""
+        """`UpdateInfo.init` with which the workers were last initialised; None if they never were. It differs when
+        other
+        trainer ranks publish the weights."""
         self._adapters = Adapters(config.adapters)
         # `exact`: the fingerprint must equal the published one. This holds for an adapter in a single worker. Otherwise
         # the first load shows if it can hold.
@@ -514,6 +515,7 @@ class SamplingParameters:
     def __init__(self, end_tokens: Sequence[int] = ()) -> None:
         self._end_tokens = tuple(end_tokens)
         self._cache: dict[tuple[Sampling, int], Any] = {}
+        """vLLM's parameters by their settings and the largest number of tokens."""
 
     def of(self, request: ResponseRequest, vocabulary: int) -> Any:
         """Return vLLM's parameters of a request, for a model with `vocabulary` tokens."""
@@ -531,7 +533,7 @@ class SamplingParameters:
                 "logit_bias": dict(fields["logit_bias"])
             }
             fields["stop_token_ids"] += self._end_tokens
-            # Their log-probs show which tokens could have been drawn (`read_logprobs`).
+            # The log-probs of so many most likely tokens show which tokens could have been drawn (`read_logprobs`).
             likeliest = min(sampling.top_k + TIES, vocabulary) if sampling.has_kept_sets else 0
             parameters = vllm.sampling_parameters(fields, request.max_new_tokens, likeliest=likeliest)
             # Environments and agents may use any number of different stop texts, which would fill the cache.
