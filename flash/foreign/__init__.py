@@ -1,0 +1,7 @@
+"""Uses of other libraries beyond their documented interface, so that a new release is checked in one place.
+
+Each module serves one library: `torch` and `kernels` (its attention), `transformers` with `dividing` and
+`chat_templates`, `peft`, multiprocessing (`forking`), asyncio and anyio (`abandoned`), and vLLM (`vllm`, `vllm_worker`,
+`vllm_processes`, `vllm_parsers`, `vllm_arguments`). Most have a list `TOUCHED` of the attributes that they use.
+tests/foreign looks for each of them in the installed releases. `vllm_touched` has the lists for vLLM.
+"""

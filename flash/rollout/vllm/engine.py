@@ -100,8 +100,7 @@ class VLLMEngine:
         version that is being loaded. vLLM shares its KV cache only between requests with the same salt."""
         self._joined: dict[str, Any] | None = None
         """`UpdateInfo.init` with which the workers were last initialised; None if they never were. It differs when
-        other
-        trainer ranks publish the weights."""
+        other trainer ranks publish the weights."""
         self._adapters = Adapters(config.adapters)
         # `exact`: the fingerprint must equal the published one. This holds for an adapter in a single worker. Otherwise
         # the first load shows if it can hold.
