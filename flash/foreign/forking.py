@@ -231,7 +231,7 @@ class _Popen(popen_forkserver.Popen):
             reduction.dump(process_obj, data)
         finally:
             set_spawning_popen(None)
-        # Let the server fork. The new process reads the pickled data from `write`.
+        # Let the server fork. The new process reads the pickled data from the pipe `write`.
         self.sentinel, write = process_obj.server.connect_to_new_process(popen._fds)
         self.finalizer = util.Finalize(self, utilities.close_fds, (os.dup(write), self.sentinel))
         with open(write, "wb") as file:

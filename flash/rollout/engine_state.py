@@ -55,6 +55,7 @@ class EngineUsage:
 
     def busy(self, now: float) -> None:
         """Note that a request has begun on the idle engine."""
+        # Seconds of the idle time that ends now; unknown before the first version.
         idle = self._times.enter("busy", now) if self._times.state is not None else 0.0
         # The idle time comes from the state times and not from the last bar: that bar may be a swap's, or may have been
         # reported already. After a short gap the start stays, so that `_draw` extends the last bar.
