@@ -35,10 +35,11 @@ TOKENS_PER_SLICE = 1 << 18
 def divide_versions(runs: Iterable[VersionRun], counts: Sequence[int]) -> list[list[VersionRun]]:
     """Return the versions of the first `counts[0]` tokens, of the next `counts[1]` tokens, and so on.
 
-    `runs` has the versions of all these tokens, run-length encoded, and may have more.
+    `runs` has the versions of all these tokens, run-length encoded, and may have more. A run that reaches over the end
+    of a part is divided.
     """
     later_runs, parts = iter(runs), list[list[VersionRun]]()
-    version = left = 0  # the current run, and its tokens that no part has yet
+    version = left = 0  # Version of the current run, and the number of its tokens that no part has yet.
     for count in counts:
         part: list[VersionRun] = []
         while count > 0:
@@ -74,7 +75,8 @@ def count_trained_branches(trajectory: Trajectory, min_version: int) -> int:
 def split_branches(trajectory: Trajectory) -> list[Trajectory]:
     """Return each branch as a trajectory of its own, with the reward of the whole trajectory.
 
-    Positions and turns are those of the branch alone. `lost_tokens` is 0 if there are several branches.
+    The trainer packs these trajectories, and a teacher on a server scores them. Positions and turns are those of the
+    branch alone. `lost_tokens` is 0 if there are several branches, so that lost tokens are not counted several times.
     """
     if len(trajectory.branches) == 1:
         return [trajectory]
@@ -85,7 +87,8 @@ def split_branches(trajectory: Trajectory) -> list[Trajectory]:
     for turn in trajectory.turns:
         turns[turn.branch].append(turn)
     parts: list[Trajectory] = []
-    first = 0  # index of the branch's first action token
+    # All arrays have four bytes for each number. `first` is the index of the branch's first action token.
+    first = 0
     for number, (begin, end) in enumerate(pairwise((*trajectory.branches, trajectory.length))):
         own_spans = islice(spans, len(turns[number]))
         stop = first + counts[number]
@@ -109,12 +112,14 @@ def split_branches(trajectory: Trajectory) -> list[Trajectory]:
 
 
 def spans_by_turn(trajectory: Trajectory) -> list[Span]:
-    """Return the span of each turn, in the order of the turns, which is that of time.
+    """Return the span of each turn, in the order of the turns, which is the order of time.
 
-    `Trajectory.action_spans` has the spans of the first branch, then those of the next one, and so on.
+    `Trajectory.action_spans` has the spans in the order of the branches. The samples that a run shows to people, and
+    the trainer's numbers for them, need the spans turn by turn.
     """
     if len(trajectory.branches) == 1:
         return trajectory.action_spans
+    # Sorting is stable, so the turns of one branch keep their order, which is also the order of its spans.
     by_branch = sorted(range(len(trajectory.turns)), key=lambda turn: trajectory.turns[turn].branch)
     of_turn = dict(zip(by_branch, trajectory.action_spans, strict=True))
     return [of_turn[turn] for turn in range(len(trajectory.turns))]

@@ -8,7 +8,7 @@ the `SampleStore`, which holds the state. A *group* is the tasks about one probl
   enough. The age contract, which bounds how many versions old a trained token may be, says which version that is.
 - *Redundancy*: a group may have more members than it needs. When enough are done, the others are withdrawn. There may
   also be more groups than needed (`rollout.extra_groups`): in each step, so many groups that are too slow may leave.
-- *Choice* (`choose`): a step takes groups whose members are done, those with the oldest tokens first.
+- *Choice* (`choose`): a step takes groups whose members are done, groups with the oldest tokens first.
 - *Age*: tokens that are too old are left out of the loss, or their task starts again (`rollout.on_expire`). Finished
   members that would get too old while they wait for the rest of their group are trained before it.
 
@@ -253,7 +253,7 @@ def choose(
     wait: bool,
     limits: Mapping[str, int] | None = None,
 ) -> list[int] | None:
-    """Return the numbers of the groups of a step, those with the oldest tokens first; None while the step has to wait.
+    """Return the numbers of the groups of a step, oldest tokens first; None while the step has to wait.
 
     If enough groups are eligible, the step takes them and does not wait for slower groups. There are two exceptions:
     `before` or `limits` may leave too few groups, and with `wait` another group may have to come first.

@@ -45,7 +45,7 @@ class EvalRound:
         self._metrics: list[dict[str, float]] = []
         """Metrics of each finished sample."""
         self.missing = 0
-        """Number of samples for which all attempts failed."""
+        """Number of tasks for which all attempts failed. Their samples have no reward."""
 
     def add(self, result: Trajectory) -> None:
         """Add a finished sample."""
@@ -59,7 +59,7 @@ class EvalRound:
         return len(self._metrics) + self.missing
 
     def row(self) -> dict[str, float]:
-        """Return the row of metrics of the round: a line of `evals.jsonl`.
+        """Return the row of metrics of the round, a line of `evals.jsonl`, after the last result.
 
         It has the mean reward with its 95 % confidence interval, and the means of the environment's metrics.
         `best_of_k` is the mean, over the problems with all k samples, of a problem's largest reward; NaN if no problem
@@ -92,7 +92,7 @@ class Evaluations:
 
     Args:
         config: settings of the evaluations.
-        retries: largest number of further attempts at a sample that fails because of the infrastructure.
+        retries: largest number of further attempts at a task that fails because of the infrastructure.
         first_version: the version with which this hub begins.
         steps: the last version of the run.
         kind_of: returns the kind (the name of the environment, in a run that mixes several) of the problem with a seed.
@@ -127,6 +127,7 @@ class Evaluations:
         self._round: EvalRound | None = None
         """Running round; None while there is none."""
         self._leases = LeaseTable(lease_ids, retries, by_attempt)
+        """Queued and leased tasks of the running round."""
 
     def published(self, version: int) -> None:
         """Evaluate a published version if an evaluation is due: now, or after the running round.
@@ -176,7 +177,7 @@ class Evaluations:
 
     @property
     def done(self) -> bool:
-        """True if no round runs or is due, so that nodes and trainer ranks may leave at the end of the run."""
+        """True if no round runs and none is due, so that nodes and trainer ranks may leave at the end of the run."""
         return self._round is None and not self._due
 
     def lease(self, versions: Sequence[int], node: int = 0, *, nodes: Collection[int] = ()) -> Lease | None:

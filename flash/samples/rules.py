@@ -289,7 +289,7 @@ class BufferRules(msgspec.Struct, frozen=True, kw_only=True):
         return {name: size + self.extra_per_group for name, size in {"": group_size, **named}.items()}
 
     def samplings(self) -> dict[str, Sampling]:
-        """Return the sampling settings by domain, and those of all other kinds under the empty name."""
+        """Return the sampling settings by domain. The settings of all other kinds are under the empty name."""
         return {"": self.sampling, **{name: domain.sampling for name, domain in self.domains.items()}}
 
 
@@ -378,8 +378,8 @@ class DomainShares:
         shares = self._shares(quarantined)
         if not shares:
             return None
-        # Choose the first domain that is owed a group, not the domain that is owed most. The latter would depend on the
-        # order in which groups left, and a synchronous run could not be repeated.
+        # Choose the first domain that is owed a group, not the domain that is owed most groups. This number depends on
+        # the order in which groups left, so a synchronous run could not be repeated.
         if (owed := next((name for name in shares if self._owed[name]), None)) is not None:
             return owed
         counted = {name: self._turns(name) + self._alive[name] for name in shares}

@@ -6,7 +6,7 @@ to equal states: in a running hub, where `flash.samples.buffer` decides on an ev
 A group of tasks is issued (`issue`), its members are leased to nodes (`lease`), and the nodes deliver results
 (`_deliver`). After a member has changed, `_decide_by_members` decides whether its group waits, is ready for a step, is
 filtered out, or leaves. A step takes groups (`_take`) and counts them as trained (`_commit`). After each `_take`,
-`_decide_by_age` withdraws, expires or restarts those of the other groups that are too old for the next step.
+`_decide_by_age` looks at each group that is left, and withdraws, gives up or restarts members that are too old.
 
 `flash.samples.groups` explains the states of members and groups. A task is *given up* if it ends untrained and
 unfiltered. A group is *complete* when enough members are done, and *partly trained* if a step has trained some of them.
