@@ -114,7 +114,7 @@ class _Packing:
         return info
 
     def _add(self, info: tarfile.TarInfo, content: IO[bytes] | None = None) -> None:
-        """Add one entry to the archive. Raises SandboxLimitError if it exceeds the limits."""
+        """Add one entry to the archive. Raises SandboxLimitError if the upload then exceeds the limits."""
         self._entries += 1
         if self._entries > self._limits.entries:
             raise SandboxLimitError(f"the upload has more than {self._limits.entries} entries")

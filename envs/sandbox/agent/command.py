@@ -88,29 +88,36 @@ NO_SPACE = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
 class Command:
-    """A process group and its output. `reply(kind, body)` sends frames of its call."""
+    """A process group and its output. `reply(kind, body)` sends frames of its call.
+
+    The operations `run`, `start` and `work` make it. `BoxAgent.reap` calls `reaped` when its first process has ended.
+    """
 
     def __init__(self, agent: object, reply: object, request: dict) -> None:
         self.agent = agent
         self.reply = reply
         self.number = agent.numbers.new()
+        """Number that all processes of the command carry; see `envs.sandbox.agent.proc`."""
         self.keep = request.get("keep", False)
         """True for a job, which outlives the call that started it."""
         self.streaming = request.get("stream", False)
-        self.limit = request["limit"]
-        self.rings = {"stdout": Ring(self.limit), "stderr": Ring(self.limit)}
+        """True if output is sent while it is written. Otherwise it is kept, and sent with the result."""
+        self.rings = {"stdout": Ring(request["limit"]), "stderr": Ring(request["limit"])}
+        """Kept output by stream."""
         self.credit = request.get("credit", 0)
+        """Bytes of streamed output that the host still accepts."""
         self.pipes = {}
         self.feed = None
+        """`InputFeed` of a command whose input the host sends; None if it has none, or all input is there already."""
         self.timed_out = False
         self.ended_body = None
+        """Result without the output; None until the command has ended."""
         self.waiters = set()
         """`JobWaiter`s of a job: the calls that wait for its result."""
         self.pid = -1
         self.timer = None
         self.stopping = None
         """Time at which the command was first asked to stop."""
-        self.on_end = lambda: None
         if "function" not in request:
             end_leftovers(agent)
         self.started = self.looked = now()
@@ -120,6 +127,7 @@ class Command:
         self.own = 0.0
         """Seconds, up to the last measurement, in which it ran or slept, without waits for a CPU."""
         self.ticks = 0
+        """CPU ticks of its processes at the last measurement."""
         self.oom_before = agent.oom.read()
         self.start(request)
         agent.children[self.pid] = self
@@ -174,7 +182,7 @@ class Command:
             return call(lambda: fork_call(lambda: fail(126, text), files))
 
     def connect(self, request: dict, ours: "list[int]") -> None:
-        """Watch the agent's ends of the pipes."""
+        """Watch the agent's ends of the pipes, and send the input that came with the request."""
         loop = self.agent.loop
         if len(ours) > 2 or request.get("tty"):
             self.feed = InputFeed(loop, ours.pop(1 if request.get("tty") else 0), lambda n: self.reply(CREDIT, n))
@@ -254,7 +262,11 @@ class Command:
                 send_to_group(self.pid, number)
 
     def reaped(self, status: int, usage: object) -> None:
-        """Finish after the end of the first process. The rest of its group is killed, at once or after the grace."""
+        """Finish after the end of the first process. The rest of its group is killed, at once or after the grace.
+
+        During the grace this function calls itself again until no process of the command is left. A job keeps its
+        result for later calls; another command sends it.
+        """
         self.agent.loop.cancel(self.timer)
         if self.stopping is None:
             send_to_group(self.pid, _signal.SIGKILL)
@@ -285,7 +297,6 @@ class Command:
             for waiter in waiters:
                 self.send_result(waiter.reply)
         else:
-            self.on_end()
             self.send_result(self.reply)
 
     def send_result(self, reply: object) -> None:

@@ -33,8 +33,9 @@ def on_proc(fd: int) -> bool:
 def locate(path: str, follow: bool, make: bool = False, start: int = -1) -> "tuple[int, str]":
     """Return the path's open folder, which the caller closes, and the name in it; `.` is the folder itself.
 
-    A path begins at the root, or at the folder `start`. With `follow`, a link in its last part is followed. The caller
-    must open the name without following links. Raises OSError, and CallRefusal for a link into /proc.
+    A path begins at the root, or at the folder `start`. With `follow`, a link in its last part is followed. With
+    `make`, missing folders are created. The caller must open the name without following links: a program may have put a
+    link in its place meanwhile. Raises OSError, and CallRefusal for a link into /proc.
     """
     here = os.dup(start) if start >= 0 else os.open("/", PLACE)
     ahead, links, linked = path.split("/")[::-1], 0, False
@@ -93,7 +94,10 @@ def step(here: int, name: str, make: bool = False) -> int:
 
 
 def open_found(path: str, flags: int, mode: int = 0o777, make: bool = False) -> int:
-    """Open the file that a path leads to. Raises OSError and CallRefusal."""
+    """Open the file that a path leads to, following links except into /proc. Returns its descriptor.
+
+    Raises OSError, and CallRefusal for a link into /proc.
+    """
     folder, name = locate(path, True, make)
     try:
         return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=folder)

@@ -33,15 +33,17 @@ PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 
 
 class BoxAgent:
-    """State of the agent."""
+    """The agent's state: its host, and the commands, jobs, sessions and calls in progress."""
 
     def __init__(self, options: dict) -> None:
         self.options = options
+        """`envs.sandbox.engines.bundle.Options`, as a dict."""
         self.loop = Loop()
         self.env = dict(os.environ)
         self.workdir = options["workdir"]
         self.is_init = os.getpid() == 1
         self.epoch = 0
+        """Number of hosts so far."""
         self.numbers = CommandNumbers()
         self.children = {}
         """Command or shell of each child, by process id."""
@@ -51,7 +53,9 @@ class BoxAgent:
         """Work of each call in progress, by the call's number: a `Command`, a session's `Running` command, a `Write` or
         a `JobWaiter`. Each has a method `cancel`."""
         self.jobs = {}
+        """Background jobs by their ids, also ended ones: at most `MAX_JOBS`."""
         self.shells = {}
+        """Open sessions by their names."""
         self.null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         # If the spec gives commands another PATH, the shells are still in the usual places.
         self.bash = find_program("bash", self.env, "/") or find_program("bash", {}, "/")
@@ -62,8 +66,11 @@ class BoxAgent:
         self.launcher = Launcher(self.is_init and not os.access("/", os.W_OK))
         self.protected = protect()
         self.channel = None
+        """Channel to the host; None while there is no host."""
         self.orphaned = None
+        """Timer that ends the agent if no host takes over in time."""
         self.listener = None
+        """`Listener` for such a host; None if no host may take over."""
 
     def run(self) -> None:
         """Serve until the end of the sandbox."""
@@ -89,7 +96,7 @@ class BoxAgent:
         os._exit(0)
 
     def connect(self, source: int, sink: int) -> None:
-        """Serve this host, in place of an earlier one."""
+        """Serve this host, in place of an earlier one. `Listener` calls this when another host has proved itself."""
         if self.channel is not None:
             self.channel.close()
         self.epoch += 1
@@ -97,7 +104,10 @@ class BoxAgent:
         self.channel = HostChannel(self.loop, source, sink, self.take, self.lose)
 
     def lose(self, channel: HostChannel) -> None:
-        """Stop the calls in progress, since the host is gone, and wait for another host."""
+        """Stop the calls in progress, since the host is gone, and wait for another host.
+
+        `HostChannel` calls this when it is closed: its host is gone, or `connect` replaces it.
+        """
         if channel is not self.channel:
             return
         self.channel = None
@@ -105,11 +115,14 @@ class BoxAgent:
             self.abandon(call)
         self.calls = {}
         if self.listener is None:
-            self.die()
+            self.die()  # No other host can ever come.
         self.orphaned = self.loop.later(self.options["orphan"], self.die)
 
     def reap(self, wake: int) -> None:
-        """Reap ended children: our own, and orphans."""
+        """Reap ended children: our own, and orphans that the kernel gave to us.
+
+        The loop calls this after each SIGCHLD, which writes to the descriptor `wake`.
+        """
         try:
             while os.read(wake, 512):
                 pass
@@ -152,19 +165,26 @@ class BoxAgent:
             self.reply(call, FAILURE, ["request", "{}: {}".format(type(error).__name__, error)])
 
     def reply(self, call: int, kind: int, body: object) -> None:
-        """Send the host a frame of a call."""
+        """Send the host a frame of a call. A result or a failure ends the call."""
         if kind in (RESULT, FAILURE):
             self.calls.pop(call, None)
         if self.channel is not None:
             self.channel.send(call, kind, body)
 
     def replier(self, call: int) -> object:
-        """Return a function that answers this call while its host is connected."""
+        """Return a function that answers this call while its host is connected.
+
+        The next host numbers its calls from 1 again, so an answer to an earlier host would be taken for another call's.
+        """
         epoch = self.epoch
         return lambda kind, body: self.reply(call, kind, body) if epoch == self.epoch else None
 
     def abandon(self, call: int) -> None:
-        """Stop the work of a call whose result is not awaited any more."""
+        """Stop the work of a call whose result is not awaited any more.
+
+        The host cancels a call after its deadline, and when its caller is cancelled. All calls are abandoned with their
+        host.
+        """
         work = self.calls.pop(call, None)
         if work is not None:
             work.cancel()

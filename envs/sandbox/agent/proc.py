@@ -18,7 +18,7 @@ ENDED = (b"Z", b"X")
 
 
 class Stat:
-    """Fields of /proc/PID/stat."""
+    """Fields of /proc/PID/stat, read once. Raises OSError, ValueError or IndexError if the process is gone."""
 
     def __init__(self, pid: int) -> None:
         with open("/proc/{}/stat".format(pid), "rb") as file:
@@ -63,7 +63,13 @@ def adopted() -> "list[int]":
 
 
 def tree(leader: int, number: int, since: int = 0) -> "list[int]":
-    """Return the processes of a command: its session and group, their descendants, and all with its number."""
+    """Return the processes of a command: its session and group, their descendants, and all with its number.
+
+    Args:
+        leader: process that the command started with.
+        number: number of the command.
+        since: processes that started before this uptime, in ticks, are left out.
+    """
     inside = {leader}
     every = processes()
     grown = True

@@ -231,15 +231,19 @@ class Running:
         self.text = request["command"]
         self.rings = {"stdout": Ring(request["limit"]), "stderr": Ring(request["limit"])}
         self.token = binascii.hexlify(os.urandom(12))
+        """Random text by which the shell's answer to this command is recognised."""
         self.timed_out = False
         self.unreported = False
         """True if the shell's answer did not report how the command ended."""
         self.stopping = None
+        """Time at which the command was first asked to stop; None until then."""
         self.timer = None
         self.started = now()
         self.cpu_before = 0
+        """CPU ticks of the shell and its reaped children when the command began."""
         self.oom_before = 0
         self.born = 0
+        """Uptime in ticks when the command began. Processes that started earlier belong to earlier commands."""
 
     def cancel(self) -> None:
         """Stop the command, or take it out of the queue, because its caller does not wait for the result any more."""
@@ -431,7 +435,7 @@ class Shell:
             self.release()
 
     def release(self) -> None:
-        """Close the pipes of a closed session."""
+        """Close the pipes of a session that is closed, or that could not be started."""
         for pipe in self.pipes.values():
             pipe.close()
         for fd in self.ends:

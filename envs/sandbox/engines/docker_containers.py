@@ -175,7 +175,12 @@ class DockerContainers:
         return container_id
 
     def _filter(self, families: Sequence[int], *, podman: bool) -> str | None:
-        """Return the system call filter in the form that the engine takes; None if this engine cannot get one."""
+        """Return the system call filter in the form that the engine takes.
+
+        Docker takes its text, and None if this machine has no default filter to derive it from. Podman takes the path
+        of a file; a Podman that is not reached by a socket may run on another machine, which has no such file, and gets
+        None.
+        """
         if not podman:
             content = filter_text(families)
             return None if content is None else content.decode()

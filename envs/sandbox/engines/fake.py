@@ -131,7 +131,7 @@ class FakeImages:
 
 
 class FakeContainers:
-    """Processes that stand for containers."""
+    """Processes that stand for containers. `faults` are injected into their operations."""
 
     def __init__(self, folder: Path, images: FakeImages, faults: EngineFaults) -> None:
         self.kept: dict[str, FakeContainer] = {}

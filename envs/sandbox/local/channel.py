@@ -134,13 +134,20 @@ class AgentCall:
         self._room = room
         """Bytes that the agent may still send. More than these violate the protocol and end the channel."""
         self._frames: deque[tuple[int, msgspec.Raw]] = deque()
+        """Frames that the caller has not taken yet, each with its kind and value."""
         self._arrived = anyio.Event()
         self._input_window = INPUT_WINDOW
+        """Bytes of input that the agent still accepts."""
         self._room_for_input = anyio.Event()
         self.ended = False
+        """True once the result or the failure has arrived."""
 
     def take(self, kind: int, value: msgspec.Raw) -> None:
-        """Store a frame for this call. Raises SandboxLostError if the agent has sent more output than it may."""
+        """Store a frame for this call. `Channel.run` calls this.
+
+        Raises:
+            SandboxLostError: the agent has sent more output than it may, which would fill the host's memory.
+        """
         if kind == AgentFrameKind.CREDIT:
             self._input_window += _COUNT.decode(value)
             self._room_for_input.set()
@@ -186,7 +193,10 @@ class AgentCall:
             gathered.setdefault(name, bytearray()).extend(decode(data, bytes))
 
     async def send(self, data: bytes, *, last: bool = False) -> None:
-        """Send input, as fast as the agent takes it. `last` ends the input."""
+        """Send input, in pieces of at most `PIECE` bytes, as fast as the agent takes it. `last` ends the input.
+
+        Input that a command does not read waits here, and not in the agent's memory.
+        """
         view = memoryview(data)
         while len(view) > PIECE:
             await self._post_input("data", view[:PIECE])
@@ -209,7 +219,10 @@ class AgentCall:
         await self._channel.post(self.number, operation, argument)
 
     async def grant(self, data: bytes) -> None:
-        """Give the agent credit for as much output as `data`, which the caller has taken."""
+        """Give the agent credit for as much output as `data`, which the caller has taken.
+
+        Only streamed calls need this.
+        """
         count = len(data) + PIECE_COST
         self._room += 2 * count
         await self.post("credit", count)
@@ -271,7 +284,10 @@ class Channel:
             self.break_off(error)
 
     def break_off(self, error: SandboxError) -> None:
-        """End every call in progress, and all later ones, with this error. The first error is kept."""
+        """End every call in progress, and all later ones, with this error. The first error is kept.
+
+        `run` calls this at the end of the link, and `LocalSandbox` when the sandbox ends for another reason.
+        """
         self._broken = self._broken or error
         for call in self._calls.values():
             call.break_off()

@@ -62,7 +62,10 @@ class EngineMaker:
         return await self._keep(LocalSandbox(self._backend, spec, adopt=container.id, settings=self._settings))
 
     async def containers(self) -> list[Container]:
-        """Return every container and snapshot that has our labels."""
+        """Return every container and snapshot that has our labels, of any service.
+
+        `LocalHost` compares them with its records, and removes those that have no owner.
+        """
         containers = await self._backend.containers.list({f"{PREFIX}service": ""})
         images = await self._backend.images.list({SNAPSHOT_LABEL: ""})
         return [

@@ -154,7 +154,10 @@ class LocalHost:
         )
 
     def take(self, spec: Spec) -> Sandbox | None:
-        """Take a ready sandbox of this kind; None if there is none."""
+        """Take a ready sandbox of this kind; None if there is none.
+
+        Each request is recorded, also one that finds none: the number of ready sandboxes follows the requests.
+        """
         # Sandboxes that begin with a snapshot are not kept ready: the snapshot of a fork is not requested again.
         if from_snapshot(spec):
             return None
@@ -245,7 +248,11 @@ class LocalHost:
     async def run(
         self, changed: Callable[[], None], *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
     ) -> None:
-        """Keep sandboxes ready, check the engine and its containers. Closes the ready sandboxes at the end."""
+        """Keep sandboxes ready, and check the engine and its containers, until cancelled. Closes the ready sandboxes at
+        the end.
+
+        The pool calls this once, after `recover`. `changed` is called when the report of this host has changed.
+        """
         self._changed = changed
         try:
             async with anyio.create_task_group() as tasks:
@@ -297,13 +304,17 @@ class LocalHost:
         return sandbox
 
     def _watch(self, sandbox_id: str, sandbox: Sandbox) -> None:
+        """Start a task that waits for the end of a sandbox.
+
+        Before `run` there is no task group, so it is noted for later.
+        """
         if self._tasks is None:
             self._unwatched.append((sandbox_id, sandbox))
         else:
             self._tasks.start_soon(self._until_ended, sandbox_id, sandbox)
 
     async def _until_ended(self, sandbox_id: str, sandbox: Sandbox) -> None:
-        """Remove a sandbox from the records once it has ended."""
+        """Remove a sandbox from the records once it has ended, which frees its share of the capacity."""
         await sandbox.wait_ended()
         self._known.pop(sandbox_id, None)
         self._ready = [each for each in self._ready if each.sandbox is not sandbox]
@@ -322,9 +333,11 @@ class LocalHost:
         self._known.pop(ready.sandbox.sandbox_id, None)
 
     def _committed(self) -> Demand:
+        """Return the resources of all sandboxes of this host that live, start, or are ready."""
         return sum(self._known.values(), NOTHING)
 
     def _promised(self, whole: Demand) -> Demand:
+        """Return the capacity that may be promised, from the resources of the whole machine."""
         settings = self._settings
         return Demand(int(whole.millicpus * settings.cpu_factor), int(whole.memory_mib * settings.memory_factor))
 

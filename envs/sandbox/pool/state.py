@@ -2,6 +2,9 @@
 
 `envs.sandbox.pool.pool.SandboxPool` and the tasks that serve leases change it. The live page and the service read
 everything that they show here. `version` increases with every change.
+
+A *kind* of sandbox is its image with everything else that a start depends on. A host or a kind whose starts keep
+failing is in *quarantine*: for a while no sandbox is started on that host, or requests of that kind are refused.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ class Quarantine:
         self._records: dict[str, _Record] = {}
 
     def failed(self, key: str, why: str, now: float) -> bool:
-        """Record a failure. Returns True if it puts the key in quarantine."""
+        """Record a failure of `key`. Returns True if this failure puts the key in quarantine."""
         record = self._records.setdefault(key, _Record())
         record.failures += 1
         record.why = why
@@ -143,7 +146,7 @@ class PoolFailures:
 
         If this kind of sandbox has never started, the failure counts against the kind: its spec may be impossible, and
         other kinds must not suffer from that. If it has started before, the failure counts against the host. A start
-        that failed for lack of room counts against neither.
+        that failed for lack of room counts against neither. The caller, `LeaseServer`, tries the start again elsewhere.
         """
         self.failed(error, lease.host)
         if isinstance(error, SandboxBusyError):
@@ -155,7 +158,7 @@ class PoolFailures:
         return self._bad_hosts.failed(lease.host, str(error), now)
 
     def failed(self, error: SandboxError, where: str) -> None:
-        """Record a failure of the infrastructure, and log it."""
+        """Record a failure of the infrastructure, which the status of the service shows, and log it."""
         cause = type(error).__name__
         self.counts[cause] += 1
         self.recent.append(PoolFailure(self._wall(), cause, where, str(error)))
@@ -163,7 +166,7 @@ class PoolFailures:
         self._changed()
 
     def refuse_bad_kind(self, spec: Spec) -> None:
-        """Raise at once for a kind whose start would only fail.
+        """Raise at once for a kind whose start would only fail, so that no holder waits in the queue for it.
 
         Raises:
             SandboxStartError: this kind is in quarantine.
@@ -320,7 +323,10 @@ class LeaseBook:
             self._by_key[lease.token, lease.order.key] = lease
 
     def end(self, lease: SandboxLease) -> None:
-        """Move a lease to the ended ones. The oldest of more than `ENDED_KEPT` is dropped."""
+        """Move a lease to the ended ones. The oldest of more than `ENDED_KEPT` is dropped.
+
+        Clients may still ask for an ended lease, to learn why it ended.
+        """
         del self._leases[lease.id]
         self._ended[lease.id] = lease
         while len(self._ended) > ENDED_KEPT:
@@ -329,7 +335,11 @@ class LeaseBook:
 
 
 class PoolState:
-    """State of a pool: `leases`, `failures`, the queue and grants (`admission`), and the hosts."""
+    """State of a pool: `leases`, `failures`, the queue and grants (`admission`), and the hosts.
+
+    A grant is the decision that a lease gets a place on a host. `decide` is called after each change that could allow
+    one: a new request, a lease that has ended, a new report of a host.
+    """
 
     def __init__(self, hosts: Sequence[Host], settings: PoolSettings, wall: Callable[[], float]) -> None:
         self._hosts = {host.name: host for host in hosts}
@@ -337,6 +347,7 @@ class PoolState:
         self.leases = LeaseBook()
         self.failures = PoolFailures(settings.quarantine_threshold, settings.quarantine_s, wall, self.changed)
         self.version = 0
+        """Number of changes so far. Clients wait for a version that is newer than the one they know."""
         self._newer = anyio.Event()
 
     # ---- reading
@@ -387,7 +398,7 @@ class PoolState:
         self.leases.add(lease)
 
     def restore(self, lease: SandboxLease, host: str) -> None:
-        """Record the place that a lease had on this host before a restart."""
+        """Record the place that a lease had on this host before a restart. Only recovery calls this."""
         lease.host = host
         # No decision yet: all recovered leases must have their places before waiting requests get the rest.
         self._measure(host)

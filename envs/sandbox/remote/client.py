@@ -205,7 +205,10 @@ class SandboxClient:
         return info
 
     def attach(self, info: Info) -> RemoteSandbox:
-        """Return a sandbox of the service, and renew its lease for as long as this client is open."""
+        """Return a sandbox of the service, and renew its lease for as long as this client is open.
+
+        `acquire` uses it for a new sandbox, a front for a recovered one, and `RemoteSandbox.fork` for the forks.
+        """
         sandbox = RemoteSandbox(self, info)
         self._tasks.start_soon(sandbox.keep, name=f"lease {info.id}")
         return sandbox
@@ -442,7 +445,12 @@ class RemoteSandbox(Sandbox):
     # ---- calls that must run only once
 
     async def once(self, path: str, answer: type[_T], body: msgspec.Struct, seconds: float) -> _T:
-        """Send a call that is run only once even if it is sent repeatedly. It ends if its caller is cancelled."""
+        """Send a call that must run only once, with an idempotency key, so that it can be sent again when the
+        connection breaks.
+
+        If its caller is cancelled or the service does not answer in time, the call is cancelled at the service too: the
+        command must not run on when nobody waits for it.
+        """
         key = uuid4().hex
         try:
             return await self.http.ask("POST", f"{self.path}/{path}", answer, body=body, seconds=seconds, key=key)
@@ -459,9 +467,10 @@ class RemoteSandbox(Sandbox):
             raise
 
     async def _look(self) -> None:
-        """Ask for the sandbox's state after a loss, so that it is known before `keep` notices it.
+        """Ask for the sandbox's state after a loss that a call has reported.
 
-        Does nothing if the service does not answer.
+        Otherwise a caller that looks at `state` after the error would still find `ready`, until `keep` notices the
+        loss. Does nothing if the service does not answer.
         """
         with suppress(SandboxError):
             info = await self.http.ask("GET", f"{self.path}/end", Info, query={"wait": NOTICE_S}, seconds=LOOK_S)
@@ -469,6 +478,7 @@ class RemoteSandbox(Sandbox):
                 self._end(info.sandbox_state)
 
     async def _cancel(self, key: str) -> None:
+        """Cancel the call with this idempotency key at the service. Errors are ignored."""
         # The call may have ended with its sandbox or the service. Its own timeout ends the command.
         with suppress(SandboxError):
             await self.http.ask("DELETE", f"{self.path}/calls/{key}", type(None), seconds=CANCEL_S)
@@ -523,6 +533,11 @@ class RemoteJob:
         return await self._http.ask("GET", self._path, JobStatus)
 
     async def wait(self, timeout: float) -> Result:
+        """Wait for the result, with requests of at most `JOB_POLL_S` seconds each.
+
+        Raises:
+            SandboxTimeoutError: the job still runs after `timeout` seconds. It goes on.
+        """
         deadline = anyio.current_time() + timeout
         while True:
             wait = min(JOB_POLL_S, max(0.0, deadline - anyio.current_time()))

@@ -46,7 +46,10 @@ SESSIONS_OPEN = 64
 
 
 class _Answer:
-    """Answer to a call with an idempotency key, which may still be in progress."""
+    """Answer to a call with an idempotency key, which may still be in progress.
+
+    `done` is set when there is a result or an error. `scope` cancels the call.
+    """
 
     def __init__(self, digest: bytes) -> None:
         self.digest = digest
@@ -302,7 +305,8 @@ class Service:
             raise SandboxRefusedError(f"token {token} has no snapshot {image!r}; GET /v1/snapshots lists those it has")
 
     def lease(self, id: str, token: str) -> SandboxLease:
-        """Return the lease with this id, and renew it.
+        """Return the lease with this id, and renew it: each request about a sandbox shows that its holder is still
+        there.
 
         Raises:
             ProblemError: there is no such lease, or the token may not use it. The answer does not reveal which.
@@ -371,7 +375,7 @@ class Service:
     # ---- open sessions, jobs and calls
 
     def work(self, lease: SandboxLease) -> LeaseWork:
-        """Return the sessions, jobs and calls of a lease."""
+        """Return the sessions, jobs and calls of a lease. They are forgotten when the lease has ended."""
         if lease.id not in self._works:
             self._works[lease.id] = LeaseWork(self.pool, lease, self._tasks)
             self._tasks.start_soon(self._clear, lease)

@@ -77,7 +77,10 @@ class Guard:
         self._boot = boot
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Answer a request without a valid token with 401; pass any other one on.
+
+        A request of a token that has too many connections open gets 503, so that other tokens find connections.
+        """
         name = self._caller(Headers(scope=scope))
         send = with_headers(send, {**HEADERS, "flash-boot": self._boot} if name is not None else HEADERS)
         if name is None:
@@ -88,7 +91,8 @@ class Guard:
             state["token"] = name
             try:
                 if name != ADMIN:
-                    # A front uses the one token `admin` for all its sandboxes, with a connection for each of them.
+                    # A front, a service that places sandboxes on this one, uses the token `admin` for all of them, with
+                    # a connection for each.
                     state["connection"].hold(name)
             except HTTPException as error:
                 problem = ProblemError(error.status_code, error.detail, "SandboxBusyError").problem
