@@ -143,10 +143,16 @@ class PlaceRequest(msgspec.Struct, frozen=True):
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """A decision: the request gets a place on the host."""
+    """A decision: the request has a place on the host, until it is put back or removed."""
 
-    id: str
+    request: PlaceRequest
+    arrival: int
     host: str
+
+    @property
+    def id(self) -> str:
+        """Id of the request."""
+        return self.request.id
 
 
 class _Waiting(msgspec.Struct):
@@ -166,14 +172,6 @@ class _Waiting(msgspec.Struct):
         return not self.late, 0 if self.late else -self.request.priority, self.arrival
 
 
-class _Granted(msgspec.Struct):
-    """A request that has a place on a host."""
-
-    request: PlaceRequest
-    arrival: int
-    host: str
-
-
 _Shape = tuple[Demand, str | None, str]
 """Key of requests that placement treats alike: demand, the only host allowed, and kind."""
 _Fit = tuple[Demand, str | None]
@@ -190,7 +188,7 @@ class SandboxAdmission:
         self._hosts: dict[str, HostView] = {}
         self._waiting: dict[str, _Waiting] = {}
         self._by_owner: dict[str, dict[_Shape, list[_Waiting]]] = {}
-        self._granted: dict[str, _Granted] = {}
+        self._granted: dict[str, Grant] = {}
         self._usage: dict[str, Demand] = {}
         self._paid: dict[str, Demand] = {}
         """Resources granted, by payer."""
@@ -419,7 +417,7 @@ class SandboxAdmission:
         request = waiting.request
         if request.id in self._waiting:
             self._leave(waiting)
-        self._granted[request.id] = _Granted(request, waiting.arrival, host.name)
+        grant = self._granted[request.id] = Grant(request, waiting.arrival, host.name)
         host.granted += request.demand
         if host.warm.get(request.warm_key, 0) > 0:
             host.warm[request.warm_key] -= 1
@@ -431,7 +429,7 @@ class SandboxAdmission:
             self._grants += 1
             self._last_grant[request.owner] = self._grants
             self._overtake(request.owner)
-        return Grant(request.id, host.name)
+        return grant
 
     def _overtake(self, owner: str) -> None:
         """Count one grant to `owner` against the requests that it overtook, and mark late and overdue requests."""
@@ -450,7 +448,7 @@ class SandboxAdmission:
                 waiting.late = True
                 insort(queue, waiting, key=_Waiting.order)
 
-    def _end(self, id: str) -> _Granted:
+    def _end(self, id: str) -> Grant:
         """Free the place of a granted request, and return its record."""
         granted = self._granted.pop(id)
         owner, demand = granted.request.owner, granted.request.demand
