@@ -22,6 +22,10 @@ MAX_INPUT = 16 << 20
 SILENCE_S = 2.0
 """Seconds without any input after which `run` prints what it waits for."""
 
+DEFAULT_URL = "http://127.0.0.1:8700"
+FAILED = 125
+"""Exit code of `run` if there is no result of the command, as with other container tools."""
+
 
 async def standard_input() -> bytes:
     """Read the standard input to its end. Returns nothing if it is a terminal.
@@ -55,10 +59,6 @@ if TYPE_CHECKING:
     from envs.sandbox.pool.host import Host
     from envs.sandbox.remote.client import SandboxClient
     from flash.http.server import HttpAddress
-
-DEFAULT_URL = "http://127.0.0.1:8700"
-FAILED = 125
-"""Exit code of `run` if there is no result of the command, as with other container tools."""
 
 
 class _Parser(argparse.ArgumentParser):

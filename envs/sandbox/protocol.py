@@ -54,6 +54,39 @@ Version = Annotated[int, Meta(ge=-1, le=(1 << 63) - 1)]
 OutputLimit = Annotated[int, Meta(ge=1, le=1 << 20)]
 """Most bytes of a job's output that one call returns."""
 
+MEDIA_TYPE = "application/problem+json"
+STATUS: dict[str, int] = {
+    "SandboxRefusedError": 422,
+    "SandboxBusyError": 503,
+    "SandboxStartError": 502,
+    "SandboxLostError": 410,
+    "SandboxClosedError": 410,
+    "SandboxTimeoutError": 504,
+    "SandboxLimitError": 413,
+    "SandboxFileError": 404,
+    "SandboxError": 500,
+    "ConfigError": 400,
+}
+"""HTTP status of each class of error."""
+TITLES = {
+    400: "Bad request",
+    401: "Not authorised",
+    403: "Forbidden",
+    404: "Not found",
+    405: "Method not allowed",
+    408: "Too slow",
+    409: "Conflict",
+    410: "Gone",
+    413: "Too large",
+    415: "Unsupported media type",
+    422: "Refused",
+    500: "Internal error",
+    502: "The sandbox could not be started",
+    503: "No room now",
+    504: "Not in time",
+}
+"""Title of a problem, by HTTP status."""
+
 
 class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body that a client sends."""
@@ -254,42 +287,6 @@ class SandboxList(msgspec.Struct, frozen=True):
     """Several sandboxes, oldest first."""
 
     sandboxes: list[Info]
-
-
-MEDIA_TYPE = "application/problem+json"
-
-STATUS: dict[str, int] = {
-    "SandboxRefusedError": 422,
-    "SandboxBusyError": 503,
-    "SandboxStartError": 502,
-    "SandboxLostError": 410,
-    "SandboxClosedError": 410,
-    "SandboxTimeoutError": 504,
-    "SandboxLimitError": 413,
-    "SandboxFileError": 404,
-    "SandboxError": 500,
-    "ConfigError": 400,
-}
-"""HTTP status of each class of error."""
-
-TITLES = {
-    400: "Bad request",
-    401: "Not authorised",
-    403: "Forbidden",
-    404: "Not found",
-    405: "Method not allowed",
-    408: "Too slow",
-    409: "Conflict",
-    410: "Gone",
-    413: "Too large",
-    415: "Unsupported media type",
-    422: "Refused",
-    500: "Internal error",
-    502: "The sandbox could not be started",
-    503: "No room now",
-    504: "Not in time",
-}
-"""Title of a problem, by HTTP status."""
 
 
 class ProblemError(Exception):

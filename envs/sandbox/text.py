@@ -21,6 +21,9 @@ PATH_LENGTH = 4095
 
 _ESCAPED = re.compile(r"\0([89a-f][0-9a-f])?")
 
+COMMAND_LENGTH = 100_000
+"""Most bytes of a command. Sandboxes accept slightly more, which leaves room for a prefix."""
+
 
 def as_bytes(text: str) -> bytes:
     """Return the bytes that a sandbox gets for a text: UTF-8, with surrogates of `os.fsdecode` as their bytes.
@@ -77,10 +80,6 @@ def _zero(text: str) -> SandboxRefusedError:
 def encodable(text: str) -> str:
     """Return a text for people, with escapes for characters that cannot be encoded."""
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-COMMAND_LENGTH = 100_000
-"""Most bytes of a command. Sandboxes accept slightly more, which leaves room for a prefix."""
 
 
 def unusable_command(command: str) -> str:

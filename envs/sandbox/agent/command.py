@@ -27,6 +27,15 @@ from envs.sandbox.agent.wire import CHUNK, CREDIT, PIECE, PIECE_COST, RESULT, Ca
 LOOKS = 300
 """Most rounds of killing before the command is refused."""
 
+GRACE = 0.5
+"""Seconds between SIGTERM and SIGKILL."""
+LOOK = 0.2
+"""Seconds between two measurements of a command for which waits for a CPU do not count."""
+CHECK = 0.05
+"""Seconds between two checks, during the grace, for processes that are left."""
+NO_SPACE = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+"""Errors that mean that no process can be started for lack of a resource."""
+
 
 class System:
     """The functions on this machine's processes; tests replace them."""
@@ -75,16 +84,6 @@ def descendants(roots: "set[int]", system: object = System) -> list:
                 inside.add(stat.pid)
                 grown = True
     return [stat for stat in every if stat.pid in inside and stat.pid not in roots]
-
-
-GRACE = 0.5
-"""Seconds between SIGTERM and SIGKILL."""
-LOOK = 0.2
-"""Seconds between two measurements of a command for which waits for a CPU do not count."""
-CHECK = 0.05
-"""Seconds between two checks, during the grace, for processes that are left."""
-NO_SPACE = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-"""Errors that mean that no process can be started for lack of a resource."""
 
 
 class Command:

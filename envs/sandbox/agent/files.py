@@ -21,6 +21,19 @@ MOST_LINKS = 40
 PLACE = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 """Flags to open a folder as a place in a path, without following a link."""
 
+READ_LIMIT = 1 << 20
+"""Most bytes of one read."""
+LIST_LIMIT = 100000
+"""Most entries of one listing."""
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+"""Flags to open a folder whose content is removed. A link that has replaced the folder must not be followed."""
+SNAPSHOT_FILE = "/.flash-snapshot.tar"
+"""Path at which an image keeps the working directory of the sandbox that it was made from."""
+SENT = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+"""Flags to open a file for sending. A pipe that has replaced the file must not block."""
+MADE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+"""Flags to create a file for an entry. A file or link of this name must not exist."""
+
 
 def on_proc(fd: int) -> bool:
     """Return True if an open file is in /proc."""
@@ -134,14 +147,6 @@ class FolderChain:
             os.close(here)
             raise
         return here
-
-
-READ_LIMIT = 1 << 20
-"""Most bytes of one read."""
-LIST_LIMIT = 100000
-"""Most entries of one listing."""
-FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-"""Flags to open a folder whose content is removed. A link that has replaced the folder must not be followed."""
 
 
 def refuse(path: str, error: OSError) -> CallRefusal:
@@ -376,14 +381,6 @@ def remove_files(here: int) -> "list[str]":
         else:
             os.unlink(name, dir_fd=here)
     return folders
-
-
-SNAPSHOT_FILE = "/.flash-snapshot.tar"
-"""Path at which an image keeps the working directory of the sandbox that it was made from."""
-SENT = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-"""Flags to open a file for sending. A pipe that has replaced the file must not block."""
-MADE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-"""Flags to create a file for an entry. A file or link of this name must not exist."""
 
 
 class BytesLeft:

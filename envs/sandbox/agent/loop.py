@@ -19,6 +19,9 @@ from envs.sandbox.agent.wire import Frames, frame
 READ_BYTES = 1 << 16
 """Bytes read at once from a descriptor: the capacity of a pipe."""
 
+MAX_STRANGERS = 16
+"""Most connections from inside that have not yet sent the secret. Commands can open any number of them."""
+
 
 class Loop:
     """Calls functions when descriptors are ready and when timers expire."""
@@ -178,10 +181,6 @@ def release(fd: int) -> None:
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     os.dup2(null, fd, False)
     os.close(null)
-
-
-MAX_STRANGERS = 16
-"""Most connections from inside that have not yet sent the secret. Commands can open any number of them."""
 
 
 class Listener:

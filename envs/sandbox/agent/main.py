@@ -31,6 +31,9 @@ from envs.sandbox.agent.wire import CHUNK, CREDIT, FAILURE, PIECE, RESULT, CallR
 
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 
+MAX_JOBS = 1000
+"""Background jobs that are remembered. The oldest ended jobs are forgotten first."""
+
 
 class BoxAgent:
     """The agent's state: its host, and the commands, jobs, sessions and calls in progress."""
@@ -223,10 +226,6 @@ def protect() -> bool:
 def main(options: dict) -> None:
     """Run the agent. The loader calls this function."""
     BoxAgent(options).run()
-
-
-MAX_JOBS = 1000
-"""Background jobs that are remembered. The oldest ended jobs are forgotten first."""
 
 
 def hello(agent: object, call: int, argument: dict) -> None:

@@ -16,6 +16,9 @@ CLOCK_TICK = os.sysconf("SC_CLK_TCK")
 ENDED = (b"Z", b"X")
 """States of threads that have ended."""
 
+MIDDLE = 1 << 42
+"""Value from which a number is added and subtracted."""
+
 
 class Stat:
     """Fields of /proc/PID/stat, read once. Raises OSError, ValueError or IndexError if the process is gone."""
@@ -109,10 +112,6 @@ class CommandNumbers:
         """Return the next number."""
         self.last += 1
         return self.last
-
-
-MIDDLE = 1 << 42
-"""Value from which a number is added and subtracted."""
 
 
 def carry(number: int) -> None:

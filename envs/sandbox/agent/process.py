@@ -29,6 +29,16 @@ NEEDED_VERSION = 2
 WORST = b"1000"
 """OOM score adjustment above every score from memory use."""
 
+BOOT_CLOCK = 7
+"""CLOCK_BOOTTIME."""
+MEMFD_CLOEXEC, MEMFD_EXEC = 1, 16
+LAST_FD = 1 << 16
+"""Number above all descriptors that the agent may have, if no smaller limit applies."""
+BEGIN_MS = 250
+"""Milliseconds for a program to begin. The agent does nothing else meanwhile."""
+DEFAULT_SIGNALS = (_signal.SIGPIPE, _signal.SIGXFSZ, _signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP)
+"""Signals that Python or the agent ignores; programs expect the default."""
+
 
 class Launcher:
     """Calls functions that start a process, one at a time: in its thread, or in the caller's without Landlock."""
@@ -114,17 +124,6 @@ def forbid_writing_to_proc() -> bool:
     except Exception:
         # Small images have no ctypes, and the library could be anything.
         return False
-
-
-BOOT_CLOCK = 7
-"""CLOCK_BOOTTIME."""
-MEMFD_CLOEXEC, MEMFD_EXEC = 1, 16
-LAST_FD = 1 << 16
-"""Number above all descriptors that the agent may have, if no smaller limit applies."""
-BEGIN_MS = 250
-"""Milliseconds for a program to begin. The agent does nothing else meanwhile."""
-DEFAULT_SIGNALS = (_signal.SIGPIPE, _signal.SIGXFSZ, _signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP)
-"""Signals that Python or the agent ignores; programs expect the default."""
 
 
 def spawn(

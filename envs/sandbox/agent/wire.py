@@ -21,6 +21,18 @@ PIECE_COST = 64
 
 HEADER = struct.Struct(">II")
 
+SIZES = {
+    0xC4: ("B", "bin"), 0xC5: ("H", "bin"), 0xC6: ("I", "bin"),
+    0xD9: ("B", "str"), 0xDA: ("H", "str"), 0xDB: ("I", "str"),
+    0xDC: ("H", "list"), 0xDD: ("I", "list"), 0xDE: ("H", "dict"), 0xDF: ("I", "dict"),
+    0xCC: ("B", "number"), 0xCD: ("H", "number"), 0xCE: ("I", "number"), 0xCF: ("Q", "number"),
+    0xD0: ("b", "number"), 0xD1: ("h", "number"), 0xD2: ("i", "number"), 0xD3: ("q", "number"),
+    0xCA: ("f", "number"), 0xCB: ("d", "number"),
+}  # fmt: skip
+"""Struct format of the number that follows the first byte of a msgpack value, and the meaning of that number."""
+SIMPLE = {0xC0: None, 0xC2: False, 0xC3: True}
+"""First bytes of values without content."""
+
 
 class WireError(Exception):
     """Error: the bytes are not valid frames."""
@@ -65,19 +77,6 @@ def frame(body: object) -> bytearray:
     length = len(out) - HEADER.size
     HEADER.pack_into(out, 0, length, binascii.crc32(memoryview(out)[HEADER.size :]))
     return out
-
-
-SIZES = {
-    0xC4: ("B", "bin"), 0xC5: ("H", "bin"), 0xC6: ("I", "bin"),
-    0xD9: ("B", "str"), 0xDA: ("H", "str"), 0xDB: ("I", "str"),
-    0xDC: ("H", "list"), 0xDD: ("I", "list"), 0xDE: ("H", "dict"), 0xDF: ("I", "dict"),
-    0xCC: ("B", "number"), 0xCD: ("H", "number"), 0xCE: ("I", "number"), 0xCF: ("Q", "number"),
-    0xD0: ("b", "number"), 0xD1: ("h", "number"), 0xD2: ("i", "number"), 0xD3: ("q", "number"),
-    0xCA: ("f", "number"), 0xCB: ("d", "number"),
-}  # fmt: skip
-"""Struct format of the number that follows the first byte of a msgpack value, and the meaning of that number."""
-SIMPLE = {0xC0: None, 0xC2: False, 0xC3: True}
-"""First bytes of values without content."""
 
 
 def unpack(data: bytes, at: int = 0) -> "tuple[object, int]":

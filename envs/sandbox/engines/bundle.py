@@ -39,6 +39,8 @@ exit 1
 """
 LOADER = """\
 import os, sys, marshal, _frozen_importlib_external as f
+
+
 def get(n):
     b = b''
     while len(b) < n:
@@ -53,6 +55,10 @@ s = {'__name__': 'flash_agent'}
 exec(marshal.loads(c) if h[:1] == b'm' else compile(c, 'flash_agent', 'exec'), s)
 s['main'](s['unpack'](o)[0])
 """
+
+
+_NOISE_LIMIT = 1 << 14
+"""Bytes before the answer to the greeting that are accepted as messages of the image's shell or Python."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,10 +107,6 @@ def load(magic: str, options: Options, prelude: str = "") -> bytes:
     else:
         code, kind = (prelude + "\n" + source()).encode(), b"s"
     return HEADER.pack(kind, len(code), len(encoded)) + code + encoded
-
-
-_NOISE_LIMIT = 1 << 14
-"""Bytes before the answer to the greeting that are accepted as messages of the image's shell or Python."""
 
 
 class Hello(msgspec.Struct, frozen=True):

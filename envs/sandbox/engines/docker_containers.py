@@ -32,12 +32,29 @@ from envs.sandbox.engines.machine import LayerUse, kill_leftovers, layer_use, re
 from envs.sandbox.engines.seccomp import filter_text, podman_filter
 from flash.errors import ConfigError, SandboxLostError, SandboxStartError
 
+_log = logging.getLogger(__name__)
+
 USERS = range(0x70000000, 0x7FFFFFFF)
 """Range of ids that no user has by default: neither people and services of a distribution nor systemd's containers
 (https://systemd.io/UIDS-GIDS)."""
 _LAST = (1 << 32) - 2
 USER_LABEL = "flash.user"
 """Label with the user id of a container that has one of its own."""
+
+WALKS = 2
+"""Most layers measured at the same time, each in a thread."""
+CREATES = 8
+"""Most containers created at the same time. More would only wait for the engine's own locks."""
+NEVER_RAN = ("created", "configured", "initialized", "unknown")
+"""States of a container whose start may have been interrupted."""
+HTTP_CONFLICT = 409
+"""HTTP status of a signal to a container that does not run."""
+PEER_S = 5.0
+"""Seconds to connect to the engine's socket, for the question who listens there."""
+_PEER = struct.Struct("iii")
+"""Layout of the kernel's answer to that question: ids of process, user and group."""
+HARMLESS_SIGNAL = "SIGWINCH"
+"""Signal that no process notices unless it has a handler for it."""
 
 
 def parse_users(text: str) -> range:
@@ -89,24 +106,6 @@ class Users:
     def release(self, container_id: str) -> None:
         """Release the user id of a container that is gone."""
         self._used.pop(container_id, None)
-
-
-_log = logging.getLogger(__name__)
-
-WALKS = 2
-"""Most layers measured at the same time, each in a thread."""
-CREATES = 8
-"""Most containers created at the same time. More would only wait for the engine's own locks."""
-NEVER_RAN = ("created", "configured", "initialized", "unknown")
-"""States of a container whose start may have been interrupted."""
-HTTP_CONFLICT = 409
-"""HTTP status of a signal to a container that does not run."""
-PEER_S = 5.0
-"""Seconds to connect to the engine's socket, for the question who listens there."""
-_PEER = struct.Struct("iii")
-"""Layout of the kernel's answer to that question: ids of process, user and group."""
-HARMLESS_SIGNAL = "SIGWINCH"
-"""Signal that no process notices unless it has a handler for it."""
 
 
 class DockerContainers:

@@ -33,9 +33,20 @@ IDLE = (3, 4)
 COUNTED = 8
 """Number of leading columns of /proc/stat that add up to all time. The time of guests is already part of them."""
 
-
 ENOUGH = 50
 """Fewest ticks, mostly of 10 ms, over all processors that give a meaningful share."""
+
+DEPTH = 256
+"""Deepest folder that is measured; a deeper tree counts as over the limit. Each open folder takes a descriptor."""
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+LOOKS = 20
+PAUSE_S = 0.05
+"""Seconds between two checks, of which there are at most `LOOKS`. A runtime that still works may start another process
+after a check, so the check is repeated until no process is left."""
+GROUPS = ("libpod_parent/libpod-{}", "libpod_parent/libpod-conmon-{}", "docker/{}")
+"""Names of a container's control groups under engines without systemd. systemd removes its own groups."""
+HELPERS = ("conmon", "runc", "crun", "runsc")
+"""Programs that belong to the container which their command line names."""
 
 
 class MachineMeter:
@@ -83,11 +94,6 @@ class MachineLoad(msgspec.Struct, frozen=True):
     memory_used_mib: int
     """Memory in use, in MiB. Memory that the kernel can free at once, like the file cache, does not count."""
     memory_mib: int
-
-
-DEPTH = 256
-"""Deepest folder that is measured; a deeper tree counts as over the limit. Each open folder takes a descriptor."""
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class LayerUse(msgspec.Struct):
@@ -179,16 +185,6 @@ def _processes(pid: int) -> list[int]:
                 if path != "/":
                     return [int(word) for word in Path(f"{root}{path}/cgroup.procs").read_text().split()]
     return []
-
-
-LOOKS = 20
-PAUSE_S = 0.05
-"""Seconds between two checks, of which there are at most `LOOKS`. A runtime that still works may start another process
-after a check, so the check is repeated until no process is left."""
-GROUPS = ("libpod_parent/libpod-{}", "libpod_parent/libpod-conmon-{}", "docker/{}")
-"""Names of a container's control groups under engines without systemd. systemd removes its own groups."""
-HELPERS = ("conmon", "runc", "crun", "runsc")
-"""Programs that belong to the container which their command line names."""
 
 
 def kill_leftovers(ids: Collection[str]) -> int:

@@ -64,6 +64,11 @@ LATE_LOOKS = 6
 """Number of removals of a container whose creation was not answered in time. An engine that was suspended and continues
 may create the container during the first removal, or after it."""
 
+LIFE_MARGIN = 5.0
+"""Seconds that an agent lives longer than its host lets it, so that the host ends the sandbox first, with a reason."""
+FORGET_SECONDS = 5.0
+"""Seconds to remove the image of a snapshot that failed or was cancelled."""
+
 
 class SandboxContainer:
     """The container of one sandbox.
@@ -176,12 +181,6 @@ class SandboxContainer:
                 _log.warning("removing container %s: %s", self.name, error)
             await anyio.sleep(pause)
             pause = min(2 * pause, LAST_PAUSE)
-
-
-LIFE_MARGIN = 5.0
-"""Seconds that an agent lives longer than its host lets it, so that the host ends the sandbox first, with a reason."""
-FORGET_SECONDS = 5.0
-"""Seconds to remove the image of a snapshot that failed or was cancelled."""
 
 
 class SandboxSettings(msgspec.Struct, frozen=True, kw_only=True):

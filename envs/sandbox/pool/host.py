@@ -18,6 +18,9 @@ from envs.sandbox.engines.machine import MachineLoad
 from envs.sandbox.pool.admission import Demand
 from envs.sandbox.sandbox import Sandbox
 
+Settled = Callable[[str, Sandbox | None], None]
+"""Callback for a sandbox of an earlier run: its id, and the sandbox, or None if it is lost."""
+
 
 class Ticket(msgspec.Struct, frozen=True):
     """Order to a host to start a sandbox, or to recover one."""
@@ -45,10 +48,6 @@ class HostReport(msgspec.Struct, frozen=True):
     orphans_removed: int = 0
     load: MachineLoad | None = None
     """Load of the host's machine; None if it is not measured."""
-
-
-Settled = Callable[[str, Sandbox | None], None]
-"""Callback for a sandbox of an earlier run: its id, and the sandbox, or None if it is lost."""
 
 
 def ignore(*_: object) -> None:

@@ -39,6 +39,8 @@ from envs.sandbox.pool.state import Quarantine
 from envs.sandbox.sandbox import Sandbox
 from flash.errors import SandboxError, SandboxStartError
 
+_log = logging.getLogger(__name__)
+
 
 class WarmPolicy:
     """Requests and targets by kind; `hits` and `misses` count requests that found a ready sandbox or none."""
@@ -76,9 +78,6 @@ class WarmPolicy:
         """Return the seconds until a target falls because time passes; None: no target will."""
         oldest = min((times[0] for times in self._requests.values() if times), default=None)
         return None if oldest is None else max(0.0, oldest + self._window - now)
-
-
-_log = logging.getLogger(__name__)
 
 
 class _Ready(msgspec.Struct):

@@ -30,15 +30,19 @@ from envs.sandbox.engines.backend import INSTANCE, INSTANCE_LABEL
 from envs.sandbox.pool.host import Container, HostSettings, Maker, Ticket
 from flash.errors import ConfigError, SandboxError
 
+_log = logging.getLogger(__name__)
+
 PREFIX = "flash.sandbox."
 """Prefix of the names of all our labels."""
 
 MARGIN_S = 60.0
 """Seconds past its deadline after which a container of an unknown owner is removed: clocks of two machines differ."""
 
-
 _FLOCK = "@hhqqi0q"
 """Layout of `struct flock`: type, whence, start, length, process."""
+
+FORGET_PAUSE_S = 1.0
+"""Seconds between two attempts to remove a snapshot, while the engine may be restarting."""
 
 
 class Labels(msgspec.Struct, frozen=True):
@@ -182,12 +186,6 @@ class OwnerLock:
         assert self._descriptor is not None
         os.close(self._descriptor)
         self._descriptor = None
-
-
-_log = logging.getLogger(__name__)
-
-FORGET_PAUSE_S = 1.0
-"""Seconds between two attempts to remove a snapshot, while the engine may be restarting."""
 
 
 class Identity(msgspec.Struct, frozen=True):

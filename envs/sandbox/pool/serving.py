@@ -193,9 +193,6 @@ class LeaseServer:
             await self.journal.leases.put(lease.id, entry_of(lease, self.wall()))
 
 
-_log = logging.getLogger(__name__)
-
-
 class Recovery:
     """Recovery of the leases of `server` and of the snapshots of its pool. The hosts run from `begin` on."""
 

@@ -34,6 +34,13 @@ FAILURES_KEPT = 50
 MAX_FACTOR = 16
 """Longest quarantine, as a multiple of the first one: 30 s become 8 min. A repaired host returns without a restart."""
 
+_ANY_SPELLING = re.compile(rf"(.*/)?{re.escape(SNAPSHOT_NAME.rpartition('/')[2])}([:@].*)?", re.IGNORECASE | re.DOTALL)
+"""Pattern of every name that finds a snapshot. Engines complete a name without a registry, so there are several."""
+REASONS = 3
+"""Most hosts whose reasons for taking no sandboxes are listed in the error message of a waiting request."""
+ENDED_KEPT = 200
+"""Ended leases that are kept, so that the reason of their end can still be read."""
+
 
 class _Record(msgspec.Struct):
     """Failures of one key."""
@@ -188,10 +195,6 @@ def _image_of(kind: str) -> str:
     return kind.rpartition(" ")[0]
 
 
-_ANY_SPELLING = re.compile(rf"(.*/)?{re.escape(SNAPSHOT_NAME.rpartition('/')[2])}([:@].*)?", re.IGNORECASE | re.DOTALL)
-"""Pattern of every name that finds a snapshot. Engines complete a name without a registry, so there are several."""
-
-
 def names_snapshot(image: str) -> bool:
     """Return True if an image's name could be the name of a snapshot of any service."""
     return _ANY_SPELLING.fullmatch(image) is not None
@@ -247,12 +250,6 @@ class SnapshotBook:
     def _change(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
-
-
-REASONS = 3
-"""Most hosts whose reasons for taking no sandboxes are listed in the error message of a waiting request."""
-ENDED_KEPT = 200
-"""Ended leases that are kept, so that the reason of their end can still be read."""
 
 
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -45,6 +45,12 @@ Handler = Callable[..., Awaitable[Any]]
 parameters of the query. Their annotations are the types that the request is checked against."""
 _Handler = TypeVar("_Handler", bound=Handler)
 
+_LEFT = object()
+"""Stands for the result of a handler that was cancelled because its client disconnected."""
+_CAUSES = {413: "SandboxLimitError", 503: "SandboxBusyError"}
+"""Class in `flash.errors` for the errors that the HTTP server itself raises, by status."""
+_REF = "#/components/schemas/{name}"
+
 
 class ApiCall:
     """A call of the HTTP API: who calls, and the lease that the path names."""
@@ -226,12 +232,6 @@ class _Dispatcher:
         return encoded(request, result, endpoint.status)
 
 
-_LEFT = object()
-"""Stands for the result of a handler that was cancelled because its client disconnected."""
-_CAUSES = {413: "SandboxLimitError", 503: "SandboxBusyError"}
-"""Class in `flash.errors` for the errors that the HTTP server itself raises, by status."""
-
-
 async def _unless_left(request: Request, handler: Handler) -> Any:
     """Return the handler's result. A client that disconnects cancels the handler, and with it a running command."""
     result: Any = _LEFT
@@ -311,9 +311,6 @@ def encoded(request: Request, value: Any, status: int) -> Response:
     if MSGPACK in request.headers.get("accept", ""):
         return Response(msgspec.msgpack.encode(value), status_code=status, media_type=MSGPACK)
     return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
-
-
-_REF = "#/components/schemas/{name}"
 
 
 def document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:

@@ -44,6 +44,15 @@ JOBS_KEPT = 256
 SESSIONS_OPEN = 64
 """Sessions that may be open in one sandbox."""
 
+WAITING_SHARE = 0.25
+"""Share of the places in the wait queue that the requests of one token may take."""
+OTHERS = "others"
+"""Name that a token sees in place of the owners of other tokens."""
+_ID = re.compile(r"(sha256:)?[0-9a-f]{1,64}", re.IGNORECASE)
+"""Beginning of an image's id, or a complete one."""
+_WHOLE_ID = re.compile(r"(sha256:)?[0-9a-f]{64}", re.IGNORECASE)
+"""Complete id of an image."""
+
 
 class _Answer:
     """Answer to a call with an idempotency key, which may still be in progress.
@@ -235,16 +244,6 @@ def _output(result: object) -> int:
     if isinstance(result, SessionResult):
         result = result.result
     return len(result.stdout) + len(result.stderr) if isinstance(result, Result) else 0
-
-
-WAITING_SHARE = 0.25
-"""Share of the places in the wait queue that the requests of one token may take."""
-OTHERS = "others"
-"""Name that a token sees in place of the owners of other tokens."""
-_ID = re.compile(r"(sha256:)?[0-9a-f]{1,64}", re.IGNORECASE)
-"""Beginning of an image's id, or a complete one."""
-_WHOLE_ID = re.compile(r"(sha256:)?[0-9a-f]{64}", re.IGNORECASE)
-"""Complete id of an image."""
 
 
 class Service:

@@ -30,6 +30,9 @@ ENDPOINTS = tuple(API.all)
 HEADERS = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
 """Headers of every answer."""
 
+LINES_A_MINUTE = 600
+"""Most records that the log takes in one minute."""
+
 
 def make_app(service: Service) -> ASGIApp:
     """Return the ASGI application of a service, for `flash.http.server.serving`."""
@@ -57,10 +60,6 @@ async def _http_problem(request: Request, error: Exception) -> Response:
     return problem_response(
         ProblemError(status, f"{request.method} {request.url.path[:200]}: {TITLES[status]}").problem
     )
-
-
-LINES_A_MINUTE = 600
-"""Most records that the log takes in one minute."""
 
 
 class Guard:
