@@ -75,7 +75,11 @@ class Relay:
         """Number of the newest connection."""
 
     def run(self) -> None:
-        """Serve until the terminal ends."""
+        """Report the port, and serve until the terminal ends, which it does when the host closes the relay.
+
+        The selector's data of a descriptor is None for the terminal, 0 for the listener, and else the number of a
+        connection.
+        """
         tty.setraw(0)
         write(MARK)
         send(0, DATA, str(self.listener.getsockname()[1]).encode())
@@ -112,7 +116,10 @@ class Relay:
         self.watch(self.last)
 
     def receive(self, number: int) -> None:
-        """Pass on the bytes that a program has sent, as many as the host accepts."""
+        """Pass on the bytes that a program has sent, as many as the host accepts.
+
+        The end of the program's side becomes an END frame. A connection that the program has broken is closed.
+        """
         client = self.clients[number]
         try:
             data = client.stream.recv(PIECE if client.given_up else min(PIECE, client.credit))
@@ -129,7 +136,10 @@ class Relay:
         self.watch(number)
 
     def take(self, data: bytes) -> None:
-        """Process bytes from the host, and give complete frames to their connections."""
+        """Process bytes from the host, and give complete frames to their connections.
+
+        Frames of connections that are over are dropped, because the host may not know of the end yet.
+        """
         self.read += data
         while len(self.read) >= HEADER.size:
             number, kind, size = HEADER.unpack_from(self.read)
@@ -150,7 +160,10 @@ class Relay:
             self.flush(number)
 
     def flush(self, number: int) -> None:
-        """Send a program as many of its waiting bytes as it takes, and then the end if the host has ended its side."""
+        """Send a program as many of its waiting bytes as it takes, and then the end if the host has ended its side.
+
+        The host gets credit for the bytes that were taken, unless it sends no more.
+        """
         client = self.clients[number]
         try:
             count = client.stream.send(client.waiting) if client.waiting else 0

@@ -211,7 +211,11 @@ class _Relay:
             self._refusals -= 1
 
     async def _serve(self, number: int, connection: _Connection) -> None:
-        """Serve one connection until both sides have ended it, or one has given it up."""
+        """Serve one connection until both sides have ended it, or one has given it up.
+
+        Two tasks move bytes in the two directions. An error of the address ends both, and is reported to the sandbox. A
+        CLOSED frame of the sandbox cancels `connection.scope` instead.
+        """
         complete = False
         try:
             with connection.scope:

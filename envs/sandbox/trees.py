@@ -185,7 +185,10 @@ class _Unpacking:
         self._links: dict[Path, str] = {}
 
     def run(self, source: IO[bytes]) -> bool:
-        """Unpack the archive. Returns True if it holds one file instead of a tree."""
+        """Unpack the archive. Returns True if it holds one file instead of a tree.
+
+        Links are created at the end, so that no entry is written through one.
+        """
         self._root.mkdir()
         single = False
         with tarfile.open(fileobj=_Bounded(source, self._what), mode="r:") as archive:  # type: ignore[arg-type]

@@ -136,7 +136,11 @@ class Command:
             self.timer = agent.loop.later(first, self.expire)
 
     def start(self, request: dict) -> None:
-        """Start the process. Raises CallRefusal."""
+        """Open the pipes or the terminal of the command, and start its process.
+
+        Raises:
+            CallRefusal: the process cannot be started. No descriptor stays open.
+        """
         files, ours, theirs = {}, [], []
         try:
             if request.get("tty"):
@@ -159,7 +163,12 @@ class Command:
         self.connect(request, ours)
 
     def launch(self, request: dict, files: "dict[int, int]") -> int:
-        """Start the process and return its id. A missing program fails like in a shell, with an error message."""
+        """Start the process and return its id.
+
+        A program that is missing or cannot be run fails like in a shell: a process writes the error message to standard
+        error, and exits with 127 or 126. So the caller gets a result, and not a refusal. Raises OSError if no process
+        can be started, or if there is no folder `cwd`.
+        """
         call = self.agent.launcher.call
         if "function" in request:
             return call(lambda: fork_call(request["function"], files))

@@ -156,7 +156,10 @@ def refuse(path: str, error: OSError) -> CallRefusal:
 
 
 def read_file(path: str, offset: int, limit: int) -> "tuple[bytes, list]":
-    """Return a range of a regular file, and values that identify the file and its content."""
+    """Return a range of a regular file, and values that identify the file and its content.
+
+    The host compares these values between the ranges of one read.
+    """
     try:
         # A pipe without a writer would block for ever.
         fd = open_found(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
@@ -275,7 +278,10 @@ def describe(folder: int, name: str) -> list:
 
 
 def list_folder(path: str, send: object, limit: int = LIST_LIMIT) -> None:
-    """Send the entries of a folder, many at a time."""
+    """Send the entries of a folder, many at a time. For a file or a link, send its own entry.
+
+    Raises CallRefusal if the folder cannot be read or has more than `limit` entries.
+    """
     try:
         folder, name = locate(path, False)
         try:
@@ -339,7 +345,11 @@ def remove(path: str) -> None:
 
 
 def remove_tree(folder: int, name: str, path: str) -> None:
-    """Remove a folder of any depth. `shutil.rmtree` recurses for each level and keeps all levels open."""
+    """Remove the folder `name` of an open folder, however deep it is. `path` is for error messages.
+
+    Only one folder is open at a time, and nothing recurses: `shutil.rmtree` recurses for each level and keeps all
+    levels open, so a deep tree would make it fail.
+    """
     here = os.open(name, FOLDER, dir_fd=folder)
     ahead = []
     """For each level, the folders that are left to remove. The last one of each level is open, except in the last
@@ -398,7 +408,10 @@ class BytesLeft:
 
 
 def send_tree(path: str, most: "int | None" = None) -> None:
-    """Write a tree, or one file, to standard output as a tar stream. `most` limits the bytes of its files."""
+    """Write a tree, or one file, to standard output as a tar stream. `most` limits the bytes of its files.
+
+    Runs in a worker process. An OSError names the entry that failed; the worker writes it to standard error.
+    """
     import tarfile
 
     room = BytesLeft(most)
@@ -427,7 +440,11 @@ def send_tree(path: str, most: "int | None" = None) -> None:
 
 
 def send_entry(archive: object, folder: int, name: str, member: str, room: BytesLeft) -> bool:
-    """Send the entry `name` of an open folder. Returns True if it is a folder. Hard links become separate files."""
+    """Send the entry `name` of an open folder as `member` of the archive. Returns True if it is a folder.
+
+    A folder's content is sent by the caller. Hard links become separate files, links stay links, and sockets and
+    devices are left out.
+    """
     import tarfile
 
     status = os.lstat(name, dir_fd=folder)
@@ -457,7 +474,10 @@ def send_entry(archive: object, folder: int, name: str, member: str, room: Bytes
 
 
 def receive_tree(path: str) -> None:
-    """Unpack a tar stream from standard input into a folder, or onto one file."""
+    """Unpack a tar stream from standard input into the folder `path`, or onto the file `path`.
+
+    An archive of one file has the single member ".". Runs in a worker process.
+    """
     import tarfile
 
     places, folders = None, []

@@ -64,7 +64,11 @@ class Loop:
             timer[2] = None
 
     def run(self) -> None:
-        """Wait for descriptors and timers, and call their functions, until stopped."""
+        """Wait for descriptors and timers, and call their functions, until `stopped` is set.
+
+        Functions must return quickly, since everything of the agent runs in this one thread. They may add and remove
+        descriptors and timers.
+        """
         while not self.stopped:
             now = time.monotonic()
             while self.timers and (self.timers[0][2] is None or self.timers[0][0] <= now):
@@ -136,7 +140,10 @@ class HostChannel:
             self.update()
 
     def read(self) -> None:
-        """Read frames from the host and process them."""
+        """Read frames from the host and process them. The end of the stream closes the channel.
+
+        Invalid frames end it too, with a last frame that says so.
+        """
         try:
             data = os.read(self.source, READ_BYTES)
             bodies = self.frames.feed(data)
@@ -197,7 +204,11 @@ class Listener:
         agent.loop.watch(self.listener.fileno(), self.accept)
 
     def accept(self) -> None:
-        """Accept a connection, and let it take over if it sends the secret within 5 seconds."""
+        """Accept a connection, and let it take over if it sends the secret within 5 seconds.
+
+        The engine starts a process in the container for a new host, which connects here. Programs of the sandbox can
+        connect as well; the number of their connections is limited.
+        """
         try:
             # Not with the module `socket`, whose import takes as long as the start of Python.
             fd = self.listener._accept()[0]

@@ -76,7 +76,9 @@ class BoxAgent:
         """`Listener` for such a host; None if no host may take over."""
 
     def run(self) -> None:
-        """Serve until the end of the sandbox."""
+        """Set up signals, the end of the agent's life and the listener, serve the first host, and run the loop for
+        ever.
+        """
         wake_read, wake_write = os.pipe()
         for fd in (wake_read, wake_write):
             os.set_blocking(fd, False)
@@ -143,7 +145,11 @@ class BoxAgent:
                 child.reaped(status, usage)
 
     def take(self, body: list) -> None:
-        """Carry out one frame of the host: [call, operation, argument]."""
+        """Carry out one frame of the host: [call, operation, argument].
+
+        Every error of an operation becomes the failure of its call, with a code by which the host chooses the class of
+        its exception.
+        """
         if not isinstance(body, list) or len(body) != 3 or not isinstance(body[0], int):
             # The peer is not a host, so none of its frames can be understood.
             if self.channel is not None:

@@ -75,7 +75,10 @@ class Launcher:
             self.answered.release()
 
     def call(self, function: object) -> object:
-        """Call the function; returns its result or raises its error."""
+        """Call the function with the highest OOM score; returns its result or raises its error.
+
+        `function` starts a process, which inherits the score. With Landlock it runs in the restricted thread.
+        """
         self.be(WORST)
         try:
             if not self.restricted:
@@ -98,7 +101,12 @@ class Launcher:
 
 
 def forbid_writing_to_proc() -> bool:
-    """Restrict this thread and the processes that it starts. Returns False if that is not possible."""
+    """Forbid this thread, and the processes that it starts, to write to files in /proc. Returns False if that is not
+    possible.
+
+    Landlock only allows: so all other folders of the root are allowed. Without write access to /proc no program can
+    lower its OOM score.
+    """
     try:
         import _ctypes
 
@@ -379,7 +387,10 @@ class InputFeed:
         self.write()
 
     def write(self) -> None:
-        """Write as much as the command takes, and give the host credit for it."""
+        """Write as much as the command takes, and give the host credit for it.
+
+        If the command has closed its input, the rest is dropped, and the host gets credit as if it had been taken.
+        """
         done = 0
         try:
             while self.waiting:

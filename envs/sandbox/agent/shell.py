@@ -162,7 +162,11 @@ class StatefulBash:
         self.agent.loop.watch(self.command_pipe, None, self.write if self.outgoing else None)
 
     def take_answer(self, data: bytes) -> None:
-        """Process bytes from the shell: exit code and directory first, its state later."""
+        """Process bytes from the shell: exit code and directory of the command first, the shell's state later.
+
+        Bytes before the token of the running command are dropped: they are not ours. An answer that is malformed or too
+        long ends the command as unreported.
+        """
         self.answer += data
         while True:
             if self.reading_state:
@@ -340,7 +344,11 @@ class Shell:
                 running.reply(FAILURE, [refusal.code, str(refusal)])
 
     def begin(self, running: Running) -> None:
-        """Give a command to the shell."""
+        """Give a command to the shell, and kill what earlier commands have left behind.
+
+        Output that background processes wrote since the last command becomes the first output of this one. Raises
+        CallRefusal if the leftovers cannot be ended.
+        """
         end_leftovers(self.agent, self)
         self.current = running
         self.agent.loop.cancel(running.timer)
@@ -363,7 +371,10 @@ class Shell:
         (self.idle if self.current is None else self.current.rings)[name].add(data)
 
     def finish(self, body: dict) -> None:
-        """Reply with the result of the running command."""
+        """Reply with the result of the running command, and begin the next one.
+
+        `body` has the exit code and the signal. Called for the shell's answer, and when the shell has ended.
+        """
         running = self.current
         self.agent.loop.cancel(running.timer)
         # The output before the end is in the pipes; later output belongs to background processes.
@@ -416,7 +427,10 @@ class Shell:
             self.finish(ending(status))
 
     def close(self) -> None:
-        """End the shell and every process that it started."""
+        """End the shell and every process that it started. Calls in progress and in the queue fail.
+
+        The pipes are closed when the shell is reaped, or at once if no shell runs.
+        """
         if self.closed:
             return
         self.closed = True

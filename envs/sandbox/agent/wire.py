@@ -39,7 +39,10 @@ class WireError(Exception):
 
 
 def pack(value: object, out: bytearray) -> None:
-    """Append a value: None, bool, int, float, bytes, str (surrogates are escaped), list, tuple or dict."""
+    """Append the msgpack form of a value to `out`.
+
+    Known types are None, bool, int, float, bytes, str (surrogates are escaped), list, tuple and dict.
+    """
     if value is None:
         out.append(0xC0)
     elif isinstance(value, bool):

@@ -300,7 +300,11 @@ class LocalSandbox(AgentSandbox):
         return SandboxClosedError(self._reason) if self._state == "closed" else SandboxLostError(self._reason)
 
     async def snapshot(self) -> Snapshot:
-        """Save the files as an image. If that fails, the image is removed. The pool makes forks from snapshots."""
+        """Save the files as an image. The pool makes forks from it.
+
+        If that fails or is cancelled, the image is removed: the engine may make it all the same, and nobody would know
+        its name.
+        """
         (await self.channel()).check()
         tag = secrets.token_hex(16)
         name = f"{SNAPSHOT_NAME}:{tag}"
@@ -351,7 +355,15 @@ class LocalSandbox(AgentSandbox):
             self._ended.set()
 
     async def _connect(self, scope: anyio.CancelScope, task_status: TaskStatus[None]) -> None:
-        """Start the container and keep a link to the agent until the sandbox ends. A link that broke is replaced."""
+        """Start the container and keep a link to the agent until the sandbox ends. A link that broke is replaced.
+
+        The engine breaks links when it restarts; the container and its agent go on meanwhile. Then this host takes over
+        again, as another host would. Returns when the sandbox has ended, or cannot be reached again.
+
+        Args:
+            scope: cancel scope of the caller. Its deadline bounds the start, and later the time without a link.
+            task_status: notified when the sandbox is ready.
+        """
         await self._container.begin()
         opener = self._backend.agents.take_over if self._container.adopted else self._backend.agents.attach
         self._surroundings = self._backend.agents.surroundings(self._container.id, self._spec)
@@ -397,7 +409,15 @@ class LocalSandbox(AgentSandbox):
         return Channel(link, await greet(link, options, self._settings.start, around.prelude))
 
     async def _serve(self, channel: Channel, scope: anyio.CancelScope, task_status: TaskStatus[None]) -> None:
-        """Use this channel until it breaks or the sandbox ends."""
+        """Use this channel until it breaks or the sandbox ends.
+
+        The first channel makes the sandbox ready: files of a snapshot are restored, and sessions of an earlier host are
+        closed. While the channel works, three tasks watch the agent's heartbeat, the deadline and the disk.
+
+        Raises:
+            SandboxStartError: the agent does not answer, or its working directory cannot be written to.
+            SandboxLostError: the channel broke before the agent answered.
+        """
         async with unwrapped_group() as tasks:
 
             async def until(wait: Callable[[], Awaitable[object]]) -> None:
@@ -437,7 +457,11 @@ class LocalSandbox(AgentSandbox):
     # ---- tasks that end the sandbox while it is used, each with a reason
 
     async def _watch_heart(self, channel: Channel) -> None:
-        """End the sandbox as lost if the agent stays silent although it is asked."""
+        """End the sandbox as lost if the agent stays silent although it is asked.
+
+        Any data from the agent counts as a sign of life, so a busy sandbox is not asked. Returns when the channel
+        breaks.
+        """
         while True:
             heard = False
             with anyio.move_on_after(self._settings.heartbeat):

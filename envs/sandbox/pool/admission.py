@@ -182,7 +182,10 @@ class SandboxAdmission:
     """The queue of one pool, and the grants it has made."""
 
     def __init__(self, *, max_waiting: int, patience: int) -> None:
-        """Create an empty queue for at most `max_waiting` requests. `patience` is a number of grants."""
+        """Create an empty queue for at most `max_waiting` requests.
+
+        `patience` is the number of grants by which a request may be overtaken unfairly, as the laws say.
+        """
         self.max_waiting = max_waiting
         self._patience = patience
         self._hosts: dict[str, HostView] = {}
@@ -330,7 +333,10 @@ class SandboxAdmission:
         return min(large, key=lambda host: (host.granted.share_of(host.capacity), host.name), default=None)
 
     def _serve_owners(self, grants: list[Grant], closed: set[str]) -> None:
-        """Grant requests one by one: each time the first one that fits of the owner with the smallest share."""
+        """Grant requests one by one: each time the first one that fits of the owner with the smallest share.
+
+        `closed`: hosts that are kept free for overdue requests.
+        """
         unfit: set[_Fit] = set()
         whole = sum((host.capacity for host in self._hosts.values()), NOTHING)
         owners = [(self._rank(owner, whole), owner) for owner in self._by_owner]
@@ -432,7 +438,11 @@ class SandboxAdmission:
         return grant
 
     def _overtake(self, owner: str) -> None:
-        """Count one grant to `owner` against the requests that it overtook, and mark late and overdue requests."""
+        """Count one grant to `owner` against the requests that it overtook, and mark late and overdue requests.
+
+        A grant overtakes the requests whose turn it was but which fitted on no host, and the owner's own waiting
+        requests.
+        """
         for id, waiting in self._passed.items():
             waiting.passed += 1
             if waiting.passed >= self._patience:

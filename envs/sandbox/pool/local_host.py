@@ -136,7 +136,7 @@ class LocalHost:
         return self._name
 
     def report(self) -> HostReport:
-        """Return the current state of the host."""
+        """Return the current state of the host, which the pool uses for placement and shows in its status."""
         ready: dict[str, int] = {}
         for each in self._ready:
             ready[each.key] = ready.get(each.key, 0) + 1
@@ -389,7 +389,11 @@ class LocalHost:
             have += 1
 
     async def _make_ready(self, key: str, spec: Spec, sandbox_id: str) -> None:
-        """Create one sandbox and add it to the ready ones."""
+        """Create one sandbox and add it to the ready ones. `_warm_up` starts this as a task.
+
+        A failure stops the warm pool of this kind for some seconds, and is only logged: no holder waits for this
+        sandbox.
+        """
         age = self._settings.warm_age_s
         lasting = msgspec.structs.replace(spec, deadline_s=spec.deadline_s + age, idle_s=None)
         kept = False

@@ -120,7 +120,11 @@ def machine() -> str:
 
 
 def owner_alive(labels: Labels, this_machine: str) -> OwnerAlive:
-    """Find out if the process that owns a container still runs."""
+    """Find out if the process that owns a container still runs, by its lock file.
+
+    Unknown for a container of another machine or another boot, and if the lock file cannot be opened. A file that is
+    gone means that the owner is gone.
+    """
     if labels.machine != this_machine:
         return OwnerAlive.UNKNOWN
     try:
@@ -273,7 +277,10 @@ class Reaper:
         return now - self._orphans.setdefault(container.id, now) >= self._settings.orphan_grace_s
 
     async def remove_all(self, containers: Sequence[Container]) -> None:
-        """Remove these. A container or image that cannot be removed now is found again at the next check."""
+        """Remove these containers and images at the same time.
+
+        One that cannot be removed now is only logged, and is found again at the next check.
+        """
 
         async def remove(container: Container) -> None:
             """Remove one of them, within `HostSettings.close_s`."""

@@ -202,7 +202,10 @@ class Recovery:
         self._state = server.state
 
     async def begin(self, hosts: Sequence[Host]) -> None:
-        """Restore the leases of an earlier run, and start the hosts."""
+        """Restore the leases of an earlier run from the journal, and start the hosts.
+
+        A lease whose sandbox is on a host of this pool waits for that host's recovery. Any other lease is queued again.
+        """
         entries = {entry.lease: entry for entry in await self._server.journal.leases.load()}
         leases = {id: lease_of(entry, self._server.wall()) for id, entry in entries.items()}
         placed: dict[str, list[tuple[Entry, SandboxLease]]] = {host.name: [] for host in hosts}
@@ -285,7 +288,10 @@ class Recovery:
             lease.end(str(error), error)
 
     async def _resume(self, lease: SandboxLease, entry: Entry, only: str | None) -> None:
-        """Queue a lease of an earlier run again: it had no sandbox yet, or its host is no longer in the pool."""
+        """Queue a lease of an earlier run again: it had no sandbox yet, or its host is no longer in the pool.
+
+        A lease that the pool does not accept any more is given up. `only` names the single host for a fork.
+        """
         if entry.ready or entry.generation:
             self._lost_in_restart(lease)
         lease.sandbox_id, lease.hard_until, lease.granted = "", math.inf, anyio.Event()
@@ -303,6 +309,7 @@ class Recovery:
         self._server.serve(lease)
 
     async def _give_up(self, lease: SandboxLease) -> None:
+        """Remove the snapshots and the journal entry of a lease that is not served."""
         await self._server.forget_snapshots(lease)
         await self._server.journal.leases.drop(lease.id)
         lease.done.set()

@@ -74,7 +74,11 @@ class RemoteHost:
     async def recover(
         self, tickets: Sequence[Ticket], *, answered: Callable[[], None] = ignore, settled: Settled = ignore
     ) -> dict[str, Sandbox]:
-        """Attach to the sandboxes of `tickets` that still live, and end all other sandboxes of this front."""
+        """Attach to the sandboxes of `tickets` that still live, and end all other sandboxes of this front.
+
+        The idempotency key of each order was the id of its ticket, by which the sandbox is found. A sandbox without a
+        ticket has no lease at this front any more.
+        """
         status = await self._client.status()
         self._report = report_of(status)
         wanted = {ticket.sandbox_id for ticket in tickets}
@@ -138,7 +142,11 @@ class RemoteHost:
 
 
 def report_of(status: Status) -> HostReport:
-    """Return the report of a service's status, for placement."""
+    """Return the report of a service's status, for placement.
+
+    The service counts as one host with the sum of its hosts' resources. If none of them takes sandboxes, the report
+    says why.
+    """
     hosts = [host for host in status.hosts if not host.why_not]
     if not hosts:
         why = "; ".join(f"{host.name}: {host.why_not}" for host in status.hosts) or "it has no hosts"

@@ -138,7 +138,13 @@ class HttpClient:
     async def streamed(
         self, method: str, path: str, *, body: msgspec.Struct | None = None, query: Mapping[str, Any] | None = None
     ) -> AsyncGenerator[httpx.Response]:
-        """Open a streamed response. Leaving the block closes the connection, and the service then ends the call."""
+        """Open a streamed response. Leaving the block closes the connection, and the service then ends the call.
+
+        The call is not repeated: the caller may have used a part of the response already.
+
+        Raises:
+            SandboxError: the error of the service, or the service cannot be reached.
+        """
         headers = {"accept": NDJSON, **({"content-type": MSGPACK} if body is not None else {})}
         content = msgspec.msgpack.encode(body) if body is not None else None
         request, seconds = self._request(method, _target(path, query), content, headers, 0.0), 0.0

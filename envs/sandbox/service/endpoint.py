@@ -207,7 +207,10 @@ class _Dispatcher:
             await answer(scope, receive, send)
 
     async def _answer(self, endpoint: Endpoint, request: Request) -> Response | None:
-        """Return the answer of an endpoint. None: the client has disconnected."""
+        """Return the answer of an endpoint. None: the client has disconnected.
+
+        Every exception becomes a problem; one that is not expected is logged, and ends only this request.
+        """
         try:
             call, arguments = ApiCall(self._service, request), _query(endpoint, request)
             arguments |= await _body(endpoint, request)
@@ -314,7 +317,7 @@ def encoded(request: Request, value: Any, status: int) -> Response:
 
 
 def document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
-    """Return the document that describes these endpoints."""
+    """Return the OpenAPI document that describes these endpoints and the structs of their bodies and answers."""
     types = [
         each for endpoint in endpoints for each in (endpoint.body, endpoint.answer, endpoint.query) if _is_type(each)
     ]

@@ -242,7 +242,11 @@ class TreeStream(Response):
             await problem_response(problem)(scope, receive, send)
 
     async def _copy(self, scope: Scope, send: Send) -> HttpProblem | None:
-        """Send the archive. Returns an error that occurred before anything was sent; else None."""
+        """Send the archive. Returns an error that occurred before anything was sent; else None.
+
+        After a later error the connection is broken off: the status was sent already, and the client must not take the
+        part that it has for a whole archive.
+        """
         held, begun = bytearray(), False
 
         async def give(piece: bytes, *, more: bool) -> None:

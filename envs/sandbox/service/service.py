@@ -321,7 +321,7 @@ class Service:
         return [lease for lease in self.pool.state.leases.all() if may_use(lease, token)]
 
     def info(self, lease: SandboxLease) -> Info:
-        """Return a lease in the form that clients see."""
+        """Return a lease in the form that clients see. `waiting_for` says why a request is still in the queue."""
         state = self.pool.state
         return Info(
             id=lease.id,
