@@ -98,7 +98,7 @@ class LeaseRequest(NodeRequest[LeaseReply], frozen=True, tag=True):
 
     The hub answers as soon as the node's share of the available tasks (`flash.hub.work.NodeShares`) has at least one,
     or empty after the long poll. A node sends one such request at a time. If its connection ends before the reply, the
-    tasks of the leases in that reply queue again.
+    tasks of the leases in that reply are queued again.
     """
 
     capacity: int
@@ -113,10 +113,10 @@ class ClaimReply(msgspec.Struct, frozen=True, tag=True):
 
 
 class ClaimRequest(NodeRequest[ClaimReply], frozen=True, tag=True):
-    """A node that outlived the previous hub presents the leases that it still holds, in messages of about a thousand.
+    """A node that outlived the previous hub presents the leases that it still holds, about a thousand in a message.
 
     The node sends it right after it has joined the next hub, before any other request. The hub answers at once. If no
-    node claims a lease within `flash.config.waits.claim_s`, its task queues again. A claim that is repeated gets
+    node claims a lease within `flash.config.waits.claim_s`, its task is queued again. A claim that is repeated gets
     nothing, since each lease can be claimed once.
     """
 
@@ -239,7 +239,7 @@ class EngineReport(NodeRequest[Ack], frozen=True, tag=True):
     """
 
     number: int
-    """Counter of the node's reports. The hub ignores the engines of a report with a lower number than the last one."""
+    """Counter of the node's reports. The hub ignores the engines of a report that is older than the last one."""
     engines: list[EngineStatus]
     """All living engines of the node."""
     activities: list[Activity]
@@ -518,8 +518,8 @@ class Leave(NodeRequest[Ack], frozen=True, tag=True):
     """A node that has joined announces that it leaves.
 
     The hub answers at once and gives the node no more leases. The node finishes its leases or gives them back. The
-    tasks of leases that remain queue again when its connection ends. A node that cannot reach the hub leaves all the
-    same.
+    tasks of leases that remain are queued again when its connection ends. A node that cannot reach the hub leaves all
+    the same.
     """
 
     error: str = ""
