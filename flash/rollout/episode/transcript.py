@@ -242,9 +242,10 @@ class Transcript:
 
         If the observation is already added, this is the number of tokens that the response may have.
         """
-        copied = self.branches[self.branch].length_after(self._responses)
-        total = self.total_tokens + (copied if self._begins_branch else 0)
-        return min(self.limits.max_length - copied, self.limits.max_tokens - total)
+        before = self.branches[self.branch].length_after(self._responses)
+        # A new branch begins with a copy of the tokens before the observation, which counts in the total, too.
+        total = self.total_tokens + (before if self._begins_branch else 0)
+        return min(self.limits.max_length - before, self.limits.max_tokens - total)
 
     def room(self, observation: Observation) -> int:
         """Return the number of tokens left for a response if this observation is shown next. It may be negative.
