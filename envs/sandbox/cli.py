@@ -81,63 +81,128 @@ class _Parser(argparse.ArgumentParser):
 def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add `sandbox` to the command line."""
     sandbox: argparse.ArgumentParser = commands.add_parser(
-        "sandbox", help="isolated environments in containers: service, commands, diagnosis"
+        "sandbox",
+        help="Run a service of sandboxes (containers for programs that are not trusted), use it, and test it.",
     )
     actions = sandbox.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=_Parser)
 
-    serve = actions.add_parser("serve", help="offer sandboxes of this machine, or of other services, over HTTP")
-    serve.add_argument("--listen", default="127.0.0.1:8700", metavar="HOST:PORT|unix:PATH")
+    serve = actions.add_parser("serve", help="Offer sandboxes of this machine, or of other services, over HTTP.")
     serve.add_argument(
-        "--certificate", type=Path, metavar="FILE.pem", help="with --key, TLS; needed for other machines"
+        "--listen",
+        default="127.0.0.1:8700",
+        metavar="HOST:PORT|unix:PATH",
+        help="Address or Unix socket of the service. Default: 127.0.0.1:8700.",
     )
-    serve.add_argument("--key", type=Path, metavar="FILE.pem")
-    serve.add_argument("--engine", metavar="URL", help="container engine; default: DOCKER_HOST, then the usual sockets")
+    serve.add_argument(
+        "--certificate",
+        type=Path,
+        metavar="FILE.pem",
+        help="Certificate for TLS, together with --key. Clients on other machines need TLS.",
+    )
+    serve.add_argument("--key", type=Path, metavar="FILE.pem", help="Private key of the certificate.")
+    serve.add_argument(
+        "--engine", metavar="URL", help="Address of the container engine. Default: DOCKER_HOST, then the usual sockets."
+    )
     serve.add_argument(
         "--host",
         action="append",
         default=[],
         metavar="NAME=URL=TOKENFILE",
-        help="another service to place sandboxes on",
+        help="Another service, on which this one places sandboxes. May be given several times.",
     )
-    serve.add_argument("--warm", action="append", default=[], metavar="IMAGE=NUMBER", help="keep so many ready")
-    serve.add_argument("--users", metavar="FIRST-LAST", help="numbers of users for sandboxes, one for each")
-    serve.add_argument("--state", type=Path, default=_state_folder(), metavar="FOLDER", help="journal, lock and tokens")
-    serve.add_argument("--keep", action="store_true", help="leave the sandboxes for the next start of the service")
+    serve.add_argument(
+        "--warm",
+        action="append",
+        default=[],
+        metavar="IMAGE=NUMBER",
+        help="Number of sandboxes of an image that are kept ready. May be given several times.",
+    )
+    serve.add_argument("--users", metavar="FIRST-LAST", help="Range of user numbers. Each sandbox gets one of its own.")
+    serve.add_argument(
+        "--state",
+        type=Path,
+        default=_state_folder(),
+        metavar="FOLDER",
+        help="Folder for journal, lock and tokens of the service.",
+    )
+    serve.add_argument(
+        "--keep",
+        action="store_true",
+        help="Leave the sandboxes for the next start of the service, instead of ending them.",
+    )
 
-    run = actions.add_parser("run", help="run one command in a new sandbox, or in one that exists")
+    run = actions.add_parser("run", help="Run one command in a new sandbox, or in one that exists.")
     _add_client(run)
     _add_spec(run)
-    run.add_argument("--in", dest="sandbox", metavar="ID", help="a sandbox that exists")
-    run.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS")
+    run.add_argument("--in", dest="sandbox", metavar="ID", help="Id of a sandbox that exists, in place of a new one.")
     run.add_argument(
-        "command_line", nargs="+", metavar="COMMAND", help="one word goes to the shell, several run as they are"
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="Time limit of the command. Default: 600 seconds.",
+    )
+    run.add_argument(
+        "command_line",
+        nargs="+",
+        metavar="COMMAND",
+        help="Command to run. A single word is given to the shell; several words are run as they are.",
     )
 
-    _add_client(actions.add_parser("ls", help="list the sandboxes of a service"))
-    remove = actions.add_parser("rm", help="end sandboxes of a service")
+    _add_client(actions.add_parser("ls", help="List the sandboxes of a service."))
+    remove = actions.add_parser("rm", help="End sandboxes of a service.")
     _add_client(remove)
-    remove.add_argument("sandbox", nargs="+", metavar="ID")
+    remove.add_argument("sandbox", nargs="+", metavar="ID", help="Ids of the sandboxes to end.")
 
-    doctor = actions.add_parser("doctor", help="measure from inside what a sandbox is allowed, and try to escape")
+    doctor = actions.add_parser("doctor", help="Measure from inside what a sandbox may do, and try to escape from it.")
     _add_spec(doctor)
-    doctor.add_argument("--engine", metavar="URL")
+    doctor.add_argument(
+        "--engine", metavar="URL", help="Address of the container engine. Default: DOCKER_HOST, then the usual sockets."
+    )
     return sandbox
 
 
 def _add_client(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default=os.environ.get("FLASH_SANDBOX_URL", DEFAULT_URL), metavar="URL|unix:PATH")
-    parser.add_argument("--token-file", type=Path, default=_state_folder() / "tokens", metavar="FILE")
-    parser.add_argument("--ca", type=Path, metavar="FILE.pem", help="certificate authority of the service")
+    parser.add_argument(
+        "--url",
+        default=os.environ.get("FLASH_SANDBOX_URL", DEFAULT_URL),
+        metavar="URL|unix:PATH",
+        help="Address of the service. Default: FLASH_SANDBOX_URL, then this machine's.",
+    )
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        default=_state_folder() / "tokens",
+        metavar="FILE",
+        help="File with the token of the service. Default: that of a service on this machine.",
+    )
+    parser.add_argument(
+        "--ca",
+        type=Path,
+        metavar="FILE.pem",
+        help="Certificate of the authority that has signed the service's certificate.",
+    )
 
 
 def _add_spec(parser: argparse.ArgumentParser) -> None:
     """Add the options that describe a new sandbox. `_spec` reads them."""
-    parser.add_argument("--image", default="flash-sandbox-python")
-    parser.add_argument("--profile", choices=("strict", "build", "compat"), default="strict")
-    parser.add_argument("--cpus", type=float, default=1.0)
-    parser.add_argument("--memory", type=int, default=512, metavar="MIB")
-    parser.add_argument("--network", choices=("none", "bridge"), default="none")
-    parser.add_argument("--runtime", metavar="NAME", help="container runtime that is required, such as runsc")
+    parser.add_argument(
+        "--image", default="flash-sandbox-python", help="Image of the sandbox. Default: flash-sandbox-python."
+    )
+    parser.add_argument(
+        "--profile",
+        choices=("strict", "build", "compat"),
+        default="strict",
+        help="Rights of the sandbox. Default: strict, the fewest.",
+    )
+    parser.add_argument("--cpus", type=float, default=1.0, help="Number of cores that the sandbox may use. Default: 1.")
+    parser.add_argument(
+        "--memory", type=int, default=512, metavar="MIB", help="Memory that the sandbox may use. Default: 512 MiB."
+    )
+    parser.add_argument(
+        "--network", choices=("none", "bridge"), default="none", help="Network of the sandbox. Default: none."
+    )
+    parser.add_argument("--runtime", metavar="NAME", help="Container runtime that is required, such as runsc.")
 
 
 def _state_folder() -> Path:
