@@ -170,7 +170,10 @@ DISCOUNTING: tuple[Advantage, ...] = ("turn", "gae")
 
 
 def check_algorithm(config: Config) -> Iterator[ConfigProblem]:
-    """Check that the objective exists, that its options fit, and that the settings of `[algorithm]` are consistent."""
+    """Check that the objective exists, that its options fit, and that the settings of `[algorithm]` are consistent.
+
+    If the objective cannot be made, nothing else is checked, because most rules ask the objective for its properties.
+    """
     try:
         kind = load_objective(config.algorithm.objective)
     except ConfigError as error:
@@ -306,7 +309,10 @@ def _critic(config: Config, objective: Objective, advantage: Advantage) -> Itera
 
 
 def _disagreement(config: Config, objective: Objective, advantage: Advantage) -> Iterator[ConfigProblem]:
-    """Yield the problems of an objective that compares critics: too few critics, or an option without effect."""
+    """Yield the problems of an objective that compares critics: too few critics, or an option without effect.
+
+    Such an objective (AsyPPO) looks at how far the values of its critics differ for a token, so it needs two of them.
+    """
     if objective.critics < 2:
         return
     name, algorithm = config.algorithm.objective, config.algorithm

@@ -366,7 +366,11 @@ def keys(section: type[Section] = Config, prefix: str = "") -> tuple[tuple[str, 
 
 
 def _resolve(config: Config) -> Config:
-    """Return the configuration with values that depend on other keys or on this machine, such as its number of GPUs."""
+    """Return the configuration with values that depend on other keys or on this machine.
+
+    A GGUF file becomes the folder that it is converted to, an `[sft]` table sets what it needs, and "auto" becomes the
+    number of GPUs. Checks and the rest of Flash see only the result.
+    """
     config = supervised(with_folder(config))
     if config.cluster.gpus_per_node != "auto":
         return config

@@ -329,7 +329,11 @@ def advise_engine(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _argument_fault(name: str, value: Any, known: Sequence[str]) -> str | None:
-    """Return the error message for an argument of vLLM; None if the argument is valid. `known`: names that vLLM has."""
+    """Return the error message for an argument of vLLM; None if the argument is valid.
+
+    `known`: names of the arguments that the installed vLLM has. It is empty if vLLM is not installed; then only
+    arguments that Flash sets itself are refused.
+    """
     why = next((why for pattern, why in NOT_PASSED.items() if fnmatch(name, pattern)), None)
     if why is not None:
         return f"is not passed on: {why}"

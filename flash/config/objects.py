@@ -156,8 +156,9 @@ def load_environment(path: str) -> type[object]:
 def class_with(method: str, cls: type[Any], kwargs: dict[str, Any]) -> tuple[type[Any], dict[str, Any]] | None:
     """Find the environment class that has a classmethod about its problems, and the keyword arguments for it.
 
-    If the class itself has no such method but wraps another environment, its method `wrapped`
-    (`flash.environment.Wrapping`) names that one, and the search continues there. None: no class has the method.
+    Such methods, for example `domains` and `held_out_problems`, are asked of the class, without an instance. If the
+    class itself has no such method but wraps another environment, its method `wrapped` (`flash.environment.Wrapping`)
+    names that one, and the search continues there. None: no class has the method.
     """
     while not callable(getattr(cls, method, None)):
         if not callable(getattr(cls, WRAPPED, None)):

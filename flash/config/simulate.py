@@ -176,6 +176,14 @@ class Lognormal(Limited, frozen=True, kw_only=True, tag_field="kind", tag="logno
     deviation: PositiveFloat
     """Standard deviation before the limits."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Beyond these bounds the formulas below divide by 0, or overflow.
+        if not 1e-6 <= self.deviation / self.mean <= 1e6:
+            raise ValueError(
+                f"expected a deviation from 1e-06 to 1e+06 times the mean, got {self.deviation:g} and {self.mean:g}"
+            )
+
     def quantile(self, u: float) -> float:
         mu, sigma = self._logarithm()
         return math.exp(mu + sigma * _NORMAL.inv_cdf(u))

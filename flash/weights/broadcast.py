@@ -296,7 +296,8 @@ class BroadcastServer(WeightServer):
     def _end_round(self) -> None:
         """Wait until each member has reported that it has the version. If one does not in time, close the group.
 
-        Members that do not leave a failed group within `ANSWER_S` lose their connection.
+        `_run_rounds` calls this after each round, also after a failed one, whose members then have to leave the group
+        before the next round. Members that do not leave a failed group within `ANSWER_S` lose their connection.
         """
         planner, answer_s = self._planner, min(ANSWER_S, self._limit_s)
         with self._changed:

@@ -78,7 +78,11 @@ class WeightReceiver(WeightTransferEngine[ReceiverInitInfo, ReceiverUpdateInfo])
         begin_reload(self.model, self.device, partial(keep_sums, self.layer_sums))
 
     def receive_weights(self, update_info: ReceiverUpdateInfo) -> None:
-        """Load each tensor as it arrives. If the pull fails, the reason is stored in `failure` and not raised."""
+        """Load each tensor as it arrives. vLLM calls this once for a version.
+
+        If the pull fails, the reason is stored in `failure` and not raised; the node loop asks for it afterwards. Any
+        other exception, such as one of vLLM's, is raised.
+        """
         receive = self._tcp.receive if update_info.backend == "tcp" else self._broadcasts.receive
         try:
             self.model.load_weights(pull(update_info, receive))  # pyright: ignore[reportCallIssue]

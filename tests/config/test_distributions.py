@@ -86,6 +86,7 @@ KINDS = '"exponential", "lognormal", "normal" or "uniform"'
         ({"kind": "normal", "mean": 10, "deviation": 3, "top": 4}, '"normal" has no such option'),
         ({"kind": "normal", "mean": 10, "deviation": 3, "low": 4, "high": 2}, "expected low ≤ high, got 4 and 2"),
         ({"kind": "lognormal", "mean": 0, "deviation": 1}, "expected a number above 0, got 0"),
+        ({"kind": "lognormal", "mean": 1, "deviation": 1e200}, "expected a deviation from 1e-06 to 1e+06 times"),
         ({"kind": "uniform", "low": 5, "high": 5}, "expected low < high, got 5 and 5"),
     ],
 )

@@ -79,6 +79,8 @@ VALUES: tuple[Any, ...] = (
     [{}],
     {},
     {"kind": "x"},
+    {"kind": "normal", "mean": 1e308, "deviation": 5e-324, "high": "none"},
+    {"kind": "lognormal", "mean": 1e-300, "deviation": 1e300},
     {"type": "x", "": 1},
     {"a": {"b": {"c": 1}}},
 )
