@@ -113,7 +113,7 @@ def save(run_dir: Path, trainer: Trainer, write_hub_state: WriteHubState, *, kee
     aside = temporary_of(folder)
     with _removed_on_failure(aside, lambda fault: f"cannot write {folder}: {fault}; {_remedy(fault, folder, trainer)}"):
         # The folder must exist before any rank writes into it, and each file must be complete before the manifest
-        # describes it. So all ranks wait for each other after each of these calls.
+        # describes it. So all ranks wait for each other after each of these calls, also after work of rank 0 alone.
         _on_all_ranks(lambda: make_empty(aside, aside.parent.glob(TMP + "*")) if rank == 0 else None, aside)
         _on_all_ranks(lambda: _write_rng(aside, trainer.mesh.data_shard) if trainer.mesh.leads_shard else None, aside)
         try:
@@ -242,6 +242,7 @@ def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path, most_bytes: 
     files = _weight_files(sizes, most_bytes)
     tensors = chain(named_full_tensors(model), kept_buffers(model))
 
+    # Rank 0 calls these two: `write` for each file of weights, and `finish` once, when all weights are written.
     def write(file: str, held: dict[str, Tensor]) -> None:
         # transformers expects this entry in the metadata of each file.
         save_file(held, aside / file, metadata={"format": "pt"})
@@ -264,7 +265,7 @@ def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path, most_bytes: 
             # Every rank takes part in gathering each tensor. Only rank 0 keeps them, on the CPU, one file at a time.
             held = {name: tensor.cpu().contiguous() for name, tensor in islice(tensors, len(names)) if first}
             _on_all_ranks(partial(write, file, held) if first else lambda: None, folder)
-            del held
+            del held  # before the tensors of the next file are gathered
         _on_all_ranks(lambda: finish() if first else None, folder)
 
 
@@ -448,6 +449,7 @@ def _on_all_ranks(work: Callable[[], T], about: Path) -> list[T]:
     """Run `work` on each rank, and return the results of all ranks, in the order of the ranks. A collective.
 
     A rank that raised alone would leave the others waiting in their next collective. So a failure is raised on all.
+    For work of rank 0 alone, the other ranks pass a function that does nothing, and wait here until rank 0 is done.
     `about` is the path that the error message begins with.
 
     Raises:

@@ -67,6 +67,8 @@ def make_objective(config: AlgorithmConfig) -> Objective:
 def resolve_method(config: Config, objective: Objective) -> Method:
     """Return how a run with this objective estimates advantages, aggregates losses and trains its critics.
 
+    Only the estimator `gae` uses critics; with any other one their number is 0.
+
     Raises:
         ConfigError: the estimator needs a critic, and none is configured.
     """
@@ -132,7 +134,7 @@ class TokenLoss(NamedTuple):
     divergence_T: Tensor | None
     """KL estimate to the reference; None without a reference."""
     above_teacher_T: Tensor | None
-    """Log-prob minus the teacher's; None without a teacher."""
+    """The policy's log-prob minus the teacher's; None without a teacher."""
     stats: dict[str, Tensor]
     """Statistics of the objective."""
 
