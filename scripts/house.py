@@ -31,7 +31,6 @@ POINTER = re.compile(rf"(?:{'|'.join(POINTERS)})\b")
 
 ROAD = (
     "samples/tasks.py",
-    "samples/leases.py",
     "samples/buffer.py",
     "samples/journal.py",
     "samples/store.py",

@@ -35,7 +35,7 @@ from flash.hub import protocol as p
 from flash.hub.context import HubContext
 from flash.hub.fleet import HUB_NODE
 from flash.hub.metrics import FAILURES
-from flash.samples.leases import LeaseTable
+from flash.samples.tasks import LeaseTable
 from flash.types import Activity, Failure, Lease, Outcome, Trajectory
 
 RESULTS_AT_ONCE = 256

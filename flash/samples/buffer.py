@@ -4,7 +4,7 @@ The hub calls `lease` when a node has room, `deliver` with each result, `next_ba
 step, and `commit` when the step is trained. Each call decides, records an event in the journal, and then applies it to
 the `SampleStore`, which holds the state. A *group* is the tasks about one problem, which are its *members*.
 
-- *Admission* (`flash.samples.leases.Admission`): a task is leased only to a node with an engine whose version is new
+- *Admission* (`flash.samples.tasks.Admission`): a task is leased only to a node with an engine whose version is new
   enough. The age contract, which bounds how many versions old a trained token may be, says which version that is.
 - *Redundancy*: a group may have more members than it needs. When enough are done, the others are withdrawn. There may
   also be more groups than needed (`rollout.extra_groups`): in each step, so many groups that are too slow may leave.

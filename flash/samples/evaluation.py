@@ -20,8 +20,7 @@ from flash.config.tree import EvalConfig
 from flash.observe.stats import mean_interval
 from flash.samples.batches import mean_metrics, sample_metrics
 from flash.samples.groups import Member
-from flash.samples.leases import LeaseTable, by_attempt
-from flash.samples.tasks import held_out_tasks
+from flash.samples.tasks import LeaseTable, by_attempt, held_out_tasks
 from flash.sampling import Sampling
 from flash.types import Failure, Lease, Trajectory
 from flash.waiting import run_to_end

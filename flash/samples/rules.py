@@ -47,7 +47,7 @@ class AgeContract(msgspec.Struct, frozen=True):
     α is the asynchronous ratio, and B is the number of samples of a step. Then (1 + α)·B tasks may be in flight. Step n
     trains version n on tokens that a version ≥ n − ⌈α⌉ sampled, or a version ≥ n − `max_token_age` if that is given.
     With `max_token_age`, the early tokens of long answers can still be trained, while admission still follows α.
-    Redundant tasks and groups are not included in these numbers. `flash.samples.leases.Admission` enforces the limit on
+    Redundant tasks and groups are not included in these numbers. `flash.samples.tasks.Admission` enforces the limit on
     tasks in flight. Tokens that are too old are left out of the loss, or the store gives their samples up.
 
     The *place* of a group is its number in the order of issue, not counting groups that left untrained.

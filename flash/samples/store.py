@@ -11,7 +11,7 @@ filtered out, or leaves. A step takes groups (`_take`) and counts them as traine
 `flash.samples.groups` explains the states of members and groups. A task is *given up* if it ends untrained and
 unfiltered. A group is *complete* when enough members are done, and *partly trained* if a step has trained some of them.
 It is *closed* if the environment of the resumed run does not have its problem: then no member is started any more. Its
-*place* is its number for admission (`flash.samples.leases.Places`); a group that leaves untrained gives its place back.
+*place* is its number for admission (`flash.samples.tasks.Places`); a group that leaves untrained gives its place back.
 
 Conservation: every issued task is queued, leased, done, in a batch, or counted in the ledger as trained, filtered or
 given up. Its tokens are counted as trained or discarded. `in_flight` counts tasks independently of the ledger.
@@ -45,9 +45,8 @@ from flash.samples.journal import (
     SliceDone,
     Taken,
 )
-from flash.samples.leases import Admission, LeaseTable, Places, by_issue
 from flash.samples.rules import Breaker, BufferSettings, DomainShares, DomainTotals, Streaks
-from flash.samples.tasks import Cursor, TaskSource
+from flash.samples.tasks import Admission, Cursor, LeaseTable, Places, TaskSource, by_issue
 from flash.types import Failure, Lease, Outcome
 
 FILTER_BREAKER = 20

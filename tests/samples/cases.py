@@ -13,10 +13,9 @@ from flash.hub.protocol import SnapshotReply
 from flash.samples.buffer import MEMBERS_PER_SLICE, SampleBuffer
 from flash.samples.groups import Member
 from flash.samples.journal import NO_JOURNAL, Journal
-from flash.samples.leases import TaskQueue
 from flash.samples.rules import AgeContract, BufferRules
 from flash.samples.store import BufferState
-from flash.samples.tasks import TaskSource
+from flash.samples.tasks import TaskQueue, TaskSource
 from flash.sampling import PLAIN
 from flash.types import Lease, Outcome, Span, Task, Trajectory, Turn, VersionRun
 

@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 
 from flash.samples.groups import Member
-from flash.samples.leases import LeaseTable, by_attempt, by_issue
+from flash.samples.tasks import LeaseTable, by_attempt, by_issue
 from flash.types import RETRIED, Outcome, Task
 from tests.samples.cases import in_order
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from flash.samples.buffer import choose
 from flash.samples.groups import EligibleGroups, Group, Member, PoolCounts
-from flash.samples.leases import Places, TaskQueue, by_issue
 from flash.samples.rules import AgeContract
 from flash.samples.store import Backlog
+from flash.samples.tasks import Places, TaskQueue, by_issue
 from flash.types import Failure, Outcome, Task
 from tests.samples.cases import finish_all, in_order, lease_all, make_buffer, trajectory
 
