@@ -41,6 +41,8 @@ _UNNEEDED = ("usr/share/doc", "usr/share/man", "usr/share/locale", "usr/share/in
 def download(packages: Sequence[str], cache: Path = CACHE) -> list[Path]:
     """Download the packages and all their dependencies. Returns their .deb files.
 
+    Apt gets an empty list of installed packages, because it otherwise leaves out what this machine has already.
+
     Raises:
         ConfigError: apt is missing, or cannot download them.
     """

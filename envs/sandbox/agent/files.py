@@ -233,7 +233,10 @@ class Write:
             raise refuse(self.path, error)
 
     def commit(self) -> None:
-        """Move the complete file into its place."""
+        """Move the complete file into its place, after its last bytes. An append is in its place already.
+
+        A program that reads the file sees the old content or the new one, and never a part.
+        """
         try:
             if not self.append:
                 os.replace(self.temporary, self.name, src_dir_fd=self.folder, dst_dir_fd=self.folder)

@@ -310,7 +310,10 @@ def job_signal(agent: object, call: int, argument: dict) -> None:
 
 
 def job_output(agent: object, call: int, argument: dict) -> None:
-    """Reply with a range of a job's output."""
+    """Reply with a range of a job's output, and its position.
+
+    The pieces are always labelled `stdout`: a call asks for one stream, and the host knows for which.
+    """
     ring = find_job(agent, argument).rings[argument["stream"]]
     offset, data = ring.part(argument["offset"], argument["limit"])
     for at in range(0, len(data), PIECE):

@@ -332,7 +332,11 @@ class Shell:
         self.proceed()
 
     def proceed(self) -> None:
-        """Give the shell its next command, if it is idle."""
+        """Give the shell its next command, if it is idle.
+
+        A shell that was ended by the last command is started again only now, so that a session without further commands
+        takes no process.
+        """
         while self.current is None and self.queue and not self.closed:
             running = self.queue.pop(0)
             try:

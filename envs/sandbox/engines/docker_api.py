@@ -71,12 +71,17 @@ class AttachedLink:
 
 @contextmanager
 def _failing(error: type[SandboxError], what: str, url: str) -> Generator[None]:
-    """Turn failures of a request into a `SandboxError`.
+    """Turn failures of a request into a `SandboxError`, so that callers know nothing of aiodocker.
+
+    Args:
+        error: class of the error, unless one of the classes below fits better.
+        what: the request, for the message.
+        url: address of the engine, for the message.
 
     Raises:
         SandboxTimeoutError: the engine did not answer in time.
         SandboxRefusedError: the engine answered 400.
-        SandboxError: another failure, of class `error`.
+        SandboxError: another failure, of class `error`. Its `__cause__` has the HTTP status, which `status_of` returns.
     """
     try:
         yield

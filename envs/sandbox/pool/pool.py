@@ -103,6 +103,8 @@ class SandboxPool:
     async def wait_ready(self, lease: SandboxLease, deadline: float) -> None:
         """Wait until the lease has its sandbox. Ends the lease if the deadline passes first.
 
+        `acquire` and `fork` call this. Clients of the service wait by themselves, with repeated requests.
+
         Raises:
             SandboxBusyError: the deadline passed.
             SandboxError: the error that ended the lease.
@@ -191,7 +193,10 @@ class SandboxPool:
         return LeasedSandbox(self, lease)
 
     def _order_fork(self, parent: SandboxLease, spec: Spec) -> SandboxLease:
-        """Order one fork with the parent's token, owner and priority, on the parent's host."""
+        """Order one fork with the parent's token, owner and priority, on the parent's host.
+
+        A fork that is lost is not replaced: an empty sandbox would be no fork.
+        """
         order = msgspec.structs.replace(parent.order, spec=spec, on_lost="fail", key="")
         fork = self.order(order, only=parent.host)
         fork.parent = parent.id
