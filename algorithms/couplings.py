@@ -169,7 +169,10 @@ def _names(reach: int) -> tuple[str, ...]:
 
 
 def _concatenate(options: Rhythm, responses: Sequence[Signals]) -> _Tokens:
-    """Choose plans and anchors in each response, and return the tokens of all responses one after another."""
+    """Choose plans and anchors in each response, and return the tokens of all responses one after another.
+
+    Places of different responses are `APART` from each other, so that no token follows a plan of another response.
+    """
     has_change = [np.append(np.diff(one.position_R) == 1, False) for one in responses]
     counted = [followers(one.position_R, options.nearest, options.farthest) > 0 for one in responses]
     return _Tokens(

@@ -126,7 +126,8 @@ def chosen_layers(layers: int | list[int], count: int) -> list[int]:
 def head_kinds(span_H: FloatArray, options: Rhythm) -> tuple[IntArray, IntArray]:
     """Return the indices of the local heads (shortest spans) and of the global heads (longest spans), ascending.
 
-    There is at least one of each, and no head is both. `span_H` must have at least two heads.
+    There is at least one of each, and no head is both. `span_H` has the span of each head of the chosen layers,
+    averaged over a batch; there must be at least two heads.
     """
     order_H = np.argsort(span_H, kind="stable")
     heads = len(span_H)
@@ -197,7 +198,7 @@ def changes(waad_R: FloatArray, position_R: IntArray) -> FloatArray:
 def top_share(signal_R: FloatArray, share: float) -> BoolArray:
     """Return bool [R]: True for the ⌈share · R⌉ tokens with the largest signal. Tokens with signal 0 are never chosen.
 
-    Of tokens with equal signals, earlier ones are chosen first.
+    This chooses plans by Δ and anchors by FAI. Of tokens with equal signals, earlier ones are chosen first.
     """
     count = math.ceil(share * len(signal_R) - SLACK)
     chosen_R = np.zeros(len(signal_R), dtype=np.bool_)

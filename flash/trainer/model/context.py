@@ -117,7 +117,10 @@ class RowSlice:
         return repeated.chunk(self.ranks)[self.context.get_local_rank()]
 
     def to_tokens(self, states_UHD: Tensor) -> Tensor:
-        """Exchange [U, H / C, D] for [L, H, D], the inverse of `to_heads`. A collective."""
+        """Exchange [U, H / C, D] for [L, H, D], the inverse of `to_heads`. A collective.
+
+        Each rank gets the attention output of all heads for the tokens of its slice.
+        """
         if self.context is None:
             return states_UHD
         padded = pad(states_UHD, (0, 0, 0, 0, 0, self.ranks * self.length - self.tokens))

@@ -446,6 +446,7 @@ def _equal(packed: Tensor | None, alone: Sequence[Tensor | None]) -> bool:
     for dim in range(packed.dim()):
         lengths = [part.shape[dim] for part in parts if part.dim() == packed.dim()]
         others = {part.shape[:dim] + part.shape[dim + 1 :] for part in parts}
+        # The token dimension is the one in which the lengths add up. The tolerance covers rounding.
         if sum(lengths) == packed.shape[dim] and others == {packed.shape[:dim] + packed.shape[dim + 1 :]}:
             whole = torch.cat(parts, dim)
             return bool(torch.allclose(packed, whole, rtol=1e-2, atol=1e-3 * float(whole.abs().max())))

@@ -275,7 +275,10 @@ def _make_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 
 
 def _make_model(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Return a Qwen3 with random float32 weights, which depend on the seed alone."""
+    """Return a Qwen3 of the configured shape with random float32 weights, drawn from `config.seed`.
+
+    The random state of this process is neither used nor changed, so the same options always make the same model.
+    """
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
