@@ -56,7 +56,10 @@ def structs(annotation: Any = Config) -> Iterator[type[msgspec.Struct]]:
 
 
 def field_docs(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """Return the docstring of each field of a struct and its base classes, on one line."""
+    """Return the docstring of each field of a struct and its base classes, on one line.
+
+    Class variables, which are no options, are left out.
+    """
     docs: dict[str, str] = {}
     for cls in reversed(struct.__mro__):
         if not issubclass(cls, msgspec.Struct) or cls is msgspec.Struct:
@@ -72,7 +75,8 @@ def field_docs(struct: type[msgspec.Struct]) -> dict[str, str]:
                     docs[name] = " ".join(text.split())
                 case _:
                     pass
-    return docs
+    fields = {field.name for field in msgspec.structs.fields(struct)}
+    return {name: text for name, text in docs.items() if name in fields}
 
 
 def _draft_7(part: Any) -> Any:
