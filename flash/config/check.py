@@ -77,9 +77,9 @@ def check_run(config: Config) -> Iterator[ConfigProblem]:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     if not folder.is_dir():
-        yield ConfigProblem("run.output_dir", f"expected a folder, and {folder} is none")
+        yield ConfigProblem("run.output_dir", f"expected a folder, and {folder} is not a folder")
     elif not os.access(folder, os.W_OK | os.X_OK):
-        yield ConfigProblem("run.output_dir", f"expected a folder that can be written, and {folder} cannot")
+        yield ConfigProblem("run.output_dir", f"expected a folder that can be written to; {folder} cannot")
     if config.run.resume and not config.run_dir.is_dir():
         yield ConfigProblem("run.resume", f"there is no run to continue: the folder {config.run_dir} does not exist")
 
@@ -127,7 +127,7 @@ def _domains(config: Config, env: type[object], kwargs: dict[str, Any]) -> Itera
     # Only the wrapper knows which of its options holds the table of a wrapped mixture.
     table = "env.options.kinds" if found is not None and found[0] is env else "env.options … kinds"
     if len(domains) > 1 and config.rollout.fifo_window is not None:
-        message = "cannot hold with several domains, whose shares decide which groups a step takes: leave it out"
+        message = "cannot be kept with several domains, whose shares decide which groups a step takes: leave it out"
         yield ConfigProblem("rollout.fifo_window", message)
     for name, domain in domains.items():
         key, limit = f"{table}.{name}", config.model.max_length - 1
@@ -151,7 +151,7 @@ def check_sampling(config: Config) -> Iterator[ConfigProblem]:
     if (coarse := config.why_kept_tokens_unknown(config.sampling)) is not None:
         yield ConfigProblem("rollout.top_k", coarse)
     if rollout.routing_replay and config.gpus_per_node == 0:
-        message = "expected false without GPUs: vLLM's engine on the CPU does not tell which experts it chose"
+        message = "expected false without GPUs: vLLM's engine on the CPU does not report which experts it chose"
         yield ConfigProblem("rollout.routing_replay", message)
     members = rollout.group_size + rollout.extra_per_group
     if not rollout.replicate_prompts and rollout.max_concurrent != "auto" and rollout.max_concurrent < members:
@@ -161,7 +161,7 @@ def check_sampling(config: Config) -> Iterator[ConfigProblem]:
         )
         yield ConfigProblem("rollout.max_concurrent", message)
     if rollout.on_expire == "wait" and rollout.extra_groups:
-        message = "expected 0: groups beyond those of a step outgrow the window, and with on_expire = 'wait' none may"
+        message = "expected 0: redundant groups become too old, which on_expire = 'wait' does not allow"
         yield ConfigProblem("rollout.extra_groups", message)
     if rollout.drop_equal_rewards and rollout.group_size == 1:
         yield ConfigProblem(
@@ -181,7 +181,10 @@ def check_rollout(config: Config) -> Iterator[ConfigProblem]:
     yield from check_sampling(config)
     longest, episode = config.model.max_length, config.rollout.max_episode_tokens
     if episode is not None and episode < longest:
-        message = f"expected at least model.max_length = {longest}, got {episode}: lower that one for shorter sequences"
+        message = (
+            f"expected at least model.max_length = {longest}, got {episode}: lower model.max_length for shorter "
+            "sequences"
+        )
         yield ConfigProblem("rollout.max_episode_tokens", message)
 
 
@@ -203,7 +206,10 @@ def check_eval(config: Config) -> Iterator[ConfigProblem]:
         message = f"expected 0, which is greedy, or at least {LOWEST_TEMPERATURE}, got {config.eval.temperature:g}"
         yield ConfigProblem("eval.temperature", message)
     if config.eval.problems * config.eval.samples > MOST_ANSWERS:
-        message = f"expected at most {MOST_ANSWERS} answers (problems · samples), got {config.eval.samples} to each"
+        message = (
+            f"expected at most {MOST_ANSWERS} answers (problems · samples), got {config.eval.problems} · "
+            f"{config.eval.samples}"
+        )
         yield ConfigProblem("eval.problems", message)
 
 
@@ -222,7 +228,7 @@ def check_alarms(config: Config) -> Iterator[ConfigProblem]:
     for key, chosen in (("alarms.checkpoint", alarms.checkpoint), ("alarms.stop", alarms.stop)):
         for name in chosen:
             if getattr(alarms, name) is None:
-                yield ConfigProblem(key, f"`{name}` is never given: expected a limit as alarms.{name}")
+                yield ConfigProblem(key, f"`{name}` has no limit, so this alarm is never raised: set alarms.{name}")
     if alarms.command is None:
         return
     try:
@@ -254,10 +260,14 @@ def check_simulate(config: Config) -> Iterator[ConfigProblem]:
 def check_simulation(config: Config) -> Iterator[ConfigProblem]:
     """Check what `flash simulate` alone needs: a `[simulate]` table, and a swap method that the simulator supports."""
     if config.simulate is None:
-        yield ConfigProblem("simulate", "is missing: a [simulate] table says what stands in for hardware and workload")
+        yield ConfigProblem(
+            "simulate", "is missing: the [simulate] table describes the simulated hardware and workload"
+        )
     if config.adapters > 1:
         yield ConfigProblem(
-            "rollout.swap", "expected another one than drain: adapters ([lora]) side by side are not simulated"
+            "rollout.swap",
+            "expected another value than drain, with which an engine holds several adapters ([lora]): this is "
+            "not simulated",
         )
 
 

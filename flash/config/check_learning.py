@@ -130,14 +130,18 @@ def _offload(config: Config) -> Iterator[ConfigProblem]:
     train, key = config.train, "train.offload"
     if train.optimizer == "muon":
         message = (
-            'moments in bfloat16, or alone on the host, are AdamW\'s; expected train.optimizer = "adamw", got "muon"'
+            "moments in bfloat16, or on the host without the weights, need AdamW; "
+            'expected train.optimizer = "adamw", got "muon"'
         )
         # With offloaded weights the moments are on the host anyway, with any optimizer.
         alone = "moments" in train.offload and "weights" not in train.offload
         asked = {"train.moments": train.moments != "float32", key: alone}
         yield from (ConfigProblem(place, message) for place, is_asked in asked.items() if is_asked)
     if "activations" in train.offload and not train.activation_checkpointing:
-        message = "`activations` are inputs of layers that run again: set train.activation_checkpointing = true"
+        message = (
+            "`activations` offloads the inputs of layers that are computed again: set "
+            "train.activation_checkpointing = true"
+        )
         yield ConfigProblem(key, message)
 
 
@@ -150,10 +154,10 @@ def check_lora(config: Config) -> Iterator[ConfigProblem]:
         return
     if config.algorithm.kl is not None and config.algorithm.kl.refresh is not None:
         yield ConfigProblem(
-            "algorithm.kl.refresh", "expected none: with adapters ([lora]) the base stays the reference"
+            "algorithm.kl.refresh", "expected none: with adapters ([lora]) the base model stays the reference"
         )
     if config.weights_backend != "tcp":
-        message = f"expected tcp or auto, as adapters ([lora]) travel by nothing else, got {config.weights_backend}"
+        message = f"expected tcp or auto, which alone can transfer adapters ([lora]), got {config.weights_backend}"
         yield ConfigProblem("weights.backend", message)
 
 
@@ -225,7 +229,7 @@ def _aggregation(config: Config, aggregation: Aggregation) -> Iterator[ConfigPro
     """Yield a problem if a divisor is set that the aggregation (losses of tokens to one number) does not use."""
     length = config.algorithm.constant_length
     if length is not None and aggregation != "constant":
-        message = f"{length} has no effect: algorithm.aggregation is {aggregation!r}; expected 'constant' beside it"
+        message = f"{length} has no effect: algorithm.aggregation is {aggregation!r}; expected 'constant' with it"
         yield ConfigProblem("algorithm.constant_length", message)
 
 
@@ -245,7 +249,8 @@ def _staleness(config: Config, objective: Objective) -> Iterator[ConfigProblem]:
     for name in COARSE:
         if config.engine.vllm.get(name, "auto") not in ("auto", config.model.dtype) and not corrected:
             message = (
-                f"engines draw from a coarser policy than is trained, which `{algorithm.objective}` does not correct "
+                f"engines sample from a less precise policy than the trained one, which `{algorithm.objective}` "
+                "does not correct "
                 "for: use an objective that does, a correction by weight ('token_tis'), or train.allow_uncorrected"
             )
             yield ConfigProblem(f"engine.vllm.{name}", message)
@@ -260,7 +265,7 @@ def _staleness(config: Config, objective: Objective) -> Iterator[ConfigProblem]:
         return
     if objective.proximal_policy == "loglinear":
         message = (
-            "the log-linear proximal policy lies between the sampling policy and now by age, and with "
+            "the log-linear proximal policy depends on the age of tokens, and with "
             "train.async_ratio = 0 every age is 0: choose another proximal policy"
         )
         yield ConfigProblem("algorithm.options", message)
@@ -274,7 +279,7 @@ def _reuse(config: Config, objective: Objective) -> Iterator[ConfigProblem]:
     train = config.train
     if train.updates_per_batch > 1 and not objective.corrects_staleness and not train.allow_uncorrected:
         message = (
-            f"{train.updates_per_batch} trains again on samples that the first update has left behind, which "
+            f"{train.updates_per_batch} trains again on samples that are old after the first update, which "
             f"`{config.algorithm.objective}` does not correct for: use an objective that does, 1, or set "
             "train.allow_uncorrected = true"
         )
@@ -291,7 +296,7 @@ def _critic(config: Config, objective: Objective, advantage: Advantage) -> Itera
     if critic is None:
         return
     if advantage != "gae":
-        message = f"has no effect: algorithm.advantage is {advantage!r}; expected 'gae' beside it"
+        message = f"has no effect: algorithm.advantage is {advantage!r}; expected 'gae' with it"
         yield ConfigProblem("critic", message)
         return
     if critic.warmup_steps >= config.run.steps:
@@ -317,12 +322,14 @@ def _disagreement(config: Config, objective: Objective, advantage: Advantage) ->
         return
     name, algorithm = config.algorithm.objective, config.algorithm
     if advantage != "gae":
-        message = f"`{name}` compares what critics expect, and {advantage!r} asks none: expected 'gae'"
+        message = f"`{name}` compares the values of critics, and advantage {advantage!r} uses no critic: expected 'gae'"
         yield ConfigProblem("algorithm.advantage", message)
     elif config.critic is not None and config.critic.count == 1:
-        yield ConfigProblem("critic.count", f"`{name}` compares what critics expect: expected at least 2, got 1")
+        yield ConfigProblem(
+            "critic.count", f"`{name}` compares the values of critics: expected at least 2 of them, got 1"
+        )
     if "filter_highest" in algorithm.options and algorithm.entropy_bonus == 0:
-        message = "has no effect: algorithm.entropy_bonus is 0; expected more beside it"
+        message = "has no effect: algorithm.entropy_bonus is 0; expected a value above 0 with it"
         yield ConfigProblem("algorithm.options.filter_highest", message)
 
 
@@ -331,8 +338,8 @@ def _kl(config: Config) -> Iterator[ConfigProblem]:
     kl = config.algorithm.kl
     if kl is not None and kl.estimator == "k1" and kl.place == "loss":
         message = (
-            "k1 in the loss pulls nowhere: its expected gradient is zero; "
-            "expected 'k2' or 'k3', or place = 'reward' beside 'k1'"
+            "k1 in the loss has no effect, because its expected gradient is zero; "
+            "expected 'k2' or 'k3', or place = 'reward' with 'k1'"
         )
         yield ConfigProblem("algorithm.kl.estimator", message)
 
@@ -347,7 +354,9 @@ def _teacher(config: Config) -> Iterator[ConfigProblem]:
         return
     path, url = algorithm.teacher.path, algorithm.teacher.url
     if (path is None) == (url is None):
-        yield ConfigProblem("algorithm.teacher", "expected either path, of a model that the trainer holds, or url")
+        yield ConfigProblem(
+            "algorithm.teacher", "expected either path, a model that the trainer loads, or url, a server"
+        )
     if url is not None and not re.fullmatch(r"https?://(\[[\da-fA-F:]+\]|[\w.-]+)(:\d{1,5})?(/[\w./-]*)?", url):
         yield ConfigProblem("algorithm.teacher.url", f"expected http://HOST:PORT of a vLLM server, got {show(url)}")
     for name, fault in faults_with_teacher(config.sampling, algorithm.teacher):
@@ -397,7 +406,7 @@ def _rhythm(config: Config) -> Iterator[ConfigProblem]:
         if value != defaults[name] and rhythm.credit not in credits:
             beside = " or ".join(repr(credit) for credit in credits)
             message = (
-                f"{value:g} has no effect: algorithm.rhythm.credit is {rhythm.credit!r}; expected {beside} beside it"
+                f"{value:g} has no effect: algorithm.rhythm.credit is {rhythm.credit!r}; expected {beside} with it"
             )
             yield ConfigProblem(f"algorithm.rhythm.{name}", message)
     longest = _longest(config)
@@ -448,7 +457,7 @@ def check_sft(config: Config) -> Iterator[ConfigProblem]:
     it."""
     if config.sft is None:
         return
-    why = "has no effect: `flash sft` learns rows as they are; leave the table out, or clear it with"
+    why = "has no effect: `flash sft` trains on rows of a file; leave the table out, or clear it with"
     if config.algorithm not in (AlgorithmConfig(), SUPERVISED):
         yield ConfigProblem("algorithm", f"{why} `algorithm={{}}`")
     if config.critic is not None:

@@ -179,7 +179,7 @@ def _fault(value: Any) -> str | None:
         case int() if abs(value) >= 2**63:
             return "which does not fit into 64 bits"
         case str() if "\0" in value or not _is_unicode(value):
-            return "which holds characters that no text has"
+            return "which contains characters that are not text"
         case list() | dict():
             inner = cast("dict[str, Any]", value).values() if isinstance(value, dict) else cast("list[Any]", value)
             fault = next((fault for item in inner if (fault := _fault(item)) is not None), None)

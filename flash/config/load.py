@@ -235,14 +235,14 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError: not TOML, or a number of too many digits
-        what = "is not valid TOML" if path.suffix == ".toml" else "is no TOML file, as configurations are"
+        what = "is not valid TOML" if path.suffix == ".toml" else "is not a TOML file, which a configuration must be"
         raise ConfigError(f"{path} {what}: {error}") from error
 
 
 def _files_in(folder: Path) -> str:
     """Return the part of an error message that names TOML files in a folder; empty if there are none."""
     if (folder / "config.toml").is_file():
-        return f". It looks like a run: what it was configured with is {folder / 'config.toml'}"
+        return f". It looks like the folder of a run, whose configuration is {folder / 'config.toml'}"
     found = sorted(str(file) for file in folder.glob("*.toml"))
     return f", such as {' or '.join(found[:3])}" if found else ""
 

@@ -112,7 +112,8 @@ def why_eager(config: Config) -> str | None:
     if config.gpus_per_node > 0 or config.engine.enforce_eager or (lacking := lacks()) is None:
         return None
     return (
-        f"engines run without compiled graphs, as if it were true: {lacking}. Their steps are slower. To have them "
+        f"engines run without compiled graphs, as if this key were true: {lacking}. Their steps are slower. To "
+        "have them "
         f"compiled {remedy()}"
     )
 
@@ -121,7 +122,7 @@ def lacks(headers: Path = HEADERS) -> str | None:
     """Return what is missing on this machine to compile graphs for the CPU; None if nothing is missing."""
     name = compiler()
     if not _answers(name, os.environ.get("PATH", os.defpath)):
-        named = f"{name!r}, which CXX names, is none" if "CXX" in os.environ else f"{name} is not on PATH"
+        named = f"{name!r}, which CXX names, does not run" if "CXX" in os.environ else f"{name} is not on PATH"
         return f"torch finds no C++ compiler ({named})"
     if not headers.is_file():
         return f"Python's headers are not installed ({headers})"
@@ -245,16 +246,23 @@ def check_parallel(config: Config) -> Iterator[ConfigProblem]:
             yield ConfigProblem(f"parallel.{name}", message)
     for name in parallel.__struct_fields__:
         if config.lora is not None and (count := getattr(parallel, name)) > 1:
-            message = f"expected 1, as what ranks divide takes no adapters ([lora]), got {count}"
+            message = (
+                "expected 1, as layers, rows and experts with adapters ([lora]) cannot be divided among ranks, "
+                f"got {count}"
+            )
             yield ConfigProblem(f"parallel.{name}", message)
 
 
 # -- [engine] --------------------------------------------------------------------------------------------------------
 
-SAME_MODEL = "engine and trainer have one model, that of model.path"
-ONE_PLACE = "an engine is engine.tensor_parallel workers of one node, which take weights and prove them"
-OUTLIVED = "blocks of the KV cache that lie elsewhere would outlive a swap of weights"
-UNFOLLOWED_BY_TRAINER = "the trainer would take log-probs of another distribution than tokens are drawn from"
+SAME_MODEL = "engines and trainer must have the same model, which model.path names"
+ONE_PLACE = (
+    "an engine must be engine.tensor_parallel workers on one node, each of which loads new weights and verifies them"
+)
+OUTLIVED = "blocks of the KV cache that are stored elsewhere would stay after the engine has loaded new weights"
+UNFOLLOWED_BY_TRAINER = (
+    "the trainer would compute log-probs under another distribution than the one that tokens are drawn from"
+)
 NOT_PASSED: dict[str, str] = {
     "model": "use model.path",
     "dtype": "use model.dtype",
@@ -277,16 +285,20 @@ NOT_PASSED: dict[str, str] = {
     **dict.fromkeys(("skip_tokenizer_init", "model_class_overrides", "convert", "runner"), SAME_MODEL),
     **dict.fromkeys(("pipeline_parallel_size", "prefill_context_parallel_size", "master_*", "nnodes"), ONE_PLACE),
     **dict.fromkeys(("node_rank", "distributed_executor_backend", "worker_cls", "worker_extension_cls"), ONE_PLACE),
-    **dict.fromkeys(("enable_eplb", "eplb_config", "*elastic_ep*"), f"{ONE_PLACE}: experts may not move"),
+    **dict.fromkeys(
+        ("enable_eplb", "eplb_config", "*elastic_ep*"), f"{ONE_PLACE}, so experts must stay where they are"
+    ),
     **dict.fromkeys(("kv_transfer_config", "kv_offloading_*"), OUTLIVED),
-    **dict.fromkeys(("cpu_offload_*", "offload_*"), "weights that were moved out are not known to take a new version"),
+    **dict.fromkeys(
+        ("cpu_offload_*", "offload_*"), "new weights might not reach weights that were moved out of the GPU"
+    ),
     **dict.fromkeys(("logits_processors", "watermark_config", "logprobs_mode"), UNFOLLOWED_BY_TRAINER),
     **dict.fromkeys(("*lora", "*loras", "*lora_*"), "set [lora]"),
-    **dict.fromkeys(("aux_output_config", "return_sampling_mask"), "no one would read it"),
+    **dict.fromkeys(("aux_output_config", "return_sampling_mask"), "Flash does not read the result"),
     "*_routed_experts": "set rollout.routing_replay",
-    "scheduling_policy": "the canary goes before all samples",
-    "disable_log_stats": "metrics are made of them",
-    "max_num_queued_*": "requests that an engine turns away would fail: use rollout.max_concurrent",
+    "scheduling_policy": "the canary must run before all samples",
+    "disable_log_stats": "Flash computes metrics from these statistics",
+    "max_num_queued_*": "requests that an engine refuses would fail: use rollout.max_concurrent",
 }
 """Arguments of vLLM that users may not set, as patterns of names, with the setting to use instead or the reason."""
 
@@ -355,13 +367,17 @@ def _vllm_values(config: Config) -> Iterator[ConfigProblem]:
     """Yield the problems of argument values that would affect weights or the distribution of sampled tokens."""
     given, table = config.engine.vllm, "engine.vllm"
     if given.get("quantization", MADE_ANEW[0]) not in (*MADE_ANEW, "online"):
-        message = "is of weights that are quantized in their files, and each version comes as it is trained"
+        message = "needs weights that are quantized in their files, but the trainer's weights are not quantized"
         expected = f"expected {', '.join(MADE_ANEW)}, or `online` beside quantization_config"
         yield ConfigProblem(f"{table}.quantization", f"{show(given['quantization'])} {message}: {expected}")
     if given.get("load_format") == "dummy":
-        yield ConfigProblem(f"{table}.load_format", "expected another: `flash eval` serves what an engine loads")
+        yield ConfigProblem(
+            f"{table}.load_format", "expected another value: with random weights `flash eval` would measure nothing"
+        )
     if given.get("enable_chunked_prefill") and config.gpus_per_node == 0 and config.seeded:
-        message = "expected false on the CPU, where a seeded response that is begun in parts ends its engine"
+        message = (
+            "expected false on the CPU, where a seeded response whose prompt is processed in parts kills its engine"
+        )
         yield ConfigProblem(f"{table}.enable_chunked_prefill", f"{message}; or rollout.seeded = false")
     drafts = given.get("speculative_config")
     if not isinstance(drafts, dict):
@@ -369,10 +385,10 @@ def _vllm_values(config: Config) -> Iterator[ConfigProblem]:
     key, drafts = f"{table}.speculative_config", cast("dict[str, Any]", drafts)
     if config.gpus_per_node == 0:
         # vLLM's kernel for the CPU, which gives each drafted token the temperature of its response, writes into a copy.
-        yield ConfigProblem(key, "expected none on the CPU, where vLLM draws what it drafts from other distributions")
+        yield ConfigProblem(key, "expected none on the CPU, where vLLM draws drafted tokens from another distribution")
     if drafts.get("method") not in DRAFTS or "model" in drafts:
         message = f"expected method = {' or '.join(map(show, DRAFTS))} and no model"
-        yield ConfigProblem(key, f"{message}: a draft's own weights would stay those of the start")
+        yield ConfigProblem(key, f"{message}: the weights of a draft model would never be updated")
     if drafts.get("rejection_sample_method", "standard") != "standard":
         yield ConfigProblem(f"{key}.rejection_sample_method", f'expected "standard": {UNFOLLOWED_BY_TRAINER}')
 
@@ -403,10 +419,12 @@ def check_weights(config: Config) -> Iterator[ConfigProblem]:
     elif backend == "ipc" and not config.engine.share_gpus:
         yield ConfigProblem(key, "ipc needs engine.share_gpus = true: expected nccl, tcp or auto")
     elif backend == "ipc" and config.cluster.nodes > 1:
-        yield ConfigProblem(key, f"ipc ends at the machine and cluster.nodes is {config.cluster.nodes}: expected tcp")
+        yield ConfigProblem(
+            key, f"ipc works only within one machine and cluster.nodes is {config.cluster.nodes}: expected tcp"
+        )
     elif backend == "nccl" and config.engine.share_gpus:
         yield ConfigProblem(
-            key, "nccl cannot join two processes on one GPU (engine.share_gpus): expected ipc, tcp or auto"
+            key, "nccl cannot connect two processes on one GPU (engine.share_gpus): expected ipc, tcp or auto"
         )
 
 
@@ -414,5 +432,5 @@ def advise_weights(config: Config) -> Iterator[ConfigProblem]:
     """Warn of a canary that would accept an engine with other weights."""
     tolerance = config.weights.canary_tolerance
     if tolerance is not None and tolerance > LOOSE_TOLERANCE:
-        message = f"a canary that allows {tolerance:g} nats finds no engine that computes something else"
+        message = f"with {tolerance:g} nats the canary does not notice an engine that computes with other weights"
         yield ConfigProblem("weights.canary_tolerance", message)

@@ -129,7 +129,9 @@ def check_model(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("model.dtype", message)
     # `HfTokenizer.ready` checks that the template uses the arguments.
     for name in sorted(RESERVED_ARGUMENTS & set(config.model.chat_template_kwargs)):
-        yield ConfigProblem(f"model.chat_template_kwargs.{name}", "is set by Flash: expected what a template reads")
+        yield ConfigProblem(
+            f"model.chat_template_kwargs.{name}", "is set by Flash: expected only arguments that the template reads"
+        )
     yield from _source(config)
     if config.sft is not None:
         return  # nothing is sampled, so nothing is parsed
@@ -173,8 +175,10 @@ def _model_folder(config: Config, file: Path) -> Iterator[ConfigProblem]:
         yield ConfigProblem("model.path", f"{file} cannot be read: {error}")
         return
     if isinstance(described, dict) and described.get("quantization_config") is not None:
-        message = "is quantized, and what is trained is not: expected whole weights, such as bfloat16 ones"
-        yield ConfigProblem("model.path", f"{config.model.path} {message} (engine.vllm.quantization is the engines')")
+        message = "is quantized, and Flash trains weights that are not: expected a model in bfloat16 or float32"
+        yield ConfigProblem(
+            "model.path", f"{config.model.path} {message} (engine.vllm.quantization quantizes the engines' copy)"
+        )
     limit = described.get("max_position_embeddings") if isinstance(described, dict) else None
     if isinstance(limit, int) and config.model.max_length > limit:
         message = f"expected at most {limit}, the positions of {config.model.path}, got {config.model.max_length}"
@@ -184,7 +188,9 @@ def _model_folder(config: Config, file: Path) -> Iterator[ConfigProblem]:
     named = {"stop_token_ids": sampling.stop_token_ids, "logit_bias": [token for token, _ in sampling.logit_bias]}
     for name, tokens in named.items():
         if isinstance(size, int) and (beyond := max(tokens, default=0)) >= size:
-            message = f"expected tokens below {size}, as many as {config.model.path} has, got {beyond}"
+            message = (
+                f"expected token ids below {size}, the size of the vocabulary of {config.model.path}, got {beyond}"
+            )
             yield ConfigProblem(f"rollout.{name}", message)
 
 
@@ -225,9 +231,7 @@ def _made_critic(config: Config) -> Iterator[ConfigProblem]:
     if config.tiny_model is None:
         yield ConfigProblem(key, "has no effect: without a [tiny_model] table no model is made")
     elif critic.path is None or Path(critic.path) == Path(config.model.path):
-        yield ConfigProblem(
-            key, "needs a folder for the model: expected critic.path beside it, and another than model.path"
-        )
+        yield ConfigProblem(key, "needs a folder for the model: set critic.path, to another folder than model.path")
 
 
 def _source(config: Config) -> Iterator[ConfigProblem]:
@@ -238,11 +242,11 @@ def _source(config: Config) -> Iterator[ConfigProblem]:
     # If model.path names a GGUF file, the user knows only that key.
     key = "model.path" if is_gguf(fetch) and path == gguf_folder(fetch) else "model.fetch"
     if config.tiny_model is not None:
-        yield ConfigProblem(
-            key, "[tiny_model] stands beside it, and both say what the model is made from: leave one out"
-        )
+        yield ConfigProblem(key, "[tiny_model] is there too, and both say how the model is made: leave one out")
     if is_gguf(path):
-        message = f"expected the folder that model.fetch is made into, or no model.fetch (`none`), got the file {path}"
+        message = (
+            f"expected the folder into which model.fetch is converted, or no model.fetch (`none`), got the file {path}"
+        )
         yield ConfigProblem("model.path", message)
     if is_gguf(fetch):
         if not os.path.isfile(fetch) and not os.path.isfile(os.path.join(path, "config.json")):

@@ -99,10 +99,10 @@ def sampling_faults(sampling: Sampling) -> Iterator[tuple[str, str]]:
     """
     for name, most in MOST_NAMED.items():
         if (named := len(getattr(sampling, name))) > most:
-            yield name, f"an engine on a GPU would die of more than {most}: got {named}"
+            yield name, f"an engine on a GPU crashes with more than {most} entries: got {named}"
     if sampling.top_k:
         return
-    why = f"is followed by the trainer for the tokens that top_k keeps alone: set it too, to {HIGHEST_TOP_K} at most"
+    why = f"needs top_k, from 1 to {HIGHEST_TOP_K}: the trainer can compute it only for the tokens that top_k keeps"
     for name in FOLLOWED:
         if getattr(sampling, name) != getattr(PLAIN, name):
             yield name, why
@@ -113,7 +113,13 @@ def faults_with_teacher(sampling: Sampling, teacher: Teacher | None) -> Iterator
     if teacher is not None and teacher.url is not None:
         for name in ("temperature", "top_k"):
             if getattr(sampling, name) != getattr(PLAIN, name):
-                yield name, "is unknown to the server of a teacher, which counts all tokens, at 1: use its path"
+                yield (
+                    name,
+                    (
+                        "is not supported by the server of a teacher, which scores all tokens at temperature 1: "
+                        "use algorithm.teacher.path"
+                    ),
+                )
 
 
 def why_kept_tokens_unknown(sampling: Sampling, *, dtype: str, head_dtype: str, drafted: bool = False) -> str | None:
@@ -126,8 +132,9 @@ def why_kept_tokens_unknown(sampling: Sampling, *, dtype: str, head_dtype: str, 
         drafted: True if the engines decode speculatively, from drafts.
     """
     if sampling.has_kept_sets and drafted:
-        return "which tokens it keeps is not known of drafts: expected 0, or no engine.vllm.speculative_config"
+        why = "the trainer does not know which drafted tokens it keeps"
+        return f"{why}: expected 0, or no engine.vllm.speculative_config"
     if not sampling.has_kept_sets or "float32" in (dtype, head_dtype):
         return None
-    why = f"which tokens it keeps is not known with logits in {dtype}, of which too many are equal"
+    why = f"the trainer does not know which tokens it keeps with logits in {dtype}, of which too many are equal"
     return f'{why}: expected 0, or model.head_dtype = "float32"'

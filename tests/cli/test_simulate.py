@@ -208,7 +208,7 @@ def test_what_cannot_be_simulated_is_refused(run: Path, override: str, complaint
 
 def test_without_a_simulate_table_there_is_nothing_to_simulate(tmp_path: Path):
     (tmp_path / "real.toml").write_text(RUN.partition("[simulate]")[0])
-    with pytest.raises(ConfigError, match=r"`simulate`: is missing: a \[simulate\] table"):
+    with pytest.raises(ConfigError, match=r"`simulate`: is missing: the \[simulate\] table"):
         simulate_command([tmp_path / "real.toml"], [])
 
 

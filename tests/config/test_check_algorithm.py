@@ -77,11 +77,14 @@ def resolve(*overrides: str) -> Config:
         ),
         (
             ["algorithm.kl={estimator='k1', coefficient=0.1}"],
-            "`algorithm.kl.estimator` (override): k1 in the loss pulls nowhere",
+            "`algorithm.kl.estimator` (override): k1 in the loss has no effect, because its",
         ),
         (
             ["lora.rank=8", "parallel.tensor=2", "cluster.trainer_ranks=2"],
-            "`parallel.tensor` (override): expected 1, as what ranks divide takes no adapters ([lora]), got 2",
+            (
+                "`parallel.tensor` (override): expected 1, as layers, rows and experts with adapters ([lora]) "
+                "cannot be divided among ranks, got"
+            ),
         ),
         (
             ["lora.rank=8", "cluster.gpus_per_node=2", "model.dtype=float32"],
@@ -89,7 +92,7 @@ def resolve(*overrides: str) -> Config:
         ),
         (
             ["lora.rank=8", "cluster.gpus_per_node=2", "weights.backend=nccl"],
-            "`weights.backend` (override): expected tcp or auto, as adapters ([lora]) travel by nothing else, got nccl",
+            "`weights.backend` (override): expected tcp or auto, which alone can transfer adapters ([lora]), got nccl",
         ),
         (["algorithm.advantage=gae"], "`critic`: is missing: advantage 'gae' takes its values from a critic"),
         (["critic={}"], "`critic` (override): has no effect: algorithm.advantage is 'group'"),
@@ -99,7 +102,7 @@ def resolve(*overrides: str) -> Config:
         ),
         (
             ["algorithm.objective=my_objectives_for_check:LogLinear", "train.async_ratio=0"],
-            "`algorithm.options`: the log-linear proximal policy lies between the sampling policy and now by age",
+            "`algorithm.options`: the log-linear proximal policy depends on the age of tokens",
         ),
         (
             ["algorithm.options.proximal=loglinear", "train.async_ratio=0"],
@@ -129,7 +132,7 @@ def resolve(*overrides: str) -> Config:
             ["algorithm.teacher={path='./model'}", "algorithm.objective=ppo", "critic={}"],
             "`critic` (override): has no effect: rewards do not count (algorithm.teacher.reward = false)",
         ),
-        (["algorithm.teacher={}"], "`algorithm.teacher` (override): expected either path, of a model that the trainer"),
+        (["algorithm.teacher={}"], "`algorithm.teacher` (override): expected either path, a model that the"),
         (
             ["algorithm.teacher={path='./model', url='http://host:8000'}"],
             "`algorithm.teacher` (override): expected either",
@@ -137,9 +140,12 @@ def resolve(*overrides: str) -> Config:
         (["algorithm.teacher={url='host:8000'}"], "`algorithm.teacher.url` (override): expected http://HOST:PORT of a"),
         (
             ["algorithm.teacher={url='http://h:1'}", "rollout.temperature=0.7"],
-            "`rollout.temperature` (override): is unk",
+            "`rollout.temperature` (override): is not supported by the server",
         ),
-        (["algorithm.teacher={url='http://h:1'}", "rollout.top_k=5"], "`rollout.top_k` (override): is unknown to the"),
+        (
+            ["algorithm.teacher={url='http://h:1'}", "rollout.top_k=5"],
+            "`rollout.top_k` (override): is not supported by",
+        ),
         (["algorithm.teacher={path='./nothing'}"], "`algorithm.teacher.path` (override): the folder nothing does not"),
         (
             ["algorithm.kl={coefficient=0.1, reference='./nothing'}"],
@@ -193,11 +199,11 @@ def resolve(*overrides: str) -> Config:
         ),
         (
             ["algorithm.objective=asyppo", "critic.count=1"],
-            "`critic.count` (override): `asyppo` compares what critics expect: expected at least 2, got 1",
+            "`critic.count` (override): `asyppo` compares the values of critics: expected at least 2 of them, got 1",
         ),
         (
             ["algorithm.objective=asyppo", "algorithm.advantage=group"],
-            "`algorithm.advantage` (override): `asyppo` compares what critics expect, and 'group' asks none",
+            "`algorithm.advantage` (override): `asyppo` compares the values of critics, and advantage 'group' uses no",
         ),
         (
             ["algorithm.objective=asyppo", "critic={}", "rollout.group_size=1"],
@@ -234,30 +240,30 @@ def resolve(*overrides: str) -> Config:
         ),
         (
             ["algorithm.objective=ppo", "critic.tiny_layers=1", "tiny_model={}"],
-            "`critic.tiny_layers` (override): needs a folder for the model: expected critic.path beside it",
+            "`critic.tiny_layers` (override): needs a folder for the model: set critic.path",
         ),
         (
             ["algorithm.objective=ppo", "critic={tiny_layers=1, path='model'}", "tiny_model={}"],
-            "(override): needs a folder for the model: expected critic.path beside it, and another than model.path",
+            "(override): needs a folder for the model: set critic.path, to another folder than model.path",
         ),
         (
             ["algorithm.objective=rloo", "train.async_ratio=0", "train.updates_per_batch=2"],
-            "`train.updates_per_batch` (override): 2 trains again on samples that the first update has left behind",
+            "`train.updates_per_batch` (override): 2 trains again on samples that are old after the first update",
         ),
         (["train.updates_per_batch=0"], "`train.updates_per_batch` (override): expected an integer above 0"),
-        (["rollout.top_p=0.9"], "`rollout.top_p` (override): is followed by the trainer for the tokens that top_k"),
-        (["rollout.min_p=0.1"], "`rollout.min_p` (override): is followed by the trainer"),
-        (["rollout.min_tokens=5"], "`rollout.min_tokens` (override): is followed by the trainer"),
-        (["rollout.logit_bias=[[5, 1.0]]"], "`rollout.logit_bias` (override): is followed by the trainer"),
+        (["rollout.top_p=0.9"], "`rollout.top_p` (override): needs top_k, from 1 to 1024: the trainer can compute"),
+        (["rollout.min_p=0.1"], "`rollout.min_p` (override): needs top_k, from 1 to 1024"),
+        (["rollout.min_tokens=5"], "`rollout.min_tokens` (override): needs top_k, from 1 to 1024"),
+        (["rollout.logit_bias=[[5, 1.0]]"], "`rollout.logit_bias` (override): needs top_k, from 1 to 1024"),
         (
             [f"rollout.logit_bias={[[token, 1.0] for token in range(1025)]}", "rollout.top_k=5"],
-            "`rollout.logit_bias` (override): an engine on a GPU would die of more than 1024: got 1025",
+            "`rollout.logit_bias` (override): an engine on a GPU crashes with more than 1024 entries: got 1025",
         ),
         (
             [f"rollout.stop_token_ids={list(range(101))}"],
-            "`rollout.stop_token_ids` (override): an engine on a GPU would die of more than 100: got 101",
+            "`rollout.stop_token_ids` (override): an engine on a GPU crashes with more than 100 entries: got 101",
         ),
-        (["rollout.repetition_penalty=1.1"], "`rollout.repetition_penalty` (override): is followed by the trainer"),
+        (["rollout.repetition_penalty=1.1"], "`rollout.repetition_penalty` (override): needs top_k, from 1 to 1024"),
         (["rollout.routing_replay=true"], "`rollout.routing_replay` (override): expected false without GPUs"),
         (["rollout.top_k=2000"], "`rollout.top_k` (override): expected an integer from 0 to 1024, got 2000"),
         (["rollout.top_p=0", "rollout.top_k=5"], "`rollout.top_p` (override): expected a number above 0"),
@@ -270,7 +276,7 @@ def resolve(*overrides: str) -> Config:
         ),
         (
             ["rollout.top_k=20", "model.dtype=bfloat16", "model.head_dtype=model"],
-            "`rollout.top_k` (override): which tokens it keeps is not known with logits in bfloat16",
+            "`rollout.top_k` (override): the trainer does not know which tokens it keeps with logits in bfloat16",
         ),
     ],
 )

@@ -58,8 +58,7 @@ REFUSED = {
         "`smollm2-135m`?"
     ),
     "tiny_model.layers=1": (
-        "`model.fetch` (run.toml): [tiny_model] stands beside it, and both say what the model is made from: leave one "
-        "out"
+        "`model.fetch` (run.toml): [tiny_model] is there too, and both say how the model is made: leave one out"
     ),
     "model.max_length=8193 train.max_tokens_per_microbatch=9000": (
         "`model.max_length` (override): expected at most 8192, the positions of smollm2-135m, got 8193"
@@ -72,7 +71,8 @@ REFUSED = {
     ),
     "model.fetch=gone.gguf": "`model.fetch` (override): there is no file gone.gguf: expected a GGUF file",
     "model.path=./tiny.gguf": (
-        "`model.path` (override): expected the folder that model.fetch is made into, or no model.fetch (`none`), got "
+        "`model.path` (override): expected the folder into which model.fetch is converted, or no model.fetch "
+        "(`none`), got "
         "the file ./tiny.gguf"
     ),
     "algorithm.objective=ppo algorithm.advantage=gae critic.path=other.gguf": (

@@ -77,7 +77,7 @@ def test_a_compiler_is_looked_for_as_torch_does_it(path: Path, monkeypatch: pyte
     for name, found in {"clang++": True, "broken": False, "g++": False, "ccache clang++": False, "": False}.items():
         monkeypatch.setenv("CXX", name)
         assert (lacks(headers) is None) is found, name
-    assert lacks() == "torch finds no C++ compiler ('', which CXX names, is none)"
+    assert lacks() == "torch finds no C++ compiler ('', which CXX names, does not run)"
 
 
 def test_a_compiler_is_of_no_use_without_pythons_headers(path: Path) -> None:

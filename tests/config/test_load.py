@@ -113,7 +113,9 @@ def test_an_override_is_toml_or_else_text(override, key, value):
 
 def test_a_quantized_model_is_refused_before_any_work(project):
     (project / "model" / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
-    assert complaint().startswith("`model.path` (run.toml): ./model is quantized, and what is trained is not: expected")
+    assert complaint().startswith(
+        "`model.path` (run.toml): ./model is quantized, and Flash trains weights that are not: expected"
+    )
 
 
 def test_a_model_folder_that_is_not_there_is_told_with_those_beside_it(project):
@@ -156,9 +158,9 @@ def test_a_file_by_the_name_of_a_setting_is_a_file(project):
         ("model", "model is a folder; expected a TOML file"),
         (
             "a-run",
-            "a-run is a folder; expected a TOML file. It looks like a run: what it was configured with is ",
+            "a-run is a folder; expected a TOML file. It looks like the folder of a run, whose configuration is ",
         ),
-        ("my_module_for_config.py", "my_module_for_config.py is no TOML file, as configurations are: "),
+        ("my_module_for_config.py", "my_module_for_config.py is not a TOML file, which a configuration must be: "),
     ],
 )
 def test_what_is_no_configuration_file_is_told_by_what_it_is(project, named, told):
@@ -325,7 +327,7 @@ def test_a_file_that_is_not_text_is_refused(project):
         ),
         (
             ["rollout.on_expire=wait", "rollout.extra_groups=1"],
-            "`rollout.extra_groups` (override): expected 0: groups beyond those of a step outgrow the window",
+            "`rollout.extra_groups` (override): expected 0: redundant groups become too old, which on_expire",
         ),
         (["algorithm.objective=gpro"], "`algorithm.objective` (override): expected `grpo`, "),
         (
@@ -389,11 +391,17 @@ def test_a_file_that_is_not_text_is_refused(project):
         ),
         (
             ["rollout.stop_token_ids=[3, 500]"],
-            "`rollout.stop_token_ids` (override): expected tokens below 500, as many as ./model has, got 500",
+            (
+                "`rollout.stop_token_ids` (override): expected token ids below 500, the size of the vocabulary of "
+                "./model, got 500"
+            ),
         ),
         (
             ["rollout.logit_bias=[[501, 1], [3, 1]]", "rollout.top_k=4"],
-            "`rollout.logit_bias` (override): expected tokens below 500, as many as ./model has, got 501",
+            (
+                "`rollout.logit_bias` (override): expected token ids below 500, the size of the vocabulary of "
+                "./model, got 501"
+            ),
         ),
         (
             ["model.max_length=20", "rollout.max_new_tokens=8"],
@@ -411,15 +419,15 @@ def test_a_file_that_is_not_text_is_refused(project):
         (["cluster.trainer_nodes=2"], "`cluster.trainer_nodes` (override): expected at most cluster.nodes = 1, got 2"),
         (
             ["train.optimizer=muon", "train.moments=bfloat16"],
-            "`train.moments` (override): moments in bfloat16, or alone on the host, are AdamW's; expected train.opt",
+            "`train.moments` (override): moments in bfloat16, or on the host without the weights, need AdamW",
         ),
         (
             ["cluster.gpus_per_node=8", "train.optimizer=muon", "train.offload=['moments']"],
-            "`train.offload` (override): moments in bfloat16, or alone on the host, are AdamW's; expected train.opt",
+            "`train.offload` (override): moments in bfloat16, or on the host without the weights, need AdamW",
         ),
         (
             ["cluster.gpus_per_node=8", "train.offload=['activations']"],
-            "`train.offload` (override): `activations` are inputs of layers that run again: set train.activation_check",
+            "`train.offload` (override): `activations` offloads the inputs of layers that are computed again",
         ),
         (
             ["parallel.tensor=2"],
@@ -465,11 +473,11 @@ def test_a_file_that_is_not_text_is_refused(project):
         ),
         (
             ["weights.backend=nccl", "cluster.gpus_per_node=1", "engine.share_gpus=true"],
-            "`weights.backend` (override): nccl cannot join two processes on one GPU",
+            "`weights.backend` (override): nccl cannot connect two processes on one GPU",
         ),
         (
             ["cluster.nodes=2", "cluster.gpus_per_node=1", "engine.share_gpus=true"],
-            "`weights.backend`: ipc ends at the machine and cluster.nodes is 2: expected tcp",
+            "`weights.backend`: ipc works only within one machine and cluster.nodes is 2: expected tcp",
         ),
         (["cluster.node_cpus=[]"], "`cluster.node_cpus` (override): expected one or more of this machine's cores 0 to"),
         (["cluster.trainer_cpus=[9999]"], "`cluster.trainer_cpus` (override): expected one or more of this machine's"),

@@ -61,12 +61,12 @@ def test_arguments_of_vllm_are_passed_on(given: dict[str, Any]) -> None:
         ({"cudagraph_capture_sizes": [1, "2"]}, "cudagraph_capture_sizes: expected a list, each item an integer, got"),
         ({"compilation_config": 3}, "compilation_config: expected a table, got 3"),
         ({"max_num_seqs": 8}, "max_num_seqs: is not passed on: use engine.max_sequences"),
-        ({"tokenizer_mode": "slow"}, "tokenizer_mode: is not passed on: engine and trainer have one model"),
+        ({"tokenizer_mode": "slow"}, "tokenizer_mode: is not passed on: engines and trainer must have the"),
         ({"data_parallel_size": 2}, "data_parallel_size: is not passed on: engines are independent of each other"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: is not passed on: an engine is"),
-        ({"kv_transfer_config": {}}, "kv_transfer_config: is not passed on: blocks of the KV cache that lie elsewhere"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: is not passed on: an engine must be"),
+        ({"kv_transfer_config": {}}, "kv_transfer_config: is not passed on: blocks of the KV cache that are stored"),
         ({"load_format": "dummy"}, "load_format: expected another"),
-        ({"quantization": "awq"}, 'quantization: "awq" is of weights that are quantized in their files'),
+        ({"quantization": "awq"}, 'quantization: "awq" needs weights that are quantized in their files'),
         ({"speculative_config": {"method": "eagle3", "model": "draft"}}, "speculative_config: expected method ="),
         ({"speculative_config": {"model": "ngram"}}, "speculative_config: expected method ="),
         (
@@ -83,7 +83,7 @@ def test_what_vllm_does_not_have_or_flash_sets_is_refused_by_name(given: dict[st
 def test_drafts_exclude_kept_sets() -> None:
     drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
     (problem,) = told(check_rollout(make_config(drafts, rollout={"top_k": 20})))
-    assert problem.startswith("rollout.top_k: which tokens it keeps is not known of drafts")
+    assert problem.startswith("rollout.top_k: the trainer does not know which drafted tokens it keeps")
     assert told(check_rollout(make_config(drafts))) == []
 
 
@@ -104,7 +104,9 @@ def test_engines_that_are_coarser_than_the_trainer_need_a_correction() -> None:
     for name, value in (("quantization", "fp8_per_tensor"), ("kv_cache_dtype", "fp8")):
         config = make_config({name: value}, alpha=0, algorithm={"objective": "rloo"})
         (problem,) = told(check_algorithm(config))
-        assert problem.startswith(f"engine.vllm.{name}: engines draw from a coarser policy than is trained, which")
+        assert problem.startswith(
+            f"engine.vllm.{name}: engines sample from a less precise policy than the trained one, which"
+        )
     kept = {"kv_cache_dtype": "auto"}
     assert told(check_algorithm(make_config(kept, alpha=0, algorithm={"objective": "rloo"}))) == []
     corrected = {"objective": "rloo", "corrections": [{"kind": "token_tis"}]}

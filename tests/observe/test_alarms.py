@@ -115,8 +115,8 @@ def test_a_number_that_was_well_again_is_told_again(name: str, bad: float, hover
 @pytest.mark.parametrize(
     ("alarms", "key", "message"),
     [
-        ({"stop": ["age"]}, "alarms.stop", "`age` is never given: expected a limit as alarms.age"),
-        ({"checkpoint": ["ess"], "ess": None}, "alarms.checkpoint", "`ess` is never given"),
+        ({"stop": ["age"]}, "alarms.stop", "`age` has no limit, so this alarm is never raised: set alarms.age"),
+        ({"checkpoint": ["ess"], "ess": None}, "alarms.checkpoint", "`ess` has no limit"),
         ({"command": "no-such-program now"}, "alarms.command", "expected a program and its arguments"),
         ({"command": "sh -c 'open"}, "alarms.command", "cannot be split into words"),
     ],

@@ -236,9 +236,9 @@ def test_at_a_ratio_of_zero_the_same_problems_are_issued_in_whatever_order_group
         (Domain(top_k=-1), "top_k of the domain 'c': expected an integer from 0 to 1024, got -1"),
         (
             Domain(top_p=0.9),
-            "top_p of the domain 'c': is followed by the trainer for the tokens that top_k",
+            "top_p of the domain 'c': needs top_k, from 1 to 1024: the trainer can compute it",
         ),
-        (Domain(top_k=0), "top_p of the domain 'c': is followed by"),
+        (Domain(top_k=0), "top_p of the domain 'c': needs top_k"),
     ],
 )
 def test_a_domain_cannot_sample_what_cannot_be_trained(domain: Domain, message: str) -> None:
@@ -251,7 +251,9 @@ def test_a_domain_keeps_no_sets_where_logits_are_too_coarse_to_tell_which() -> N
     model = ModelConfig(path="model", dtype="bfloat16", head_dtype="model")
     config = Config(run=RunConfig(name="n"), model=model, env=EnvConfig(path="envs.mixture:Mixture"))
     assert not ProblemKinds.of(config, lambda seed: "a", {"a": Domain()}).domains["a"].sampling.has_kept_sets
-    with pytest.raises(ConfigError, match=r"top_k of the domain 'a': .* not known with logits in bfloat16"):
+    with pytest.raises(
+        ConfigError, match=r"top_k of the domain 'a': .* does not know which .* with logits in bfloat16"
+    ):
         ProblemKinds.of(config, lambda seed: "a", {"a": Domain(top_k=5)})
 
 
