@@ -250,8 +250,8 @@ def _staleness(config: Config, objective: Objective) -> Iterator[ConfigProblem]:
         if config.engine.vllm.get(name, "auto") not in ("auto", config.model.dtype) and not corrected:
             message = (
                 f"engines sample from a less precise policy than the trained one, which `{algorithm.objective}` "
-                "does not correct "
-                "for: use an objective that does, a correction by weight ('token_tis'), or train.allow_uncorrected"
+                "does not correct for: use an objective that does, a correction by weight ('token_tis'), or "
+                "train.allow_uncorrected"
             )
             yield ConfigProblem(f"engine.vllm.{name}", message)
     if is_off_policy(config) and not objective.corrects_staleness:

@@ -260,7 +260,10 @@ def _parse_override(text: str) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """Return the value of a TOML text, or the text itself if it is not TOML."""
+    """Return the value of a TOML text, or the text itself if it is not TOML.
+
+    A text with line breaks could hold further keys; it is then taken as text, too.
+    """
     try:
         parsed = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
@@ -271,7 +274,11 @@ def parse_value(text: str) -> Any:
 def _merge(
     into: dict[str, Any], table: Mapping[str, Any], source: str, origins: dict[str, str], prefix: str = ""
 ) -> None:
-    """Merge the table of one source into `into`, and note in `origins` which source set each key last."""
+    """Merge the table of one source into `into`, and note in `origins` which source set each key last.
+
+    Nested tables are merged key by key. A table replaces the earlier one as a whole if it has another kind, whose
+    options would not fit, or if it is `{}` in an override, with which a user clears a table.
+    """
     for key, value in table.items():
         path = prefix + key
         existing = into.get(key)
@@ -338,7 +345,8 @@ def _keys_named(name: str) -> list[str]:
 def as_setting(word: str, after: Sequence[str]) -> str:
     """Return the right form of a setting that was written as `--train.async-ratio 2` or `train.async_ratio 2`.
 
-    The result is empty if there is no such setting.
+    Error messages about a missing file and an unknown option suggest it. The result is empty if there is no such
+    setting.
 
     Args:
         word: the written word, without leading dashes.

@@ -109,19 +109,18 @@ def why_eager(config: Config) -> str | None:
 
     The warning says what would make the engines compile their graphs.
     """
-    if config.gpus_per_node > 0 or config.engine.enforce_eager or (lacking := lacks()) is None:
+    if config.gpus_per_node > 0 or config.engine.enforce_eager or (lacking := missing_compiler()) is None:
         return None
     return (
-        f"engines run without compiled graphs, as if this key were true: {lacking}. Their steps are slower. To "
-        "have them "
-        f"compiled {remedy()}"
+        f"engines run without compiled graphs, as if this key were true: {lacking}. Their steps are slower. "
+        f"To have them compiled {compiler_advice()}"
     )
 
 
-def lacks(headers: Path = HEADERS) -> str | None:
+def missing_compiler(headers: Path = HEADERS) -> str | None:
     """Return what is missing on this machine to compile graphs for the CPU; None if nothing is missing."""
     name = compiler()
-    if not _answers(name, os.environ.get("PATH", os.defpath)):
+    if not _prints_version(name, os.environ.get("PATH", os.defpath)):
         named = f"{name!r}, which CXX names, does not run" if "CXX" in os.environ else f"{name} is not on PATH"
         return f"torch finds no C++ compiler ({named})"
     if not headers.is_file():
@@ -129,8 +128,8 @@ def lacks(headers: Path = HEADERS) -> str | None:
     return None
 
 
-def remedy() -> str:
-    """Return the advice how to install what `lacks` names."""
+def compiler_advice() -> str:
+    """Return the advice how to install a compiler and Python's headers, for `missing_compiler`."""
     return f"install {COMPILER} and Python's headers (Debian, Ubuntu: apt install g++ python3-dev), or set CXX"
 
 
@@ -140,7 +139,7 @@ def compiler() -> str:
 
 
 @cache
-def _answers(name: str, path: str) -> bool:
+def _prints_version(name: str, path: str) -> bool:
     """Return True if a program found on `path` prints its version, which is how torch checks for a compiler."""
     try:
         asked = subprocess.run(

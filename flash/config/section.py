@@ -110,16 +110,11 @@ def sampling_faults(sampling: Sampling) -> Iterator[tuple[str, str]]:
 
 def faults_with_teacher(sampling: Sampling, teacher: Teacher | None) -> Iterator[tuple[str, str]]:
     """Yield each key that the server of a teacher (`algorithm.teacher.url`) does not support, and why."""
+    why = "is not supported by the server of a teacher, which scores all tokens at temperature 1"
     if teacher is not None and teacher.url is not None:
         for name in ("temperature", "top_k"):
             if getattr(sampling, name) != getattr(PLAIN, name):
-                yield (
-                    name,
-                    (
-                        "is not supported by the server of a teacher, which scores all tokens at temperature 1: "
-                        "use algorithm.teacher.path"
-                    ),
-                )
+                yield name, f"{why}: use algorithm.teacher.path"
 
 
 def why_kept_tokens_unknown(sampling: Sampling, *, dtype: str, head_dtype: str, drafted: bool = False) -> str | None:

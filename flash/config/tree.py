@@ -503,7 +503,10 @@ class Config(Section, frozen=True):
 
     @property
     def weights_backend(self) -> Literal["tcp", "gloo", "nccl", "ipc"]:
-        """Value of `weights.backend`, with `auto` replaced by the method for this hardware."""
+        """Value of `weights.backend`, with `auto` replaced by the method for this hardware.
+
+        Adapters travel only by tcp, and nccl cannot connect an engine and a trainer on one GPU.
+        """
         if self.weights.backend != "auto":
             return self.weights.backend
         if self.gpus_per_node == 0 or self.lora is not None:
@@ -530,7 +533,11 @@ class Config(Section, frozen=True):
     @property
     def adapters(self) -> int:
         """Number of adapter versions that an engine holds at once. 1: the next version replaces it. 0: there are no
-        adapters."""
+        adapters.
+
+        With `rollout.swap = "drain"`, running responses end under their old version, so the engine keeps one for each
+        age that a token may have.
+        """
         if self.lora is None:
             return 0
         return min(self.train.max_age + 1, MOST_ADAPTERS) if self.rollout.swap == "drain" else 1

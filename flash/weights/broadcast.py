@@ -373,7 +373,7 @@ class BroadcastReceiver:
             send_message(connection, BroadcastRequest(self._name, source.version, 0))
             first = _next_message(inbox)
             if not isinstance(first, VersionManifest):
-                raise TransportError(f"{source.host}:{source.port} answers out of turn: {first!r}")
+                raise TransportError(f"{source.host}:{source.port} sent another first message than expected: {first!r}")
             lines = check_manifest(first.data, source)
             fingerprint = Fingerprint()
             device = self._device if source.backend == "nccl" else torch.device("cpu")

@@ -497,7 +497,7 @@ def receive_message(
     try:
         return decoder.decode(_receive(connection, length))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TransportError(f"the peer sends what cannot be read: {error}") from error
+        raise TransportError(f"the peer sent a message that cannot be decoded: {error}") from error
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:

@@ -72,8 +72,7 @@ REFUSED = {
     "model.fetch=gone.gguf": "`model.fetch` (override): there is no file gone.gguf: expected a GGUF file",
     "model.path=./tiny.gguf": (
         "`model.path` (override): expected the folder into which model.fetch is converted, or no model.fetch "
-        "(`none`), got "
-        "the file ./tiny.gguf"
+        "(`none`), got the file ./tiny.gguf"
     ),
     "algorithm.objective=ppo algorithm.advantage=gae critic.path=other.gguf": (
         "`critic.path` (override): other.gguf is a GGUF file (`flash fetch other.gguf` makes the folder ./other.hf of "

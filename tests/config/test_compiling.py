@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from flash.config.check import unwise
-from flash.config.machine import HEADERS, lacks, runs_eagerly, why_eager
+from flash.config.machine import HEADERS, missing_compiler, runs_eagerly, why_eager
 from flash.config.tree import Config
 from flash.rollout.vllm.start import engine_args, engine_variables
 from flash.run.checks.doctor import compilers
@@ -73,16 +73,16 @@ def test_a_compiler_is_looked_for_as_torch_does_it(path: Path, monkeypatch: pyte
     headers = program(path / "Python.h")
     program(path / "clang++")
     program(path / "broken", code=1)
-    assert lacks(headers) is not None, "torch calls g++ on Linux"
+    assert missing_compiler(headers) is not None, "torch calls g++ on Linux"
     for name, found in {"clang++": True, "broken": False, "g++": False, "ccache clang++": False, "": False}.items():
         monkeypatch.setenv("CXX", name)
-        assert (lacks(headers) is None) is found, name
-    assert lacks() == "torch finds no C++ compiler ('', which CXX names, does not run)"
+        assert (missing_compiler(headers) is None) is found, name
+    assert missing_compiler() == "torch finds no C++ compiler ('', which CXX names, does not run)"
 
 
 def test_a_compiler_is_of_no_use_without_pythons_headers(path: Path) -> None:
     program(path / "g++")
-    assert lacks(path / "Python.h") == f"Python's headers are not installed ({path / 'Python.h'})"
+    assert missing_compiler(path / "Python.h") == f"Python's headers are not installed ({path / 'Python.h'})"
 
 
 def test_the_doctor_names_a_compiler_that_is_not_there(path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from flash.config.machine import lacks
+from flash.config.machine import missing_compiler
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.rollout.vllm.start import configure, engine_args, engine_environment, engine_variables
@@ -62,7 +62,7 @@ def test_an_engine_knows_the_process_that_it_follows() -> None:
 
 def test_an_eager_engine_on_the_cpu_compiles_nothing() -> None:
     assert variables(make_config(enforce_eager=True))["TORCHDYNAMO_DISABLE"] == "1"
-    assert ("TORCHDYNAMO_DISABLE" in variables(make_config(enforce_eager=False))) is (lacks() is not None)
+    assert ("TORCHDYNAMO_DISABLE" in variables(make_config(enforce_eager=False))) is (missing_compiler() is not None)
     assert "TORCHDYNAMO_DISABLE" not in variables(make_config(gpus=1, enforce_eager=True))
 
 

@@ -225,5 +225,5 @@ def test_a_word_that_cannot_be_read_is_a_transport_error(word: bytes) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(struct.pack("!I", len(word)) + word)
-        with pytest.raises(TransportError, match="cannot be read"):
+        with pytest.raises(TransportError, match="cannot be decoded"):
             receive_message(ours, msgspec.msgpack.Decoder(VersionReceived | BroadcastRequest))

@@ -24,7 +24,7 @@ from typing import Literal
 
 import msgspec
 
-from flash.config.machine import compiler, count_gpus, lacks, remedy
+from flash.config.machine import compiler, compiler_advice, count_gpus, missing_compiler
 from flash.config.tree import Config
 from flash.observe.trackers.trackers import not_installed
 from flash.run.models.fetch import described, source_of, why_not_there
@@ -158,9 +158,9 @@ def compilers(config: Config | None) -> Finding:
         return not_needed("engines run on GPUs")
     if config is not None and config.engine.enforce_eager:
         return not_needed("engine.enforce_eager is on: nothing is compiled")
-    if (lacking := lacks()) is None:
+    if (lacking := missing_compiler()) is None:
         return ok(f"{compiler()} and Python's headers are there: engines on the CPU run compiled graphs")
-    return not_needed(f"engines on the CPU run without compiled graphs, slower: {lacking}; {remedy()}")
+    return not_needed(f"engines on the CPU run without compiled graphs, slower: {lacking}; {compiler_advice()}")
 
 
 def installed(name: str) -> str | None:
