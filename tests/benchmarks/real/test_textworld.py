@@ -15,6 +15,7 @@ from benchmarks.training import PINNED, Measured
 from envs.textworld.games import GameOf, ShownGame
 from flash.config.check import check
 from flash.config.load import load
+from flash.config.objects import check_options
 from flash.config.simulate import Lognormal
 from flash.environment import HELD_OUT
 from flash.errors import ConfigError
@@ -118,5 +119,5 @@ async def test_an_answer_is_waited_for_and_the_beginning_is_not() -> None:
 
 
 def test_a_delay_that_is_no_distribution_is_refused() -> None:
-    with pytest.raises(ConfigError, match="is not a distribution"):
-        RemoteOptions(latency="soon")
+    with pytest.raises(ConfigError, match=r'`env.options.latency`: expected a number, .*, got "soon"'):
+        check_options(RemoteTextWorld, {"latency": "soon"}, "env.options")
