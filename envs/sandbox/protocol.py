@@ -26,8 +26,7 @@ from envs.sandbox.api import (
     State,
     Timeout,
 )
-from envs.sandbox.engines.machine import MachineLoad
-from envs.sandbox.pool.state import PoolFailure
+from envs.sandbox.pool.state import HostStatus, PoolFailure
 from envs.sandbox.text import encodable
 from flash import errors
 from flash.errors import FlashError, SandboxError
@@ -200,26 +199,6 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
 
 StreamLine = StreamPiece | Last | Broken | Alive
 """A line of a stream."""
-
-
-class HostStatus(msgspec.Struct, frozen=True):
-    """Resources, sandboxes and counters of one host."""
-
-    name: str
-    cpus: float
-    """CPUs that sandboxes may be granted on this host."""
-    memory_mib: int
-    cpus_promised: float
-    memory_mib_promised: int
-    why_not: str
-    """Reason why the host takes no sandboxes; empty if it takes them."""
-    sandboxes: int
-    warm: int
-    hits: int
-    misses: int
-    orphans_removed: int
-    load: MachineLoad | None
-    """Load of the host's machine; null if it is not measured."""
 
 
 class Status(msgspec.Struct, frozen=True):

@@ -21,8 +21,9 @@ import msgspec
 
 from envs.sandbox.api import Spec
 from envs.sandbox.engines.backend import SNAPSHOT_NAME
-from envs.sandbox.pool.admission import NOTHING, Demand, PlaceRequest, SandboxAdmission
-from envs.sandbox.pool.host import Host, HostReport, demand, warm_key
+from envs.sandbox.engines.machine import MachineLoad
+from envs.sandbox.pool.admission import NOTHING, PlaceRequest, SandboxAdmission
+from envs.sandbox.pool.host import Host, demand, warm_key
 from envs.sandbox.pool.journal import KeptSnapshot
 from envs.sandbox.pool.lease import SandboxLease
 from flash.errors import SandboxBusyError, SandboxError, SandboxStartError
@@ -277,16 +278,27 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds between two attempts to reach a host after a restart."""
 
 
-class HostState(msgspec.Struct, frozen=True):
-    """State of one host, as the pool sees it."""
+class HostStatus(msgspec.Struct, frozen=True):
+    """Resources, sandboxes and counters of one host, as the pool sees it. A part of the service's status."""
 
     name: str
-    report: HostReport
-    granted: Demand
-    """Resources that this pool has promised on the host."""
+    cpus: float
+    """CPUs that sandboxes may be granted on this host."""
+    memory_mib: int
+    cpus_promised: float
+    memory_mib_promised: int
     why_not: str
-    """Reason why the host takes no sandboxes; "" if it takes them."""
+    """Reason why the host takes no sandboxes; empty if it takes them."""
     sandboxes: int
+    warm: int
+    """Number of ready sandboxes."""
+    hits: int
+    """Number of starts that were served by a ready sandbox."""
+    misses: int
+    orphans_removed: int
+    """Number of containers and snapshots without an owner that were removed."""
+    load: MachineLoad | None
+    """Load of the host's machine; null if it is not measured."""
 
 
 class LeaseBook:
@@ -364,16 +376,30 @@ class PoolState:
         """Return the number of older requests in the queue; None if the lease is not in the queue."""
         return self.admission.position(lease.id) if self.admission.is_waiting(lease.id) else None
 
-    def hosts(self) -> list[HostState]:
+    def hosts(self) -> list[HostStatus]:
         """Return the current state of each host."""
         views = {view.name: view for view in self.admission.hosts()}
         number = Counter(lease.host for lease in self.leases.all())
-        listed: list[HostState] = []
+        listed: list[HostStatus] = []
         for name, host in self._hosts.items():
             report = host.report()
-            why = self.failures.why_put_aside(name) or report.why
-            granted = views[name].granted if name in views else NOTHING
-            listed.append(HostState(name, report, granted, why, number[name]))
+            promised = views[name].granted if name in views else NOTHING
+            listed.append(
+                HostStatus(
+                    name=name,
+                    cpus=report.capacity.millicpus / 1000,
+                    memory_mib=report.capacity.memory_mib,
+                    cpus_promised=promised.millicpus / 1000,
+                    memory_mib_promised=promised.memory_mib,
+                    why_not=self.failures.why_put_aside(name) or report.why,
+                    sandboxes=number[name],
+                    warm=sum(report.warm.values()),
+                    hits=report.hits,
+                    misses=report.misses,
+                    orphans_removed=report.orphans_removed,
+                    load=report.load,
+                )
+            )
         return listed
 
     async def changed_since(self, version: int) -> int:

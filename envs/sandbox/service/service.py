@@ -23,7 +23,7 @@ from envs.sandbox.pool.journal import KeptSnapshot
 from envs.sandbox.pool.lease import LeaseOrder, SandboxLease
 from envs.sandbox.pool.pool import SandboxPool
 from envs.sandbox.pool.state import names_snapshot
-from envs.sandbox.protocol import HostStatus, Info, ProblemError, SandboxOrder, SessionResult, Status, problem_of
+from envs.sandbox.protocol import Info, ProblemError, SandboxOrder, SessionResult, Status, problem_of
 from envs.sandbox.tokens import ADMIN, Tokens
 from flash.errors import FlashError, SandboxBusyError, SandboxRefusedError
 from flash.waiting import unwrapped_group
@@ -389,24 +389,7 @@ class Service:
 
     def status(self, token: str) -> Status:
         """Return the state of the pool at this moment, with only the details that the token may see."""
-        state = self.pool.state
-        hosts = [
-            HostStatus(
-                name=host.name,
-                cpus=host.report.capacity.millicpus / 1000,
-                memory_mib=host.report.capacity.memory_mib,
-                cpus_promised=host.granted.millicpus / 1000,
-                memory_mib_promised=host.granted.memory_mib,
-                why_not=host.why_not,
-                sandboxes=host.sandboxes,
-                warm=sum(host.report.warm.values()),
-                hits=host.report.hits,
-                misses=host.report.misses,
-                orphans_removed=host.report.orphans_removed,
-                load=host.report.load,
-            )
-            for host in state.hosts()
-        ]
+        state, hosts = self.pool.state, self.pool.state.hosts()
         states: dict[str, int] = {}
         for lease in state.leases.all():
             states[lease.state] = states.get(lease.state, 0) + 1

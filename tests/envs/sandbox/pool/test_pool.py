@@ -146,7 +146,7 @@ async def test_a_ready_sandbox_is_handed_out_at_once_and_replaced():
             await anyio.sleep(1)
             assert len(maker.sandboxes) == 3
         [host] = pool.state.hosts()
-        assert (host.report.hits, host.report.misses) == (1, 0)
+        assert (host.hits, host.misses) == (1, 0)
     assert maker.sandboxes == {}
 
 
@@ -590,7 +590,7 @@ async def test_any_survivor_removes_the_containers_of_a_dead_service_after_a_gra
         await anyio.sleep(FEW_WARM.orphan_grace_s + FEW_WARM.look_s)
         assert set(maker.sandboxes) == {alive.container_id, elsewhere.container_id, stranger.container_id}
         [host] = pool.state.hosts()
-        assert host.report.orphans_removed == 2
+        assert host.orphans_removed == 2
 
 
 async def test_a_service_that_comes_back_within_the_grace_keeps_its_containers():
@@ -618,4 +618,4 @@ async def test_a_host_whose_machine_has_no_memory_left_takes_no_sandboxes_until_
         maker.measured = MachineLoad(1.0, 4, 95_000, 100_000)
         async with pool.acquire(SPEC, deadline=20) as sandbox:
             assert (await sandbox.run("true", timeout=1)).ok
-        assert pool.state.hosts()[0].report.load == maker.measured
+        assert pool.state.hosts()[0].load == maker.measured

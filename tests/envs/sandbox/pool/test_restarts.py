@@ -90,7 +90,7 @@ def test_a_sandbox_that_does_not_answer_after_a_restart_holds_up_nobody_else():
             assert find(pool, other.id).state == "ready"
             async with pool.acquire(SPEC, owner="z", deadline=1):
                 assert find(pool, stuck.id).state == "queued"
-                assert sum(host.granted.millicpus for host in pool.state.hosts()) == 3000
+                assert sum(host.cpus_promised for host in pool.state.hosts()) == 3.0
             await anyio.sleep(HostSettings().adopt_s)
             assert find(pool, stuck.id).state == "failed"
             assert hung not in instance.maker.sandboxes

@@ -99,7 +99,7 @@ async def test_a_token_reaches_only_its_own_sandboxes(tmp_path):
     async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
         async with SandboxClient(world.url, OTHER_TOKEN) as other:
             assert await other.list() == []
-            whole = world.pool.state.hosts()[0].report.capacity.millicpus / 1000
+            whole = world.pool.state.hosts()[0].cpus
             full = world.pool.order(
                 LeaseOrder(spec=msgspec.structs.replace(SPEC, cpus=whole), owner="admin/plan", token=ADMIN)
             )
