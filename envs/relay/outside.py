@@ -234,7 +234,7 @@ class _Relay:
             await self._send(number, CLOSED)
 
     async def _forward(self, number: int, connection: _Connection, stream: SocketStream) -> None:
-        """Send the bytes of the program to the address. At their end, tell the address that no more will come."""
+        """Send the bytes of the program to the address, and end this direction after the last ones."""
         while True:
             if connection.waiting:
                 data = bytes(connection.waiting)

@@ -96,7 +96,7 @@ ADVICE = {
         "a program may disturb what judges it, or reach what is no part of its sandbox. Our own system call filter is "
         "derived from the one of the package golang-github-containers-common on this machine; install that"
     ),
-    ("seccomp filter",): "the engine was built or told to run without seccomp; look at `podman info` or `docker info`",
+    ("seccomp filter",): "the engine was built or configured without seccomp; look at `podman info` or `docker info`",
 }
 """Advice for failed checks, by the names of the checks."""
 

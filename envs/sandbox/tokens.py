@@ -63,8 +63,8 @@ class Token(msgspec.Struct, frozen=True):
         missing = [grant for grant, wanted in needed.items() if wanted and grant not in self.grants]
         if name != ADMIN and missing:
             raise SandboxRefusedError(
-                f"token {name} may not have sandboxes with {' and '.join(missing)}; who runs the service grants it in "
-                f"the token file: `{name} TOKEN {' '.join(missing)}`"
+                f"token {name} may not have sandboxes with {' and '.join(missing)}; the operator of the service grants "
+                f"it in the token file: `{name} TOKEN {' '.join(missing)}`"
             )
 
 

@@ -145,8 +145,8 @@ async def greet(link: Link, options: Options, seconds: float, prelude: str = "")
             if not data or len(got) > _NOISE_LIMIT:
                 said = (got + data + link.transcript).decode("utf-8", "replace").strip()[-500:] or "nothing"
                 raise SandboxStartError(
-                    f"the sandbox ended before its agent answered; it said: {said}. Its image needs /bin/sh and "
-                    "Python 3.6 or newer, that work"
+                    f"the sandbox ended before its agent answered. Its output was: {said}. Its image needs a working "
+                    "/bin/sh and a working Python 3.6 or newer"
                 )
             got += data
     assert scope.cancelled_caught

@@ -83,7 +83,7 @@ def encode(call: int, operation: str, argument: object) -> bytes:
     try:
         body = _ENCODER.encode((call, operation, argument))
     except (OverflowError, UnicodeEncodeError) as error:
-        raise SandboxRefusedError(f"`{operation}` cannot be asked for: {error}") from None
+        raise SandboxRefusedError(f"the arguments of `{operation}` cannot be encoded: {error}") from None
     if len(body) > MAX_FRAME:
         raise SandboxLimitError(
             f"`{operation}` needs {len(body)} bytes with all its arguments; a sandbox takes {MAX_FRAME} at once"
@@ -119,7 +119,7 @@ class Decoder:
             try:
                 frames.append(_DECODER.decode(body))
             except (msgspec.DecodeError, RecursionError) as error:
-                raise SandboxLostError(f"the agent sent what is no frame: {error}") from error
+                raise SandboxLostError(f"the agent sent bytes that are not a frame: {error}") from error
             start = stop
         del self._buffer[:start]
         return frames
@@ -279,7 +279,7 @@ class Channel:
         except SandboxLostError as reason:
             error = reason
         except msgspec.DecodeError as reason:
-            error = SandboxLostError(f"the agent sent what it may not: {reason}")
+            error = SandboxLostError(f"the agent sent a value of an unexpected form: {reason}")
         finally:
             self.break_off(error)
 
@@ -359,4 +359,4 @@ def decode(value: msgspec.Raw, result_type: type[T]) -> T:
     try:
         return msgspec.msgpack.decode(value, type=result_type)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise SandboxLostError(f"the agent sent another answer than it may: {error}") from error
+        raise SandboxLostError(f"the agent sent an answer of an unexpected form: {error}") from error

@@ -149,10 +149,10 @@ class SandboxContainer:
             return ""
         if found is None:
             return "its container was removed by somebody else"
-        memory = ", for want of memory" if found.oom_killed else ""
+        memory = ", for lack of memory" if found.oom_killed else ""
         if found.running:
             return ""
-        code = "an exit code that nobody recorded" if found.exit_code == -1 else f"exit code {found.exit_code}"
+        code = "an unknown exit code" if found.exit_code == -1 else f"exit code {found.exit_code}"
         return f"its container ended with {code}{memory}"
 
     async def wait_layer_over(self, most: LayerUse, look_s: float) -> LayerUse:

@@ -235,7 +235,7 @@ class SandboxLease:
         if self.error is not None:
             raise self.error
         if self.state in ("queued", "starting", "ready"):
-            raise SandboxLostError(f"waited {REPLACED_WAIT_S:g} s for sandbox {self.id} to be made again")
+            raise SandboxLostError(f"waited {REPLACED_WAIT_S:g} s for sandbox {self.id} to be replaced")
         raise SandboxClosedError(f"sandbox {self.id} is closed: {self.reason}")
 
 

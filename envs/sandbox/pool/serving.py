@@ -104,7 +104,7 @@ class LeaseServer:
         lease.sandbox = sandbox
         if math.isinf(lease.hard_until):
             lease.hard_until = anyio.current_time() + lease.spec.deadline_s
-        again = f", made again ({lease.generation})" if lease.generation else ""
+        again = f", replaced ({lease.generation})" if lease.generation else ""
         lease.set("ready", f"on {lease.host}{again}")
         self.state.changed()
 
@@ -274,7 +274,7 @@ class Recovery:
         elif lease.generation:
             # Whether the holder already knew of the replacement was lost with the earlier process, so the next call
             # reports it.
-            lease.lost(None, SandboxLostError(f"sandbox {lease.id} was made again, before its service restarted"))
+            lease.lost(None, SandboxLostError(f"sandbox {lease.id} was replaced before its service restarted"))
         self._server.serve(lease)
 
     def _lost_in_restart(self, lease: SandboxLease) -> None:

@@ -235,7 +235,7 @@ class HttpClient:
             )
         except httpx.InvalidURL as error:
             raise SandboxRefusedError(
-                f"{target[:80]}… ({len(target)} characters) cannot be asked for: {error}"
+                f"{target[:80]}… ({len(target)} characters) cannot be requested: {error}"
             ) from None
 
     def _timeout(self, seconds: float) -> httpx.Timeout:

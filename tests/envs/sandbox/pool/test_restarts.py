@@ -379,7 +379,7 @@ def test_a_holder_is_told_again_when_the_restart_forgot_whether_it_was_told():
             assert lease.generation == 1
         async with instance.last() as pool:
             sandbox = pool.handle(find(pool, lease.id))
-            with pytest.raises(SandboxLostError, match="made again"):
+            with pytest.raises(SandboxLostError, match="was replaced"):
                 await sandbox.run("true", timeout=1)
             assert (await sandbox.run("true", timeout=1)).ok
 
