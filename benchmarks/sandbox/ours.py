@@ -16,9 +16,8 @@ from benchmarks.sandbox.engine import IMAGE
 from envs.sandbox.api import Result, Session, Spec
 from envs.sandbox.engines.backend import Backend
 from envs.sandbox.local.sandbox import LocalSandbox
-from envs.sandbox.pool.engine_maker import open_engine_host
 from envs.sandbox.pool.host import HostSettings
-from envs.sandbox.pool.local_host import LocalHost
+from envs.sandbox.pool.local_host import LocalHost, open_engine_host
 from envs.sandbox.pool.ownership import PREFIX, Identity, OwnerLock
 from envs.sandbox.pool.pool import SandboxPool, open_pool
 from envs.sandbox.remote.client import SandboxClient

@@ -323,7 +323,7 @@ async def _hosts(arguments: argparse.Namespace, stack: AsyncExitStack, service: 
     """Return the hosts of the service: the services of `--host`, or else this machine's engine."""
     from envs.sandbox.engines.docker import open_engine
     from envs.sandbox.engines.docker_containers import USERS, parse_users
-    from envs.sandbox.pool.engine_maker import open_engine_host
+    from envs.sandbox.pool.local_host import open_engine_host
     from envs.sandbox.pool.ownership import Identity
     from envs.sandbox.remote.client import SandboxClient, service_token
     from envs.sandbox.remote.host import RemoteHost

@@ -110,7 +110,7 @@ class BoundedSandboxes:
 async def _pool(stack: AsyncExitStack) -> SandboxProvider:
     """Open a pool over this machine's engine. Everything that it needs is closed with `stack`."""
     from envs.sandbox.engines.docker import open_engine
-    from envs.sandbox.pool.engine_maker import open_engine_host
+    from envs.sandbox.pool.local_host import open_engine_host
     from envs.sandbox.pool.ownership import Identity, OwnerLock, runtime_folder
     from envs.sandbox.pool.pool import open_pool
 

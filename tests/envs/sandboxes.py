@@ -10,7 +10,7 @@ import msgspec
 
 from envs.sandbox.api import Result, Spec
 from envs.sandbox.engines.fake import FakeBackend
-from envs.sandbox.pool.engine_maker import open_maker
+from envs.sandbox.pool.local_host import open_maker
 from envs.sandbox.pool.pool import open_pool
 from flash.errors import SandboxError, SandboxLostError
 from tests.envs.sandbox.pools import host

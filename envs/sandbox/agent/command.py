@@ -8,19 +8,24 @@ import errno
 import os
 import time
 
-from envs.sandbox.agent.proc import CLOCK_TICK, adopted, load, number_of, processes, tree
 from envs.sandbox.agent.process import (
+    CLOCK_TICK,
     InputFeed,
     Pipe,
     Ring,
+    adopted,
     fail,
     find_program,
     fork_call,
+    load,
     now,
+    number_of,
+    processes,
     send_signal,
     send_to_group,
     signal_name,
     spawn,
+    tree,
 )
 from envs.sandbox.agent.wire import CHUNK, CREDIT, PIECE, PIECE_COST, RESULT, CallRefusal
 
@@ -96,7 +101,7 @@ class Command:
         self.agent = agent
         self.reply = reply
         self.number = agent.numbers.new()
-        """Number that all processes of the command carry; see `envs.sandbox.agent.proc`."""
+        """Number that all processes of the command carry; see `envs.sandbox.agent.process`."""
         self.keep = request.get("keep", False)
         """True for a job, which outlives the call that started it."""
         self.streaming = request.get("stream", False)

@@ -19,8 +19,18 @@ import fcntl
 import os
 
 from envs.sandbox.agent.command import CHECK, GRACE, NO_SPACE, end_leftovers, ending, kill_all, send_result
-from envs.sandbox.agent.proc import CLOCK_TICK, Stat, tree
-from envs.sandbox.agent.process import Pipe, Ring, now, send_signal, spawn, unreadable_copy, uptime
+from envs.sandbox.agent.process import (
+    CLOCK_TICK,
+    Pipe,
+    Ring,
+    Stat,
+    now,
+    send_signal,
+    spawn,
+    tree,
+    unreadable_copy,
+    uptime,
+)
 from envs.sandbox.agent.wire import FAILURE, CallRefusal
 
 ANSWER_FD = 199

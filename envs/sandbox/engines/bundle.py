@@ -22,7 +22,7 @@ import msgspec
 from envs.sandbox.engines.backend import Link
 from flash.errors import SandboxStartError
 
-PARTS = ("wire", "proc", "loop", "process", "command", "shell", "files", "main")
+PARTS = ("wire", "loop", "process", "command", "shell", "files", "main")
 """Modules of the agent, each after the modules that it needs."""
 _OWN_IMPORT = re.compile(r"^from envs\.\S+ import (?:\([^)]*\)|.*)\n", re.MULTILINE)
 FOLDER = Path(__file__).parent.parent / "agent"

@@ -12,9 +12,9 @@ import msgspec
 from envs.sandbox.api import Spec
 from envs.sandbox.engines.backend import Backend
 from envs.sandbox.engines.fake import FakeBackend
-from envs.sandbox.pool.engine_maker import open_engine_host
 from envs.sandbox.pool.host import HostSettings
 from envs.sandbox.pool.journal import PoolJournal
+from envs.sandbox.pool.local_host import open_engine_host
 from envs.sandbox.pool.ownership import Identity
 from envs.sandbox.pool.pool import SandboxPool, open_pool
 from envs.sandbox.pool.state import PoolSettings

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from envs.sandbox.agent.command import end_leftovers
-from envs.sandbox.agent.proc import Stat, processes
+from envs.sandbox.agent.process import Stat, processes
 from envs.sandbox.agent.wire import CallRefusal
 
 LIMIT = 20.0

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from envs.sandbox.agent.proc import DOWN, MIDDLE, UP, CommandNumbers, number_of
-from envs.sandbox.agent.process import spawn
+from envs.sandbox.agent.process import DOWN, MIDDLE, UP, CommandNumbers, number_of, spawn
 
 NUMBER = 1 << 30
 

@@ -10,8 +10,8 @@ import pytest
 
 from envs.sandbox.api import Chunk, Result
 from envs.sandbox.engines.fake import FakeBackend
-from envs.sandbox.pool.engine_maker import open_maker
 from envs.sandbox.pool.lease import LeaseOrder
+from envs.sandbox.pool.local_host import open_maker
 from envs.sandbox.remote.client import SandboxClient, trusting
 from envs.sandbox.remote.http import REPEAT_S
 from flash.errors import (
