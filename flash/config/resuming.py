@@ -34,11 +34,11 @@ REFUSED: dict[str, str] = {
 }
 """Keys that must not change: the reason, as a sentence in which "it" is the key."""
 
-WEIGHTS = "The weights of the newest checkpoint stay. The run uses only {} of the newly named model."
-TOKENIZER = WEIGHTS.format("the tokenizer, and, for a KL without a reference of its own, the reference,")
+WEIGHTS = "The weights of the newest checkpoint stay. The newly named model gives only {}."
+TOKENIZER = WEIGHTS.format("the tokenizer, and the reference of `algorithm.kl` if that names none")
 PROBLEMS = (
     "Groups of the former environment start no further samples. Groups with finished samples are trained, and the "
-    "others are given up."
+    "others are dropped."
 )
 SAMPLED = "Groups that have begun are sampled to their end with the former value."
 TOLD: dict[str, str] = {

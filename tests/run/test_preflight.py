@@ -226,7 +226,7 @@ def test_what_a_change_leaves_as_it_was_is_told_once_there_are_weights(
     checkpoint.mkdir(parents=True)
     (checkpoint / MANIFEST).write_text('{"version": 6, "skipped_steps": 0, "files": []}')
     advise(resumed, left_as_it_was(resumed))
-    told = "`model.path`: The weights of the newest checkpoint stay. The run uses only the tokenizer"
+    told = "`model.path`: The weights of the newest checkpoint stay. The newly named model gives only the tokenizer"
     assert told in capsys.readouterr().err
     assert left_as_it_was(make_config(tmp_path, run={"resume": True})) == []
     assert left_as_it_was(make_config(tmp_path, model={"path": str(other)})) == []
