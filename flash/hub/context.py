@@ -5,8 +5,8 @@ Code that changes the thing sends the signal, which wakes the waiting requests. 
 next version while thousands of results arrive. So there are several signals, and each wakes only the few waiters that
 it concerns.
 
-A *lease* is the right and the duty of a node to run one task. The trainer ranks between two restarts are an
-*incarnation*. A step's batch is *dealt* when its samples are divided among the trainer ranks.
+A *lease* assigns one task to one node. An *incarnation* is the set of trainer ranks that run from one restart of the
+ranks to the next. A step's batch is *dealt* when its samples are divided among the trainer ranks.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class RunEnd(msgspec.Struct, frozen=True):
 class RunProgress:
     """State of the run: its versions, its end, and the signals of changes.
 
-    Signals are not stored. So a waiter must check its condition first, and must not await anything between this check
-    and the wait. Otherwise it would miss a signal in between.
+    Signals are not stored. So the code that waits must check its condition first, and must not await anything between
+    this check and the wait. Otherwise it would miss a signal in between.
 
     Args:
         version: the version that the run has reached. The trainer ranks may hold an older version and train up to it.
@@ -73,7 +73,7 @@ class RunProgress:
         self.newest = newest
         """Newest version that engines should have; -1 if there is none yet."""
         self.published: Published | None = None
-        """Newest version that the ranks have published to this hub process; None before the first."""
+        """Newest version that the ranks have published to this hub process; None before the first publication."""
         self.publisher_alive = False
         """True while the ranks that have published `published` are alive. Otherwise no engine can fetch it."""
         self.stopping: Literal["finished", "interrupted"] | None = None
@@ -91,7 +91,7 @@ class RunProgress:
         self._events: dict[Signal, anyio.Event] = {}
 
     async def until(self, signal: Signal, condition: Callable[[], bool]) -> None:
-        """Wait until the condition is true. Raises the error that has ended the run. Sets no deadline; the caller may.
+        """Wait until the condition is true. Raises the error that has ended the run. The caller may set a deadline.
 
         Every change that may make the condition true has to send the signal.
         """
@@ -101,7 +101,7 @@ class RunProgress:
             await self.wait(signal)
 
     async def wait(self, signal: Signal) -> None:
-        """Wait until the signal is sent the next time. Sets no deadline; the caller may."""
+        """Wait until the signal is sent the next time. This sets no deadline; the caller may set one."""
         event = self._events.get(signal)
         if event is None:
             event = self._events[signal] = anyio.Event()
@@ -161,7 +161,7 @@ class SliceLimits(NamedTuple):
     members: int = MEMBERS_PER_SLICE
     """Number of samples whose groups are processed in one slice."""
     part_bytes: int = PART_BYTES
-    """Bytes of a trainer rank's shard that one message may hold."""
+    """Bytes of a trainer rank's shard (its part of a batch) that one message may hold."""
 
 
 DEFAULT_LIMITS = SliceLimits()
@@ -181,7 +181,7 @@ class HubContext(NamedTuple):
     contract: AgeContract
     """Bounds on the age of tokens and on the samples in flight."""
     buffer: SampleBuffer
-    """All training samples. It keeps their number: issued = trained + filtered + given_up + in_flight."""
+    """All training samples. At any time, issued = trained + filtered + given_up + in_flight."""
     evaluations: Evaluations
     """All evaluation samples."""
     persistence: Persistence

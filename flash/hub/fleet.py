@@ -56,7 +56,7 @@ def config_digest(config_text: str) -> str:
 
 
 class NodeRegistry:
-    """Registry of the nodes of the run, and of the numbers of their engines.
+    """Registry of the nodes of the run, and of the numbers of the engines.
 
     Node 0 is registered from the start, because it runs the hub. Every other node is registered when it joins. Its
     number and the numbers of its engines are free again once it has left. A node with trainer ranks keeps the number
@@ -159,7 +159,7 @@ class NodeRegistry:
 
 
 class _ReportedNode:
-    """Engines of a node as in the node's newest report. `oldest` is the lowest of their versions."""
+    """Engines of a node as in the node's newest report. `oldest` is the lowest version of these engines."""
 
     def __init__(self, report: p.EngineReport) -> None:
         self.number = report.number
@@ -172,8 +172,8 @@ class Fleet:
     """State of the engines of all nodes, with the weight version of each.
 
     A node counts as soon as it is given its first version to load, and not only from its first report. The trainer
-    ranks hold only the newest versions. If a further version was announced before the node has loaded this one, the
-    node could not fetch it any more.
+    ranks hold only the newest versions. If a further version was announced before the node has loaded its first one,
+    the node could not fetch the first one any more.
     """
 
     def __init__(self) -> None:
@@ -260,7 +260,8 @@ class Fleet:
 
 
 class Heartbeats:
-    """Record of the nodes that are present, and of the silent nodes among them. Times are seconds on the loop's clock.
+    """Record of the nodes that are present, and of the nodes that are silent. Times are seconds of
+    `anyio.current_time`.
 
     A living node always has a `CancelRequest` waiting at the hub. A node is *silent* if it does not send the next
     request within `silence_s` after the last reply, although its connection is open. Its event loop is then blocked, or
@@ -321,12 +322,12 @@ class NodeStatuses:
         self._reported: dict[int, tuple[float, NodeStatus]] = {}
         """Newest status of each node, with the time of its report."""
         self.gone: deque[NodeNow] = deque(maxlen=MOST_GONE)
-        """The last nodes that left, the newest last."""
+        """The last nodes that left, in the order in which they left."""
 
     def report(self, node: int, status: NodeStatus, now: float) -> list[str]:
         """Keep the status of a node. Returns an error message for each engine that has died since the status before."""
         before = self.of(node)
-        # Another `since` means another process of the node, whose counts of deaths began at 0.
+        # Another `since` means another process of the node, so the counts of deaths have begun again at 0.
         known = {} if before is None or before.since != status.since else {e.number: e.deaths for e in before.engines}
         self._reported[node] = now, status
         return [engine.why for engine in status.engines if engine.deaths > known.get(engine.number, 0)]

@@ -3,14 +3,15 @@
 A peer is a rollout node, a trainer rank, a *messenger* (the launcher of a node with trainer ranks, which asks for the
 state of the rank processes) or a *guest* (a process that is not part of the run yet, and becomes a node when it joins).
 A peer may send only the requests of its kind, only for itself, and only valid ones. For example, a node delivers
-results only for the *leases* that it holds (a lease is the right and the duty of a node to run one task), each once,
-and each complete. A peer that breaks a rule has other code than ours or is an attacker. It is disconnected with a
-ProtocolError, and the hub never sees the request.
+results only for the *leases* that it holds (a lease assigns one task to one node), each once, and each complete. A peer
+that breaks a rule runs different code or is an attacker. It is disconnected with a ProtocolError, and the hub never
+sees the request.
 
-The trainer ranks between two restarts are an *incarnation*. A trainer rank belongs to the incarnation in which it has
-connected, and is answered only until this incarnation is over.
+An *incarnation* is the set of trainer ranks that run from one restart of the ranks to the next. A trainer rank belongs
+to the incarnation in which it has connected, and is answered only until this incarnation is over.
+
 Lifecycle: for a new connection `flash.transport.server.serve` asks `connection_to_replace` and ends the connection that
-it names. Then it calls `arrived`, `handle` for each request, and `left` when the connection has ended.
+it names. Then the server calls `arrived`, `handle` for each request, and `left` when the connection has ended.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ PeerKind = Literal["node", "trainer", "messenger", "guest"]
 _PEER_NAME = re.compile(r"(node|trainer|messenger|guest)-(0|[1-9][0-9]{0,8})")
 
 FINISHED = (Outcome.OK, Outcome.TRUNCATED)
-"""Outcomes of finished samples (`Trajectory`). All other outcomes are those of a `Failure`."""
+"""Outcomes of finished samples (`Trajectory`). A `Failure` has one of the other outcomes."""
 
 SENDERS: dict[type[Request[Any]], tuple[PeerKind, ...]] = {
     p.NodeRequest: ("node",),
@@ -55,10 +56,11 @@ SENDERS: dict[type[Request[Any]], tuple[PeerKind, ...]] = {
     p.Interrupt: ("node", "trainer", "messenger"),
     p.Fatal: ("node", "trainer", "messenger"),
 }
-"""Kinds of peers that may send a request. The entry of a request is the first of its classes that is in this table,
-from the request's own class upwards."""
+"""Kinds of peers that may send a request. To find the entry of a request, the class of the request is looked up first,
+and then the base classes in order."""
 MOST_HOST = 255
-"""Largest number of characters in a host's name, or in the address of a store."""
+"""Largest number of characters in a host's name, or in the address of the store at which trainer ranks meet. A DNS name
+has at most 253 characters; the limit bounds the memory that a faulty peer can fill."""
 MOST_ENGINES = 1024
 """Largest number of engines of one node; far above what a machine holds."""
 MOST_STOCKS = 64
@@ -106,7 +108,8 @@ class Gate:
             "trainer": config.trainer_world_size,
             "messenger": config.cluster.trainer_nodes,
         }
-        """Number of peers of each kind that may connect by name. Nodes other than 0 connect as guests."""
+        """Number of peers of each kind that may connect by name. Only node 0, which runs the hub, connects as a node.
+        Every other node connects as a guest, and becomes a node when it joins; guests have no limit."""
         self._peers: dict[int, _ConnectedPeer] = {}
         """Connected peers, by the id of their connection."""
         self._closed = False
@@ -141,11 +144,15 @@ class Gate:
         return None
 
     def arrived(self, connection: Peer) -> None:
-        """Admit a peer that has connected. A trainer rank becomes part of the newest incarnation, or begins the next.
+        """Admit a peer that has connected.
+
+        A trainer rank joins the newest incarnation. If that incarnation is over, the rank is the first one of the next
+        incarnation.
 
         Raises:
-            ProtocolError: the run has no peer of this name, or a peer of this name is still connected. The server has
-                already ended a silent connection of this name (`connection_to_replace`).
+            ProtocolError: the run has no peer of this name, or a node or trainer rank of this name is still connected.
+                (Several messengers or guests may have one name.) The server has already ended a silent connection of
+                this name (`connection_to_replace`).
         """
         match = _PEER_NAME.fullmatch(connection.name)
         if match is None or int(match[2]) >= self._limits.get(match[1], math.inf):
@@ -153,8 +160,8 @@ class Gate:
             raise ProtocolError(f"no peer of this run is called {connection.name[:60]!r} (the run has {known})")
         kind: Any = match[1]
         number = int(match[2])
-        if (connected := self._find(connection.name)) is not None:
-            heard = f"and was heard {self._peers[connected].silence:.0f} s ago"
+        if (connected_id := self._find(connection.name)) is not None:
+            heard = f"and was heard {self._peers[connected_id].silence:.0f} s ago"
             raise ProtocolError(
                 f"{connection.name} is connected already, {heard}; it must be silent for {SILENT_S:g} s. Has another "
                 "node of the job the same FLASH_NODE_RANK?"
@@ -202,8 +209,8 @@ class Gate:
         if fault is not None:
             raise ProtocolError(f"{peer.name} sent a {type(request).__name__}: {fault}")
         if isinstance(request, p.DeliverRequest):
-            # They are removed before the hub answers. So a second delivery of the same result, while the hub works on
-            # the first, is refused.
+            # The leases are removed before the hub handles the request, so that a second delivery of the same result
+            # meanwhile is refused.
             for ended in request.ended:
                 del peer.leases[ended.lease_id]
         reply = await self._hub.handle(request)
@@ -261,7 +268,7 @@ class Gate:
     def _report_fault(self, request: p.EngineReport) -> str | None:
         """Return a phrase for the first impossible number in a report on engines; None if there is none.
 
-        The hub decides by the versions, and sums up the other numbers in the metrics.
+        The hub grants tasks by the reported versions. The other numbers only go into the metrics.
         """
         newest = self._hub.progress.newest
         for engine in request.engines:
@@ -283,8 +290,8 @@ class Gate:
 def _status_fault(status: NodeStatus) -> str | None:
     """Return a phrase for the first fault of a node's status; None if there is none.
 
-    A status is only shown to people, and the hub decides nothing by it. So only faults that would break the display or
-    fill the memory are looked for.
+    A status is only shown to people, and the hub decides nothing by it. So this function looks only for faults that
+    would break the display or fill the memory.
     """
     if len(status.engines) > MOST_ENGINES or len(status.stocks) > MOST_STOCKS:
         return f"{len(status.engines)} engines and {len(status.stocks)} stocks"

@@ -7,11 +7,11 @@ The path of a request: `flash.transport.server` gives it to `flash.hub.gate.Gate
 may send the request and calls `Hub.handle`. The hub passes requests for leases and results to `NodeWork`, and requests
 for batches and commits to `TrainingSteps`.
 
-Lifecycle: the trainer ranks publish the first version of the weights. The hub gives out leases (the right to run one
-task) and batches until the last step is committed or the run is interrupted. The untrained policy is evaluated before
-the first lease of a training task, and the trained policy after the last step. After an interrupt there is no last
-evaluation. The trainer ranks leave after the last evaluation, because engines may need the weights until then. Last,
-the nodes are notified that the run is over.
+Lifecycle: the trainer ranks publish the first version of the weights. The hub gives out leases (a lease assigns one
+task to one node) and batches until the last step is committed or the run is interrupted. The untrained policy is
+evaluated before the first lease of a training task, and the trained policy after the last step. After an interrupt
+there is no last evaluation. The trainer ranks leave after the last evaluation, because engines may need the weights
+until then. Last, the nodes are notified that the run is over.
 
 The methods of the hub and of its parts run in the tasks of their callers. `Hub.run` watches the deadline of each stage
 of the run, and does the work that no request waits for.
@@ -48,11 +48,11 @@ from flash.transport.frames import ReplyT, Request, check_reply
 from flash.waiting import deadline, unwrapped_group
 
 LEASE_BITS = 40
-"""Bits of a lease's number that count the leases of one hub process. The bits above are the number of the hub, so that
-no two leases of a run have the same number."""
+"""Bits of a lease's number that count the leases of one hub process; enough for 10¹² leases. The higher bits are the
+number of the hub, so that no two leases of a run have the same number."""
 INCARNATION_BITS = 20
-"""Bits of an incarnation's number that count the incarnations of the trainer ranks under one hub process. The bits
-above are the number of the hub."""
+"""Bits of an incarnation's number that count the incarnations of the trainer ranks under one hub process; enough for a
+million restarts. The higher bits are the number of the hub, so that no two incarnations have the same number."""
 
 
 class Hub:
@@ -148,12 +148,13 @@ class Hub:
     def late_restarts(self) -> dict[str, int]:
         """Numbers of restarts of engines and of trainer ranks since the last step, by their names in the metrics.
 
-        No row of a step has them any more when the run ends, so the summary of the run adds them.
+        When the run ends, no further row of a step will have these restarts. So the summary of the run adds them.
         """
         return self._metrics.restarts
 
     def interrupt(self) -> str:
-        """Interrupt the run. If the trainer ranks have a batch, or a batch is being formed, they still train this step.
+        """Interrupt the run. If the trainer ranks have a batch, or a batch is being formed, the ranks still train this
+        step.
 
         No other step begins. The run does not wait for a running evaluation, and no last evaluation begins. The ranks
         write a checkpoint of the run's version, unless they have written this checkpoint already. If the ranks are only
@@ -174,10 +175,10 @@ class Hub:
         """Watch the run from its first version until the last trainer rank has left. Raises the error that ended it.
 
         Waits until each stage of the run has ended, under the deadline of the stage. `RunProgress.send("run")` wakes
-        it. If a stage exceeds its deadline, it ends the *incarnation* of the trainer ranks (their processes between two
-        restarts), or the run. It also runs the tasks that watch nodes and ranks, that do postponed work, and that
-        expire the claims on leases of nodes which outlived the previous hub process. At the end it lets all peers
-        leave, and checks that every sample is accounted for.
+        it. If a stage exceeds its deadline, it ends the *incarnation* (the set of trainer ranks that run from one
+        restart of the ranks to the next), or the run. It also runs the tasks that watch nodes and ranks, that do
+        postponed work, and that expire the claims on leases of nodes which outlived the previous hub process. At the
+        end it lets all peers leave, and checks that every sample is accounted for.
         """
         progress = self.progress
         async with unwrapped_group() as tasks:
@@ -220,7 +221,7 @@ class Hub:
                 return self.stages.last_work
             waited_for = self.stages.describe(stage)
             if stage.of_trainers and self.incarnations.present:
-                # This ends their incarnation. The run ends only if the ranks cannot start again.
+                # This ends the incarnation of the ranks. The run ends only if the ranks cannot start again.
                 self._trainers.deadline_exceeded(
                     f"the run has waited {seconds:g} s (deadlines.{stage.deadline}) for {waited_for}"
                 )

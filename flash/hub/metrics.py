@@ -64,19 +64,19 @@ class BranchCounts:
 
 
 class StepMetrics:
-    """Sums up the metrics between two rows, that is, between two steps.
+    """Sums up the metrics of the time between two steps, which make the row of the later step.
 
     The parts of the hub report to it what happens, and `row` gives the sums and begins the next ones. Waits and rates
     count from the first lease of a training task, because no engine worked for training before it. A resumed run may
-    take a step before its first lease, from samples that it had. The interval of such a step is the step itself, and
-    its row has no rates and no waits.
+    take a step before its first lease, from samples that it had. The interval of such a step is only the time of
+    training, and its row has a wait of 0 and no rates.
     """
 
     def __init__(self, samples: SampleStore) -> None:
         self._booked = samples.ledger.totals(0)
         """Totals of the ledger at the last row."""
         self._ended_groups = _ended_groups(samples)
-        """Result of `_ended_groups` at the last row."""
+        """Numbers of ended groups, and of ended groups with equal rewards, at the last row."""
         self._since: float | None = None
         """Unix seconds of the last row, or of the first lease; None before both."""
         self._canary_error = 0.0
@@ -98,7 +98,8 @@ class StepMetrics:
         self._since = now if self._since is None else self._since
 
     def add_canaries(self, engines: Sequence[EngineStatus]) -> None:
-        """Note the canary errors of engines: how far their log-probs of a fixed text are from the trainer's."""
+        """Note the canary errors of engines: the distance between the engine's and the trainer's log-probs of a fixed
+        text."""
         self._canary_error = max([self._canary_error, *(engine.canary_error for engine in engines)])
 
     def add_engine_restarts(self, engines: int) -> None:
@@ -110,7 +111,8 @@ class StepMetrics:
         self.restarts["trainer_restarts"] += 1
 
     def add_misbehaviour(self, blocked_s: float, abandoned: int) -> None:
-        """Add the seconds for which user code blocked a node's event loop, and its calls that ignored cancellation."""
+        """Add the seconds for which user code blocked a node's event loop, and the calls of user code that ignored
+        cancellation."""
         self._misbehaviour["loop_blocked_s"] += blocked_s
         self._misbehaviour["abandoned_calls"] += abandoned
 
@@ -123,7 +125,7 @@ class StepMetrics:
         engines: Sequence[EngineStatus],
         now: float,
     ) -> dict[str, float]:
-        """Return the row of a step, and begin to sum up the next one: sums of this row are set back.
+        """Return the row of a step, and set the sums back to 0 for the next row.
 
         Numbers of the ledger since the last row are differences of its totals.
 
@@ -139,7 +141,7 @@ class StepMetrics:
         ran = self._since is not None
         step_s = trainer.get("trainer_step_s", 0.0)
         elapsed = max(step_s, 0.0 if self._since is None else now - self._since, 1e-9)
-        # A wait that began before the interval counts only from there on.
+        # Of a wait that began before the interval, only the part in the interval counts.
         wait = max(0.0, min(trainer.get("trainer_wait_s", 0.0), elapsed - step_s))
         totals = ledger.totals(0)
         booked = {name: total - self._booked.get(name, 0) for name, total in totals.items()}
@@ -183,11 +185,12 @@ class StepMetrics:
     def _idle_share(self, engines: Sequence[EngineStatus]) -> dict[str, float]:
         """Return `engine_idle_share`: the idle share of the engines' time since the last row; empty without such time.
 
-        An engine that was not there at the last row does not count in this row. Its times are kept for the next one.
+        An engine that was not there at the last row does not count in this row. Its times are kept for the next row.
         """
         idle = lifetime = 0.0
         for engine in engines:
-            # For an engine that was not there, the differences are minus infinity, and the condition below is false.
+            # For an engine that was not there before, the differences are minus infinity, and the condition below is
+            # false.
             before = self._idle.get(engine.index, (math.inf, math.inf))
             more_idle, more = engine.idle_s - before[0], engine.lifetime_s - before[1]
             if -ROUNDING_S <= more_idle <= more + ROUNDING_S:  # otherwise it is a new engine, whose times began at 0

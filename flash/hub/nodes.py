@@ -1,9 +1,9 @@
 """The hub's state of the rollout nodes and of their engines' weights, and its answers to the nodes.
 
 `Nodes` answers the requests about a node itself: to join, to report, to leave. `WeightVersions` answers the requests
-about the weights of a node's engines. `flash.hub.work` answers the requests for leases (the right to run one task). The
-methods of both classes run in the tasks of the nodes' requests. There are two exceptions: `Nodes.watch` runs in a task
-of `Hub.run`, and `WeightVersions.announce` runs in the task of a trainer rank's request.
+about the weights of a node's engines. `flash.hub.work` answers the requests for leases (a lease assigns one task to one
+node). The methods of both classes run in the tasks of the nodes' requests. There are two exceptions: `Nodes.watch` runs
+in a task of `Hub.run`, and `WeightVersions.announce` runs in the task of a trainer rank's request.
 
 A *signal* is a name with which `RunProgress.send` wakes the requests that wait for a change. A *long poll* is a request
 that the hub answers only when it has news, but after some seconds at the latest. A *guest* is a process that asks to
@@ -50,7 +50,8 @@ class Nodes:
         self._asked_to_leave: set[int] = set()
         """Nodes that a person has asked to leave, and that have not been notified yet."""
         self._silent: set[int] = set()
-        """Nodes that have lost their leases because they were silent, and have sent no heartbeat since."""
+        """Nodes that have lost their leases because they were silent, and have sent no heartbeat since then. A node is
+        *silent* if it has not sent its next `CancelRequest` within `deadlines.request` after the last reply."""
         self._heartbeats = Heartbeats(self._config.deadlines.request)
         self._statuses = NodeStatuses()
         self._poll_s = waits.long_poll_s(self._config)
@@ -77,10 +78,11 @@ class Nodes:
         return reply
 
     async def cancels(self, request: p.CancelRequest) -> p.CancelReply:
-        """Answer a node with the leases that it must cancel, and with a person's wish that it leaves.
+        """Answer a node with the leases that it must cancel, and say if a person has asked it to leave.
 
-        Waits until there is such news, for at most one long poll. The signal `("cancels", node)` and the end of the run
-        wake the request. The request is also the node's heartbeat: a silent node that sends it is not silent any more.
+        Waits until one of the two changes, for at most one long poll. The signal `("cancels", node)` and the end of the
+        run wake the request. The request is also the node's heartbeat: a silent node that sends it is not silent any
+        more.
         """
         node = request.node
         self._heartbeats.asked(node)
@@ -97,7 +99,7 @@ class Nodes:
         return p.CancelReply(holders.take_cancels(node), done=self._progress.done, leave=leave)
 
     def report_status(self, request: p.StatusReport) -> None:
-        """Keep the status of a node, and report the engines that have died since its last status, for people."""
+        """Keep the status of a node for people, and report the engines that have died since the last status."""
         for death in self._statuses.report(request.node, request.status, self._now()):
             self._observer.failure("engine_died", death)
 
@@ -116,7 +118,8 @@ class Nodes:
             known = {engine.index: engine.version for engine in self._fleet.engines_of(node)}
             engines = [replace(engine, version=known.get(engine.number, engine.version)) for engine in status.engines]
             status = replace(status, engines=engines)
-        # A node without engines reports no status. It is present if the trainer ranks of its machine are.
+        # A node without engines reports no status. It counts as present while the trainer ranks of its machine are
+        # connected.
         present = status is not None or (self._config.engines_on(node) == 0 and node in rank_nodes)
         state: NodeState = "here" if present else "starting"
         if node in self._silent:
@@ -168,16 +171,18 @@ class Nodes:
         self._work.stop_leasing_to(node)
 
     async def watch(self) -> None:
-        """Take all leases from nodes that are silent, and take single leases that have lasted too long.
+        """Take all leases from silent nodes, and take back single leases that have lasted too long.
 
-        Runs until it is cancelled. Waits for the next moment at which a node could count as silent, and then a moment
-        more for messages that the hub has not read yet. The tasks of the leases are queued again, with a note for
-        people. Ends the run with an error if the hub's own node is silent and no other node has an engine.
+        Runs until it is cancelled. It sleeps until the next moment at which a node could become silent. Each time it
+        wakes, it also takes back the leases that are older than `waits.lease_s`. The tasks of a silent node are queued
+        again. A lease that lasted too long counts as a failed attempt of its task. People get a note about both. Ends
+        the run with an error if the hub's own node is silent and no other node has an engine.
         """
         limit = waits.lease_s(self._config)
         while True:
-            # Silence is measured on the loop's clock, which stands still while user code blocks the loop. In that time
-            # the hub reads no requests, and no node may count as silent because of this.
+            # Silence is measured with `anyio.current_time`. The event loop of a run
+            # (`flash.run.loop_watch.WatchedLoop`) stops this clock while it knows that user code blocks the loop. The
+            # hub reads no requests in that time, so the time must not count as silence of a node.
             await anyio.sleep(self._heartbeats.next_silence(anyio.current_time()))
             if self._heartbeats.silent(anyio.current_time()):
                 await anyio.sleep(waits.SECOND_LOOK_S)
@@ -218,8 +223,8 @@ class Nodes:
             if why:
                 self._observer.failure("node_lost", why)
         if node not in (HUB_NODE, *self._silent) and not self._progress.done and not stopping:
-            # Not noted for a silent node, whose loss was reported before, nor for the hub's own node: the hub ends
-            # together with that node and has an error of its own.
+            # People get no note about a silent node, because its silence was reported before. They get none about the
+            # hub's own node, because the hub ends together with that node and reports an error.
             self._note_loss(node)
         self._silent.discard(node)
         self._leaving.pop(node, None)
@@ -232,8 +237,9 @@ class Nodes:
     def _note_loss(self, node: int) -> None:
         """Write a note for people: how many engines are gone with a node, how many are left, and what replaces them.
 
-        `_leaving` has the node if it has announced that it leaves, with an empty text if it leaves in order. A node
-        that leaves because of an error has been noted before, so nothing is written if it had no engine.
+        `_leaving` has the node if it has announced that it leaves, with an empty text if it leaves in order. For a node
+        that leaves because of an error, `leave` has already written a note, so nothing is written if the node had no
+        engine.
         """
         lost = len(self._fleet.versions(node))
         if not lost:
@@ -251,7 +257,8 @@ class Nodes:
         self._observer.note(note)
 
     def _take_leases(self, node: int) -> None:
-        """Queue the tasks of a node's leases again, and expect no heartbeat from the node until its next request."""
+        """Queue the tasks of a node's leases again. The node is not watched for silence until it sends its next
+        request."""
         self._heartbeats.lost(node)
         self._work.node_lost(node)
 
@@ -283,8 +290,8 @@ class WeightVersions:
         """Answer a node with a version that is newer than `request.after`, the version that one of its engines has.
 
         Waits for such a version, for at most one long poll. The signal `versions` and the end of the run wake the
-        request. The reply has no version if there is no newer one. With the reply the node counts as one that loads the
-        version, so that no further version is announced before it has done so.
+        request. The reply has no version if there is no newer one. From this reply on, the node counts as loading the
+        version. The next version is announced only when the node has loaded this one.
         """
         with anyio.move_on_after(waits.long_poll_s(self._config)):
             await self._progress.until("versions", lambda: self._progress.done or self._has_newer(request))
@@ -298,11 +305,12 @@ class WeightVersions:
         return self._progress.publisher_alive and self._progress.newest > request.after
 
     async def load_failed(self, request: p.LoadFailed) -> p.LoadFailedReply:
-        """Answer a node whose engine could not load a version: is the publisher of the version lost?
+        """Tell a node whose engine could not load a version whether the publisher of this version is lost.
 
         If it is lost, the failure is not the engine's fault, and the engine waits for the next version. The publisher
-        is the incarnation of trainer ranks (their processes between two restarts) that holds the version. Waits up to
-        `waits.echo_s` for its loss, because the engine may notice it before the hub does.
+        is the incarnation that holds the version. An incarnation is the set of trainer ranks that run from one restart
+        of the ranks to the next. Waits up to `waits.echo_s` for the loss, because the engine may notice it before the
+        hub does.
         """
 
         def publisher_gone() -> bool:
@@ -322,7 +330,8 @@ class WeightVersions:
         """Store the report of a node about its engines: versions, canary errors, activities, notes and restarts.
 
         If the newest version on the node has changed, the node's share of the tasks changes, too, and leases are
-        granted. Numbers since the last report are added to the metrics, also if a later report has arrived first.
+        granted. Numbers that count since the last report are added to the metrics even if a later report has arrived
+        first, because no other report has them.
         """
         self._metrics.add_canaries(request.engines)
         self._metrics.add_engine_restarts(request.restarts)

@@ -2,15 +2,15 @@
 
 A peer is a rollout node, a trainer rank, a guest (a process that is not part of the run yet) or a messenger (the
 launcher of a machine with trainer ranks). The base class of a request says which peer sends it, and its type argument
-is the reply; `flash.hub.gate` refuses it from any other peer, and `flash.hub.hub.Hub.handle` answers it. A *lease* is
-the right and the duty of a node to run one task. The trainer ranks between two restarts are an *incarnation*. The
-*shard* of a rank is the part of a batch that it trains. An *activity* is something that a worker did, which the run's
-page draws as a bar of the timeline.
+is the reply; `flash.hub.gate` refuses it from any other peer, and `flash.hub.hub.Hub.handle` answers it. A *lease*
+assigns one task to one node. An *incarnation* is the set of trainer ranks that run from one restart of the ranks to the
+next. The *shard* of a rank is the part of a batch that it trains. An *activity* is something that a worker did, which
+the run's page draws as a bar of the timeline.
 
-Timeouts. The caller of a request gives up after a timeout of its own and gets a DeadlineError. The hub answers a
+Timeouts: the caller of a request gives up after a timeout of its own and gets a DeadlineError. The hub answers a
 request that waits for news (leases, cancels, versions) at the latest after `flash.config.waits.long_poll_s` (a *long
 poll*). The reply may be empty, and the node asks again at once.
-Retries. No peer sends a request twice to one hub. A node whose call times out, or whose connection ends, treats the hub
+Retries: no peer sends a request twice to one hub. A node whose call times out, or whose connection ends, treats the hub
 as lost. It joins the next hub, presents its leases there (`ClaimRequest`) and repeats the call with its new number. A
 trainer rank exits when its connection ends; its launcher starts it again as part of the next incarnation. The hub may
 have carried out a call that failed.
@@ -116,8 +116,8 @@ class ClaimRequest(NodeRequest[ClaimReply], frozen=True, tag=True):
     """A node that outlived the previous hub presents the leases that it still holds, about a thousand in a message.
 
     The node sends it right after it has joined the next hub, before any other request. The hub answers at once. If no
-    node claims a lease within `flash.config.waits.claim_s`, its task is queued again. A claim that is repeated gets
-    nothing, since each lease can be claimed once.
+    node claims a lease within `flash.config.waits.claim_s`, its task is queued again. A repeated claim gets an empty
+    reply, because each lease can be claimed only once.
     """
 
     leases: list[Lease]
@@ -137,8 +137,8 @@ class DeliverRequest(NodeRequest[Ack], frozen=True, tag=True):
     """A node delivers the results of leases.
 
     The hub answers once the results are counted and stored in the journal. After the reply the node forgets the
-    results. If the hub is lost before the reply, the node delivers the results again to the next hub, as far as the
-    next hub lets the node keep the leases.
+    results. If the hub is lost before the reply, the node delivers the results again to the next hub, but only for
+    leases that the next hub lets it keep.
     """
 
     ended: list[EndedLease]
@@ -206,7 +206,7 @@ class LoadFailed(NodeRequest[LoadFailedReply], frozen=True, tag=True):
     """A node whose engine could not load a version asks if the trainer ranks that published it are gone.
 
     The engine may notice the loss of a trainer rank before the hub does. So before the hub answers that the engine is
-    at fault, it waits for at most `flash.config.waits.echo_s` whether it notices such a loss, too.
+    at fault, it waits up to `flash.config.waits.echo_s` for such a loss.
     """
 
     incarnation: int
@@ -257,7 +257,8 @@ class EngineReport(NodeRequest[Ack], frozen=True, tag=True):
 class StatusReport(NodeRequest[Ack], frozen=True, tag=True):
     """A node reports its state every few seconds, for people only.
 
-    The hub decides nothing by it, and answers at once. A report that fails is not repeated.
+    The hub decides nothing by the status, and answers at once. A report that fails is not repeated, because the next
+    one follows soon.
     """
 
     status: NodeStatus
@@ -268,7 +269,7 @@ class StatusReport(NodeRequest[Ack], frozen=True, tag=True):
 
 
 class IncarnationReply(msgspec.Struct, frozen=True, tag=True):
-    """Reply to `IncarnationRequest`: the starting point of all ranks of this incarnation."""
+    """Reply to `IncarnationRequest`: the starting point, equal for all ranks of this incarnation."""
 
     number: int
     """Number of the incarnation, unique over all hubs of the run."""
@@ -295,7 +296,7 @@ class IncarnationRequest(RankRequest[IncarnationReply], frozen=True, tag=True):
 
 
 class RankHeartbeat(RankRequest[Ack], frozen=True, tag=True):
-    """Heartbeat of a trainer rank. A thread of the rank sends it again after each reply.
+    """Heartbeat of a trainer rank. A thread of the rank sends the next one after each reply.
 
     The hub answers after `flash.config.waits.BEAT_S` seconds. A rank that does not ask again for several such periods
     counts as silent. The call fails when the incarnation of the rank is over because a rank of it is gone or hangs.
@@ -349,7 +350,7 @@ class BatchReply(msgspec.Struct, frozen=True, tag=True):
     parts_left: int = 0
     """Number of parts that follow this one."""
     must_save: bool = False
-    """True if the ranks write a checkpoint after this step, whatever `checkpoint.every` says."""
+    """True if the ranks must write a checkpoint after this step even if `checkpoint.every` does not ask for one."""
 
 
 class BatchRequest(RankRequest[BatchReply], frozen=True, tag=True):
@@ -518,8 +519,8 @@ class Leave(NodeRequest[Ack], frozen=True, tag=True):
     """A node that has joined announces that it leaves.
 
     The hub answers at once and gives the node no more leases. The node finishes its leases or gives them back. The
-    tasks of leases that remain are queued again when its connection ends. A node that cannot reach the hub leaves all
-    the same.
+    tasks of leases that remain are queued again when its connection ends. A node that cannot reach the hub leaves
+    without an answer.
     """
 
     error: str = ""
@@ -536,7 +537,7 @@ HubRequest: Any = reduce(or_, [each for each in _REQUESTS if each.__struct_confi
 
 @cache
 def dialect() -> str:
-    """Return a digest of the fields of all messages and of the types that they contain.
+    """Return a digest of the fields of all messages, and of the types that these messages contain.
 
     A node and a hub whose digests differ run versions of Flash that would not understand each other. So a guest sends
     its digest (`RunRequest`), and the hub refuses another one.
@@ -574,8 +575,8 @@ def fetch_shard_blocking(
 ) -> BatchReply:
     """Fetch a rank's whole shard of a step with blocking calls, each for at most `timeout` seconds.
 
-    `activities`, those of the rank since the last step, are sent with the first part. Trainer ranks use this function;
-    simulations use `fetch_shard`.
+    `activities` are the activities of the rank since the last step; they are sent with the first part. Trainer ranks
+    use this function; simulations use `fetch_shard`.
     """
     parts = [hub.call(BatchRequest(rank, step, activities), timeout)]
     while parts[-1].parts_left:
@@ -584,7 +585,7 @@ def fetch_shard_blocking(
 
 
 def _join_parts(parts: list[BatchReply]) -> BatchReply:
-    """Return the first part with the samples of all parts; the end of training is returned unchanged."""
+    """Return the first part with the samples of all parts. A reply that ends training is returned unchanged."""
     first, shards = parts[0], [part.shard for part in parts if part.shard is not None]
     if first.shard is None:
         return first

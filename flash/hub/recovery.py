@@ -1,10 +1,10 @@
-"""The state that outlives a hub process, and the ways to save it and to get it back.
+"""The state that outlives a hub process, and the objects that save and restore it.
 
 A checkpoint keeps a `HubState`; the *journal*, a file, keeps every change after the newest checkpoint. When a run
 starts again, its owner reads both (`flash.run.restart.hub_state`) and gives the new hub a `RecoveredState`. While it
 runs, the hub saves through its `Persistence`. If trainer ranks are lost while the hub goes on, the next ranks load the
 checkpoint that a `TrainerStart` names. They train the recorded batches of later steps again, which the hub reads from
-the `RunHistory`. The ranks between two restarts are an *incarnation*.
+the `RunHistory`. An *incarnation* is the set of rank processes that run from one restart of the ranks to the next.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ the function must let other tasks run after each piece. A piece is valid only un
 
 
 async def measure_state(version: int, pieces: Generator[bytearray]) -> SnapshotReply:
-    """Return the size of an encoded state without saving it. Simulations and tests use this as their `SaveState`.
+    """Return the size of an encoded state without saving it. Simulations and tests use this as `SaveState`.
 
-    Their trainer ranks ask for snapshots of the hub's state, but keep no file of it. So the reply needs the size only,
-    its checksum is 0, and `version` is not used.
+    The simulated trainer ranks ask for snapshots of the hub's state, but keep no file. So the reply needs only the
+    size, the checksum is 0, and `version` is not used.
     """
     size = 0
     for piece in pieces:
         size += len(piece)
-        # This function of anyio saves nothing: it lets other tasks run.
+        # `checkpoint` of anyio saves nothing: it lets other tasks run.
         await checkpoint()
     return SnapshotReply(size, crc32=0)
 
@@ -75,8 +75,8 @@ class HubState(msgspec.Struct):
 
         Raises:
             ConfigError: the configuration has another batch size or group size. The unfinished groups in the state
-                would have another size than the run expects. The places of groups, which admission counts (their order
-                of issue, without groups that left untrained), would be wrong.
+                would have another size than the run expects. Admission numbers the groups in the order of issue,
+                without the groups that ended untrained; these numbers would be wrong.
         """
         contract, rollout = self.buffer.settings.contract, config.rollout
         for name, held, wanted in (
@@ -105,13 +105,14 @@ class RunHistory(Protocol):
     """Access to the checkpoints and recorded batches of earlier steps. Its methods do not block the event loop for
     long."""
 
-    async def start(self, version: int) -> TrainerStart:
-        """Return the newest complete checkpoint from which the ranks can train again up to `version`.
+    async def choose_start(self, version: int) -> TrainerStart:
+        """Return the newest complete checkpoint; without any, version 0, which is the model itself.
 
-        The hub calls this when the ranks of the next incarnation start after a loss.
+        From there the ranks train the recorded batches again, up to `version`. The hub calls this when the ranks of the
+        next incarnation start after a loss.
 
         Raises:
-            FlashError: there is no such checkpoint, or the batch of a step after it is missing.
+            FlashError: a checkpoint cannot be read, or the batch of a step after the checkpoint is missing.
         """
         ...
 
@@ -122,23 +123,25 @@ class RunHistory(Protocol):
     def same_weights(self, one: Published, other: Published) -> bool:
         """Return True if two publications have the same weights, bit for bit.
 
-        After ranks have trained earlier steps again, the hub reports to people whether they have the weights of before.
+        After ranks have trained earlier steps again, the hub reports to people whether this has made the same weights
+        as the first time.
         """
         ...
 
 
 class RecoveredState(NamedTuple):
-    """State that the previous hub processes of the run have left; all defaults in a new run."""
+    """State that the previous hub processes of the run have left. In a new run every field has its default."""
 
     state: HubState | None = None
     """State of the hub: the checkpoint with the journal replayed; None in a new run."""
     evaluated: Collection[int] = ()
     """Versions whose evaluations are finished and kept."""
     start: TrainerStart | None = None
-    """Starting point of the trainer ranks, perhaps at an earlier version than the run's. None: the ranks start at the
-    run's version without a checkpoint."""
+    """Starting point of the trainer ranks. Its version may be lower than the version that the run has reached. None:
+    the ranks start at the version of the run without a checkpoint."""
     hub_number: int = 0
-    """Number of this hub process in the run, larger than those of all hubs before it."""
+    """Number of this hub process in the run, larger than the number of every earlier hub process. Numbers of leases
+    begin with it, so that two hub processes never give the same number."""
 
 
 NEW_RUN = RecoveredState()

@@ -1,8 +1,8 @@
 """The stages of a run: what the run waits for, the deadline of the wait, and where to look if the deadline passes.
 
 `RunStages` finds the stage from the state of the other parts of the hub, and changes nothing. `Hub.run` watches that no
-stage outlives its deadline, and `flash.run.startup` shows people the phases before the first step. The trainer ranks
-between two restarts are an *incarnation*.
+stage outlives its deadline, and `flash.run.startup` shows people the phases before the first step. An *incarnation* is
+the set of trainer ranks that run from one restart of the ranks to the next.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ RANKS = "the trainer ranks"
 
 
 class Stage(Enum):
-    """Event that a run waits for: a phrase, the place to look at if it never happens, and its key in `[deadlines]`.
+    """Event that a run waits for: a phrase, the place to look at if the event never happens, and a key in
+    `[deadlines]`.
 
     If a stage outlives its deadline, the incarnation of the trainer ranks ends if only they can end the stage.
     Otherwise the run ends with an error.
@@ -125,8 +126,8 @@ class RunStages:
     def _working_stage(self) -> Stage:
         """Stage that the run has, or would have if it was not interrupted.
 
-        The conditions are in the order in which they hide each other: while the ranks start again, for example, it does
-        not matter if a batch is complete.
+        The first condition that holds decides. For example, while the ranks start again, it does not matter if a batch
+        is complete.
         """
         if self._incarnations.recovering:
             return Stage.RECOVERING
@@ -156,7 +157,7 @@ class RunStages:
         return f"{self._samples.pool.ready_groups} of {self._contract.groups_per_batch}"
 
     def describe(self, stage: Stage) -> str:
-        """Return a phrase for what the run waits for in this stage, with the numbers of this moment."""
+        """Return a phrase for the event that the run waits for in this stage, with the numbers of this moment."""
         progress = self._progress
         text = stage.description.format(
             step=progress.trainer_version if stage is Stage.REPEATING else progress.version,
@@ -212,7 +213,7 @@ class RunStages:
         return StartupPhase("first batch", f"{self._complete_groups} groups")
 
     async def phase_ended(self, doing: str) -> None:
-        """Wait until the startup phase `doing` has ended. Sets no deadline. Unblocked by the signal `run`.
+        """Wait until the startup phase `doing` has ended. It waits for the signal `run`, and sets no deadline.
 
         `flash.run.startup` calls this, to show the next phase.
         """

@@ -1,17 +1,17 @@
 """The training steps: a batch is formed, dealt to the trainer ranks, trained, counted and published.
 
-On a sample's road `flash.hub.work.NodeWork.deliver` completes groups. When enough are complete, `TrainingSteps.batch`
-takes them from the sample buffer and deals the batch: it divides the samples into *shards*, one for each data rank.
-The ranks fetch their shards in parts, one message for each part (`fetch_shard_blocking`). Ranks that train the same
-samples together (a *data rank*) fetch the same shard. `commit` counts the step in the ledger, the totals of all samples
-and tokens. `publish` announces the new version to the engines.
+`flash.hub.work.NodeWork.deliver` completes groups. When enough groups are complete, `TrainingSteps.batch` takes them
+from the sample buffer and deals the batch: it divides the samples into *shards*, one for each data rank. The ranks
+fetch their shards in parts, one message for each part (`fetch_shard_blocking`). Ranks that train the same samples
+together (a *data rank*) fetch the same shard. `commit` counts the step in the ledger, the totals of all samples and
+tokens. `publish` announces the new version to the engines.
 
-The trainer ranks between two restarts are an *incarnation*. After a restart the ranks may be *behind* the run: they
-hold an older version. They then get the recorded batches of earlier steps, and none of these steps is counted again.
-Between two steps `snapshot` writes the hub's state into a checkpoint.
+An *incarnation* is the set of trainer ranks that run from one restart of the ranks to the next. After a restart the
+ranks may be *behind* the run: they hold an older version. The ranks then get the recorded batches of earlier steps, and
+none of these steps is counted again. Between two steps `snapshot` writes the hub's state into a checkpoint.
 
 This module owns no anyio task: its methods run in the tasks of the ranks' requests, which the end of the incarnation
-cancels. Work that must not be left half done is shielded from that.
+cancels. Work that must not be left half done is shielded from this cancellation.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class TrainingSteps:
         """Incarnation of the ranks and version of the last snapshot, and of the last checkpoint that is known to be
         written; (0, -1) if there is none."""
         self._repeated: _RepeatedStep | None = None
-        """Step that the ranks train again, or trained again last; None once they have published the run's version."""
+        """Step that the ranks train again, or trained again last; None once the ranks have published the run's
+        version."""
 
     @property
     def training(self) -> bool:
@@ -103,12 +104,14 @@ class TrainingSteps:
 
     @property
     def checkpoint_written(self) -> bool:
-        """True if the ranks have written a checkpoint of the run's version, so that they write no other one of it."""
+        """True if the ranks have written a checkpoint of the run's version, so that they do not write it a second
+        time."""
         return self._incarnations.saved or self._checkpoint == (self._incarnations.number, self._progress.version)
 
     @property
     def ranks_export(self) -> bool:
-        """True if the ranks export the model, or still have to. They do it only in a run that has trained all steps."""
+        """True if the ranks export the model, or still have to export it. They do so only in a run that has trained all
+        steps."""
         ended = self._end_reply is not None and self._end_reply.finished
         return ended and self._config.checkpoint.export and not self._incarnations.saved
 
@@ -147,8 +150,8 @@ class TrainingSteps:
             while not self.training and (self._progress.stopping is None or self._progress.batch == "forming"):
                 await self._progress.until("batches", self._work.ranks_can_proceed)
                 if not self.training and self._progress.stopping is None:
-                    # This request forms the batch for all ranks. The others must get it even if this rank is lost
-                    # meanwhile.
+                    # This request forms the batch for all ranks. The other ranks must get the batch even if this rank
+                    # is lost meanwhile.
                     with anyio.CancelScope(shield=True):
                         await self._form_batch()
         finally:
@@ -213,9 +216,10 @@ class TrainingSteps:
     def _part(
         self, shards: list[list[Shard]], request: p.BatchRequest, incarnation: int, *, may_save: bool, must_save: bool
     ) -> p.BatchReply:
-        """Return the reply with the requested part of the rank's shard. Notes when the rank has got the last part.
+        """Return the reply with the requested part of the rank's shard. Notes when the rank has received the last part.
 
-        Only then may the step be committed. `may_save` and `must_save` are fields of the reply, about checkpoints.
+        A step can be committed only after every rank has got its last part. `may_save` and `must_save` are fields of
+        the reply, about checkpoints.
 
         Raises:
             ContractError: the shard has no part of this number.
@@ -281,8 +285,9 @@ class TrainingSteps:
         file with every change of the samples, from which the next hub recovers) has the step: rank 0 must not go on
         from a step that the next hub would not know.
         """
-        # These lists are emptied in slices below. To free all samples at once would block the event loop for as long as
-        # all other work of this method takes. The first part of each shard has entries for all samples of the batch.
+        # These lists are emptied in slices below, because freeing all samples at once would block the event loop for as
+        # long as all other work of this method takes. `entries` lists all samples of the batch; the first part of every
+        # shard has this list.
         entries = list(self._shards[0][0].batch)
         dealt = [list(part.samples) for parts in self._shards for part in parts]
         self._shards, self._progress.batch = [], "none"
@@ -315,11 +320,11 @@ class TrainingSteps:
     async def publish(self, published: Published) -> p.Ack:
         """Announce a version to the engines, once all of them have loaded the version before it.
 
-        So engines are at most one version behind. The wait has the deadline of `Stage.LOADING` or `Stage.STARTING`, and
-        the signal `engines` ends it. An interrupted run does not wait. Versions of ranks that train earlier steps again
-        are not announced before the ranks have reached the run's version. A new version may also make an evaluation
-        due. Ranks that have started again publish the run's version a second time: it is then not announced as new, but
-        engines that have not loaded it yet can fetch it from these ranks.
+        So engines are at most one version behind. The deadline of `Stage.LOADING` or `Stage.STARTING` bounds the wait,
+        and the signal `engines` ends it. An interrupted run does not wait. While ranks train earlier steps again, none
+        of their versions is announced until they have reached the run's version. A new version may also make an
+        evaluation due. Ranks that have started again publish the run's version a second time: it is then not announced
+        as new, but engines that have not loaded it yet can fetch it from these ranks.
         """
         progress = self._progress
         if self._incarnations.publish():
@@ -343,7 +348,8 @@ class TrainingSteps:
             if is_new:
                 self._evaluations.published(published.version)
                 self._versions.announce(published.version)
-            # Also if the version is not new: engines that could not load it from the earlier incarnation can do so now.
+            # This is sent even if the version is not new: engines that could not load it from the earlier incarnation
+            # can do so now.
             progress.send("versions")
         progress.stages_ended += 1
         progress.send("run")

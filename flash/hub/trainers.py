@@ -1,16 +1,16 @@
 """The hub's state of the trainer ranks, and its answers to their requests, from their start to a loss and a restart.
 
-The trainer ranks between two restarts are an *incarnation*. If one of its ranks is lost or hangs, the incarnation is
-over, but the run continues. The hub ends the requests of the ranks. The launchers (one process per machine, which
-starts the others) ask `processes_of_node` and kill the processes. The engines continue with the weights that they have.
-The next incarnation loads a checkpoint, and trains again the steps that the run has trained after that checkpoint. The
-first incarnation under a restarted hub does this, too. If the steps cannot be trained again, the run ends with an
-error, and the launchers start all processes again.
+An *incarnation* is the set of trainer ranks that run from one restart of the ranks to the next. If one of them is lost
+or hangs, the incarnation is over, but the run continues. The hub ends the requests of the ranks. The launchers (one
+process per machine, which starts the others) ask `processes_of_node` and kill the processes. The engines continue with
+the weights that they have. The next incarnation loads a checkpoint, and trains again the steps that the run has trained
+after that checkpoint. The first incarnation under a restarted hub does this, too. If the steps cannot be trained again,
+the run ends with an error, and the launchers start all processes again.
 
 `Incarnations` is the pure state (it has no tasks, clocks or files). `TrainerRanks` answers requests; its `watch` runs
 in a task of `Hub.run`. A *signal* is a name with which `RunProgress.send` wakes the tasks that wait for a change. A
-*collective* is an operation of `torch.distributed` in which all ranks take part, so it fails or hangs if one is lost.
-The answers to requests for batches and commits are in `flash.hub.steps`.
+*collective* is an operation of `torch.distributed` in which all ranks take part, so it fails or hangs if a rank is
+lost. The answers to requests for batches and commits are in `flash.hub.steps`.
 
 Invariants: each step is counted once, by the incarnation that commits it first. Each incarnation trains every step
 after its checkpoint, in order. Engines are given only the run's version, so they never load an older one.
@@ -60,11 +60,11 @@ class RankState(msgspec.Struct):
     saved: bool = False
     """True if the rank has done all of its work, also its checkpoint, and waits for the end of the run."""
     left: bool = False
-    """True if the rank has left normally at the end of the run, or was lost after another rank had left so."""
+    """True if the rank has left normally at the end of the run, or was lost after another rank had left normally."""
 
 
 class Incarnations:
-    """State of the newest incarnation: its number, its ranks, and the version that they hold. Pure state.
+    """State of the newest incarnation: the number, the ranks, and the version that the ranks hold. Pure state.
 
     A rank belongs to the incarnation in which it has connected. After the end of an incarnation the hub ignores its
     ranks, and the next rank that connects begins the next incarnation.
@@ -85,7 +85,8 @@ class Incarnations:
         """Number of steps that the newest incarnation has trained again."""
         self.start_from(version)
         self.recovering = progress.trainers_behind
-        """True if an incarnation was lost, perhaps under a previous hub, and the next one has published no version."""
+        """True if an incarnation was lost, perhaps under a previous hub, and the next incarnation has published no
+        version yet."""
         self._over = False
         """True if the newest incarnation is over and no rank has connected since."""
 
@@ -213,7 +214,8 @@ class TrainerRanks:
         self._history = context.persistence.history
         self._restart_obstacle = "" if self._history is None else why_no_retraining(self._config)
         """Reason why the loss of an incarnation ends the run. None: the ranks start again, and the run continues. Empty
-        if the hub keeps no history of batches: the loss ends the run, and the message of the error gives no reason."""
+        if the hub keeps no history of batches: the loss then ends the run too, but the error gives no reason, because
+        no setting of the user causes this."""
         self.incarnations = Incarnations(self._config.trainer_world_size, self._progress, start.version, number)
         self._start: TrainerStart | None = start
         """Starting point of the newest incarnation; None until it is chosen."""
@@ -234,14 +236,14 @@ class TrainerRanks:
         until the counter has another value (`processes_of_node`)."""
         self._lost_at = self._now() if self.incarnations.recovering else None
         """Unix seconds at which the ranks were lost, or at which this hub began with ranks that are behind the run.
-        None if no ranks were lost, or if they have published the run's version again."""
+        None if no ranks were lost, or if the ranks have published the run's version again."""
 
     @property
     def done(self) -> bool:
         """True if the run need not wait for trainer ranks any more: all have left.
 
-        An interrupted run does not wait for ranks that are only starting, because they have nothing new to save. These
-        are ranks that start again after a loss, and the first ranks of a run before all of them have connected.
+        An interrupted run does not wait for ranks that are only starting, because they have nothing new to save. Such
+        ranks start again after a loss, or are the first ranks of a run before all of them have connected.
         """
         progress, incarnations = self._progress, self.incarnations
         if progress.stopping == "interrupted" and (
@@ -295,14 +297,15 @@ class TrainerRanks:
         return p.IncarnationReply(self.incarnations.number, checkpoint, self._store or "")
 
     async def _choose_start(self) -> TrainerStart:
-        """Choose the newest checkpoint from which the ranks can train again up to the run's version.
+        """Choose the newest checkpoint. From there the ranks train again up to the run's version.
 
         Raises:
-            PeerLostError: no checkpoint can be used. The run has failed with this error.
+            PeerLostError: a checkpoint cannot be read, or a recorded batch is missing. The run has failed with this
+                error.
         """
         assert self._history is not None, "without a history no incarnation follows the first"
         try:
-            start = await self._history.start(self._progress.version)
+            start = await self._history.choose_start(self._progress.version)
         except FlashError as error:
             raise self.end_without_recovery(error) from error
         self.incarnations.start_from(start.version)
@@ -325,13 +328,14 @@ class TrainerRanks:
 
         The rank sends its next heartbeat after the reply.
         """
-        # The time is taken on the loop's clock, which stands still while user code blocks the loop. In that time the
-        # hub reads no heartbeats, and no rank may count as silent because of this.
+        # The event loop of a run (`flash.run.loop_watch.WatchedLoop`) stops this clock while it knows that user code
+        # blocks the loop. The hub reads no heartbeats in that time, so the time must not count as silence of a rank.
         self.incarnations.ranks[request.rank].heartbeat = anyio.current_time()
         await anyio.sleep(waits.BEAT_S)
 
     async def processes_of_node(self, request: p.RanksRequest) -> p.RanksReply:
-        """Answer a launcher with the rank processes of its node: which it must kill, and why.
+        """Answer a launcher with the rank processes of its node: the living ones, and those that it must kill, with the
+        reason.
 
         Waits until a rank process of any node has started or ended since the launcher's last request, for at most
         `waits.news_s`. The signal `ranks` wakes the request. The reply comes without a change, too,
@@ -388,15 +392,15 @@ class TrainerRanks:
         if rank not in self.incarnations.present:
             return
         self._progress.send("run")
-        # Described before `ranks_lost`, which clears the state of the ranks. A rank that is silent may be the cause of
-        # this loss, so it is named, too.
+        # Describe the ranks before `ranks_lost` clears their state. A silent rank may be the cause of this loss, so the
+        # error names it, too.
         hanging, causes = self._describe_silent(), self._processes_of({rank, *self._silent()})
         if self.incarnations.ranks_lost([rank]):
             lost = f"trainer rank {rank} is gone without an error message: its process was killed, or crashed"
             self._end_incarnation(PeerLostError("; ".join([lost, *hanging])), causes)
 
     def deadline_exceeded(self, exceeded: str) -> None:
-        """End the newest incarnation because it has exceeded a deadline: that of a stage, or that of heartbeats.
+        """End the newest incarnation because it has exceeded a deadline: the deadline of a stage, or of a heartbeat.
 
         The run ends instead if the ranks cannot start again, or if it was interrupted (`_end_incarnation`). After the
         first rank has left normally, all other ranks count as left, and the run does not wait for them any more: a rank
@@ -404,7 +408,7 @@ class TrainerRanks:
 
         `exceeded`: clause that names the deadline, for the error message.
         """
-        # Described before `ranks_lost`, which clears the state of the ranks.
+        # Describe the ranks before `ranks_lost` clears their state.
         missing = self._describe_missing()
         hanging = [*self._describe_silent(), *filter(None, [missing])]
         hanging = hanging or [f"{self._describe_rank(rank)} hangs" for rank in self.incarnations.present]
@@ -420,7 +424,7 @@ class TrainerRanks:
 
         The deadline of a stage would also end such an incarnation, but much later. This loop sleeps until the next
         moment at which the last heartbeat of a rank could be too old. Before it ends the incarnation, it waits
-        `waits.SECOND_LOOK_S` for a heartbeat that may be late.
+        `waits.SECOND_LOOK_S`: if the hub's own loop was blocked, a heartbeat may have arrived that is not read yet.
         """
         limit = max(self._config.deadlines.request, waits.SILENT_S)
         while True:
@@ -542,7 +546,8 @@ class TrainerRanks:
         The note says how long this took, how many steps were trained again, and whether the weights are the same. A
         restart of the ranks alone is also counted in the metrics. Does nothing if no ranks were lost.
 
-        `published`: the version that the ranks have published. `RunProgress.published` is still the one of before.
+        `published`: the version that the ranks have published. The caller has not stored it yet, so
+        `RunProgress.published` is still the publication before.
         """
         if self._lost_at is None:
             return

@@ -1,9 +1,9 @@
 """The hub's leases: how tasks get to nodes, and how results come back.
 
-A *lease* is the right and the duty of a node to run one task. On a sample's road, `NodeWork.lease` answers a node with
-leases from the sample buffer, and `NodeWork.deliver` gives the results of the node to the buffer, where they complete
-groups. When the buffer can form a batch, the waiting trainer ranks are woken, and `flash.hub.steps.TrainingSteps.batch`
-continues. `flash.hub.hub.Hub` makes the one `NodeWork` of a run and calls it for each request of a node.
+A *lease* assigns one task to one node. `NodeWork.lease` answers a node with leases from the sample buffer, and
+`NodeWork.deliver` gives the results of the node to the buffer, where they complete groups. When the buffer can form a
+batch, the waiting trainer ranks are woken, and `flash.hub.steps.TrainingSteps.batch` continues. `flash.hub.hub.Hub`
+makes the one `NodeWork` of a run and calls it for each request of a node.
 
 The *load* of a node is the number of its leases, divided by the number that it has room for. `NodeShares` decides which
 *share* of the available tasks each waiting node gets, so that all loads become equal. So a node with more engines gets
@@ -39,18 +39,19 @@ from flash.samples.tasks import LeaseTable
 from flash.types import Activity, Failure, Lease, Outcome, Trajectory
 
 RESULTS_AT_ONCE = 256
-"""Number of results that are stored before other tasks are served. Each result takes some 30 microseconds."""
+"""Number of results that are stored before other tasks are served. Each result takes about 30 microseconds, so other
+tasks wait for at most 8 ms."""
 KEPT_S = 5.0
 """Seconds for which a share is kept for a node that will soon ask. Nodes may differ by this much in the time to load a
 version. If no share was kept, the first node that has loaded a version would take all tasks that need this version. The
 limit also bounds how long a node that hangs keeps its share from other nodes."""
 LEASES_AT_ONCE = 256
-"""Largest number of leases in one reply, so that one reply takes only a few milliseconds: granting a lease takes some
-ten microseconds. The node asks for the rest of its share at once."""
+"""Largest number of leases in one reply, so that one reply takes only a few milliseconds: granting a lease takes about
+10 microseconds. The node then asks at once for the rest of its share."""
 SLICE = 128
 """Number of leases after which other tasks of the hub are served before more leases are granted (a slice). A slice may
-have more leases, because the reply that is being filled when this number is reached still gets its whole share, up to
-`LEASES_AT_ONCE`."""
+have more leases: the reply that is being filled when this number is reached still gets the whole share of its node, up
+to `LEASES_AT_ONCE`."""
 
 
 # -- leases of nodes -------------------------------------------------------------------------------------------------
@@ -59,8 +60,8 @@ have more leases, because the reply that is being filled when this number is rea
 class Holders:
     """Records which node holds which lease, and which leases each node has to cancel.
 
-    It has training and evaluation leases alike. The sample buffer and the evaluations know the tasks that are leased,
-    but need not know the nodes. A node holds a lease until it has delivered a result, also if the lease was withdrawn.
+    It has training leases and evaluation leases. The sample buffer and the evaluations know the tasks that are leased,
+    but need not know the nodes. A node holds a lease until it has delivered a result, even if the lease was withdrawn.
     """
 
     def __init__(self) -> None:
@@ -69,7 +70,7 @@ class Holders:
         self._of_node: dict[int, dict[int, Lease]] = {}
         """Leases of each node, by the number of the lease."""
         self._cancels: dict[int, list[int]] = {}
-        """Numbers of the leases to cancel, by node."""
+        """Numbers of the leases that the node must cancel and has not been notified about, by node."""
 
     def granted(self, node: int, leases: Iterable[Lease], now: float) -> None:
         """Record that a node was given leases at the time `now`."""
@@ -82,7 +83,7 @@ class Holders:
         return len(self._of_node.get(node, ()))
 
     def granted_before(self, then: float) -> list[tuple[int, Lease]]:
-        """Return the leases that were granted before a time, each with its node. The hub takes back those that hang."""
+        """Return the leases that were granted before a time, each with its node. The hub takes them back as too old."""
         held = self._held.values()
         return [(node, lease) for node, lease, _ in takewhile(lambda each: each[2] < then, held)]
 
@@ -104,7 +105,8 @@ class Holders:
             del self._of_node[held[0]][lease_id]
 
     def lost(self, node: int) -> list[Lease]:
-        """Forget a node that is gone, and the leases that it should have cancelled. Returns the leases that it held."""
+        """Forget a lost or silent node, and the leases that it should have cancelled. Returns the leases that it
+        held."""
         self._cancels.pop(node, None)
         leases = list(self._of_node.pop(node, {}).values())
         for lease in leases:
@@ -198,8 +200,8 @@ class NodeShares:
     def set_capacity(self, node: int, capacity: int) -> None:
         """Update the room of a node that has delivered results, and could start `capacity` tasks now.
 
-        A request of the node may wait for more tasks than that: the node has sent both messages at different times.
-        Then the number of the request counts. An unknown node changes nothing.
+        A request of the node may wait for more than `capacity` tasks, because the node has sent the two messages at
+        different times. Then the number in the request counts. An unknown node changes nothing.
         """
         if (known := self._nodes.get(node)) is not None:
             known.room = self._held(node) + max(capacity, known.requested if known.waiting else 0)
@@ -250,7 +252,7 @@ class NodeShares:
         Returns:
             The number of tasks by node. Nodes without a share are left out. Empty if no waiting node can get a task.
         """
-        # A node for which a share is kept counts in the division, so that nobody else gets its share. The node itself
+        # A node for which a share is kept counts in the division, so that no other node gets its share. The node itself
         # gets nothing now.
         loads: list[NodeLoad] = []
         for node, known in self._nodes.items():
@@ -272,7 +274,7 @@ def equal_loads(loads: Sequence[NodeLoad], tasks: int, unit: int) -> list[int]:
     """Return the number of tasks that each node gets, so that the loads become as equal as they can.
 
     Tasks are given in groups of `unit` tasks that stay together. All tasks are given as long as there is room. The last
-    unit of a node may exceed its room.
+    unit of a node may exceed its room, because a unit is never divided.
     """
     level = _common_level(loads, tasks)
     shares = [max(0, math.floor((level * load.room - load.held) / unit)) * unit for load in loads]
@@ -297,7 +299,8 @@ def equal_loads(loads: Sequence[NodeLoad], tasks: int, unit: int) -> list[int]:
 def _common_level(loads: Sequence[NodeLoad], tasks: int) -> float:
     """Return the load that the tasks give to all nodes with a lower load, if nothing is rounded.
 
-    At most 1, which is the load of a full node. `equal_loads` rounds the share that brings each node to this level.
+    The result is at most 1, which is the load of a full node. `equal_loads` rounds the share that brings each node to
+    this level.
     """
     room, wanted = 0, float(tasks)
     level = 0.0
@@ -316,7 +319,7 @@ def _common_level(loads: Sequence[NodeLoad], tasks: int) -> float:
 
 
 class LeaseClaims:
-    """Set of the leases that previous hubs granted and that no node has presented to this hub yet. Pure state.
+    """Set of the leases that previous hubs granted and that no node has presented to this hub yet. This is pure state.
 
     A node that outlives a hub continues its work, and presents its leases to the next hub. The next hub knows from its
     recovered state which leases are *out*: granted, and neither finished nor withdrawn. The node may keep these leases
@@ -346,8 +349,8 @@ class LeaseClaims:
         kept: list[Lease] = []
         for lease in presented:
             member = self._leases.out.get(lease.lease_id) if lease.lease_id in self._open else None
-            # A node may present anything, so a lease counts only if its task and the oldest version that may sample
-            # for it are those that were granted.
+            # A node may present anything. So a lease counts only if its task, and the oldest version that may sample
+            # for it, are equal to what the hub has granted.
             if member is not None and (member.task, member.oldest_version) == (lease.task, lease.min_version):
                 self._open.discard(lease.lease_id)
                 kept.append(lease)
@@ -411,9 +414,9 @@ class NodeWork:
     async def lease(self, request: p.LeaseRequest) -> p.LeaseReply:
         """Reply to a node with leases: its share of the tasks that can run now.
 
-        If there is none, waits for at most `waits.long_poll_s`; the reply may be empty then. `grant_leases` appends
-        leases to the list `reply` and wakes this request. The end of the run wakes it, too, and so does the end of the
-        time for which tasks were kept for other nodes.
+        If no task can run, the request waits for at most `waits.long_poll_s`; the reply may be empty then.
+        `grant_leases` appends leases to the list `reply` and wakes this request. The end of the run wakes it, too, and
+        so does the end of the time for which tasks were kept for other nodes.
         """
         node = request.node
         if node in self._leaving:
@@ -515,7 +518,7 @@ class NodeWork:
         return able - self._leaving if self._leaving else able
 
     def _grant_next(self, node: int) -> list[Lease]:
-        """Grant a node the next task; without `rollout.replicate_prompts`, all members of the next training group.
+        """Grant a node the next task, or without `rollout.replicate_prompts` all members of the next training group.
 
         Evaluation tasks come first, one at a time. Returns an empty list if there is no task for this node: no engine
         of the node has a version, the run stops, the untrained policy is being evaluated, or the age contract (the
@@ -558,8 +561,9 @@ class NodeWork:
                 await checkpoint()
         self.shares.set_capacity(request.node, request.capacity)
         self.pass_on_withdrawals()
-        # Most results make no task available, and to grant leases takes time in each of many thousand deliveries. The
-        # end of an evaluation may make other tasks available.
+        # Most results make no task available, and granting leases would cost time in each of many thousand deliveries.
+        # So leases are granted only after an opening, or after a result of an evaluation: the end of an evaluation may
+        # make other tasks available.
         if self._samples.admission.openings != self._openings or any(
             ended.result.task.split == "eval" for ended in request.ended
         ):
@@ -616,9 +620,9 @@ class NodeWork:
     async def work_off_backlog(self) -> None:
         """Do the postponed work for which no request waits.
 
-        Consumes the buffer's backlog (`tidy`), and tasks that `grant_leases` has left for a further slice. Waits for
-        more such work. Unblocked by the signal `backlog`. Produces leases and queued tasks. Other tasks are served
-        after each slice. The loop ends when the run fails.
+        It does the buffer's backlog (`tidy`), and grants the tasks that `grant_leases` has left for a further slice.
+        Other tasks are served after each slice. Without such work it waits for the signal `backlog`. The loop ends when
+        the run fails.
         """
         while self._progress.error is None:
             if self._samples.backlog:
@@ -630,10 +634,11 @@ class NodeWork:
                 await self._progress.wait("backlog")
 
     def pass_on_withdrawals(self) -> None:
-        """Pass on what the buffer has collected: withdrawn leases to their nodes, and notes to people.
+        """Pass on what the buffer has collected: the withdrawn leases to the nodes that hold them, and the notes to
+        people.
 
-        The results of withdrawn leases are not needed any more. Their nodes learn it by `CancelReply`. This is called
-        after each operation of the buffer that may withdraw leases.
+        The results of withdrawn leases are not needed any more, and the `CancelReply` tells the nodes so. This is
+        called after each operation of the buffer that may withdraw leases.
         """
         for node in self.holders.withdraw(self._samples.leases.to_cancel):
             self._progress.send(("cancels", node))
@@ -660,8 +665,8 @@ class NodeWork:
     def claim(self, request: p.ClaimRequest) -> p.ClaimReply:
         """Let a node that has outlived the previous hub keep the leases that it presents and that are still out.
 
-        The node sends this request right after it has joined. Like a new lease, a kept one may begin the time for which
-        the metrics of the next step count (`StepMetrics.sampling_began`).
+        The node sends this request right after it has joined. Like a new lease, a kept lease may begin the time over
+        which the next step's waits and rates are measured (`StepMetrics.sampling_began`).
         """
         kept = self.claims.claim(request.leases)
         if kept:
@@ -670,7 +675,7 @@ class NodeWork:
         return p.ClaimReply([lease.lease_id for lease in kept])
 
     async def expire_claims(self) -> None:
-        """Queue the tasks of leases again that previous hubs granted and that no node has claimed in time.
+        """Queue again the tasks of leases that previous hubs granted and that no node has claimed in time.
 
         `Hub.run` starts this once. It waits for `flash.config.waits.claim_s`, or returns at once if there is no lease
         to claim.
@@ -689,7 +694,7 @@ class NodeWork:
     def stop_leasing_to(self, node: int) -> None:
         """Give no more leases to a node that has announced that it leaves, until `node_left`.
 
-        Its share is granted to other nodes at once.
+        The share of this node is granted to other nodes at once.
         """
         self.shares.remove(node)
         self._leaving.add(node)

@@ -5,8 +5,8 @@ The proxy (`flash.rollout.proxy.LLMProxy`) calls `generate` for many requests at
 the state of the weights after one training step.
 
 `load` is also called a *swap*: it replaces the weights while sequences run. The engine pauses between two steps, loads
-the weights and continues, and later tokens carry the new version. An engine that holds several LoRA adapters loads a
-new one without a pause. There each sequence ends with the version that it has begun with.
+the weights and continues, and later tokens are labelled with the new version. An engine that holds several LoRA
+adapters loads a new one without a pause. In such an engine each sequence ends with the version with which it began.
 
 The *canary* is a fixed short text that is published with each version, with the trainer's log-probs of its tokens
 (`Published.canary`). After each load the engine must give it nearly the same log-probs. If the differences are too
@@ -31,9 +31,9 @@ def ignore_tokens(tokens: Sequence[int]) -> None:
 
 
 class TokenTally:
-    """Counter that a caller gives to engines with its requests, and reads when it likes.
+    """Counter that a caller gives to engines with its requests, and may read at any time.
 
-    Engines only add to it, so no engine has to call back into the episode that it works for.
+    Engines only add to it, so no engine has to call a function of the episode.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class ResponseRequest(msgspec.Struct, frozen=True):
     prompt: list[int]
     """Token ids of the prompt, followed by the `generated` tokens of the response that exist already."""
     max_new_tokens: int
-    """Most tokens to sample, without the `generated` tokens."""
+    """Largest number of tokens to sample, without the `generated` tokens."""
     key: int
     """Number that identifies the response. It is equal in every attempt at the task. A simulated engine derives the
     length of the response from it, so that simulations can be repeated. Other engines ignore it."""
@@ -76,11 +76,11 @@ class ResponseRequest(msgspec.Struct, frozen=True):
     """Seconds until the proxy aborts the request. The time in the wait queue counts. An outage, in which no engine
     serves, does not count."""
     on_tokens: Callable[[Sequence[int]], None] = ignore_tokens
-    """Function that the proxy calls with the new tokens of each `Progress`. It does not get the last tokens of the
-    response, which are in the `Completion` only."""
+    """Function that the proxy calls with the new tokens of each `Progress`. It is not called for the last tokens of the
+    response, which only the `Completion` holds."""
     tally: TokenTally = msgspec.field(default_factory=TokenTally)
     """Counter of the caller. If the request is aborted, the engine adds the sampled tokens that were in no `Progress`
-    yet to `tally.lost`. All requests of an episode share one."""
+    yet to `tally.lost`. All requests of an episode share one counter."""
     generated: int = 0
     """Number of tokens at the end of `prompt` that belong to this response: earlier engines have sampled them."""
 
@@ -168,15 +168,15 @@ class Engine(Protocol):
         ...
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
-        """Replace the weights by those of a published version, while sequences run.
+        """Replace the weights by the weights of a published version, while sequences run.
 
         The sequences are paused and continue with the new weights. An engine that holds several adapters does not
-        pause: there the sequences end with the version that they have begun with. `LLMProxy.load` calls this.
+        pause: its sequences end with the version with which they began. `LLMProxy.load` calls this.
 
         Args:
             published: the version.
             keep_cache: if True, running sequences keep their KV cache, which was computed with the old weights. If
-                False, it is computed again with the new weights.
+                False, the cache is computed again with the new weights.
 
         Returns:
             The mean absolute difference between the engine's and the trainer's log-probs of the canary, in nats.

@@ -3,8 +3,8 @@
 The episode calls `generate`. The proxy waits until the `Router` has placed the request on an engine that has room, and
 collects the engine's tokens. The request may have to leave the engine before its end. This happens if the engine dies
 or fails the request, if a less loaded engine has room, or if the engine must be free of requests before a *swap*. Then
-another engine continues the response after the tokens that it has so far. If there is no other engine, the request
-waits for the next one.
+another engine continues the response after the tokens that exist so far. If there is no other engine, the request waits
+for the next one.
 
 A swap is the load of a new policy version (the weights after one more training step). `ProxySettings.swap` says whether
 requests go on during the swap, are aborted and moved before it (`abort`), or are allowed to end before it (`drain`).
@@ -12,9 +12,9 @@ requests go on during the swap, are aborted and moved before it (`abort`), or ar
 A node has a fixed number of *places* for engines. If an engine has died, a new engine gets its place. The supervisor
 (`flash.rollout.supervisor`) calls `load`, `retire` and `replace`.
 
-A request under which engines have died is a *suspect*: it may be the cause (`flash.rollout.routing`).
+A request is a *suspect* if engines have died while they worked on it: it may be the cause (`flash.rollout.routing`).
 
-Conservation: every `generate` call waits in the queue, is held by exactly one engine, or is over.
+Invariant: every `generate` call waits in the queue, is held by exactly one engine, or is over.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from flash.types import Activity, Completion, Published, VersionRun, append_vers
 from flash.waiting import deadline
 
 MAX_FAILURES = 3
-"""Number of engines that may fail one request before the request fails. Deaths of engines are counted separately
+"""Number of engines that may fail one request before the request fails. If several engines fail it, the cause is
+probably the request, and further attempts would only cost time. Deaths of engines are counted separately
 (`MAX_DEATHS`)."""
 MAX_FAILED_IN_A_ROW = 8
 """Number of requests in a row that an engine may fail, without giving any token in between, before it counts as dead.
@@ -53,12 +54,12 @@ class ProxySettings(msgspec.Struct, frozen=True):
     max_sequences: int
     """Largest number of requests that an engine holds at once."""
     swap: Literal["recompute", "keep", "abort", "drain", "beside"]
-    """Treatment of running requests by a swap: a value of `rollout.swap`, or `beside`.
+    """Treatment of running requests during a swap: a value of `rollout.swap`, or `beside`.
 
-    `recompute` and `keep`: they go on under the new version, with a KV cache that is computed again, or that is kept.
-    `abort`: they move to other engines before the load. `drain`: they end before the load, and the engine takes no new
-    request. `beside`: an engine holds several versions of LoRA adapters, and a request ends under the version with
-    which it began."""
+    `recompute` and `keep`: the requests go on under the new version, with a KV cache that is computed again, or that is
+    kept. `abort`: the requests move to other engines before the load. `drain`: the requests end before the load, and
+    the engine takes no new request. `beside`: an engine holds several versions of LoRA adapters, and a request ends
+    under the version with which it began."""
     bind_groups: bool
     """True if all requests of a group go to one engine (`rollout.replicate_prompts = false`, for comparison)."""
     swap_s: float
@@ -103,8 +104,8 @@ class PartialResponse:
     def rest(self) -> ResponseRequest:
         """Return the request for the next engine, which continues after the tokens so far.
 
-        Called once for each engine that gets the request. `complete` needs to know where that engine begins, so this
-        notes the number of tokens so far.
+        Call this once for each engine that gets the request. It notes the number of tokens so far, because `complete`
+        needs to know where that engine begins.
         """
         self._moved_at = len(self._tokens)
         if not self._tokens:
@@ -128,7 +129,8 @@ class PartialResponse:
     def exhausted(self) -> Completion | None:
         """Return the whole response if it has reached its token limit, else None.
 
-        An engine may give the last token and then die before it gives the completion. No engine has to continue then.
+        An engine may give the last token and then die before it gives the completion. Then no other engine has to
+        continue.
         """
         if len(self._tokens) < self._request.max_new_tokens:
             return None
@@ -286,12 +288,13 @@ class LLMProxy:
         """
         scope, concurrency, rest, completion = anyio.CancelScope(), engine.concurrency, response.rest(), None
         self._add_running(engine, scope, record)
-        # Tokens at the end of the prompt that belong to the response, because another engine has sampled them.
+        # Number of tokens at the end of the prompt that belong to the response, because another engine has sampled
+        # them.
         own = rest.generated
         concurrency.begin(scope, len(rest.prompt) - own, own, own + rest.max_new_tokens)
         self._adapt_limit_and_fill(engine)
-        # `_balance` has moved this request, and does nothing while a request moves. Engines that have got room
-        # meanwhile get requests now.
+        # This request was moved by `_balance`, which moves nothing else until the request has arrived here. So balance
+        # now for engines that have got room meanwhile.
         if not record.sticky:
             for other in self.records:
                 self._balance(other)
@@ -301,7 +304,7 @@ class LLMProxy:
                     async for piece in pieces:
                         engine.failed_in_a_row = 0
                         if isinstance(piece, Completion):
-                            # The completion has all tokens of this engine; only its last ones are new.
+                            # The completion has all tokens of this engine, but only the last of them are new.
                             before, completion = response.length, response.complete(piece)
                             engine.tokens += response.length - before
                             concurrency.grow(scope, response.length - before)
@@ -438,7 +441,7 @@ class LLMProxy:
         engine.loaded = start, self._now()
         engine.usage.loaded(*engine.loaded, busy=bool(engine.running))
         engine.end_swap(engine.backend.version)
-        # If no engine was alive, this one ends the outage.
+        # If no engine was alive, this engine ends the outage.
         self._outages.end()
         self._adapt_limit(engine)
         self._fill(engine)
@@ -448,7 +451,7 @@ class LLMProxy:
 
         The requests with the shortest contexts move, since they cost the least to compute again. Cancelling the scope
         of a request makes it leave its engine; it then asks the router, which places it on the emptiest engine. No
-        further request moves until these have left, because the loads would be wrong meanwhile.
+        further request moves until these requests have left, because the loads would be wrong meanwhile.
         """
         gives = self._router.surplus(engine.index)
         if not gives or any(scope.cancel_called for each in self.records for scope in each.running):
@@ -481,9 +484,10 @@ class LLMProxy:
             scope.cancel()
 
     def _on_first_token(self, engine: EngineRecord, record: RequestRecord) -> None:
-        """Note that an engine has given its first token of a request, which shows that the request does not kill it.
+        """Note that an engine has given a first token of a request, which shows that the request does not kill this
+        engine.
 
-        A suspect is thereby cleared, so the engine may get another suspect.
+        If the request was a suspect, it is none any more, so the engine may get another suspect.
         """
         record.proven = True
         if record.deaths:
@@ -531,7 +535,7 @@ class LLMProxy:
             self._outages.begin()
 
     async def replace(self, index: int, new: Engine) -> None:
-        """Put a new engine into the place `index`, whose engine is dead and closed.
+        """Put a new engine into the place `index`. The old engine of this place must be dead and closed.
 
         `new` has started and has no version yet, so it gets requests only after its first `load`.
 
@@ -554,7 +558,7 @@ class LLMProxy:
     async def wait_dead(self, index: int) -> EngineDeadError:
         """Wait until the engine in place `index` is dead, and return the error that says how it died.
 
-        It is dead if the engine itself reports so, or if `retire` was called for it. The supervisor waits for this, and
+        The engine is dead if it reports so itself, or if `retire` was called for it. The supervisor waits for this, and
         then starts another engine.
         """
         engine = self.records[index]
@@ -572,7 +576,7 @@ class LLMProxy:
     def renumber(self, first_index: int) -> None:
         """Give the engines the numbers that they have at the next hub, from `first_index` on.
 
-        Called when the node has lost its hub and moves to the next one.
+        The supervisor calls this when the node has lost its hub and moves to the next one.
         """
         for engine in self.records:
             engine.renumber(first_index + engine.index)
@@ -591,7 +595,7 @@ class LLMProxy:
             engine.usage.busy(self._now())
 
     def _remove_running(self, engine: EngineRecord, scope: anyio.CancelScope) -> None:
-        """Note that the request with `scope` no longer runs on an engine, which is idle if it was the last one."""
+        """Note that the request with `scope` no longer runs on an engine. Without any request the engine is idle."""
         del engine.running[scope]
         if not engine.running:
             engine.usage.idle(self._now())

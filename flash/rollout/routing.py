@@ -31,18 +31,20 @@ from typing import NamedTuple
 from flash.rollout.engine import ResponseRequest
 
 TASK_SLACK = 0.25
-"""Share of its requests by which the engine that served a task before may be fuller than the emptiest engine and still
-be preferred, besides one request. It has the whole context of the task in its cache. The engine that served another
-sample of the group has only the prompt in its cache, so it is preferred only among engines that are equally full."""
+"""Difference in load up to which the engine that served a task before is preferred to the emptiest engine: one request,
+and this share of the requests that it holds. It has the whole context of the task in its cache. The engine that served
+another sample of the group has only the prompt in its cache, so it is preferred only among engines that are equally
+full."""
 UNEVEN = 0.25
-"""Share of its requests by which an engine must be fuller than another engine before requests are moved. A move costs
+"""Share of its load by which an engine must be fuller than another engine before requests are moved. A move costs
 time: the other engine has to compute the context of the request again."""
 SUSPECTED = 2
-"""Number of deaths of engines that make a request a suspect. One is too few: a single death may be chance, and suspects
-are served more slowly, because they may have to wait for one another."""
+"""Number of deaths of engines that make a request a suspect. One death is too few: it may be chance, and suspects are
+served more slowly, because they may have to wait for one another."""
 MAX_DEATHS = 3
 """Number of deaths of engines after which a request is given to no other engine. Only engines that had given no token
-of the request count."""
+of the request count. Three deaths under one request are hardly chance, and a further death would cost the work of
+another engine."""
 REMEMBERED = 1 << 16
 """Number of tasks, and of groups, whose engine is remembered. This is more than a node runs at once."""
 
@@ -59,8 +61,8 @@ class RequestRecord:
         """Order in the wait queue: requests with smaller numbers are taken first."""
         self.min_version = request.min_version
         self.barred: frozenset[int] = frozenset()
-        """Indices of engines that have failed the request. They get it again only when all living engines have failed
-        it."""
+        """Indices of engines that have failed the request. They get the request again only when all living engines have
+        failed it."""
         self.arrival: int | None = None
         """Number in the order of arrival in the queue; None if the request does not wait."""
         self.need: Need | None = None
@@ -78,7 +80,7 @@ class RequestRecord:
 
     @property
     def suspected(self) -> bool:
-        """True if the request may be what kills engines."""
+        """True if the request may be the cause of deaths of engines."""
         return self.deaths >= SUSPECTED
 
     def died_under(self, death: str) -> None:
@@ -88,7 +90,7 @@ class RequestRecord:
 
 
 class EngineView:
-    """State of one engine that the router's decisions depend on. The proxy's `EngineRecord` adds the rest."""
+    """State of one engine that the router's decisions depend on. `EngineRecord` of the proxy has the further state."""
 
     def __init__(self, index: int, limit: int, version: int) -> None:
         self.index = index
@@ -220,10 +222,10 @@ class Router:
         The proxy calls this for a new request, and for a request that has left its engine or the queue.
         """
         if self.failed_by_all(record):
-            # All living engines have failed the request, so each of them may try again: it would otherwise wait for
-            # ever.
+            # All living engines have failed the request. Each of them may try again, because otherwise the request
+            # would wait for ever.
             record.barred = frozenset()
-        # With bound groups the request waits for its engine, even if another one has room.
+        # With bound groups the request waits for the engine of its group, even if another engine has room.
         bound = self._bound_view(record) if self._bind and self.alive else None
         if bound is None:
             view = self._choose(record)
@@ -261,7 +263,8 @@ class Router:
             return []
         if self._waiting_by_need and self._oldest(view) is not None:
             return []
-        # Move requests in thought, one at a time, from the fullest engine to `engine`, which may itself be the fullest.
+        # Count the moves in `held`, one at a time, from the fullest engine to `engine`, which may itself be the
+        # fullest.
         held = {other.index: other.held for other in self.views if other.alive and not other.closed}
         fuller = [index for index in held if self.views[index].version <= view.version]
 
@@ -301,7 +304,7 @@ class Router:
     # -- engines -----------------------------------------------------------------------------------------------------
 
     def retire(self, engine: int) -> list[RequestRecord]:
-        """Note that an engine is gone, and return the waiting requests that only this engine could have served.
+        """Mark an engine as dead, and return the waiting requests that only this engine could have served.
 
         They leave the queue, and the proxy lets each of them `ask` again.
         """
@@ -310,10 +313,10 @@ class Router:
         return self._remove_waiting(lambda need: engine == need.engine or alive <= need.barred)
 
     def replace(self, engine: int, limit: int, version: int) -> list[RequestRecord]:
-        """Note that another engine has taken the place of an engine that is gone.
+        """Note that another engine has taken the place of a dead engine.
 
         If it is the only living engine, this returns all waiting requests. They leave the queue, and the proxy lets
-        each of them `ask` again: while no engine was alive, their groups could not be bound to an engine.
+        each of them `ask` again, because while no engine was alive, their groups could not be bound to an engine.
         """
         first = not self.alive
         view = self.views[engine]
@@ -413,7 +416,7 @@ class Router:
     def _oldest(self, view: EngineView) -> RequestRecord | None:
         """Return the oldest waiting request that an engine may serve now; None if there is none.
 
-        Drops entries of requests that no longer wait from the tops of the heaps, and heaps that are empty.
+        Also removes entries of requests that no longer wait from the tops of the heaps, and removes empty heaps.
         """
         oldest: _Entry | None = None
         for need, queue in list(self._queues.items()):

@@ -1,15 +1,16 @@
-"""The leases of a node: `HubClient` takes them from the hub and returns their results; `Scheduler` has them played.
+"""The leases of a node: `HubClient` gets them from the hub and returns the results; `Scheduler` starts an episode for
+each.
 
-A *lease* is the right and the duty of the node to run one task, which is one sample of a problem. The node calls
-`Scheduler.run`. The scheduler asks for leases with `HubClient.lease`, plays each with
-`flash.rollout.episode.episode.EpisodePlayer.play`, and returns the results with `HubClient.deliver`. Every sample is an
+A *lease* assigns one task to this node. A task is one sample of a problem. The node calls `Scheduler.run`. The
+scheduler asks for leases with `HubClient.lease`, plays each with `flash.rollout.episode.episode.EpisodePlayer.play`,
+and returns the results with `HubClient.deliver`. Every sample is an
 episode of its own: when one ends, its place is free at once, while other episodes go on. A request to the hub is a
 struct of `flash.hub.protocol`, which `flash.transport.client.Client.call` sends.
 
 A run may have several hubs, one after the other, because the hub is restarted when it is lost. A node may outlive its
 hub: its episodes go on meanwhile, and calls that the loss of the hub has ended are repeated at the next one.
 
-Conservation: a lease is held until a hub has acknowledged its result, or until the next hub does not know the lease
+Invariant: a lease is held until a hub has acknowledged its result, or until the next hub does not know the lease
 (`RolloutNode.move`). Every lease gets exactly one result, even if its episode was cancelled; only the result of a lease
 that is not held any more is dropped.
 """
@@ -29,12 +30,12 @@ from flash.transport.frames import ReplyT, Request
 from flash.types import Failure, Lease, Outcome, Trajectory
 
 MAX_EPISODES = 16384
-"""Largest number of episodes alive on a node whose engines limit the number (`rollout.max_concurrent = "auto"`). Each
-episode has an environment and some ten kilobytes."""
+"""Largest number of episodes alive on a node where otherwise only the engines limit the number (`rollout.max_concurrent
+= "auto"`). The limit bounds memory: each episode has an environment and about 10 kB."""
 
 DELIVERY_BYTES = 1 << 20
-"""Largest number of bytes of results in one delivery. The hub reads a message in one go, and later messages wait behind
-it."""
+"""Largest number of bytes of results in one delivery. The hub decodes a message in one call, and later messages have to
+wait meanwhile."""
 
 
 # -- the hub ---------------------------------------------------------------------------------------------------------
@@ -74,15 +75,15 @@ class HubClient:
         """Number of the node at the newest hub."""
 
     def connected(self, link: HubLink) -> None:
-        """Use the next hub. Calls that wait for one are sent to it."""
+        """Use the next hub. Calls that wait for a hub are sent to it."""
         self._link, self.node = link, link.node
         self._reconnected.set()
 
     async def call(self, make_request: Callable[[int], Request[ReplyT]], seconds: float | None = None) -> ReplyT:
         """Send a request to the hub, or to the next one if this one is lost, and return the reply.
 
-        All requests of the node's parts go through here, except those of `RolloutNode.move`, which are meant for one
-        certain hub.
+        All requests of the node's parts go through here, except the requests of `RolloutNode.move`, which are meant for
+        one certain hub.
 
         Args:
             make_request: makes the request, given the node's number; called again for each hub.
@@ -103,7 +104,7 @@ class HubClient:
                 # A fatal error, such as a message that the protocol does not allow, would be the same at the next hub.
                 if self._on_loss is None or error.fatal:
                     raise
-                # Several calls fail with one hub: only the first of them reports the loss.
+                # Several calls fail when one hub is lost, but only the first of them reports the loss.
                 if self._link is link:
                     self._link, self._reconnected = None, anyio.Event()
                     self._on_loss(error)
@@ -132,7 +133,7 @@ class HubClient:
     async def deliver(self, ended: list[p.EndedLease], capacity: int) -> None:
         """Send results to the hub, and the number of leases that the node could start now.
 
-        Returns when the hub has acknowledged the results. The node then holds their leases no longer.
+        Returns when the hub has acknowledged the results. From then on the node does not hold these leases any more.
         """
 
         def make_request(node: int) -> p.DeliverRequest:
@@ -143,7 +144,7 @@ class HubClient:
         self.forget(each.lease_id for each in ended)
 
     def forget(self, lease_ids: Iterable[int]) -> None:
-        """Hold these leases no longer, because the hub has their results or does not know them."""
+        """Stop holding these leases, because the hub has their results or does not know them."""
         for lease_id in lease_ids:
             self._held.pop(lease_id, None)
 
@@ -181,7 +182,7 @@ class _LiveEpisode(EpisodeProgress):
     def __init__(self, not_requesting: set[_LiveEpisode]) -> None:
         super().__init__()
         self.scope = anyio.CancelScope()
-        """Scope around the episode, with which the scheduler cancels it."""
+        """Scope around the episode. The scheduler cancels the episode with it."""
         self._not_requesting = not_requesting
         not_requesting.add(self)
 
@@ -198,11 +199,10 @@ class Scheduler:
 
     Args:
         hub: gives leases and takes results.
-        play_episode: plays the episode of one lease; does not raise.
+        play_episode: plays the episode of one lease. It must not raise, because an error would end the node.
         wakeup: notified when `room` may have grown.
-        room: returns the number of responses that the engines could start now, beside those that they have. Each
-            episode that has not sent its first request will need one of these places. None: only `max_concurrent`
-            limits the number of episodes.
+        room: returns the number of further responses that the engines could start now. Each episode that has not sent
+            its first request will need one of these places. None: only `max_concurrent` limits the number of episodes.
         max_concurrent: largest number of episodes alive at once.
     """
 
@@ -257,7 +257,8 @@ class Scheduler:
         self._leasing.cancel()
 
     def hand_back(self) -> None:
-        """Cancel all episodes at once. Their results say so, and the hub can lease the tasks again."""
+        """Cancel all episodes at once. Their results are failures with the outcome `cancelled`, so the hub can lease
+        the tasks again."""
         self.cancel(list(self._alive))
 
     def end(self) -> None:
@@ -327,7 +328,7 @@ class Scheduler:
             result = Failure(lease.task, Outcome.CANCELLED, message, episode.tokens + episode.lost)
         del self._alive[lease.lease_id]
         self._not_requesting.discard(episode)
-        # A lease that is not held any more is one that the next hub did not know: nobody waits for its result.
+        # A lease that is not held any more was unknown to the next hub, so no hub waits for its result.
         if self._hub.holds(lease.lease_id):
             self._ended.append(p.EndedLease(lease.lease_id, result))
             self._has_news.set()

@@ -6,14 +6,15 @@
     server → client   accepted
 
 `flash.transport` (client: a node or trainer rank; server: the hub) and `flash.weights.tcp` (client: an engine's worker;
-server: the trainer's rank 0) run it before anything else is sent.
+server: the trainer's rank 0) run this proof before they send anything else.
 
 Security properties:
 - Mutual: each end checks the other's proof. The client checks first, so an impostor server learns no proof.
 - No replay: both nonces are new in each connection, so that a recorded proof is useless.
 - No reflection: the roles "client" and "server" are part of the proofs, so that a proof cannot be sent back.
 - Bounded: every message has a fixed or bounded size, so that an unproven peer cannot make us allocate memory.
-- Not covered: what follows is neither encrypted nor signed. The network between the nodes has to be trusted.
+- Not covered: the bytes after the proof are neither encrypted nor signed. So the network between the nodes has to be
+  trusted.
 
 `client_handshake` and `server_handshake` are generators that hold the protocol and do no I/O. `prove_to_server` and
 `admit_client` run them over an anyio stream, and `blocking_handshake` over a blocking socket. Callers set the deadline.
@@ -32,19 +33,19 @@ from anyio.abc import ByteStream
 from flash.errors import ConfigError, TransportError
 
 TOKEN_BYTES = 32
-"""Length of the tokens that `new_token` makes."""
+"""Length of the tokens that `new_token` makes, in bytes."""
 MIN_TOKEN_BYTES = 16
-"""Shortest token that is accepted. Someone who recorded a proof can try tokens offline, and could find a shorter
-token."""
+"""Shortest token that is accepted, in bytes. An attacker who has recorded a proof can try tokens offline, and could
+find a shorter token."""
 MAX_NAME_BYTES = 255
-"""Longest name of a client. Its length is sent as one byte."""
+"""Longest name of a client, in bytes. The length of the name is sent as one byte."""
 
 MAGIC = b"flashrl\x01"
 """First bytes in both directions. The last byte is the protocol's version."""
 NONCE_BYTES = 32
-"""Length of the random challenges."""
+"""Length of a nonce in bytes. A nonce is a random challenge that is used once."""
 PROOF_BYTES = 32
-"""Length of an HMAC-SHA256."""
+"""Length of an HMAC-SHA256, in bytes."""
 
 _ACCEPTED = b"ok"
 """Last message of the proof, from the server."""
@@ -123,12 +124,12 @@ def server_handshake(token: bytes) -> Handshake[str]:
 
 
 async def prove_to_server(stream: ByteStream, token: bytes, name: str) -> None:
-    """Run `client_handshake` over a stream. Raises TransportError also if the server hangs up."""
+    """Run `client_handshake` over a stream. Raises its errors, and TransportError if the server hangs up."""
     await _run_over_stream(stream, client_handshake(token, name))
 
 
 async def admit_client(stream: ByteStream, token: bytes) -> str:
-    """Run `server_handshake` over a stream. Raises TransportError also if the client hangs up."""
+    """Run `server_handshake` over a stream. Raises its errors, and TransportError if the client hangs up."""
     return await _run_over_stream(stream, server_handshake(token))
 
 
@@ -152,7 +153,7 @@ def blocking_handshake(
 async def _run_over_stream(stream: ByteStream, handshake: Handshake[ResultT]) -> ResultT:
     """Run a handshake over a stream, and return its result. Raises TransportError if the other end hangs up.
 
-    A step that sends bytes gets nothing back from this loop; a step that asks for a number of bytes gets them.
+    If the handshake yields bytes, they are sent. If it yields a number, that many bytes are received and sent into it.
     """
     try:
         step = next(handshake)

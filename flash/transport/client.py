@@ -4,13 +4,13 @@ Node loops and launchers call `connect`, which gives a `Client`. Trainer ranks, 
 `BlockingClient`, which runs a `Client` in a background thread. The other end of the connection is
 `flash.transport.server`.
 
-Law of a call: a call ends exactly once, by its reply, the handler's typed error, its deadline, the loss of the
-connection, or its cancellation. After a deadline or a cancellation the client sends CANCEL, so that the server ends the
-handler too. If a call ended in any other way than by its reply, the server may or may not have carried it out.
+Invariant: a call ends exactly once, by its reply, the handler's typed error, its deadline, the loss of the connection,
+or its cancellation. After a deadline or a cancellation the client sends CANCEL, so that the server ends the handler
+too. If a call ended in any other way than by its reply, the server may or may not have carried it out.
 
-Lifecycle: `connect` proves the token both ways and starts `Client.run`, which reads until the block ends or the
-connection is lost. Then pending and later calls raise the TransportError that ended the connection, usually
-PeerLostError. A client never connects again on its own; the caller makes a new one.
+Lifecycle: `connect` proves to each end that the other holds the run's token, a secret, and starts `Client.run`, which
+reads until the block ends or the connection is lost. Then pending and later calls raise the TransportError that ended
+the connection, usually PeerLostError. A client never connects again on its own; the caller makes a new one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from flash.transport.frames import (
 from flash.waiting import deadline, unwrapped_group
 
 LATE_S = 1.0
-"""Seconds. If a deadline is noticed this much too late, this process was stopped or its loop was blocked."""
+"""Seconds by which a deadline may be noticed too late. If the delay is longer, this process was stopped or its loop was
+blocked."""
 
 _REFUSALS = msgspec.msgpack.Decoder(Refusal)
 
@@ -171,10 +172,7 @@ class Client:
         )
 
     async def run(self) -> None:
-        """Give each reply to the call that waits for it, until the connection ends. Then end all calls.
-
-        Consumes frames. Waits for the next frames. Unblocked by the server. Produces finished calls.
-        """
+        """Give each reply to the call that waits for it, until the connection ends. Then end all pending calls."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._connection.write)
             try:
@@ -182,7 +180,8 @@ class Client:
                     for frame in await self._connection.receive():
                         if frame.kind is not FrameKind.REPLY and frame.kind is not FrameKind.ERROR:
                             raise TransportError(f"{self._where} may not send {frame.kind.name}")
-                        # The call is unknown if the server sent the reply before it received our CANCEL.
+                        # The call is not in `_calls` if the server sent the reply before it received our CANCEL. The
+                        # reply is then dropped.
                         if (call := self._calls.pop(frame.call, None)) is not None:
                             call.frame = frame
                             call.done.set()
@@ -196,7 +195,7 @@ class Client:
         self._end_calls(PeerLostError(f"the connection to {self._where} was closed on this side"))
 
     def _end_calls(self, loss: TransportError) -> None:
-        """Store the reason why the connection was lost, if it is the first, and wake all pending calls.
+        """Wake all pending calls. Stores the reason why the connection was lost, unless an earlier reason is stored.
 
         Pending and later calls raise this error (`_check_connection`).
         """
@@ -302,7 +301,8 @@ class BlockingClient:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # The block's error is not passed on: a KeyboardInterrupt raised in the loop would kill the loop's thread.
+        # The error of the block is not passed to the stack: a KeyboardInterrupt raised in the loop would kill the
+        # loop's thread.
         self._stack.close()
 
     def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:

@@ -1,7 +1,8 @@
 """Requests and replies, their bytes on a stream, and the connection that carries them.
 
-On a sample's road each message between a node loop or a trainer rank and the hub passes here twice: `FrameConnection`
-sends it and receives it. `flash.transport.client` and `flash.transport.server` are its two ends. A frame is
+Each message between the hub and a node loop or trainer rank passes here twice: a `FrameConnection` of
+`flash.transport.client` or `flash.transport.server` sends it, and the `FrameConnection` at the other end receives it. A
+frame is
 
     length u32 | kind u8 | call u64 | body (msgpack; empty for CANCEL)
 
@@ -39,12 +40,13 @@ MAX_FRAME_BYTES = 1 << 30
 file. It is low enough that a corrupt length is refused at once; otherwise the decoder would wait for bytes that never
 come."""
 SLICE_BYTES = 1 << 20
-"""Bytes encoded before the event loop may run other tasks: one or two milliseconds."""
+"""Bytes encoded before the event loop may run other tasks; encoding them takes one or two milliseconds."""
 SLICE_ITEMS = 4096
-"""Items of a list encoded before the event loop may run other tasks."""
+"""Items of a list encoded before the event loop may run other tasks. Small items need this limit: encoding many of them
+takes long although they have few bytes."""
 
 BUFFER_BYTES = 1 << 20
-"""Unsent bytes at which senders begin to wait."""
+"""Number of unsent bytes at which senders begin to wait."""
 CHUNK_BYTES = 1 << 20
 """Bytes given to the socket at once. The bytes are copied, and copying all of a long frame would stop the loop."""
 MERGED_BYTES = 1 << 18
@@ -57,7 +59,8 @@ IDLE_SECONDS = 20
 PROBE_SECONDS = 10
 """Seconds between two probes."""
 PROBES = 4
-"""Unanswered probes until the connection is given up: a silent peer is lost after 20 + 4 · 10 = 60 seconds."""
+"""Number of unanswered probes after which the connection is given up: a silent peer is lost after 20 + 4 · 10 = 60
+seconds."""
 
 _HEADER = struct.Struct("!IBQ")
 _LENGTH_BYTES = 4
@@ -71,7 +74,7 @@ ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
 
 
 class Request(msgspec.Struct, Generic[ReplyT], frozen=True):
-    """Base of all requests. Its type argument is the struct that answers the request.
+    """Base of all requests. The type argument is the struct that answers the request.
 
     `class Add(Request[Sum], frozen=True, tag=True)` says that a `Sum` answers an `Add`: `Client.call(Add(…))` returns a
     `Sum`, and refuses any other reply. The reply's type is part of the class and is not sent.
@@ -134,7 +137,8 @@ class Refusal(msgspec.Struct, frozen=True):
 def append_frame(
     buffer: bytearray, kind: FrameKind, call: int, body: msgspec.Struct | None, limit: int = MAX_FRAME_BYTES
 ) -> None:
-    """Append one encoded frame to `buffer` without a pause, for small frames. Raises the errors of `frame_slices`."""
+    """Append one small encoded frame to `buffer`, without a pause. Raises TransportError if it is longer than `limit`
+    bytes."""
     for _ in frame_slices(buffer, kind, call, body, limit):
         pass
 
@@ -203,7 +207,8 @@ class FrameDecoder:
             frames, end = self._split(piece)
             self._partial += memoryview(piece)[end:]
             return frames
-        # A long frame comes in many pieces. It is looked at again only when all of it has arrived.
+        # A long frame comes in many pieces. It is decoded only when all of it has arrived, because trying after each
+        # piece would be slow.
         self._partial += piece
         if len(self._partial) < self._wanted:
             return []
@@ -244,7 +249,7 @@ class FrameDecoder:
 
 
 def encoded_pieces(value: Any) -> Generator[bytearray]:
-    """Encode `value` and yield the encoding in pieces of about a slice, so that memory never holds all of it.
+    """Encode `value` and yield the encoding in pieces of about a slice, so that memory never holds the whole encoding.
 
     A piece is overwritten when the next one is requested. Nothing may change `value` until the generator has ended.
     """
@@ -340,7 +345,7 @@ class FrameConnection:
         self._peer = peer
         self._decoder = FrameDecoder()
         self._outgoing: list[bytearray] = []
-        """Queued frames. A buffer may hold several small ones."""
+        """Queued frames. A buffer may hold several small frames."""
         self._waiting_bytes = 0
         """Bytes in `_outgoing`."""
         self._ready = anyio.Event()
@@ -353,7 +358,7 @@ class FrameConnection:
         """True if the writer has ended, so that no frame is sent any more."""
 
     async def wait_for_room(self) -> None:
-        """Wait until a frame may be queued or the connection broke. Sets no deadline.
+        """Wait until a frame may be queued or the connection broke. The caller may set a deadline.
 
         If there is room, returns at once and lets no other task run. `write` ends the wait.
         """
@@ -361,7 +366,7 @@ class FrameConnection:
             await self._drained.wait()
 
     async def flush(self) -> None:
-        """Wait until all queued frames are sent or lost. Sets no deadline. `write` ends the wait."""
+        """Wait until `write` has sent all queued frames, or has lost them. The caller may set a deadline."""
         while (self._outgoing or self._sending) and not self._broken:
             await self._drained.wait()
 
@@ -383,9 +388,9 @@ class FrameConnection:
     def post(self, kind: FrameKind, call: int, body: msgspec.Struct | None = None) -> None:
         """Queue one small frame without waiting.
 
-        For frames that must be queued without awaiting: CANCEL while a task is cancelled, and ERROR. There is no check
-        for room: these frames are small, and the caller may await `wait_for_room` before. On a broken connection the
-        frame is dropped silently; `receive` raises the loss.
+        Use this for frames that must be queued without awaiting: CANCEL while a task is cancelled, and ERROR. There is
+        no check for room, because these frames are small. The caller may await `wait_for_room` before. On a broken
+        connection the frame is dropped silently; `receive` raises the loss.
 
         Raises:
             TransportError: the frame is too long; nothing was queued.
@@ -408,8 +413,8 @@ class FrameConnection:
     async def write(self) -> None:
         """Send queued frames until the connection breaks.
 
-        Consumes the queued frames. Waits for a frame, then for the socket. Unblocked by senders, and by the peer when
-        the peer reads. Produces bytes on the stream, and room for more frames.
+        It waits for a queued frame, then until the peer has read enough for the socket to take it. When it takes the
+        queued frames, it wakes the senders that wait for room.
         """
         try:
             while True:
@@ -427,7 +432,8 @@ class FrameConnection:
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
             return  # `receive` raises the loss.
         finally:
-            # Also when this task is cancelled: a sender would otherwise wait for ever for a writer that has ended.
+            # This runs also when this task is cancelled. Otherwise a sender would wait for ever for a writer that has
+            # ended.
             self._broken = True
             self._outgoing, self._waiting_bytes = [], 0
             self._drained.set()
@@ -438,7 +444,7 @@ class FrameConnection:
         self._drained = anyio.Event()
 
     async def receive(self) -> list[Frame]:
-        """Return the next complete frames; an empty list while a long frame arrives.
+        """Return the next complete frames. The list is empty while a long frame arrives.
 
         Raises:
             PeerLostError: the connection ended.

@@ -3,15 +3,14 @@
 `serve` accepts connections. A connection becomes a session once its peer has proven the token. A session starts one
 task per request, which calls the handler (the hub's is `flash.hub.gate.Gate.handle`) and sends the reply.
 
-Law of a connection: every request is answered exactly once, by a reply or by an error, unless its caller cancelled it
-or the connection ended. In both of these cases the handler is cancelled, so that no work is done for a caller that is
-gone.
+Invariant: every request is answered exactly once, by a reply or by an error, unless its caller cancelled it or the
+connection ended. In both of these cases the handler is cancelled, so that no work is done for a caller that is gone.
 
-A *stranger* is a client that has not proven that it holds the run's token.
-Law of unproven connections: a connection without a proof holds little memory, and only for a limited time. At most
-`MAX_UNPROVEN` of them are open; a further one ends the oldest. A process that runs out of file descriptors accepts no
-connection for `PAUSE_S` seconds and logs that; connected peers are served meanwhile. The log lines that strangers cause
-are limited (`LimitedLog`), so that strangers cannot fill a disk.
+A *stranger* is a client that has not proven that it holds the run's token, which is a secret of the run's processes.
+Invariant: the connection of a stranger uses little memory and is ended after a deadline. At most `MAX_UNPROVEN` such
+connections are open; a further one ends the oldest. A process that runs out of file descriptors accepts no connection
+for `PAUSE_S` seconds and logs this; connected peers are served meanwhile. The log lines that strangers cause are
+limited (`LimitedLog`), so that strangers cannot fill a disk.
 
 A peer that sends anything but valid frames and requests is dropped, with a log line that says why. The server goes on.
 """
@@ -38,23 +37,26 @@ from flash.transport.auth import admit_client, check_token
 from flash.transport.frames import Frame, FrameConnection, FrameKind, Refusal, set_socket_options
 
 MAX_UNPROVEN = 256
-"""Unproven connections at a time. A proof takes two round trips, so that even 1,000 nodes that connect at once pass."""
+"""Largest number of unproven connections at a time. A proof takes only two round trips, so even 1,000 nodes that
+connect at once are admitted."""
 PAUSE_S = 0.5
-"""Seconds without accepting after the process, or the machine, ran out of descriptors or memory."""
+"""Seconds in which no connection is accepted after the process, or the machine, ran out of descriptors or memory.
+Without this pause the loop would call accept() again and again without effect."""
 LOG_WINDOW_S = 60.0
 """Seconds over which `LimitedLog` counts its lines."""
 REFUSALS_LOGGED = 20
-"""Refused connections that are logged within `LOG_WINDOW_S`."""
+"""Largest number of refused connections that are logged within `LOG_WINDOW_S`."""
 MAX_CALLS = 1 << 12
-"""Requests of one peer that may be in progress at once: far more than a peer of a run needs. Each request holds a
-task."""
+"""Largest number of requests of one peer that may be in progress at once: far more than a peer of a run needs. The
+limit is needed because each request holds a task."""
 FLUSH_S = 2.0
 """Seconds for a dropped peer to read the error that says why it is dropped."""
 LONGEST_COMMAND = 60
-"""Characters of a command line in an error message: the program, but not all options of somebody else's service."""
+"""Number of characters of a command line in an error message: enough for the program, but not for all options of
+another service."""
 
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-"""Errors of accept() that stay until something else is closed or freed."""
+"""Errors of accept() that go away only when descriptors or memory become free."""
 
 _log = logging.getLogger(__name__)
 
@@ -153,9 +155,7 @@ async def serve(
     on_disconnect: Callable[[Peer], None] | None = None,
     task_status: TaskStatus[int] = anyio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Answer requests until cancelled.
-
-    Consumes connections. Waits for the next one. Unblocked by a client. Produces one session per proven peer.
+    """Accept connections and answer requests until cancelled. Each peer that proves the token gets a session.
 
     Args:
         host: the address to listen at, such as 127.0.0.1 or 0.0.0.0.
@@ -167,7 +167,8 @@ async def serve(
             other exception is a bug and ends the server.
         deadline: seconds for a new connection to prove the token.
         connection_to_replace: returns the id of the connection that a new connection with this name replaces; None if
-            it replaces none. The old connection is ended first, and its handlers end before `on_connect` is called.
+            it replaces none. The old connection is ended first, and its handlers end before `on_connect` is called. If
+            this argument is None, no connection is replaced.
         on_connect: called once per peer, before its first request. It refuses the peer by raising a `ProtocolError`.
         on_disconnect: called once per peer, after its last handler ended, also when the server ends.
         task_status: receives the bound port.
@@ -194,7 +195,7 @@ async def try_listening(host: str, port: int) -> None:
 
 
 async def _listen(host: str, port: int) -> MultiListener[SocketStream]:
-    """Return listeners on an address. Raises ConfigError that says why the address cannot be used."""
+    """Return listeners on an address. Raises a ConfigError that says why the address cannot be used."""
     try:
         return await anyio.create_tcp_listener(local_host=host, local_port=port)
     except socket.gaierror as error:
@@ -213,8 +214,8 @@ async def _listen(host: str, port: int) -> MultiListener[SocketStream]:
 def port_holder(port: int) -> str:
     """Return a phrase for error messages that names the process which listens at a port of this machine.
 
-    /proc/net lists the inodes of listening sockets, and the open files of each process show which process has one. We
-    cannot see the files of other users' processes.
+    /proc/net lists the inodes of listening sockets, and the open files of each process show which process has such an
+    inode. The files of other users' processes cannot be read.
     """
     inodes: set[str] = set()
     for table in ("tcp", "tcp6"):
@@ -239,7 +240,8 @@ def port_holder(port: int) -> str:
 
 
 class _Server(Generic[RequestT]):
-    """State that all connections of a server share. The arguments are those of `serve`."""
+    """State that all connections of a server share. The arguments have the names and meanings of the arguments of
+    `serve`."""
 
     def __init__(
         self,
@@ -266,10 +268,9 @@ class _Server(Generic[RequestT]):
         """Sessions of the connected peers, by the number of the connection."""
 
     async def accept_all(self, listener: SocketListener, tasks: TaskGroup) -> None:
-        """Serve each connection in a task of its own, until cancelled.
+        """Accept connections until cancelled, and serve each in a task that runs `_serve_connection`.
 
-        Consumes connections. Waits for the next one, or for `PAUSE_S` when the process ran out of descriptors.
-        Unblocked by a client. Produces tasks that run `_serve_connection`.
+        Waits for the next client, or for `PAUSE_S` after the process ran out of descriptors.
         """
         while True:
             try:
@@ -289,12 +290,17 @@ class _Server(Generic[RequestT]):
                 tasks.start_soon(self._serve_connection, stream)
 
     async def _serve_connection(self, stream: SocketStream) -> None:
-        """Serve one connection from its proof to its end. A connection that is refused is only logged."""
+        """Serve one connection from its proof to its end.
+
+        The reason for a refusal is logged. A client whose connection is refused gets no error: its connection is
+        closed.
+        """
         async with stream:
             address = _address(stream)
             try:
                 name = await self._authenticate(stream)
-                # End a silent connection of the same client. Others may connect meanwhile, so look again afterwards.
+                # End a silent connection of the same client. While this waits, the client may connect once more, so the
+                # loop looks again.
                 to_replace = self._connection_to_replace
                 while to_replace is not None and (old := to_replace(name)) is not None:
                     await self._sessions[old].replace(address)
@@ -308,7 +314,8 @@ class _Server(Generic[RequestT]):
             except (TransportError, OSError) as error:
                 self._log.warn("refused a connection from %s: %s", address, error)
                 return
-            # There is no await between `on_connect` and this line, so that every admitted peer has a session.
+            # Do not await between `on_connect` and this line. A cancellation there would leave an admitted peer without
+            # a session, and `on_disconnect` would never be called.
             connection = FrameConnection(stream, f"{peer.name} at {address}")
             session = self._sessions[peer.id] = _Session(peer, connection, self._decoder, self._handler)
             try:
@@ -327,7 +334,7 @@ class _Server(Generic[RequestT]):
             TimeoutError: the proof has taken too long.
         """
         name = ""
-        # One deadline for the whole proof: a byte now and then does not extend it.
+        # The whole proof has one deadline, so that a client cannot extend it by sending a byte now and then.
         with self._unproven.scope() as scope, anyio.fail_after(self._deadline):
             name = await admit_client(stream, self._token)
         if scope.cancelled_caught:
@@ -359,9 +366,10 @@ class _Session(Generic[RequestT]):
         """Set when all handlers have ended and `on_disconnect` was called."""
 
     async def run(self) -> None:
-        """Serve the peer until its connection ends, then cancel all its handlers.
+        """Serve the peer until its connection ends, then cancel all handlers of its requests.
 
-        A dropped peer gets some time to read the error. The writer runs until then, so it is a task of the outer group.
+        A dropped peer gets `FLUSH_S` to read the error. The writer must run until that time is over, so it is a task of
+        the outer group.
         """
         async with anyio.create_task_group() as writing:
             writing.start_soon(self._connection.write)
@@ -380,7 +388,8 @@ class _Session(Generic[RequestT]):
             writing.cancel_scope.cancel()
 
     async def replace(self, address: str) -> None:
-        """End this session because its client has connected again from `address`. Returns once it has ended."""
+        """End this session because the client has connected again from `address`. Returns once the session has
+        ended."""
         error = ProtocolError(
             f"another connection of {self._peer.name}, from {address}, has taken the place of this one"
         )
@@ -399,8 +408,12 @@ class _Session(Generic[RequestT]):
     async def _read(self, tasks: TaskGroup) -> None:
         """Start a handler for each request and cancel the handlers of cancelled calls, until the connection ends.
 
-        Consumes frames. Waits for the next frames, and for room to reply: a peer that does not read its replies cannot
-        make us take further requests. Unblocked by the peer. Produces handler tasks. Raises the connection's error.
+        Before it starts a handler, it waits for room to reply. So a peer that does not read its replies cannot make the
+        server work on further requests.
+
+        Raises:
+        PeerLostError: the connection has ended.
+        TransportError: the peer broke the protocol.
         """
         while True:
             for frame in await self._connection.receive():
@@ -433,8 +446,8 @@ class _Session(Generic[RequestT]):
         try:
             with scope:
                 try:
-                    # `_read` has waited for room too. Wait again before the handler: many requests may have come in one
-                    # piece, and no work is done for a peer that does not read its replies.
+                    # `_read` has waited for room too, but many requests may have come in one piece. So wait again,
+                    # because no work is done for a peer that does not read its replies.
                     await self._connection.wait_for_room()
                     reply = await self._handler(self._peer, request)
                     await self._connection.send(FrameKind.REPLY, call, reply)

@@ -247,7 +247,7 @@ class RecordedHistory:
         self._recording = recording
         self._kept = kept
 
-    async def start(self, version: int) -> TrainerStart:
+    async def choose_start(self, version: int) -> TrainerStart:
         await anyio.lowlevel.checkpoint()
         newest = max(self._kept.by_version, default=0)
         return TrainerStart(newest, str(newest))

@@ -40,7 +40,7 @@ class FakeHistory:
         self._kept = kept
         self.damaged: set[int] = set()
 
-    async def start(self, version: int) -> TrainerStart:
+    async def choose_start(self, version: int) -> TrainerStart:
         newest = max(self._kept.by_version, default=0)
         return TrainerStart(newest, f"step-{newest}")
 

@@ -1,7 +1,7 @@
 """VLLMEngine: a vLLM engine in the node loop, behind the `Engine` protocol.
 
-On the road of a sample: `flash.rollout.proxy.LLMProxy` calls `generate`, which hands the request to vLLM and yields its
-tokens. The functions at the end of the file translate the request, and the pieces that vLLM returns.
+`flash.rollout.proxy.LLMProxy` calls `generate`, which hands the request to vLLM and yields its tokens. The functions at
+the end of the file translate the request, and the pieces that vLLM returns.
 
 The proxy also calls `load` for each policy version (the weights after one training step). A *swap* pauses the engine,
 lets its workers fetch the weights from the trainer, and resumes. It proves that the weights are right: by a
@@ -49,11 +49,11 @@ from flash.waiting import deadline, unwrapped_group
 from flash.weights.versions import LoadedWeights, LoadFailure, UpdateInfo, check_canary, decode_update
 
 FIRST_VERSION = -1
-"""Version of an engine that has not loaded a version yet: it has the weights of the model folder."""
+"""Version of an engine that has not loaded a version yet, so that it has the weights of the model folder."""
 CANARY_PRIORITY = -1
 """Priority of the canary in vLLM: before every sample (0), so that it never waits for a running sequence to end."""
 GOOD_ENDS = ("stop", "length")
-"""vLLM's finish reasons that a response should have."""
+"""vLLM's finish reasons of a complete response. Any other reason means that vLLM has given up the response."""
 SEEDS = 1 << 63
 """Number of different seeds that torch's generators accept."""
 TOKENS_PER_LETTER = 8
@@ -72,10 +72,11 @@ class VLLMEngine:
         index: number of this engine among all engines of the run. `reassign` changes it.
         gpus: indices of the engine's GPUs among those visible to this process; empty on the CPU.
         remember: called in a thread with the process id of the engine's core. It records which shared memory the
-            engine's processes use, so that this memory is freed with the job if they are killed. Called repeatedly
-            while the engine starts, because this process may be killed together with the core, and once at the end.
-        cpus: CPU cores of all engines, if they compute on the CPU; None: those of this process.
-        ends: tokens that end a response, in addition to those that the model's files name.
+            engine's processes use, so that this memory is freed with the job if the processes are killed. It is called
+            repeatedly while the engine starts, because this process may be killed together with the core, and once at
+            the end of the start.
+        cpus: CPU cores of all engines, if they compute on the CPU; None: the cores of this process.
+        ends: tokens that end a response, in addition to the end tokens in the model's files.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class VLLMEngine:
         """Version whose weights will compute a new request. As soon as a swap has paused the engine, this is the
         version that is being loaded. vLLM shares its KV cache only between requests with the same salt."""
         self._joined: dict[str, Any] | None = None
-        """`UpdateInfo.init` with which the workers were last initialised; None if they never were. It differs when
+        """`UpdateInfo.init` with which the workers were last initialised; None if they never were. It changes when
         other trainer ranks publish the weights."""
         self._adapters = Adapters(config.adapters)
         # `exact`: the fingerprint must equal the published one. This holds for an adapter in a single worker. Otherwise
@@ -143,8 +144,9 @@ class VLLMEngine:
             with deadline(seconds, f"engine {self._index} to start", "vLLM's log above") as self._answer_scope:
                 async with unwrapped_group() as group:
                     group.start_soon(self._processes.follow_start, self._remember)
-                    # vLLM's constructor blocks until the model is loaded. It binds nothing to an event loop and
-                    # installs no signal handler; its tasks on the loop start with the first call below.
+                    # vLLM's constructor blocks until the model is loaded, so it runs in a thread. This is possible
+                    # because it binds nothing to an event loop and installs no signal handler. vLLM's tasks on the loop
+                    # start with the first call below.
                     await anyio.to_thread.run_sync(self._construct, abandon_on_cancel=True)
                     group.cancel_scope.cancel()
                 self._processes.watch()
@@ -165,14 +167,14 @@ class VLLMEngine:
                 raise
             raise EngineError(f"engine {self._index} did not start: {error}; see vLLM's log above") from error
         except BaseException:
-            # If this is cancelled, nobody else ends the processes that have started.
+            # After a cancellation, no other code would end the processes that have started.
             await self._abandon_start()
             raise
         finally:
             self._answer_scope = None
 
     async def generate(self, request: ResponseRequest) -> AsyncGenerator[Progress | Completion, None]:
-        """Stream one response; see `Engine`.
+        """Stream one response: pieces while it is sampled, then the completion. Implements `Engine.generate`.
 
         The response ends with an end token or a stop text, or when it reaches the token limit or the context length.
         """
@@ -188,12 +190,12 @@ class VLLMEngine:
         self._steps.begin_request(anyio.current_time())
         adapter = self._adapters.begin_request()
         try:
-            # With the salt a new request does not use the cache of older weights, which a swap may have kept.
+            # Because of the salt, a new request does not use the cache of older weights, which a swap may have kept.
             prompt = {"type": "token", "prompt_token_ids": request.prompt, "cache_salt": str(self._salt)}
             parameters = self._sampling.of(request, vocabulary)
             # From here on the request is in the engine's process; its tokens come back through `queue`.
             queue = await llm.add_request(request_id, prompt, parameters, lora_request=adapter.lora_request)
-            # A stop text may have begun in the tokens that another engine has sampled.
+            # If the request has moved here, a stop text may have begun in the tokens that the other engine has sampled.
             vllm.search_stop_text_in_prompt(llm, queue, request.prompt, stop_text_tokens(request))
             starts = vllm.version_starts(llm, queue)
             forget = vllm.trim_logprobs(llm, queue) if request.sampling.has_kept_sets else None
@@ -207,7 +209,7 @@ class VLLMEngine:
                 if new_kept is not None:
                     kept.append(new_kept)
                 if forget is not None:
-                    # Frees memory of vLLM for log-probs that were just read.
+                    # Free vLLM's memory for the log-probs that were just read.
                     forget()
                 if output.finished:
                     break
@@ -219,7 +221,7 @@ class VLLMEngine:
             raise self._flash_error(error) from error
         finally:
             self._steps.end_request()
-            # Not finished: vLLM has failed, or the caller has closed or cancelled this iterator.
+            # An unfinished request is aborted: vLLM has failed, or the caller has closed or cancelled this iterator.
             if not finished:
                 await self._abort(request_id, queue, request.tally)
             self._adapters.end_request(adapter)
@@ -234,11 +236,11 @@ class VLLMEngine:
         yield Completion(token_ids, logprobs, version_runs(spans, 0, len(token_ids)), finish, all_kept, routes)
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
-        """Replace the weights by those of a published version; see `Engine`.
+        """Replace the weights by the weights of a published version. Implements `Engine.load`.
 
-        New requests never use the KV cache of older weights. After an error the engine's weights are undefined. If it
-        was paused, it stays paused until it is closed or has loaded a version. If the caller is cancelled, the engine
-        counts as dead, because nobody knows its weights.
+        New requests never use the KV cache of older weights. After an error the weights are undefined. If the engine
+        was paused, it stays paused until it is closed or a later load succeeds. If the caller is cancelled, the engine
+        counts as dead, because its weights are unknown.
         """
         self._check_alive()
         version = published.version
@@ -292,10 +294,10 @@ class VLLMEngine:
         self._index = number
 
     async def wait_dead(self) -> EngineDeadError:
-        """Wait until the engine is dead, and return how it died; see `Engine`.
+        """Wait until the engine is dead, and return the error that says how it died.
 
-        Waits for the death of a process, and watches that the engine makes steps while it has requests. If it makes
-        none for `waits.hang_s`, it counts as dead.
+        Waits for the death of a process, and watches that the engine makes steps while it has requests. If it makes no
+        step for `waits.hang_s`, it counts as dead.
         """
         while self._death is None:
             with anyio.move_on_after(self._steps.seconds_left(anyio.current_time())):
@@ -316,14 +318,15 @@ class VLLMEngine:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(self._shut_down, llm)
             if self._death is not None:
-                # The traceback and the causes have frames that hold the AsyncLLM.
+                # Drop the traceback and the causes: their frames hold the AsyncLLM, which would then never be
+                # collected.
                 self._death.__traceback__ = self._death.__cause__ = self._death.__context__ = None
             # An AsyncLLM shuts down once more when it is collected. At the end of the interpreter that would fail.
             del llm
             gc.collect()
 
     def _shut_down(self, llm: Any) -> None:
-        """End all processes; blocks, so it runs in a thread.
+        """End all processes. This blocks, so it runs in a thread.
 
         Half of deadlines.close is for an orderly end, which frees shared memory. After that the processes are killed.
         """
@@ -331,18 +334,19 @@ class VLLMEngine:
         self._processes.end(self._config.deadlines.close / 2)
 
     def _construct(self) -> None:
-        """Build the AsyncLLM; blocks until the model is loaded. Runs in a thread, which may outlive a failed start."""
+        """Build the AsyncLLM. This blocks until the model is loaded, so it runs in a thread, which may outlive a failed
+        start."""
         with engine_environment(self._config, self._cpus), self._processes.starting():
             make_llm = configure(self._config, self._index, self._gpus, self._on_step)
             vllm_processes.start_cores_with(CORES)
             if not self._closing:
                 self._llm = make_llm()
         if self._closing and self._llm is not None:
-            # The start was given up meanwhile, so nobody else ends these processes.
+            # The start was given up meanwhile, so no other code ends these processes.
             self._llm.shutdown(timeout=0)
 
     def _on_step(self, stats: Any) -> None:
-        """Note a step: its numbers for the engine's load, and its time for the watch for hangs.
+        """Note a step: the numbers that show the engine's load, and the time, by which hangs are detected.
 
         vLLM calls this with its `SchedulerStats` after each step.
         """
@@ -350,9 +354,9 @@ class VLLMEngine:
         self._steps.step(anyio.current_time())
 
     def _die(self, cause: str) -> EngineDeadError:
-        """Note that the engine is dead, end its requests, and return the error that says how it died.
+        """Mark the engine as dead, end its requests, and return the error that says how it died.
 
-        Wakes `wait_dead` and a waiting start or swap. If it is dead already, the error with the first cause is
+        Wakes `wait_dead` and a waiting start or swap. If the engine is dead already, the error with the first cause is
         returned.
         """
         if self._death is None:
@@ -367,7 +371,8 @@ class VLLMEngine:
         return self._death
 
     async def _abandon_start(self) -> None:
-        """End all processes of a start that has failed, also those that its thread is about to start."""
+        """End all processes of a start that has failed, also processes that the thread of the start is about to
+        start."""
         self._closing = True
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self._processes.end_starting, self._config.deadlines.close)
@@ -382,10 +387,10 @@ class VLLMEngine:
         has checked it.
 
         Args:
-            info: where the workers get the version.
+            info: the place from which the workers fetch the version.
             version: number of the version.
             canary: token ids of the canary.
-            keep_cache: see `load`.
+            keep_cache: True if running sequences keep the KV cache that was computed with the old weights.
 
         Returns:
             The engine's log-probs of the canary tokens after the first one, the fingerprint of each worker's weights,
@@ -401,10 +406,11 @@ class VLLMEngine:
         # The watch for hangs stops only after the pause, because the pause waits for the running step, which may hang.
         self._steps.pause()
         if pauses and not keep_cache:
-            # vLLM preempts all sequences to drop their cache. This is no lack of room.
+            # vLLM preempts all sequences here to drop their cache. These preemptions do not mean that the cache is
+            # full, so the gauge must ignore them.
             self._gauge.excuse_preemptions()
         if info.init is not None and info.init != self._joined:
-            # Once for each publisher: after a restart, the trainer ranks have another one.
+            # The workers join once per publisher. After the trainer ranks have restarted, the publisher is a new one.
             await vllm.join_transfer(llm, info.init)
             self._joined = info.init
         failure = await vllm.update_weights(llm, info.update, str(version), adapter.number, dropped)
@@ -428,7 +434,8 @@ class VLLMEngine:
     async def _abort(self, request_id: str, queue: Any, tally: TokenTally) -> None:
         """Abort a request in vLLM, and add its sampled tokens that were in no piece yet to `tally.lost`.
 
-        Also works while the caller is cancelled. `queue` has the request's output; None if vLLM has not accepted it.
+        This also works while the caller is cancelled. `queue` has the request's output; it is None if vLLM has not
+        accepted the request.
         """
         if self._llm is None or self._death is not None:
             return
@@ -450,7 +457,7 @@ class VLLMEngine:
             raise EngineDeadError(f"engine {self._index} is closed, or was not started")
 
     def _flash_error(self, error: Exception) -> FlashError:
-        """Return the `FlashError` that tells an error of vLLM to the proxy.
+        """Return the `FlashError` by which the proxy learns of an error of vLLM.
 
         If the error shows that the engine's core has died, the engine is also marked as dead.
         """
@@ -483,7 +490,8 @@ class VLLMEngine:
             # loads the newest version.
             return self._die(f"it came too late for version {version} ({failure.message})")
         message = f"engine {self._index} could not load version {version}: {failure.message}"
-        # A damaged version is damaged for every engine, so it stops the run. Any other failure is this engine's own.
+        # A damaged version is damaged for every engine, so the error stops the run. Any other failure concerns only
+        # this engine.
         return WeightsError(message) if failure.kind == "damaged" else EngineError(message)
 
 
@@ -508,7 +516,7 @@ class SamplingParameters:
     """Makes vLLM's parameters for requests. Equal parameters are one object, because making them takes time.
 
     Args:
-        end_tokens: tokens that end a response, in addition to those that the model's files name.
+        end_tokens: tokens that end a response, in addition to the end tokens in the model's files.
     """
 
     def __init__(self, end_tokens: Sequence[int] = ()) -> None:
@@ -532,7 +540,8 @@ class SamplingParameters:
                 "logit_bias": dict(fields["logit_bias"])
             }
             fields["stop_token_ids"] += self._end_tokens
-            # The log-probs of so many most likely tokens show which tokens could have been drawn (`read_logprobs`).
+            # vLLM returns the log-probs of this many of the most likely tokens. From them `read_logprobs` finds which
+            # tokens could have been drawn.
             likeliest = min(sampling.top_k + TIES, vocabulary) if sampling.has_kept_sets else 0
             parameters = vllm.sampling_parameters(fields, request.max_new_tokens, likeliest=likeliest)
             # Environments and agents may use any number of different stop texts, which would fill the cache.
@@ -547,7 +556,8 @@ class SamplingParameters:
 def stop_text_tokens(request: ResponseRequest) -> int:
     """Return how many tokens at the end of the prompt may hold the beginning of a text that ends the response.
 
-    Only the `request.generated` tokens count, which other engines have sampled. vLLM has to search in them, too.
+    Only the last `request.generated` tokens of the prompt count: other engines have sampled them as the beginning of
+    this response, so vLLM has to search in them, too.
     """
     longest = max(map(len, (*request.sampling.stop, *request.stop)), default=1)
     return min(request.generated, TOKENS_PER_LETTER * (longest - 1))
@@ -556,23 +566,24 @@ def stop_text_tokens(request: ResponseRequest) -> int:
 def read_logprobs(
     flat: Any, token_ids: Sequence[int], sampling: Sampling, vocabulary: int
 ) -> tuple[list[float], Kept | None]:
-    """Return the log-probs of sampled tokens and, if sampling leaves tokens out, the others that it could have drawn.
+    """Return the log-probs of sampled tokens, and the other tokens that could have been drawn in their places.
 
-    A token could have been drawn if its probability is above 0. The trainer normalises over these tokens. The second
-    result is None if sampling leaves no token out.
+    A token could have been drawn if its probability is above 0. Settings such as `top_k` leave tokens out, and the
+    trainer has to normalise over the tokens that were left. The second result is None if the settings leave no token
+    out.
 
     Args:
         flat: vLLM's `FlatLogprobs`: for each position the sampled token, then the most likely tokens.
         token_ids: the sampled tokens.
-        sampling: settings of the distribution that they were drawn from.
+        sampling: settings of the distribution from which the tokens were drawn.
         vocabulary: number of tokens of the model.
 
     Raises:
-        EngineError: more than `TIES` tokens are exactly as likely as the last one that `top_k` keeps.
+        EngineError: more than `TIES` tokens are exactly as likely as the last token that `top_k` keeps.
     """
     if not sampling.has_kept_sets or not token_ids:
         return flat.logprobs, Kept() if sampling.has_kept_sets else None
-    # vLLM lists the sampled token again among the most likely ones, except in pieces that it has joined.
+    # vLLM lists the sampled token again among the most likely tokens, except in pieces that it has joined.
     ids, logprobs, starts, ends = map(np.array, (flat.token_ids, flat.logprobs, flat.start_indices, flat.end_indices))
     kept = np.isfinite(logprobs)
     # The returned tokens are sorted. If even the last one could have been drawn, then perhaps also tokens that were not
@@ -583,16 +594,18 @@ def read_logprobs(
             "is not known which tokens could have been drawn; use a model.head_dtype or dtype in which logits differ, "
             "or another top_k"
         )
-    # Leaves the sampled token out of its kept set, both times that it is listed.
+    # Remove both entries of the sampled token: the kept set has only the other tokens.
     kept &= ids != np.repeat(ids[starts], ends - starts)
     return logprobs[starts].tolist(), Kept.of(ids[kept], np.add.reduceat(kept, starts, dtype=np.int64))
 
 
 def read_routes(piece: Any, computed: int) -> Routes:
-    """Return the experts that the engine chose for each of the `computed` tokens of a request.
+    """Return the experts that the engine chose for each token of the prompt and the response, except the last token.
 
-    The trainer uses the same experts (`rollout.routing_replay`). `piece` is the last piece of the request, vLLM's
-    `CompletionOutput`. The last token is not computed, because no token follows it.
+    With `rollout.routing_replay` the trainer sends each token of a mixture-of-experts model to the same experts, so
+    that its log-probs agree with the engine's. The model never runs on the last token, because no token is sampled
+    after it, so that token has no experts. `computed` is the number of the other tokens. `piece` is the last piece of
+    the request, vLLM's `CompletionOutput`.
 
     Raises:
         EngineError: vLLM returned the experts of another number of tokens.
@@ -627,13 +640,13 @@ def version_runs(starts: Sequence[tuple[str, int]], first: int, stop: int) -> li
 
 
 def read_finish(piece: Any, request: ResponseRequest, tokens: int, name: str) -> Literal["stop", "length", "text"]:
-    """Return the reason for the end of a response, as `Completion.finish` has it.
+    """Return the reason for the end of a response, in the form of `Completion.finish`.
 
     Args:
         piece: the last piece of the response, vLLM's `CompletionOutput`.
         request: the request.
         tokens: number of tokens of the response.
-        name: names the engine and the request in the error message.
+        name: name of the request and its engine in the error message.
 
     Raises:
         EngineError: vLLM has ended the response for another reason, such as an abort.

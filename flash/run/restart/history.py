@@ -44,7 +44,7 @@ class RecordedHistory:
         self._run_dir = run_dir
         self._recorder = recorder
 
-    async def start(self, version: int) -> TrainerStart:
+    async def choose_start(self, version: int) -> TrainerStart:
         """Return the newest complete checkpoint, from which the trainer ranks start. Reads every byte of it.
 
         Raises the errors of `choose_checkpoint`, too.
