@@ -53,8 +53,7 @@ from flash.http.connections import HttpLimits
 from flash.http.server import HttpAddress, open_socket, serving
 from flash.service.app import make_app
 from flash.service.chat import PolicyAnswer
-from flash.service.errors import ApiError
-from flash.service.fields import before
+from flash.service.fields import ApiError, before
 from flash.service.sessions import EpisodeSession, EpisodeSessions, PendingCall
 from flash.service.tools import is_well_formed
 from flash.types import ASSISTANT, Message, Observation

@@ -22,7 +22,7 @@ import msgspec
 from flash.data.tables import Row, json_of, suggested, value_of, without_nulls
 from flash.errors import ConfigError
 from flash.service.chat import ChatMessage, messages_of
-from flash.service.errors import ApiError
+from flash.service.fields import ApiError
 from flash.types import ASSISTANT, TOOL, Message
 
 Given = dict[str, Any]

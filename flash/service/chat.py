@@ -14,9 +14,11 @@ from typing import Any
 import msgspec
 
 from flash.service import tools
-from flash.service.errors import MASKED, TOP, ApiError, unsupported
 from flash.service.fields import (
+    MASKED,
     MODEL,
+    TOP,
+    ApiError,
     AskedSampling,
     ContentPart,
     StreamOptions,
@@ -30,6 +32,7 @@ from flash.service.fields import (
     refuse_unserved,
     stops,
     text_of,
+    unsupported,
 )
 from flash.types import ASSISTANT, TOOL, Message, Piece, Tool
 

@@ -13,9 +13,10 @@ from typing import Any
 import msgspec
 
 from flash.service.chat import AgentRequest, ChoiceEvents, PolicyAnswer, usage
-from flash.service.errors import TOP, ApiError, unsupported
 from flash.service.fields import (
     MODEL,
+    TOP,
+    ApiError,
     AskedSampling,
     StreamOptions,
     check_limit,
@@ -26,6 +27,7 @@ from flash.service.fields import (
     refuse_given,
     refuse_unserved,
     stops,
+    unsupported,
 )
 from flash.service.history import EarlierAnswers
 from flash.types import Piece

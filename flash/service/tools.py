@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from flash.service.errors import MASKED, ApiError, in_short, unsupported
+from flash.service.fields import MASKED, ApiError, in_short, unsupported
 from flash.types import Tool, ToolCall
 
 

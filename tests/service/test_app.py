@@ -8,7 +8,7 @@ import pytest
 
 from flash.http.server import MAX_JSON_VALUES
 from flash.service.app import make_app
-from flash.service.errors import ApiError
+from flash.service.fields import ApiError
 from flash.service.sessions import EpisodeSessions, PendingCall
 
 

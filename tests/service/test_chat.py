@@ -13,8 +13,7 @@ import pytest
 from flash.sampling import Sampling
 from flash.service import completions, fields, responses
 from flash.service.chat import AgentRequest, ChatEvents, PolicyAnswer, completion, read
-from flash.service.errors import ApiError
-from flash.service.fields import before
+from flash.service.fields import ApiError, before
 from flash.service.history import EarlierAnswers
 from flash.service.sessions import EpisodeSession
 from flash.service.tools import is_well_formed

@@ -9,7 +9,7 @@ import pytest
 
 from flash.service.chat import PolicyAnswer
 from flash.service.completions import CompletionEvents, CompletionRequest, completion, read
-from flash.service.errors import ApiError
+from flash.service.fields import ApiError
 from flash.service.history import TEXT, EarlierAnswers
 from flash.types import Message
 from tests.service.told import told_in

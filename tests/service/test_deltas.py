@@ -7,8 +7,8 @@ import random
 import pytest
 
 from flash.rollout.episode.tokenizer import INCOMPLETE, ResponseReader
-from flash.service.deltas import AnswerDeltas
 from flash.service.fields import before
+from flash.service.sessions import AnswerDeltas
 from flash.types import Message, Piece
 from tests.envs.agents import BYTES
 

@@ -10,7 +10,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from flash.service.chat import PolicyAnswer
-from flash.service.errors import ApiError
+from flash.service.fields import ApiError
 from flash.service.responses import ResponseEvents, ResponsesCall, read, response
 from flash.types import Message, Piece, ToolCall
 from tests.service.told import told_in

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from flash.service.chat import AgentRequest, PolicyAnswer
-from flash.service.errors import ApiError
+from flash.service.fields import ApiError
 from flash.service.sessions import KEY_BYTES, MOST_OPEN, OPEN_BYTES, EpisodeSession, EpisodeSessions
 from flash.simulate.clock import run_virtual
 from flash.types import Message, Tool

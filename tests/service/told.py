@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from flash.service.app import EventFormat
 from flash.service.chat import PolicyAnswer
-from flash.service.deltas import AnswerDeltas
-from flash.service.sse import EventFormat
+from flash.service.sessions import AnswerDeltas
 from flash.types import Piece
 
 

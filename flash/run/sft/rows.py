@@ -35,7 +35,7 @@ from flash.data.tables import Row, read_rows, refuse_rows
 from flash.errors import ConfigError, EnvError
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.service import tools
-from flash.service.errors import ApiError
+from flash.service.fields import ApiError
 from flash.types import ASSISTANT, Message, Outcome, Span, Task, Trajectory, Turn, VersionRun
 
 ALONE = 2000
