@@ -8,6 +8,7 @@ command prints or a log records passes through this module.
 from __future__ import annotations
 
 import logging
+import unicodedata
 
 
 class OneLine(logging.Formatter):
@@ -38,3 +39,10 @@ def harmless(text: str) -> str:
 
 def _shown(character: str) -> str:
     return character if character.isprintable() else character.encode("unicode_escape").decode()
+
+
+def width(text: str) -> int:
+    """Return the terminal columns of a text: wide characters take two, combining characters none."""
+    return sum(
+        0 if unicodedata.combining(one) else 2 if unicodedata.east_asian_width(one) in "WF" else 1 for one in text
+    )

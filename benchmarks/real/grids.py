@@ -17,8 +17,7 @@ import numpy as np
 
 from benchmarks.form import ROOT, Args, Row, main
 from benchmarks.training import Measured, train
-from flash.observe.plots.plots import run_times
-from flash.observe.plots.style import BLUE, INK, ORANGE, new_figure, outside_legend, plain_axes, png
+from flash.observe.plots import BLUE, INK, ORANGE, new_figure, outside_legend, plain_axes, png, run_times
 
 EXAMPLES = {"directly": "frozen_lake", "through an agent": "agent_frozen_lake"}
 """The example of each case."""

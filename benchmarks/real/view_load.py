@@ -31,8 +31,7 @@ import pyarrow.ipc
 
 from benchmarks.form import Args, Row, main
 from flash.observe.rundir.rundir import RunDirectory
-from flash.observe.rundir.sample_files import COMPRESSED, SCHEMA, samples_of, write_samples
-from flash.observe.rundir.samples import Sample, SampleTurn, TokenValues
+from flash.observe.rundir.samples import COMPRESSED, SCHEMA, Sample, SampleTurn, TokenValues, samples_of, write_samples
 from flash.types import Activity, Outcome, Span, TokenUse, VersionRun
 
 STEPS, QUICK_STEPS = 400, 10

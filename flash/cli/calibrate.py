@@ -11,8 +11,8 @@ import numpy as np
 from flash.cli.arguments import CommandParsers, check_writable
 from flash.cli.simulate import run_all
 from flash.config.load import load
-from flash.observe.plots.timeline import Floats
 from flash.observe.rundir.rundir import write_atomically
+from flash.observe.timeline import Floats
 from flash.simulate import tables
 from flash.simulate.calibrate import calibrate
 

@@ -11,12 +11,12 @@ import msgspec
 
 from flash.config.load import flat
 from flash.errors import ConfigError
+from flash.observe.columns.column import BLANK, plain
 from flash.observe.console import summary_rows
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.rundir.summary import Summary, by_step, number
 from flash.observe.stats import Interval, difference
-from flash.observe.text import BLANK, plain, width
-from flash.text import one_line
+from flash.text import one_line, width
 
 Row = tuple[str, list[str]]
 """A title, and a text for each run."""

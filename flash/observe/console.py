@@ -14,12 +14,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
 
 from flash.config.tree import Config
-from flash.observe.columns.column import Column
+from flash.observe.columns.column import BLANK, Column, clock, fixed, plain, short
 from flash.observe.columns.table import named
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.rundir.summary import Summary, domains_of, number
 from flash.observe.stats import BestOf
-from flash.observe.text import BLANK, clock, fixed, plain, short
 from flash.text import one_line
 
 Row = Mapping[str, Any]

@@ -184,7 +184,7 @@ class Recorder:
         error = "" if self.stopped is None else str(self.stopped)
         summary = write_summary(self.directory, self._config, ledger, self._restarts, late, error)
         if not interrupted:
-            from flash.observe.plots.plots import write_plots
+            from flash.observe.plots import write_plots
 
             try:
                 write_plots(self.directory.path)

@@ -15,14 +15,12 @@ from rich.text import Text
 from flash.config.load import load
 from flash.errors import ConfigError
 from flash.observe.alarms import Alarms
-from flash.observe.cluster import Cluster, EngineNow, NodeNow, read_cluster
-from flash.observe.cluster_counts import COUNTS, engines_of
+from flash.observe.cluster import COUNTS, Cluster, EngineNow, NodeNow, engines_of, read_cluster
+from flash.observe.columns.column import clock
 from flash.observe.columns.table import columns, named
 from flash.observe.console import RECENT_STEPS, domain_line, evaluation_line
-from flash.observe.rundir.follow import Followed, opened
-from flash.observe.rundir.rundir import RunDirectory
+from flash.observe.rundir.rundir import Followed, RunDirectory, opened
 from flash.observe.rundir.summary import number
-from flash.observe.text import clock
 from flash.text import one_line
 
 Row = Mapping[str, Any]

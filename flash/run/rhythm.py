@@ -20,8 +20,7 @@ from flash.config.load import parse_value
 from flash.config.tree import ModelConfig
 from flash.errors import ConfigError
 from flash.foreign.torch import single_process_group
-from flash.observe.plots.rhythm_plot import DrawnRhythm
-from flash.observe.rhythm import HeadSeen, ResponseSeen, RhythmSeen
+from flash.observe.rhythm import DrawnRhythm, HeadSeen, ResponseSeen, RhythmSeen
 from flash.observe.rundir.recording import read_batch, recorded_steps
 from flash.observe.rundir.rundir import RunDirectory
 from flash.types import Outcome, ShardSample, Span, Task, Trajectory, Turn, VersionRun

@@ -31,9 +31,9 @@ import tomli_w
 from flash.config.load import load
 from flash.config.tree import Config
 from flash.errors import ConfigError
-from flash.observe.plots.timeline import Floats, covered_until
 from flash.observe.rundir.rundir import RunDirectory, SampleTimes, TurnTimes
 from flash.observe.rundir.summary import Row, by_step, number
+from flash.observe.timeline import Floats, covered_until
 from flash.simulate.fitting import nonnegative_fit, relative, slope_error, spread_of
 from flash.types import Activity
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from flash.observe.plots.timeline import Floats
+from flash.observe.timeline import Floats
 
 VALUES = 32
 """Most values that a fitted distribution lists."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flash.observe.state_times import StateTimes
+from flash.rollout.engine_state import StateTimes
 
 BUSY = "busy"
 """State of an engine with a running sequence. All other states are causes of idleness."""

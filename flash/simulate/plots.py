@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from flash.observe.plots.style import BLUE, ORANGE, new_figure, png
+from flash.observe.plots import BLUE, ORANGE, new_figure, png
 from flash.simulate.report import SimReport
 
 if TYPE_CHECKING:

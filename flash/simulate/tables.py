@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from flash.config.simulate import sampler
 from flash.config.tree import Config
-from flash.observe.plots.timeline import Floats
+from flash.observe.timeline import Floats
 from flash.simulate.report import SimReport
 
 if TYPE_CHECKING:

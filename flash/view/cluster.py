@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from flash.observe.cluster import Cluster, read_cluster
-from flash.observe.cluster_counts import COUNTS, EACH_ENGINE, engines_of
+from flash.observe.cluster import COUNTS, EACH_ENGINE, Cluster, engines_of, read_cluster
 from flash.observe.columns.column import capital, without_marks
 from flash.observe.columns.table import columns
 from flash.observe.rundir.rundir import RunDirectory

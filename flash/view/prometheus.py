@@ -13,8 +13,7 @@ from typing import Any
 
 import msgspec
 
-from flash.observe.cluster import Cluster
-from flash.observe.cluster_counts import COUNTS, EACH_ENGINE, KIND, Count
+from flash.observe.cluster import COUNTS, EACH_ENGINE, KIND, Cluster, Count
 from flash.observe.columns.column import Column, without_marks
 from flash.observe.columns.table import CHARTS, Chart, Kind, column_of, columns
 from flash.observe.rundir.summary import number

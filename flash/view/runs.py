@@ -11,8 +11,7 @@ from uuid import uuid4
 import msgspec
 
 from flash.observe.cluster import read_cluster
-from flash.observe.rundir.follow import Followed
-from flash.observe.rundir.rundir import RunDirectory
+from flash.observe.rundir.rundir import Followed, RunDirectory
 from flash.text import one_line
 from flash.types import Activity
 from flash.view.charts import values

@@ -12,8 +12,15 @@ from msgspec import Meta
 
 from flash.ages import age_of
 from flash.observe.rundir.rundir import RunDirectory
-from flash.observe.rundir.sample_files import Glance, read_glances, read_samples, sampled_steps
-from flash.observe.rundir.samples import Sample, SampleTurn, TokenValues
+from flash.observe.rundir.samples import (
+    Glance,
+    Sample,
+    SampleTurn,
+    TokenValues,
+    read_glances,
+    read_samples,
+    sampled_steps,
+)
 from flash.types import Span, TokenUse
 
 MOST_FOUND = 100

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
-from flash.observe.plots.timeline import COLOURS, IDLE, OTHER, lane_order, lane_shares
+from flash.observe.timeline import COLOURS, IDLE, OTHER, lane_order, lane_shares
 from flash.types import Activity
 
 MOST_BARS = 3000

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from flash.errors import RunDirectoryError
-from flash.observe.rundir.follow import Followed
-from flash.observe.rundir.rundir import RunDirectory, write_atomically
+from flash.observe.rundir.rundir import Followed, RunDirectory, write_atomically
 
 
 def following(path: Path) -> Followed[dict[str, Any]]:

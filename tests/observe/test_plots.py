@@ -9,16 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.axes import Axes
 
-from flash.observe.plots.plots import (
+from flash.observe.plots import (
     draw_offpolicy,
     draw_rewards,
+    draw_timeline,
     ratio_quantiles,
     run_times,
     write_plots,
 )
-from flash.observe.plots.timeline import COLOURS, draw_timeline, lane_shares, timeline
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.rundir.summary import by_step
+from flash.observe.timeline import COLOURS, lane_shares, timeline
 from flash.types import Activity
 from tests.observe.sample_rows import STARTED, eval_row, metrics_row, spans
 

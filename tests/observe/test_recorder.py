@@ -16,7 +16,7 @@ from flash.config.tree import Config
 from flash.errors import RunDirectoryError
 from flash.observe.cluster import read_cluster
 from flash.observe.recorder import Recorder
-from flash.observe.rundir.sample_files import read_samples, sampled_steps, samples_of
+from flash.observe.rundir.samples import read_samples, sampled_steps, samples_of
 from flash.samples.batches import gather
 from flash.types import Batch, Outcome, Task, TokenUse, TrainedSample
 from tests.observe.clusters import hub_now

@@ -11,15 +11,17 @@ import pytest
 from msgspec.structs import replace
 
 from algorithms.couplings import Coupling
-from flash.observe.plots.rhythm_plot import DrawnRhythm, draw_rhythm, rhythm_png
 from flash.observe.rhythm import (
     GAP,
     LABEL,
+    DrawnRhythm,
     HeadSeen,
     ResponseSeen,
     coupling_lines,
+    draw_rhythm,
     head_lines,
     response_lines,
+    rhythm_png,
     shortened,
     visible,
     width,

@@ -13,8 +13,7 @@ import pytest
 from flash.config.tree import Config
 from flash.errors import RunDirectoryError
 from flash.observe.rundir.rundir import RunDirectory, SampleTimes, TurnTimes, sample_times, write_atomically
-from flash.observe.rundir.sample_files import write_samples
-from flash.observe.rundir.samples import readable
+from flash.observe.rundir.samples import readable, write_samples
 from flash.observe.rundir.summary import summarise
 from flash.types import Outcome, Span, Task, Trajectory, Turn, VersionRun
 from tests.branching import joined

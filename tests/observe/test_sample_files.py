@@ -17,15 +17,18 @@ from hypothesis import strategies as st
 
 from flash.errors import RunDirectoryError
 from flash.observe.rundir.rundir import RunDirectory
-from flash.observe.rundir.sample_files import (
+from flash.observe.rundir.samples import (
+    Sample,
+    SampleTurn,
+    TokenValues,
     read_glances,
     read_samples,
+    readable,
     sampled_steps,
     samples_of,
     thin_samples,
     write_samples,
 )
-from flash.observe.rundir.samples import Sample, SampleTurn, TokenValues, readable
 from flash.types import Outcome, Span, TokenUse, TrainedSample, VersionRun
 from tests.observe.test_rundir import trajectory
 

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash.observe.plots.timeline import trace
+from flash.observe.timeline import trace
 from flash.types import Activity
 from tests.observe.sample_rows import STARTED, metrics_row, spans
 

@@ -20,8 +20,7 @@ from flash.config.tree import Config, TrackConfig, TrackerName
 from flash.observe.recorder import Recorder
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.trackers.feed import Feed
-from flash.observe.trackers.trackers import TRACKERS, not_installed
-from flash.observe.trackers.tracking import TrackerProcess, held, tracked
+from flash.observe.trackers.trackers import TRACKERS, TrackerProcess, held, not_installed, tracked
 from tests.observe.sample_rows import eval_row, metrics_row
 
 FAKES = Path(__file__).parent / "fake_trackers"
@@ -267,7 +266,7 @@ def test_one_that_fails_once_is_told_the_rest_at_the_next_step(
 def test_a_process_whose_run_was_killed_tells_what_is_left_and_ends(calls: Calls, tracked_run: RunDirectory) -> None:
     code = (
         "import os, sys; from pathlib import Path; from flash.observe.rundir.rundir import RunDirectory; "
-        "from flash.observe.trackers.tracking import TrackerProcess; "
+        "from flash.observe.trackers.trackers import TrackerProcess; "
         "TrackerProcess(RunDirectory(Path(sys.argv[1])), 'wandb').open(); os._exit(1)"
     )
     os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code, str(tracked_run.path)])

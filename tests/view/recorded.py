@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from flash.observe.rundir.rundir import RunDirectory, sample_times
-from flash.observe.rundir.sample_files import write_samples
-from flash.observe.rundir.samples import readable
+from flash.observe.rundir.samples import readable, write_samples
 from flash.types import Activity, Batch, Outcome, Span, Task, TokenUse, TrainedSample, Trajectory, Turn, VersionRun
 from tests.observe.sample_rows import STARTED, eval_row, metrics_row, spans
 

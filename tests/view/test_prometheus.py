@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from flash.observe.cluster_counts import COUNTS, EACH_ENGINE
+from flash.observe.cluster import COUNTS, EACH_ENGINE
 from flash.observe.columns.table import CHARTS
 from flash.observe.rundir.rundir import RunDirectory
 from flash.view.app import make_app

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from flash.observe.rundir.rundir import RunDirectory
-from flash.observe.rundir.sample_files import read_samples, samples_of, write_samples
-from flash.observe.rundir.samples import TokenValues, readable
+from flash.observe.rundir.samples import TokenValues, read_samples, readable, samples_of, write_samples
 from flash.types import Outcome, Span, Task, Trajectory, Turn, VersionRun
 from flash.view.samples import Query, find, show_group
 from tests.observe.sample_rows import STARTED

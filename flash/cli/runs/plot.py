@@ -18,7 +18,7 @@ def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Draw the plots, and print the names of the files."""
-    from flash.observe.plots.plots import write_plots
+    from flash.observe.plots import write_plots
 
     paths = write_plots(run_directory(arguments.run_dir).path)
     if not paths:

@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         write_atomically(arguments.json, msgspec.json.format(msgspec.json.encode(seen), indent=2) + b"\n")
     if arguments.plot is not None and picture is not None:
-        from flash.observe.plots.rhythm_plot import rhythm_png
+        from flash.observe.rhythm import rhythm_png
 
         write_atomically(arguments.plot, rhythm_png(picture))
     _tell(seen, arguments.show)

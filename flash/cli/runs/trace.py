@@ -10,8 +10,8 @@ import msgspec
 
 from flash.cli.arguments import CommandParsers, check_writable, run_directory
 from flash.errors import ConfigError
-from flash.observe.plots.timeline import trace
 from flash.observe.rundir.rundir import write_atomically
+from flash.observe.timeline import trace
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:

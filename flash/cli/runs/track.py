@@ -11,8 +11,7 @@ from flash.cli.arguments import CommandParsers, run_directory
 from flash.config.tree import TrackerName
 from flash.errors import ConfigError, FlashError
 from flash.observe.rundir.rundir import RunDirectory
-from flash.observe.trackers.trackers import not_installed
-from flash.observe.trackers.tracking import Tracking, held, settings
+from flash.observe.trackers.trackers import Tracking, held, not_installed, settings
 
 NAMES: tuple[TrackerName, ...] = get_args(TrackerName)
 

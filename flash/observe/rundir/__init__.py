@@ -1,1 +1,1 @@
-"""Files of a run: `rundir` writes and reads the run directory, `recording` and `sample_files` its larger files."""
+"""Files of a run: `rundir` writes and reads the run directory, `recording` and `samples` its larger files."""

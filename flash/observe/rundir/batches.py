@@ -16,8 +16,7 @@ from flash.config.tree import Config
 from flash.errors import RecordingError, RunDirectoryError
 from flash.observe.rundir import recording
 from flash.observe.rundir.rundir import RunDirectory, sample_times
-from flash.observe.rundir.sample_files import sampled_steps, samples_of, thin_samples, write_samples
-from flash.observe.rundir.samples import readable
+from flash.observe.rundir.samples import readable, sampled_steps, samples_of, thin_samples, write_samples
 from flash.types import Batch, TrainedSample, Trajectory, samples_to_show
 
 P = ParamSpec("P")

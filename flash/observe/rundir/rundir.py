@@ -1,11 +1,11 @@
-"""The run directory: all files that a run writes, and the only module that writes them.
+"""The run directory: all files that a run writes, their readers and writers, and `Followed` for files that still grow.
 
     config.toml                       the resolved configuration
     metrics.jsonl                     one object per step
     evals.jsonl                       one object per held-out evaluation
     spans.jsonl                       one `Activity` per line: a worker was busy with something for some time
     samples.jsonl                     one `SampleTimes` per trained sample: lengths, times, versions
-    trajectories/step-000012.arrow    a few readable samples of each step (flash.observe.rundir.sample_files)
+    trajectories/step-000012.arrow    a few readable samples of each step (flash.observe.rundir.samples)
     batches/step-000012.bin           exact batch of a step (flash.observe.rundir.recording)
     journal/                          events of samples since a checkpoint (flash.run.restart.journal)
     ledger.json, summary.json         totals
@@ -25,21 +25,91 @@ import errno
 import itertools
 import logging
 import os
+import stat
 import tomllib
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import msgspec
 
 from flash.branches import spans_by_turn
 from flash.errors import RunDirectoryError
 from flash.observe.rundir import recording
-from flash.observe.rundir.follow import NO_ROW, opened
 from flash.observe.rundir.summary import Summary
 from flash.types import Activity, Batch, Trajectory
+
+T = TypeVar("T")
+
+NO_ROW = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""Errors from decoding a line that is no row. A crash cut the line off and later lines follow, or the disk is
+broken."""
+
+
+def opened(path: Path) -> BufferedReader:
+    """Open a regular file for reading. Never blocks, as opening a pipe would.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        RunDirectoryError: it is no regular file, or it cannot be opened.
+    """
+    try:
+        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 - returned
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        # Opening a socket raises.
+        raise RunDirectoryError(f"cannot read {path}: {error.strerror or error}") from error
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise RunDirectoryError(f"cannot read {path}: it is a pipe or a device, expected a regular file; remove it")
+    return file
+
+
+class Followed(Generic[T]):
+    """Rows of a growing file. `read` takes in the lines that were appended since the last call.
+
+    A line is taken once it is complete. If the file was replaced or cut, as a resumed run does, `rows` starts again
+    from the beginning of the file, and `life` increases.
+    """
+
+    def __init__(self, path: Path, kind: type[T]) -> None:
+        self._path = path
+        self._decoder = msgspec.json.Decoder(kind)
+        self._file: tuple[int, int] | None = None
+        self._offset = 0
+        self.rows: list[T] = []
+        self.life = 0
+
+    def read(self) -> None:
+        """Add the appended rows to `rows`. Raises RunDirectoryError if the file cannot be read."""
+        try:
+            with opened(self._path) as file:
+                status = os.fstat(file.fileno())
+                self._begin((status.st_dev, status.st_ino), status.st_size)
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            self._begin(None, 0)
+            return
+        except OSError as error:
+            raise RunDirectoryError(f"cannot read {self._path}: {error.strerror or error}") from error
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            with suppress(*NO_ROW):
+                self.rows.append(self._decoder.decode(line))
+
+    def _begin(self, file: tuple[int, int] | None, size: int) -> None:
+        """Forget all rows if this is another file than before, or if it is shorter than the part that was read."""
+        if file != self._file or size < self._offset:
+            if self._file is not None:
+                self.life += 1
+            self._file, self._offset, self.rows = file, 0, []
+
 
 Row = Mapping[str, Any]
 
@@ -60,8 +130,6 @@ FACTS = (
     ("seed", ("run", "seed")),
 )
 """Settings that describe a run to people: a name for each, and its section and key in the configuration."""
-
-T = TypeVar("T")
 
 
 class TurnTimes(msgspec.Struct, frozen=True, array_like=True):

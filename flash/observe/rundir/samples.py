@@ -1,14 +1,30 @@
-"""Trained samples in readable form, for `flash view`."""
+"""Readable samples of a run: texts, tokens and values of a few trained samples of each step.
+
+`flash.observe.rundir.batches` makes them with `readable` and writes them with `write_samples`; `flash view` reads them.
+A step has one Arrow file, which any reader of Arrow can open as a table. Columns are read one by one, so a search of
+samples does not read their tokens. Files are replaced atomically. If all files together are larger than
+`run.log_samples_mb`, every second file is deleted, so that the rest is spread over the whole run.
+
+An *action token* is a token that the policy sampled, in contrast to a token of an observation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import ipc
 
 from flash.ages import age_of
 from flash.branches import spans_by_turn
+from flash.errors import RunDirectoryError
+from flash.observe.rundir.recording import step_named
+from flash.observe.rundir.rundir import RunDirectory, write_atomically, writing
 from flash.types import Outcome, Span, TrainedSample, Trajectory, VersionRun
 
 
@@ -125,3 +141,204 @@ def _values(trajectory: Trajectory, seen: TrainedSample | None) -> TokenValues:
 
 def _numbers(values: bytes) -> list[float]:
     return np.frombuffer(values, dtype="<f4").tolist()
+
+
+SUFFIX = ".arrow"
+WORTH_COMPRESSING = 64 << 10
+"""Bytes of a step's samples from which on they are compressed. For less, starting to compress takes longer than it
+saves."""
+COMPRESSED = ipc.IpcWriteOptions(compression="lz4")
+"""Options for writing compressed files."""
+TOKENS_AT_ONCE = 8192
+"""Largest number of tokens of samples that are written together. A larger sample is written alone."""
+KEPT_AT_LEAST = 2
+"""Smallest number of files that are kept: the first and the last."""
+
+T = TypeVar("T")
+
+_TURN = pa.struct(
+    [
+        ("observation", pa.string()),
+        ("action", pa.string()),
+        ("reward", pa.float64()),
+        ("generate_s", pa.float64()),
+        ("env_s", pa.float64()),
+        ("metrics", pa.map_(pa.string(), pa.float64())),
+        ("note", pa.string()),
+        ("branch", pa.int32()),
+        ("start", pa.float64()),
+    ]
+)
+_GLANCE: list[tuple[str, Any]] = [
+    ("step", pa.int64()),
+    ("task_id", pa.int64()),
+    ("group_id", pa.int64()),
+    ("sample_index", pa.int64()),
+    ("seed", pa.uint64()),
+    ("environment", pa.string()),
+    ("outcome", pa.string()),
+    ("reward", pa.float64()),
+    ("ages", pa.map_(pa.int64(), pa.int64())),
+    ("turns", pa.list_(_TURN)),
+]
+_TOKENS: list[tuple[str, Any]] = [
+    ("tokens", pa.list_(pa.string())),
+    ("branches", pa.list_(pa.int64())),
+    ("action_spans", pa.list_(pa.struct([("start", pa.int64()), ("stop", pa.int64())]))),
+    ("versions", pa.list_(pa.struct([("version", pa.int64()), ("count", pa.int64())]))),
+    ("sampled_logprobs", pa.list_(pa.float32())),
+    ("logprobs", pa.list_(pa.float32())),
+    ("entropies", pa.list_(pa.float32())),
+    ("advantages", pa.list_(pa.float32())),
+    ("uses", pa.list_(pa.uint8())),
+    ("group_rewards", pa.list_(pa.float64())),
+]
+_COLUMNS = [*_GLANCE, *_TOKENS]
+SCHEMA = pa.schema(_COLUMNS)
+"""Columns of a file: first those of `Glance`, then those of the tokens."""
+
+
+class Glance(msgspec.Struct, frozen=True):
+    """Readable sample without its tokens, for lists and searches."""
+
+    step: int
+    group_id: int
+    sample_index: int
+    environment: str
+    outcome: Outcome
+    reward: float
+    turns: list[SampleTurn]
+    ages: dict[int, int]
+
+
+def write_samples(directory: RunDirectory, step: int, samples: Iterable[Sample]) -> Path:
+    """Write the readable samples of a step, and return the file. A step that is made again replaces its file.
+
+    `samples` should be a generator: freeing many samples at once would block other threads.
+
+    Raises:
+        RunDirectoryError: the disk is full, or the folder cannot be written.
+    """
+    parts = [pa.record_batch([_column(part, *column) for column in _COLUMNS], SCHEMA) for part in _parts(samples)]
+    table = pa.Table.from_batches(parts, SCHEMA).combine_chunks()
+    options = COMPRESSED if table.nbytes > WORTH_COMPRESSING else ipc.IpcWriteOptions()
+    sink = pa.BufferOutputStream()
+    with ipc.new_file(sink, SCHEMA, options=options) as writer:
+        writer.write_table(table)
+    file = samples_of(directory, step)
+    write_atomically(file, sink.getvalue(), durably=False)
+    return file
+
+
+def read_samples(directory: RunDirectory, step: int, group_id: int | None = None) -> list[Sample]:
+    """Return the readable samples of a step, or of one group of it; empty if the file is missing or damaged.
+
+    Raises:
+        RunDirectoryError: the file may not be read.
+    """
+    rows = _read(samples_of(directory, step), SCHEMA.names, group_id)
+    return [found for row in rows if (found := _sample(row)) is not None]
+
+
+def read_glances(directory: RunDirectory, step: int) -> list[Glance]:
+    """Return the readable samples of a step without their tokens; empty if the file is missing or damaged.
+
+    Raises:
+        RunDirectoryError: the file may not be read.
+    """
+    rows = _read(samples_of(directory, step), list(Glance.__struct_fields__))
+    return [found for row in rows if (found := _converted(row, Glance)) is not None]
+
+
+def samples_of(directory: RunDirectory, step: int) -> Path:
+    """Return the path of the file with a step's readable samples."""
+    return directory.trajectories / f"step-{step:06d}{SUFFIX}"
+
+
+def sampled_steps(directory: RunDirectory) -> list[int]:
+    """Return the steps that have readable samples, in order."""
+    named = (step_named(file.stem) for file in directory.trajectories.glob(f"*{SUFFIX}"))
+    return sorted(step for step in named if step is not None)
+
+
+def thin_samples(directory: RunDirectory, most_bytes: int) -> int:
+    """Delete every second file until the rest has at most `most_bytes`, and return the bytes of the rest.
+
+    The first and the last file are always kept.
+
+    Raises:
+        RunDirectoryError: a file cannot be deleted.
+    """
+    files = [samples_of(directory, step) for step in sampled_steps(directory)]
+    sizes = {file: file.stat().st_size for file in files}
+    while sum(sizes[file] for file in files) > most_bytes and len(files) > KEPT_AT_LEAST:
+        gone = files[1:-1:2]
+        with writing(directory.trajectories):
+            for file in gone:
+                file.unlink(missing_ok=True)
+        files = [file for file in files if file not in set(gone)]
+    return sum(sizes[file] for file in files)
+
+
+def _parts(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
+    """Yield samples that are written together. Parts are small, since making a column of one blocks other threads."""
+    part, tokens = list[Sample](), 0
+    for sample in samples:
+        if part and tokens + len(sample.tokens) > TOKENS_AT_ONCE:
+            yield part
+            part, tokens = [], 0
+        part.append(sample)
+        tokens += len(sample.tokens)
+    yield part
+
+
+def _column(samples: Sequence[Sample], name: str, kind: pa.DataType) -> pa.Array:
+    return pa.array([_cell(sample, name) for sample in samples], kind)
+
+
+def _cell(sample: Sample, name: str) -> Any:
+    match name:
+        case "outcome":
+            return str(sample.outcome)
+        case "ages":
+            return list(sample.ages.items())
+        case "turns":
+            return [msgspec.structs.asdict(turn) | {"metrics": list(turn.metrics.items())} for turn in sample.turns]
+        case "action_spans" | "versions":
+            return [msgspec.structs.asdict(one) for one in getattr(sample, name)]
+        case _ if name in TokenValues.__struct_fields__:
+            return getattr(sample.values, name)
+        case _:
+            return getattr(sample, name)
+
+
+def _read(file: Path, columns: Sequence[str], group_id: int | None = None) -> list[dict[str, Any]]:
+    """Return the rows of these columns; empty if the file is missing, damaged, or of another version of Flash."""
+    if not file.is_file():
+        return []
+    options = ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index(name) for name in columns])
+    try:
+        with pa.OSFile(str(file)) as source:
+            table = ipc.open_file(source, options=options).read_all()
+            table.validate(full=True)
+            if group_id is not None:
+                table = table.filter(pc.field("group_id") == group_id)
+            return table.to_pylist(maps_as_pydicts="lossy")
+    except PermissionError as error:
+        raise RunDirectoryError(f"cannot read {file}: {error.strerror or error}") from error
+    except (pa.ArrowException, OSError, UnicodeDecodeError):
+        return []
+
+
+def _sample(row: dict[str, Any]) -> Sample | None:
+    row["values"] = {name: row.get(name) for name in TokenValues.__struct_fields__}
+    for name in ("action_spans", "versions"):
+        row[name] = [tuple(one.values()) for one in row.get(name) or ()]
+    return _converted(row, Sample)
+
+
+def _converted(row: dict[str, Any], kind: type[T]) -> T | None:
+    try:
+        return msgspec.convert(row, kind)
+    except msgspec.ValidationError:
+        return None

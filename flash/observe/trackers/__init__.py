@@ -4,6 +4,6 @@
   never stops or slows the run.
 - `receivers`: the sink of `observe.sink`, the command of `alarms.command`, and `Receivers`, all receivers of a run.
   `flash.observe.recorder` passes it each row.
-- `tracking`: sends the new rows of a run directory to a tracker, from a process of its own; also for `flash track`.
-- `trackers`: the four trackers of `track.to`.
+- `trackers`: the four trackers of `track.to`, and the process that sends a run's new rows to one of them. `flash track`
+  uses it too.
 """

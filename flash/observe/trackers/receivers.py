@@ -22,7 +22,7 @@ from flash.config.tree import Config
 from flash.observe.alarms import RaisedAlarm
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.trackers.feed import Feed, Receiver, ReceiverError
-from flash.observe.trackers.tracking import TrackerProcess
+from flash.observe.trackers.trackers import TrackerProcess
 
 COMMAND_S = 5.0
 """Seconds that a call of the alarm command may take. It must be less than the end of an interrupted run may take."""

@@ -1,22 +1,47 @@
-"""The four trackers, each behind the same small interface.
+"""Trackers of `track.to`, and the sending of a run's rows to them: during the run, after its end, and after a resume.
 
-`flash.observe.trackers.tracking` opens them in a process of their own, and only there their packages are imported:
+    track/NAME.json    the run's id in the tracker, and the last step and evaluation that the tracker has received
+    track/NAME.lock    held by the process that sends
+    track/NAME.log     output of the tracker
+
+`Tracking` sends the rows that the tracker does not have yet. `flash track` uses it directly. In a run `TrackerProcess`
+starts a process for each tracker, `python -m flash.observe.trackers.trackers RUN_DIR NAME`. That process only reads the
+run's files, so a tracker that hangs or crashes cannot harm the run. Only there a tracker's package is imported, because
 trackers start threads, write to the terminal, and wait for networks.
+
+Law: a step is sent once, also if a resumed run makes it again, unless the process is killed between sending the step
+and writing that down. Nothing is dropped: rows that were not sent stay in the run's own files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import fcntl
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO, cast
 from uuid import uuid4
 
 import msgspec
 
 from flash.config.load import flat
-from flash.config.tree import TrackerName
+from flash.config.tree import TrackConfig, TrackerName
+from flash.errors import ConfigError, FlashError, RunDirectoryError
+from flash.observe.columns.table import APART, Kind, column_of
+from flash.observe.rundir.rundir import Followed, RunDirectory, write_atomically, writing
+from flash.observe.rundir.summary import number
+from flash.observe.trackers.feed import Receiver, ReceiverError
+from flash.text import one_line
 
 BATCH = 100
 """Largest number of parameters that MLflow accepts in one call. It would accept more metrics."""
@@ -173,3 +198,283 @@ def not_installed(name: str) -> str | None:
 
 def _unique(name: str) -> str:
     return f"{name}-{uuid4().hex[:8]}"
+
+
+NAME_LENGTH = 200
+"""Largest number of characters in the name of a value."""
+LOOK_S = 0.5
+"""Seconds between two checks that the run still lives."""
+RETRY_S = 1.0
+"""Seconds until a tracker that fails at the end of the run is tried again."""
+LAST = ("summary", "error")
+"""Kinds of a run's last event: of a run that ended well, and of one that failed."""
+KILLED = "killed"
+"""Kind that stands for the death of the run without a last event."""
+ERROR_LENGTH = 500
+"""Largest number of characters of an error that is reported to the run."""
+_INVALID = re.compile(r"[^\w.-]")
+"""Characters of a name that not all trackers accept."""
+
+
+class TrackerPlace(msgspec.Struct, frozen=True):
+    """Last rows of a run that a tracker has received: the content of `track/NAME.json`."""
+
+    id: str | None = None
+    """Id of the run in the tracker; None if the tracker does not know the run yet."""
+    step: int = -1
+    """Step of the last row of `metrics.jsonl` that the tracker has."""
+    evaluation: int = -1
+    """Step of the last row of `evals.jsonl` that the tracker has."""
+
+
+class Tracking:
+    """Sends the rows of one run to one tracker. Only the process that has the lock of `held` may use it."""
+
+    def __init__(self, directory: RunDirectory, name: TrackerName) -> None:
+        self._directory = directory
+        self._name: TrackerName = name
+        self._file = folder_of(directory) / f"{name}.json"
+        self._place = _read_place(self._file)
+        self._steps = Followed(directory.metrics, dict[str, Any])
+        self._evals = Followed(directory.evals, dict[str, Any])
+        self._tracker: Tracker | None = None
+
+    def send(self, project: str | None = None) -> None:
+        """Send all rows that the tracker does not have. Raises whatever the tracker raises.
+
+        `project` replaces `track.project`.
+        """
+        tracker = self._tracker or self._open(project)
+        # A tracker that raises is opened again for the next call: it may be in a broken state.
+        self._tracker = None
+        for kind, step, row in self._new():
+            tracker.log(tracked(kind, row), step, number(row, "time") or 0.0)
+            change = {"step": step} if kind == "step" else {"evaluation": step}
+            self._remember(msgspec.structs.replace(self._place, **change))
+        self._tracker = tracker
+
+    def left(self) -> int:
+        """Return the number of rows that the tracker does not have."""
+        return sum(1 for _ in self._new())
+
+    def close(self, *, failed: bool) -> None:
+        """Close the tracker's run, as failed or as finished. Raises whatever the tracker raises."""
+        if self._tracker is not None:
+            self._tracker.close(failed=failed)
+
+    def _open(self, project: str | None) -> Tracker:
+        config = settings(self._directory)
+        table = config.get("track", {})
+        opening = Opening(
+            name=config.get("run", {}).get("name") or self._directory.path.resolve().name,
+            project=project or table.get("project") or TrackConfig().project,
+            config=config,
+            folder=self._file.parent,
+            id=self._place.id,
+        )
+        tracker = TRACKERS[self._name](opening)
+        self._remember(msgspec.structs.replace(self._place, id=tracker.id))
+        return tracker
+
+    def _new(self) -> Iterator[tuple[Kind, int, dict[str, Any]]]:
+        """Yield the kind, step and content of each row that the tracker does not have, steps before evaluations."""
+        self._steps.read()
+        self._evals.read()
+        streams: tuple[tuple[Kind, Followed[dict[str, Any]], int], ...] = (
+            ("step", self._steps, self._place.step),
+            ("evaluation", self._evals, self._place.evaluation),
+        )
+        for kind, followed, sent in streams:
+            for row in followed.rows:
+                step = number(row, "step")
+                # A resumed run makes steps again: their rows have steps that were sent before.
+                if step is not None and step > sent:
+                    sent = int(step)
+                    yield kind, sent, row
+
+    def _remember(self, place: TrackerPlace) -> None:
+        self._place = place
+        write_atomically(self._file, msgspec.json.encode(place))
+
+
+def folder_of(directory: RunDirectory) -> Path:
+    """Return the folder with the files of a run's trackers."""
+    return directory.path / "track"
+
+
+def settings(directory: RunDirectory) -> dict[str, Any]:
+    """Return the run's configuration as it is recorded in its directory.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        return tomllib.loads(directory.config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{directory.config} cannot be read: {error}") from error
+
+
+@contextmanager
+def held(directory: RunDirectory, name: TrackerName, *, wait: bool = False) -> Generator[bool]:
+    """Hold the lock of a tracker inside the block, so that no other process sends the same rows.
+
+    Yields False if another process holds the lock. With `wait`, waits for the lock instead.
+    """
+    folder = folder_of(directory)
+    with writing(folder):
+        folder.mkdir(exist_ok=True)
+        lock = (folder / f"{name}.lock").open("ab")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+def _read_place(file: Path) -> TrackerPlace:
+    """Return the content of `track/NAME.json`; the start if there is no such file."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=TrackerPlace)
+    except FileNotFoundError:
+        return TrackerPlace()
+    except (OSError, msgspec.MsgspecError, ValueError) as error:
+        raise RunDirectoryError(
+            f"{file} cannot be read: {error}; remove it to send all rows again, as another run of the tracker"
+        ) from error
+
+
+def tracked(kind: Kind, row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers of a row, under the names that trackers have for them."""
+    known = {key: value for key in row if key not in APART and (value := number(row, key)) is not None}
+    return {_tracked_name(kind, key): float(value) for key, value in known.items()}
+
+
+def _tracked_name(kind: Kind, key: str) -> str:
+    """Return a name that every tracker accepts.
+
+    Environments may give their metrics any name, and MLflow reads names as paths.
+    """
+    if (column := column_of(key, kind)) is not None and column.tracker_name:
+        return column.tracker_name
+    parts = (_INVALID.sub("_", part) for part in key.split("/"))
+    name = "/".join("_" if part in ("", ".", "..") else part for part in parts)
+    return f"{'train' if kind == 'step' else 'eval'}/{name[:NAME_LENGTH]}"
+
+
+# -- the process that a run starts for each tracker --------------------------------------------------------------------
+
+
+class TrackerProcess(Receiver):
+    """Starts the process of a tracker, and notifies it when the run's files have new rows.
+
+    Protocol: each event is a line with its kind. The process answers with a line that has an error message, or an empty
+    line. The output of the tracker goes to its log.
+    """
+
+    catches_up = True
+
+    def __init__(self, directory: RunDirectory, tracker: TrackerName) -> None:
+        super().__init__(f"the tracker {tracker}")
+        self._directory = directory
+        self._tracker: TrackerName = tracker
+        self._command = f"`flash track {directory.path} --to {tracker}` sends"
+        self.consequence = f"; the run goes on without it, and {self._command} the missing rows later"
+        self._log = folder_of(directory) / f"{tracker}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def open(self) -> None:
+        with writing(self._log.parent):
+            self._log.parent.mkdir(exist_ok=True)
+            log = self._log.open("ab")
+        with log:
+            command = [sys.executable, "-m", __name__, str(self._directory.path), self._tracker]
+            pipe = subprocess.PIPE
+            # The process has a session of its own, so that Ctrl-C reaches only the run. The run then sends the last
+            # event, and the tracker can end in order.
+            self._process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=log, bufsize=0, start_new_session=True
+            )
+
+    def send(self, kind: str, row: dict[str, Any]) -> None:
+        process = self._process
+        if process is None:
+            raise ReceiverError("was not started")
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with suppress(BrokenPipeError):
+            process.stdin.write(f"{kind}\n".encode())
+        answer = process.stdout.readline().decode("utf-8", "replace")
+        if not answer:
+            raise ReceiverError(f"ended with code {process.wait()}: see {self._log}")
+        if error := answer.strip():
+            raise ReceiverError(f"failed: {error}; it is tried again")
+
+    def close(self) -> None:
+        if self._process is not None:
+            with self._process as process:
+                assert process.stdin is not None
+                process.stdin.close()
+                process.wait()
+
+    def kill(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def missed(self, given: int, failed: int, dropped: int) -> str:
+        try:
+            left = Tracking(self._directory, self._tracker).left()
+        except FlashError as error:
+            return f"{self.name}: {error}"
+        return f"{self.name} has not received {left} rows: {self._command} them" if left else ""
+
+
+def main(run_dir: str, name: str) -> None:
+    """Run the tracker's process: send new rows at each event of the run, and the rest at its end."""
+    os.nice(5)
+    # Answers go to the pipe that is stdout now. Afterwards stdout is the log, since trackers print there.
+    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    parent, tracker = os.getppid(), cast("TrackerName", name)
+    with held(RunDirectory(Path(run_dir)), tracker, wait=True):
+        tracking = Tracking(RunDirectory(Path(run_dir)), tracker)
+        kind = error = ""
+        while kind not in (*LAST, KILLED):
+            kind = _next_event(parent)
+            error = _error_of(tracking.send)
+            if kind not in LAST:
+                _answer(answers, error)
+        while error and kind != KILLED:  # the run kills this process when the deadline is over
+            time.sleep(RETRY_S)
+            error = _error_of(tracking.send)
+        _answer(answers, _error_of(lambda: tracking.close(failed=kind != LAST[0])))
+
+
+def _next_event(parent: int) -> str:
+    """Wait for the run's next event, and return its kind, or KILLED if the run, process `parent`, has died."""
+    while not select.select([0], [], [], LOOK_S)[0]:
+        # The end of the input is no sure sign of death: another process of the run may hold the input open.
+        if os.getppid() != parent:
+            return KILLED
+    return os.read(0, 100).decode().strip() or KILLED
+
+
+def _error_of(call: Callable[[], None]) -> str:
+    """Return the error message of a call, on one line; empty if it raised nothing."""
+    try:
+        call()
+    except Exception as error:  # foreign code: whatever it raises is its failure, and not the run's
+        return one_line(f"{type(error).__name__}: {error}")[:ERROR_LENGTH]
+    return ""
+
+
+def _answer(answers: TextIO, error: str) -> None:
+    with suppress(OSError):  # the run has died
+        answers.write(f"{error}\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

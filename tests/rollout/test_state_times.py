@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash.observe.state_times import StateTimes
+from flash.rollout.engine_state import StateTimes
 
 CHANGES = st.lists(st.tuples(st.sampled_from(["busy", "idle", "swap"]), st.integers(0, 9)), min_size=1, max_size=12)
 """States, and the duration of each."""

@@ -1,8 +1,10 @@
-"""The timeline of a run: a lane of activities for each worker, the plot of all lanes, and the same lanes as a trace.
+"""The timeline of a run: a lane of activities for each worker, their shares of time, and the lanes as a trace.
 
-`flash.observe.plots.plots` draws it, `flash view` and the simulator use its shares of time. `flash trace` writes the
-trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open. A trace has Chrome's "Trace Event Format": complete
-events (`X`) with times in microseconds, on threads that metadata events (`M`) name, and counters (`C`).
+An *activity* is something that a worker (an engine or a trainer rank) was busy with from one time to another; the
+recorder writes each as a line of `spans.jsonl`. `flash.observe.plots` draws the lanes; `flash view` and the simulator
+use their shares of time. `flash trace` writes the trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open. A
+trace has Chrome's "Trace Event Format": complete events (`X`) with times in microseconds, on threads that metadata
+events (`M`) name, and counters (`C`).
 
 Legend: B bins of time. Times are Unix seconds.
 """
@@ -11,18 +13,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from flash.observe.plots.style import INK, new_figure, outside_legend, plain_axes, time_unit
 from flash.observe.rundir.summary import by_step, number
 from flash.types import Activity
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Row = Mapping[str, Any]
 Floats = npt.NDArray[np.float64]
@@ -46,10 +43,6 @@ IDLE = ("wait",)
 """Activities that do not count as work."""
 ZOOM_STEPS = 8
 """Number of steps in the close-up."""
-BINS = 400
-"""Number of time bins in the view of the whole run: a bin is about two pixels wide."""
-MAX_LANES = 24
-"""Largest number of lanes in the plot. Of more lanes, evenly spaced ones are drawn."""
 
 
 COUNTERS = ("reward_mean", "tokens_per_second", "age_mean", "queue_ready_groups", "in_flight")
@@ -163,88 +156,6 @@ def _zoom(steps: Sequence[Row], start: float, stop: float) -> tuple[tuple[float,
     last = first + count - 1
     begin = float(ended[first - 1]["time"]) if first else start
     return (begin, float(ended[last]["time"])), (int(ended[first]["step"]), int(ended[last]["step"]))
-
-
-def draw_timeline(series: TimelineSeries) -> Figure:
-    """Draw the whole run on top and the close-up below.
-
-    A lane with more than BINS spans is drawn as shares of time in the whole run: its bars would be too thin to see.
-    """
-    lanes = _chosen(series.lanes)
-    figure = new_figure(1.7 + 2 * 0.34 * len(lanes))
-    whole, close = plain_axes(figure, 2, 1)
-    scale, unit = time_unit(series.stop - series.start)
-    edges = np.linspace(series.start, series.stop, BINS + 1)
-    first, last = series.zoom
-    for place, lane in enumerate(lanes):
-        if len(lane.spans) > BINS:
-            _stack(whole, place, lane_shares(lane.spans, edges), (edges - series.start) / scale)
-        else:
-            _bars(whole, place, lane.spans, (series.start, series.stop), scale)
-        _bars(close, place, lane.spans, series.zoom, 1.0)
-        whole.text(
-            1.01,
-            place,
-            f"{100 * lane.busy:.0f} % busy",
-            transform=whole.get_yaxis_transform(),
-            va="center",
-            color=INK,
-            fontsize=9,
-        )
-    marks = ((first - series.start) / scale, (last - series.start) / scale)
-    whole.axvspan(*marks, color=INK, alpha=0.15, linewidth=0, zorder=0)
-    whole.vlines(marks, -0.55, len(lanes) - 0.45, color=INK, linewidth=1)
-    whole.set_xlim(0, (series.stop - series.start) / scale)
-    whole.set_xlabel(f"whole run, {unit}")
-    close.set_xlim(0, last - first)
-    close.set_xlabel(f"{_steps_named(series.zoom_steps)} (marked above), seconds")
-    for axes in (whole, close):
-        axes.set_yticks(range(len(lanes)), [lane.name for lane in lanes])
-        axes.set_ylim(len(lanes) - 0.45, -0.55)
-        axes.tick_params(axis="y", length=0)
-        axes.grid(visible=False)
-        axes.spines["left"].set_visible(False)
-    _activity_legend(figure, lanes)
-    return figure
-
-
-def _stack(axes: Axes, place: int, shares: dict[str, Floats], edges: Floats) -> None:
-    """Draw a lane as the shares of its activities in each time bin, with work below and waiting on top."""
-    floor = np.full(len(edges) - 1, place + 0.4)
-    for name in sorted(shares, key=lambda name: name in IDLE):
-        top = floor - 0.8 * shares[name]
-        axes.stairs(top, edges, baseline=floor, fill=True, color=COLOURS.get(name, OTHER), linewidth=0)
-        floor = top
-
-
-def _bars(axes: Axes, place: int, spans: Sequence[Activity], window: tuple[float, float], scale: float) -> None:
-    """Draw a lane bar by bar. Where bars overlap, the activity that is later in COLOURS is on top."""
-    first, last = window
-    seen = [span for span in spans if span.stop > first and span.start < last]
-    for name in drawing_order(span.name for span in seen):
-        bars = [((span.start - first) / scale, (span.stop - span.start) / scale) for span in seen if span.name == name]
-        # The edge keeps bars visible that are thinner than a pixel.
-        colour = COLOURS.get(name, OTHER)
-        axes.broken_barh(bars, (place - 0.4, 0.8), facecolor=colour, edgecolor=colour, linewidth=0.4)
-
-
-def _activity_legend(figure: Figure, lanes: Sequence[TimelineLane]) -> None:
-    from matplotlib.patches import Patch
-
-    names = drawing_order(span.name for lane in lanes for span in lane.spans)
-    outside_legend(figure, [Patch(color=COLOURS.get(name, OTHER)) for name in names], names)
-
-
-def _chosen(lanes: Sequence[TimelineLane]) -> list[TimelineLane]:
-    if len(lanes) <= MAX_LANES:
-        return list(lanes)
-    return [lanes[place * len(lanes) // MAX_LANES] for place in range(MAX_LANES)]
-
-
-def _steps_named(steps: tuple[int, int] | None) -> str:
-    if steps is None:
-        return "the middle"
-    return f"step {steps[0]}" if steps[0] == steps[1] else f"steps {steps[0]} to {steps[1]}"
 
 
 # -- the trace ---------------------------------------------------------------------------------------------------------

@@ -1,19 +1,21 @@
-"""The plots that a run draws at its end, from the files of its run directory alone.
+"""The plots that a run draws at its end, from the files of its run directory alone, and the style of all plots.
 
     reward.png     reward of the trained samples and held-out accuracy, over steps and over time
     offpolicy.png  distance between the trained tokens' sampling policy and the policy that was trained on them
-    timeline.png   activity of each worker over time (flash.observe.plots.timeline)
+    timeline.png   activity of each worker over time (flash.observe.timeline)
 
-`flash.observe.recorder` and `flash plot` call `write_plots`. All other numbers are charts of `flash view`.
+`flash.observe.recorder` and `flash plot` call `write_plots`. All other numbers are charts of `flash view`. The
+simulator, `flash rhythm` and benchmarks draw their own plots in the same style.
 
 A plot is 8 inches wide, at twice the resolution of a README. matplotlib is imported on the first call, and none of its
 global state is touched, so plots may be drawn in a worker thread. A number that is not known is NaN, which is a gap.
 
-Legend: S steps, E evaluations, K ages.
+Legend: S steps, E evaluations, K ages (versions between sampling and training).
 """
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -23,26 +25,93 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flash.observe.columns.table import named
-from flash.observe.plots.style import (
-    BLUE,
-    FAINT,
-    GREEN,
-    INK,
-    ORANGE,
-    PURPLE,
-    new_figure,
-    outside_legend,
-    plain_axes,
-    png,
-    time_unit,
-)
-from flash.observe.plots.timeline import Floats, draw_timeline, timeline
 from flash.observe.rundir.rundir import RunDirectory, write_atomically, writing
 from flash.observe.rundir.summary import by_step, number
+from flash.observe.timeline import (
+    COLOURS,
+    IDLE,
+    OTHER,
+    Floats,
+    TimelineLane,
+    TimelineSeries,
+    drawing_order,
+    lane_shares,
+    timeline,
+)
+from flash.types import Activity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+WIDTH = 8.0
+"""Width of a plot in inches. A README shows 100 pixels per inch."""
+DPI = 200
+"""Pixels per inch of the file, twice those of a README, for sharp text on fine screens."""
+INK = "#333333"
+FAINT = "#8c8c8c"
+GRID = "#e6e6e6"
+BLUE = "#0072b2"
+ORANGE = "#d55e00"
+GREEN = "#009e73"
+PURPLE = "#cc79a7"
+
+
+def new_figure(height: float) -> Figure:
+    """Return an empty figure with a height in inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(WIDTH, height), layout="constrained")
+
+
+def plain_axes(figure: Figure, rows: int, columns: int, **options: Any) -> list[Axes]:
+    """Return a grid of plain axes, row by row. `options` go to matplotlib's `subplots`."""
+    grid = list(figure.subplots(rows, columns, **options).flat)
+    for axes in grid:
+        plain(axes)
+    return grid
+
+
+def plain(axes: Axes) -> None:
+    """Give axes the plain style: two spines, and a faint grid behind the data."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(FAINT)
+    axes.tick_params(colors=INK, labelsize=10)
+    axes.xaxis.label.set_color(INK)
+    axes.yaxis.label.set_color(INK)
+    axes.grid(visible=True, color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def outside_legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    """Add a legend without a box, as one line above the axes."""
+    figure.legend(
+        handles,
+        labels,
+        loc="outside upper left",
+        ncols=len(labels),
+        frameon=False,
+        labelcolor=INK,
+        fontsize=10,
+        handlelength=1.3,
+        columnspacing=1.6,
+    )
+
+
+def png(figure: Figure) -> bytes:
+    """Return the figure as the content of a PNG file."""
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=DPI, facecolor="white")
+    return image.getvalue()
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """Return the unit for a duration that reads best: its length in seconds, and its name."""
+    if seconds < 300:
+        return 1.0, "seconds"
+    return (60.0, "minutes") if seconds < 3 * 3600 else (3600.0, "hours")
+
 
 Row = Mapping[str, Any]
 
@@ -261,3 +330,93 @@ def column(rows: Sequence[Row], key: str) -> Floats:
     """Return the number under `key` of each row [S]; NaN where a row has no finite number."""
     values = [number(row, key) for row in rows]
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+
+
+# -- the timeline ------------------------------------------------------------------------------------------------------
+
+BINS = 400
+"""Number of time bins in the view of the whole run: a bin is about two pixels wide."""
+MAX_LANES = 24
+"""Largest number of lanes in the plot. Of more lanes, evenly spaced ones are drawn."""
+
+
+def draw_timeline(series: TimelineSeries) -> Figure:
+    """Draw the whole run on top and the close-up below.
+
+    A lane with more than BINS spans is drawn as shares of time in the whole run: its bars would be too thin to see.
+    """
+    lanes = _chosen(series.lanes)
+    figure = new_figure(1.7 + 2 * 0.34 * len(lanes))
+    whole, close = plain_axes(figure, 2, 1)
+    scale, unit = time_unit(series.stop - series.start)
+    edges = np.linspace(series.start, series.stop, BINS + 1)
+    first, last = series.zoom
+    for place, lane in enumerate(lanes):
+        if len(lane.spans) > BINS:
+            _stack(whole, place, lane_shares(lane.spans, edges), (edges - series.start) / scale)
+        else:
+            _bars(whole, place, lane.spans, (series.start, series.stop), scale)
+        _bars(close, place, lane.spans, series.zoom, 1.0)
+        whole.text(
+            1.01,
+            place,
+            f"{100 * lane.busy:.0f} % busy",
+            transform=whole.get_yaxis_transform(),
+            va="center",
+            color=INK,
+            fontsize=9,
+        )
+    marks = ((first - series.start) / scale, (last - series.start) / scale)
+    whole.axvspan(*marks, color=INK, alpha=0.15, linewidth=0, zorder=0)
+    whole.vlines(marks, -0.55, len(lanes) - 0.45, color=INK, linewidth=1)
+    whole.set_xlim(0, (series.stop - series.start) / scale)
+    whole.set_xlabel(f"whole run, {unit}")
+    close.set_xlim(0, last - first)
+    close.set_xlabel(f"{_steps_named(series.zoom_steps)} (marked above), seconds")
+    for axes in (whole, close):
+        axes.set_yticks(range(len(lanes)), [lane.name for lane in lanes])
+        axes.set_ylim(len(lanes) - 0.45, -0.55)
+        axes.tick_params(axis="y", length=0)
+        axes.grid(visible=False)
+        axes.spines["left"].set_visible(False)
+    _activity_legend(figure, lanes)
+    return figure
+
+
+def _stack(axes: Axes, place: int, shares: dict[str, Floats], edges: Floats) -> None:
+    """Draw a lane as the shares of its activities in each time bin, with work below and waiting on top."""
+    floor = np.full(len(edges) - 1, place + 0.4)
+    for name in sorted(shares, key=lambda name: name in IDLE):
+        top = floor - 0.8 * shares[name]
+        axes.stairs(top, edges, baseline=floor, fill=True, color=COLOURS.get(name, OTHER), linewidth=0)
+        floor = top
+
+
+def _bars(axes: Axes, place: int, spans: Sequence[Activity], window: tuple[float, float], scale: float) -> None:
+    """Draw a lane bar by bar. Where bars overlap, the activity that is later in COLOURS is on top."""
+    first, last = window
+    seen = [span for span in spans if span.stop > first and span.start < last]
+    for name in drawing_order(span.name for span in seen):
+        bars = [((span.start - first) / scale, (span.stop - span.start) / scale) for span in seen if span.name == name]
+        # The edge keeps bars visible that are thinner than a pixel.
+        colour = COLOURS.get(name, OTHER)
+        axes.broken_barh(bars, (place - 0.4, 0.8), facecolor=colour, edgecolor=colour, linewidth=0.4)
+
+
+def _activity_legend(figure: Figure, lanes: Sequence[TimelineLane]) -> None:
+    from matplotlib.patches import Patch
+
+    names = drawing_order(span.name for lane in lanes for span in lane.spans)
+    outside_legend(figure, [Patch(color=COLOURS.get(name, OTHER)) for name in names], names)
+
+
+def _chosen(lanes: Sequence[TimelineLane]) -> list[TimelineLane]:
+    if len(lanes) <= MAX_LANES:
+        return list(lanes)
+    return [lanes[place * len(lanes) // MAX_LANES] for place in range(MAX_LANES)]
+
+
+def _steps_named(steps: tuple[int, int] | None) -> str:
+    if steps is None:
+        return "the middle"
+    return f"step {steps[0]}" if steps[0] == steps[1] else f"steps {steps[0]} to {steps[1]}"
