@@ -10,11 +10,12 @@ equal weights. They become different because each learns from its own part of th
 `Critic.update` for each minibatch. The *return* of a token is the regression target of its value
 (`flash.trainer.plan.TokenAdvantages`). An *action token* is a token that the policy sampled.
 
-Everything here is a collective, in which FSDP gathers a layer's weights from all ranks: all ranks make the same calls
-in the same order, with equally many micro-batches (the input of one forward and backward pass).
+Making a critic, `Critic.values`, `Critic.update` and `critic_metrics` are collectives, in which ranks exchange data:
+all ranks make these calls in the same order, with equally many micro-batches (the input of one forward and backward
+pass).
 
-Shape legend: P = packed tokens, S = sequences, T = action tokens of a micro-batch, M = action tokens whose state this
-rank of a context group holds.
+Shape legend: P = packed tokens, S = sequences, T = action tokens of a micro-batch, M = action tokens whose hidden state
+is on this rank (with context parallelism a rank has only a part of the tokens).
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from flash.trainer.optimizer import LossScale, apply_gradient, make_optimizer
 from flash.trainer.packing import MicroBatch, select_sequences
 
 NO_VARIANCE = 1e-12
-"""Smallest variance of the returns, as a share of their mean square, that is not rounding error. It fits float64 sums
-of up to about 10⁶ terms. With a smaller variance, `explained_variance` would be noise."""
+"""Share of the returns' mean square. A variance of the returns below this share is only rounding error, in float64 sums
+of up to about 10⁶ terms. `explained_variance`, which divides by the variance, would then be noise."""
 
 
 class ValueModel(nn.Module):
@@ -57,7 +58,8 @@ class ValueModel(nn.Module):
     def forward(self, row: PackedRow, kept_M: Tensor) -> Tensor:
         """Return float32 [M, 1]: the value of the state that ends at each of the places `kept_M`.
 
-        The places are in this rank's part of the row, in which the sequences of a micro-batch lie one after another.
+        A place is an index into this rank's part of the row. The row has the sequences of a micro-batch one after
+        another.
         """
         output = self.backbone(**model_inputs(self.backbone, row))
         # The head runs in float32 even with a bfloat16 backbone, because returns differ by less than bfloat16 resolves.
@@ -97,7 +99,7 @@ class Critic:
     """A value model and its optimizer. The default process group must consist of all trainer ranks."""
 
     def __init__(self, config: Config, mesh: TrainerMesh) -> None:
-        """Load and shard the value model of `config.critic`, which must be set. `mesh` is the policy's.
+        """Load and shard the value model of `config.critic`, which must be set. `mesh` is the mesh of the policy.
 
         Raises:
             ConfigError: the model cannot be loaded.
@@ -113,8 +115,8 @@ class Critic:
         self.optimizer = make_optimizer(self.model, train)
         self.scale = LossScale(config.model.dtype)
         self.sums = torch.zeros(7, dtype=torch.float64, device=mesh.device)
-        """Sums over the trained tokens of this rank since the last call of `critic_metrics`: 1, loss, V, R, R², R − V
-        and (R − V)², where V is the value at the start of the step and R the return."""
+        """Sums over the trained tokens of this rank since the last call of `critic_metrics`: of 1 (the count), loss, V,
+        R, R², R − V and (R − V)², where V is the value at the start of the step and R the return."""
         self.norms: list[float] = []
         """Gradient norms of the updates since the last call of `critic_metrics`."""
 
@@ -122,8 +124,8 @@ class Critic:
     def values(self, micro: MicroBatch) -> Tensor:
         """Return float32 [T], on the model's device: the value of the state before each action token.
 
-        Tokens that are not trained get a value, too. The state before an action token includes all tokens up to the one
-        at its `before_T`.
+        Tokens that are not trained get a value, too. The state before an action token includes all tokens up to the
+        place `before_T` of the micro-batch.
 
         Raises:
             ContractError: the micro-batch has a token that the backbone has no embedding for.
@@ -137,8 +139,8 @@ class Critic:
 
         Args:
             batches: this rank's micro-batches. Returns and old values of tokens that are not trained may be anything.
-            total_tokens: trained tokens of the batches over all ranks. The loss is the mean over them, so the gradient
-                does not depend on how the minibatch was cut. With 0, no weight changes.
+            total_tokens: trained tokens of the batches over all ranks. The loss is the mean over these tokens, so the
+                gradient does not depend on how the minibatch was cut. With 0, no weight changes.
 
         Raises:
             ContractError: the gradient is not finite and `train.on_nonfinite` is "stop", or the backbone has no
@@ -152,7 +154,8 @@ class Critic:
                 tensor_T.to(mask_T.device).where(mask_T, 0.0) for tensor_T in (self._forward(micro), return_T, old_T)
             )
             loss_T = value_loss(value_T, return_T, old_T, self._config.clip)
-            # FSDP averages gradients over data shards; the loss is already a share of the whole minibatch.
+            # FSDP averages gradients over data shards. The loss is divided by the tokens of all shards already, so the
+            # gradients must be summed instead: the factor `data_shards` in `share` undoes the division.
             (loss_T.sum() * (share * self.scale.value)).backward()
             return_T, old_T = return_T.double(), old_T.double()
             error_T = return_T - old_T
@@ -192,19 +195,20 @@ class Critic:
 
 
 def critic_metrics(critics: Sequence[Critic]) -> dict[str, float]:
-    """Return the metrics of all updates of all critics since the last call, over all ranks, and clear the sums.
+    """Return the metrics of all critics since the last call, and clear `sums` and `norms`. A collective.
 
-    A collective. The metrics are, over the trained tokens:
+    The metrics are over all ranks. The metrics over the trained tokens are:
 
     - critic_loss, value_mean and return_mean;
-    - explained_variance = 1 − Var(R − V) / Var(R), unless the returns do not vary. R is the return of a token. V is the
-      value at the start of the step, given by the critic that learns from the token;
+    - explained_variance = 1 − Var(R − V) / Var(R), if the returns vary (`NO_VARIANCE`). R is the return of a token. V
+      is the value at the start of the step, given by the critic that learns from the token.
 
-    and over the updates:
+    The metrics over the updates are:
 
     - critic_grad_norm, the mean norm before clipping;
     - critic_skipped, the number of updates left out because their gradient was not finite.
     """
+    # A norm is of the whole gradient, and so already equal on all ranks. Only the sums must be reduced.
     sums = torch.stack([critic.sums for critic in critics]).sum(0)
     critics[0].mesh.reduce_sum(sums)
     norms = [norm for critic in critics for norm in critic.norms]
@@ -243,9 +247,9 @@ def value_loss(value_T: Tensor, return_T: Tensor, old_T: Tensor, clip: float | N
 
 
 def _backbone(config: Config, mesh: TrainerMesh) -> PreTrainedModel:
-    """Return the critic's decoder without an output layer, sharded.
+    """Return the critic's decoder without an output layer, sharded. A collective.
 
-    It is that of the model at `critic.path`, or of the policy's model if the key is not set.
+    The decoder comes from the model at `critic.path`; without this key, from the policy's model.
 
     Raises:
         ConfigError: the model cannot be loaded. The message names `critic.path` if that is set.

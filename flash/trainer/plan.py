@@ -12,8 +12,8 @@ It uses only facts about the whole batch, which every rank gets, so every rank c
 of a sample (its branches) have the advantage of the sample. `token_advantages` adds the parts that need log-probs or
 values: a KL in the reward, generalised advantage estimation, and whitening over the batch.
 
-The *age* of a token is the version that the step trains, less the version that sampled the token; the age of a sample
-is that of its oldest trained token. A *turn* is one response of the policy with the environment's step after it.
+The *age* of a token is the version that the step trains − the version that sampled the token. The age of a sample is
+the age of its oldest trained token. A *turn* is one response of the policy with the environment's step after it.
 
 Shape legend: B = samples of the whole batch, S = sequences and T = action tokens of a micro-batch, M = critics, W =
 data shards, N = trained tokens of this rank's data shard. Arrays of credit are float64.
@@ -77,7 +77,7 @@ class MinibatchPlan:
 class Credit:
     """Rewards, advantages and weights of a batch that are known before a forward pass. They are equal on every rank.
 
-    `assign_credit` makes it. The methods give each token of a micro-batch its number.
+    `assign_credit` makes this object. Its methods give each token of a micro-batch its number.
     """
 
     reward_B: FloatArray
@@ -101,7 +101,8 @@ class Credit:
         """
         if not self.turn_advantages_B:
             return self.advantage_B[micro.index_T]
-        # The turns of all sequences' samples stand one after another; `offset_S` is where those of a sequence begin.
+        # The turns of all sequences' samples stand one after another. `offset_S` is the place of each sequence's first
+        # turn.
         offset_S = np.cumsum([0, *(len(self.turn_advantages_B[index]) for index in micro.index_S[:-1])])
         advantages = np.concatenate([self.turn_advantages_B[index] for index in micro.index_S])
         return advantages[offset_S[micro.sequence_T] + micro.turn_T]
@@ -115,8 +116,8 @@ class Credit:
 
         In each sequence, the reward of a turn is at the last trained token of that turn or, if the turn has none there,
         at the last trained token before it. So a branch also gets the rewards of later turns that are in other
-        branches. Rewards of turns before the first trained token are left out, since they are not an effect of the
-        branch's tokens.
+        branches. Rewards of turns before the first trained token are left out, because the branch's tokens did not
+        cause these rewards.
         """
         earned_T = np.zeros(len(micro.target_T))
         starts = np.searchsorted(micro.sequence_T, np.arange(micro.sequences + 1))
@@ -176,7 +177,7 @@ def plan_step(
             teacher's log-probs, if a reward or an advantage is not finite, or if all shards together have other totals
             than the hub dealt.
     """
-    # What this rank can do alone: pack its samples, check them, and compare the rewards.
+    # First do what this rank can do alone: pack its samples, check them, and compare the rewards.
     train, fault = config.train, ""
     # Number of possible ages, from 0 to the age of the oldest trained version. It is equal on all ranks.
     ages = max(age_of(max(shard.min_version, 0), shard.step) + 1, 1)
@@ -210,13 +211,12 @@ def plan_step(
     raise_on_all_ranks(fault, rows[:, 0], f"their part of the batch of step {shard.step}")
     assert credit is not None, "without a fault there is credit"
 
-    # From the rows of all data shards: the plan of each minibatch, and a check against the totals of the hub.
+    # Make the plan of each minibatch from the rows of all data shards, and check the totals against the hub's.
     grid = rows[:, 4 + ages :].reshape(len(rows), train.minibatches, 3 + method.critics).numpy()
     minibatches = [
         MinibatchPlan(
-            # Padded with micro-batches of one masked token (`DUMMY`): to as many as the rank with the most has, so that
-            # all ranks make equally many passes, which are collectives; and to at least one, so that every rank has the
-            # same names of statistics.
+            # Micro-batches of one masked token (`DUMMY`) are added until every rank has equally many, because each pass
+            # is a collective. Each minibatch gets at least one, so that every rank has the same names of statistics.
             micro_batches=micros + [DUMMY] * (max(int(grid[:, index, 0].max()), 1) - len(micros)),
             shard_tokens=grid[:, index, 1].tolist(),
             total_sequences=int(grid[:, index, 2].sum()),
@@ -275,7 +275,7 @@ def _minibatch_counts(micro_batches: Sequence[MicroBatch], critic_B: np.ndarray,
     sequences = sum(len(np.unique(micro.sequence_T[micro.mask_T])) for micro in micro_batches)
     of_critic_M = np.zeros(critics, dtype=np.int64)
     for micro in micro_batches:
-        # Without critics all samples have critic 0, for which the row must have no entry; so the counts are cut off.
+        # Without critics every sample has the critic number 0, but the row has no entry for it. The slice removes it.
         of_critic_M += np.bincount(critic_B[micro.index_T[micro.mask_T]], minlength=critics)[:critics]
     return [len(micro_batches), tokens, sequences, *of_critic_M.tolist()]
 
@@ -286,8 +286,8 @@ def _minibatch_counts(micro_batches: Sequence[MicroBatch], critic_B: np.ndarray,
 def assign_credit(shard: Shard, algorithm: AlgorithmConfig, estimator: Advantage, async_ratio: float) -> Credit:
     """Return the credit of all samples of a batch: shape the rewards, compare them, and weight the samples by age.
 
-    A group may be trained in several steps. Its members that an earlier step has trained (`Shard.earlier`) count in the
-    comparison with their group, and are not part of the result.
+    A group may be trained in several steps. Members that an earlier step has trained (`Shard.earlier`) are compared
+    with the rest of their group, but get no credit here.
 
     Args:
         shard: this rank's shard, which also has the facts about the whole batch.
@@ -320,7 +320,7 @@ def assign_credit(shard: Shard, algorithm: AlgorithmConfig, estimator: Advantage
         for rewards, added in zip(turns_B, shaped_B - raw_B, strict=True):
             if len(rewards):
                 rewards[-1] += added
-        # Compare them.
+        # Compare the shaped rewards.
         match estimator:
             case "group":
                 advantage_B = group_advantages(shaped_B, group_ids_B)
@@ -335,7 +335,7 @@ def assign_credit(shard: Shard, algorithm: AlgorithmConfig, estimator: Advantage
                 turn_advantages_B = turn_advantages([rewards.tolist() for rewards in turns_B], group_ids_B, gamma)
             case "gae":  # `token_advantages` computes it from the critics' values
                 advantage_B = np.zeros_like(shaped_B)
-        # Weight by age. Samples without a trained token keep the weight 0.
+        # Weight the samples by age. Samples without a trained token keep the weight 0.
         ages = age_of(oldest_B[trained_B], shard.step)
         staleness_B[trained_B] = algorithm.staleness.weights(ages, async_ratio)
     except ValueError as error:  # the functions of `algorithms` refuse numbers that are not finite
@@ -361,7 +361,7 @@ def _check_rewards(shard: Shard, known: Sequence[BatchSample], *, turns: bool) -
 
     Args:
         shard: this rank's shard.
-        known: the samples of the batch, then those of `shard.earlier`.
+        known: the samples of the batch, then the samples of `shard.earlier`.
         turns: True if the estimator uses the rewards of single turns, so that each turn must have one.
 
     Raises:
@@ -389,7 +389,7 @@ def _check_rewards(shard: Shard, known: Sequence[BatchSample], *, turns: bool) -
 def _sample_name(shard: Shard, index: int, entry: BatchSample) -> str:
     """Return a phrase that names a sample in an error message.
 
-    `index` is its place among the samples of the batch followed by those of `Shard.earlier`.
+    `index` is the place of the sample among the samples of the batch, followed by the samples of `Shard.earlier`.
     """
     which = f"sample {index}" if index < len(shard.batch) else "a sample trained earlier"
     return f"{which} (group {entry.group_id})"
@@ -460,9 +460,15 @@ def _micro_advantages(
 ) -> TokenAdvantages:
     """Return the advantages of one micro-batch before whitening, and the targets of the critics.
 
-    The value before a token is the mean over the critics. A KL in the reward subtracts β times its estimate from the
-    reward of each token, and so from the advantages of all tokens up to that one. The arguments are those of
-    `token_advantages`, for one micro-batch.
+    With a KL in the reward, `kl.coefficient` times the estimated KL of a token is subtracted from the reward of that
+    token. This lowers the advantages of this token and of all tokens before it.
+
+    Args:
+        micro: the micro-batch.
+        outputs: results of the forward passes before the update for this micro-batch.
+        credit: the credit of the batch.
+        config: the run's configuration.
+        method: the estimator and the target of the critics.
 
     Raises:
         ContractError: the value, the reward or the advantage of a trained token is not finite.
@@ -477,21 +483,25 @@ def _micro_advantages(
     if method.estimator == "gae":
         assert config.critic is not None, "refused by the configuration's check"
         assert outputs.value_MT is not None, "gae comes with a critic"
+        # The value before a token is the mean over the critics.
         value_T = outputs.value_MT.double().mean(dim=0).cpu().numpy()
         _check_finite(micro, value_T, "the critic's value")
         reward_T = credit.earned(micro) - penalty_T
         _check_finite(micro, reward_T, "the reward")
         gamma, lam = config.algorithm.gamma, config.critic.lam
         found = TokenAdvantages(*gae(reward_T, value_T, micro.mask_T, micro.sequence_T, gamma=gamma, lam=lam))
+        # Critics learn the λ-return of `gae`, or else the discounted sum of the rewards (`monte_carlo`).
         if method.critic_target == "lambda":
             return found
         return found._replace(return_T=monte_carlo(reward_T, micro.mask_T, micro.sequence_T, gamma=gamma))
     teacher = config.algorithm.teacher
     # A teacher that replaces the rewards gives advantages by its log-probs alone, which `objective_input` of
-    # `flash.trainer.objective` adds.
+    # `flash.trainer.objective` adds. The configuration refuses a critic beside
+    # such a teacher, so `gae` above never meets one.
     rewarded = teacher is None or teacher.reward
     advantage_T = credit.advantages(micro).copy() if rewarded else np.zeros(len(micro.target_T))
     trained = micro.mask_T
+    # The discount is 1, because only `gae` discounts per token; in the other estimators γ is per turn or not used.
     advantage_T[trained] -= discounted_sums(penalty_T[trained], micro.sequence_T[trained], 1.0)
     _check_finite(micro, advantage_T, "the advantage")
     return TokenAdvantages(advantage_T, np.zeros_like(advantage_T))

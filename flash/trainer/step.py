@@ -1,4 +1,4 @@
-"""Train one batch: a shard of trajectories in, new weights and metrics out.
+"""Trains one batch: takes a shard of trajectories, and makes new weights and metrics.
 
 `flash.trainer.loop` calls `Trainer.train_step`, which does this:
 
@@ -8,11 +8,12 @@
         _backward     forward and backward pass of each micro-batch (`flash.trainer.objective.token_loss`)
         _update       one optimizer update (`flash.trainer.optimizer.apply_gradient`)
 
-Version n is the weights after n steps. A *shard* is the part of a batch that this rank trains; a *minibatch* the part
-that one update is made from, over all ranks; a *micro-batch* the part of a minibatch that one pass of a rank takes. A
+Version n is the weights after n steps. A *shard* is the part of a batch that this rank trains. A *minibatch* is the
+part of a batch for one update, over all ranks. A *micro-batch* is the part of a minibatch for one pass on one rank. A
 *correction* weights or rejects tokens by the ratio of the policy to the policy that sampled them.
 
-All ranks make the same collectives in the same order. A fault that one rank finds in its shard is raised on all ranks.
+A *collective* is a call in which ranks exchange data. All ranks must make the same collectives in the same order, or
+they wait for each other until a timeout. So a fault that one rank finds in its shard is raised on all ranks.
 Losses are divided by counts of the whole minibatch over all ranks, so the gradient does not depend on how the batch was
 divided among ranks and micro-batches.
 
@@ -74,7 +75,7 @@ from flash.trainer.statistics import ShownTokens, StepStatistics, batch_metrics
 from flash.types import Shard, TrainedSample
 
 NO_BOUNDS = (-math.inf, math.inf)
-"""Bounds of an objective that does not compare critics (value models): no token lies outside of them."""
+"""Bounds for an objective that does not compare critics (value models): no token lies outside of these bounds."""
 
 
 class Trainer:
@@ -123,7 +124,7 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, config.train)
         self.scale = LossScale(config.model.dtype)
         """Factor of the loss in float16; 1 in other dtypes."""
-        # All else that a step computes with: critics, average, rhythm, lag, reference and teacher.
+        # Make everything else that a step needs: critics, average, rhythm, lag, reference and teacher.
         if self._method.critics and config.critic is not None and config.critic.path is not None:
             check_tokenizer(config, "critic.path", config.critic.path)
         self.critics = [Critic(config, mesh) for _ in range(self._method.critics)]
@@ -159,7 +160,8 @@ class Trainer:
         if config.rollout.routing_replay:
             replay_routing(self.model)
         self._share_rows = _share_rows(mesh, self.model, self.critics, self.reference, self._teacher)
-        """True if a micro-batch may hold several sequences. All models are given the same micro-batches."""
+        """True if a micro-batch may hold several sequences. All models get the same micro-batches, so one model that
+        cannot take several sequences makes this False."""
         self.version = 0
         """Policy version of the weights: the number of steps taken."""
         self.skipped_steps = 0
@@ -188,15 +190,17 @@ class Trainer:
             The metrics over all ranks, which are equal on each rank.
 
         Raises:
-            ContractError: the batch breaks the age contract or its own counts, has a number that is not finite, or a
-                gradient is not finite and train.on_nonfinite is "stop". The version stays what it was.
+            ContractError: the batch has tokens of a version that this step may not train, other counts than it claims,
+                or a number that is not finite; or a gradient is not finite and train.on_nonfinite is "stop". The
+                version does not change then.
         """
-        # The order of the calls below is the order of their collectives. None may depend on what a single rank holds.
+        # Most calls below are collectives, so no branch here may depend on data that a single rank holds.
         config = self._config
-        # First of all: an error that any rank finds is raised on every rank, and all ranks get equally many
+        # Plan first: this raises an error that any rank finds on every rank, and gives all ranks equally many
         # micro-batches.
         plan = plan_step(shard, config, self._method, self.version, self.mesh, share_rows=self._share_rows)
-        # Before the first update, because all of these describe the weights at the start of the step.
+        # Compute the inputs of the loss before the first update, because they describe the weights at the start of the
+        # step.
         training_rhythm = self._rhythm_in_training(plan)
         inputs = iter(self.loss_inputs(plan, rhythm=None if training_rhythm else self.rhythm))
         minibatches = [
@@ -207,9 +211,9 @@ class Trainer:
         statistics, norms = StepStatistics(self.mesh), list[float]()
         shown = ShownTokens(shard, config.run.log_samples)
         passes = config.train.updates_per_batch
-        # Train: each minibatch once, and then all of them again, `passes` times in all.
+        # Train all minibatches in order, `passes` times.
         for index, (minibatch, minibatch_inputs) in enumerate(minibatches * passes):
-            # Before the backward passes: each of them needs the limit of the whole minibatch.
+            # Compute the limit before the backward passes, each of which needs the limit of the whole minibatch.
             limit = self._limit(minibatch, minibatch_inputs, shard.step, updated=index > 0)
             kept = [
                 self._backward(
@@ -225,7 +229,8 @@ class Trainer:
                 )
                 for micro, micro_inputs in zip(minibatch.micro_batches, minibatch_inputs, strict=True)
             ]
-            # After the backward passes, which decide what is rejected; before the update, which divides by the share.
+            # Call this after the backward passes, because they decide which tokens are rejected, and before the update,
+            # because it divides by the share.
             share = self._kept_share(minibatch, kept)
             statistics.end_minibatch(share)
             self._train_critics(minibatch, minibatch_inputs, plan.critic_B)
@@ -233,7 +238,7 @@ class Trainer:
                 norms.append(self._update(rate, share, trained=minibatch.total_tokens > 0 and share > 0))
         # Finish: count up the version, and gather the metrics.
         self.flops = passes * self._arithmetic.flops(plan.micro_batches, backward=not self._warming_up)
-        # Reduced once per step, so that no rank waits for the others between minibatches on account of metrics.
+        # Metrics are reduced once per step, so that ranks need not wait for each other between minibatches.
         metrics = batch_metrics(shard, plan) | statistics.metrics(len(plan.minibatches), passes)
         if self.critics:
             metrics |= critic_metrics(self.critics) | {"critic_warmup": float(self._warming_up)}
@@ -254,8 +259,9 @@ class Trainer:
     def loss_inputs(self, plan: StepPlan, *, rhythm: RhythmPass | None) -> list[LossInputs]:
         """Return the inputs of the loss that are computed before the policy changes, per micro-batch. A collective.
 
-        `train_step` calls this before its first update. The regression targets of the critics are not multiplied by the
-        rhythm: critics learn the rewards themselves.
+        `train_step` calls this before its first update. The rhythm multiplies advantages by factors that it computes
+        from the policy's attention. It does not multiply the regression targets of the critics, which learn the rewards
+        themselves.
 
         Args:
             plan: the step.
@@ -309,10 +315,10 @@ class Trainer:
     def _needs_start(self, plan: StepPlan) -> bool:
         """Return True if the policy's log-probs at the start of the step need a forward pass of their own.
 
-        They are needed as log-probs of the proximal policy, and for a KL in the reward.
+        A method needs these log-probs if they are the proximal policy's, or for a KL in the reward.
         """
         divergence = self._config.algorithm.kl
-        # With a single update, the training pass itself computes them, since it has the weights of the start.
+        # With a single update, the training pass has the weights of the start, so it computes these log-probs itself.
         several_updates = len(plan.minibatches) * self._config.train.updates_per_batch > 1
         recomputes = self._method.proximal == "recompute" and several_updates
         return recomputes or (divergence is not None and divergence.place == "reward")
@@ -320,9 +326,9 @@ class Trainer:
     def _rhythm_in_training(self, plan: StepPlan) -> RhythmPass | None:
         """Return the rhythm if the training pass itself can observe the attention, which saves a forward pass.
 
-        None if there is no rhythm, or if a forward pass before training must observe the attention. The heads that are
-        observed must be known before the training pass, and this must be the only pass, with the weights of the step's
-        start.
+        None if there is no rhythm, or if a forward pass before training must observe the attention. The training pass
+        can do so if the heads to observe are already chosen, and if there is no other pass: then the training pass has
+        the weights at the start of the step.
         """
         updates = len(plan.minibatches) * self._config.train.updates_per_batch
         if self.rhythm is None or not self.rhythm.settled or self._objective.limits or updates > 1:
@@ -335,10 +341,12 @@ class Trainer:
     def mean_loss(self, shard: Shard) -> float:
         """Return the mean of −log-prob over the tokens of a batch that could be trained now, over all ranks.
 
-        A collective. Nothing is trained: supervised training calls this for its held-out examples.
+        A collective. Nothing is trained. Supervised training (`flash.run.sft.rank`) calls this for its held-out
+        examples.
 
         Raises:
-            ContractError: the batch breaks the age contract or its own counts, or is damaged.
+            ContractError: the batch has tokens of a version that may not be trained now, other counts than it claims,
+                or is damaged.
         """
         plan = plan_step(shard, self._config, self._method, self.version, self.mesh, share_rows=self._share_rows)
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
@@ -356,12 +364,14 @@ class Trainer:
         return bool(self.critics) and config is not None and self.version < config.warmup_steps
 
     def _finish_version(self) -> None:
-        """Count up the version. Update the average of the weights, and copy the policy to the reference if it is due.
+        """Count up the version, and bring the models that follow the policy up to date.
 
-        It is due every `kl.refresh` steps; without that key, the reference never changes.
+        The average of the weights is updated. Every `kl.refresh` steps the policy is copied to the reference of the KL;
+        without this key the reference never changes.
         """
         if self._warming_up:
-            reshard(self.model)  # otherwise a backward pass has done it
+            # Free the gathered weights of the forward pass. In other steps the backward pass has freed them.
+            reshard(self.model)
         self.version += 1
         if self.average is not None:
             update_average(self.average, self.model, self._objective.proximal_decay, self.version)
@@ -371,11 +381,11 @@ class Trainer:
 
     @torch.no_grad()
     def _limit(self, minibatch: MinibatchPlan, inputs: Sequence[LossInputs], step: int, *, updated: bool) -> float:
-        """Return `Objective.limit` for a minibatch; inf for an objective without limits. A collective if it has them.
+        """Return `Objective.limit` for a minibatch; inf if the objective has no limits. Else a collective.
 
         The limit is a number that the objective computes from all trained tokens of the minibatch over all ranks, under
-        the weights just before the update. This costs a forward pass, unless these are the weights of the step's start
-        and the log-probs under them are known.
+        the weights just before the update. This costs a forward pass, unless no update was made in this step and the
+        log-probs at its start are known.
 
         Args:
             minibatch: the minibatch.
@@ -392,7 +402,8 @@ class Trainer:
             else:
                 now = TokenLogprobs(micro_inputs.start_T, torch.zeros_like(micro_inputs.start_T))
             tokens = self._objective_input(micro, now, micro_inputs, step)
-            # A rejected token must count as if it had never been sampled: without an advantage, no rule counts it.
+            # A rejected token must count as if it had never been sampled. An advantage of 0 does this, because no
+            # objective counts tokens without an advantage.
             _, accepted_T = apply_corrections(self._config.algorithm, tokens, micro_inputs)
             pair = torch.stack([tokens.logp_T - tokens.behaviour_T, tokens.advantage_T.where(accepted_T, 0.0)])
             pairs.append(pair[:, tokens.mask_T])
@@ -405,9 +416,10 @@ class Trainer:
         return objective_input(micro, now, inputs, self._method.proximal, step=step, teacher=teacher)
 
     def _bounds(self, plan: StepPlan, inputs: Sequence[LossInputs]) -> tuple[float, float]:
-        """Return `Objective.bounds`, computed from the critics' disagreement on all trained tokens of the batch.
+        """Return `Objective.bounds`: a range of σ, outside of which the objective leaves out a part of a token's loss.
 
-        A collective if the objective compares critics; otherwise nothing is out of bounds.
+        σ is the standard deviation of the critics' values. The range is computed from all trained tokens of the batch,
+        which is a collective. If the objective does not compare critics, the range is infinite.
         """
         compares = self._objective.critics > 1 and self._method.critics > 1
         if not compares or sum(plan.shard_tokens) == 0:
@@ -440,14 +452,15 @@ class Trainer:
             inputs: the inputs of its loss, which were computed before the policy changed.
             minibatch: the minibatch of the micro-batch, whose counts divide the loss.
             step: the version that is trained.
-            limit: result of `Objective.limit`.
-            bounds: result of `Objective.bounds`.
+            limit: number that the objective computed from all trained tokens of the minibatch (`_limit`).
+            bounds: range of the critics' disagreement that the objective computed from the whole batch (`_bounds`).
             rhythm: observes the attention in this pass, and multiplies the advantages, if given.
             statistics: collects the statistics of the step.
             shown: collects tokens for the run's pages, if given.
 
         Returns:
-            int64 [2]: the tokens that no correction rejected, and the sequences that have such a token.
+            int64 [2]: the number of tokens in the loss, and of sequences with such a token. A token is not in the loss
+            if a correction rejected it, or if its sample is truncated and `mask_truncated` is set.
         """
         algorithm = self._config.algorithm
         with torch.set_grad_enabled(not self._warming_up):
@@ -469,17 +482,20 @@ class Trainer:
                 tokens.sequences,
                 total_tokens=minibatch.total_tokens,
                 total_sequences=minibatch.total_sequences,
+                # Divisor, in tokens, of the aggregation that divides each sequence by a constant.
                 constant=algorithm.constant_length or self._config.rollout.max_new_tokens,
             )
             if not self._warming_up:
-                # FSDP averages gradients over data shards; the loss is already a share of the whole minibatch.
+                # FSDP averages gradients over data shards. The loss is already a share of the whole minibatch, so the
+                # gradients must be summed instead: the factor `data_shards` undoes the division.
                 (share_T.sum() * (self.mesh.data_shards * self.scale.value)).backward()
         age_T = to_device(age_of(micro.version_T, step), self.mesh.device)
         start_T = inputs.start_or(now)
         statistics.add(tokens, start_T, now.entropy_T, age_T, micro.kinds_S, loss, share_T)
         if shown is not None:
             shown.add(micro, tokens, start_T, now.entropy_T, loss)
-        # Nothing here waits for the GPU, so it gets the next micro-batch before it has finished this one.
+        # Return tensors, and do not read a value from the GPU (such as with `.item()`): the GPU would then be idle
+        # until the next micro-batch is queued. Only `rhythm` needs such a wait, above.
         kept_S = torch.zeros(tokens.sequences, dtype=torch.int64, device=loss.mask_T.device)
         kept_S.index_add_(0, tokens.sequence_T, loss.mask_T.long())
         return torch.stack([kept_S.sum(), kept_S.count_nonzero()])
@@ -488,8 +504,8 @@ class Trainer:
         """Return the share of the loss's denominator that no correction rejected, over all ranks.
 
         A correction decides by the log-probs of the training pass itself. So the share is known only after the backward
-        pass, and the gradient is then divided by it. Tokens of truncated samples, which `mask_truncated` leaves out,
-        count as rejected. The share is 1 if nothing can be rejected; otherwise this is a collective.
+        pass, and the caller divides the gradient by the share. Tokens of truncated samples, which `mask_truncated`
+        leaves out, count as rejected. The share is 1 if nothing can be rejected; otherwise this is a collective.
 
         Args:
             minibatch: the minibatch.
@@ -506,8 +522,8 @@ class Trainer:
     def _update(self, rate: float, share: float, *, trained: bool) -> float:
         """Make one update of the policy, and return the gradient's norm before clipping. A collective.
 
-        An update whose gradient is not finite may be left out (`train.on_nonfinite`, or a loss that was scaled too far
-        in float16); `skipped_steps` counts these.
+        An update whose gradient is not finite is left out if `train.on_nonfinite` is "skip", or if the loss was scaled
+        too far in float16. `skipped_steps` counts the updates that are left out.
 
         Args:
             rate: the scheduled learning rate.
@@ -538,7 +554,8 @@ class Trainer:
     def _train_critics(self, minibatch: MinibatchPlan, inputs: Sequence[LossInputs], critic_B: np.ndarray) -> None:
         """Make one update of each critic, on the responses that this critic learns from. A collective with critics.
 
-        Does nothing without critics. `critic_B` is the number of the critic that learns from each sample.
+        Does nothing without critics. `critic_B` has, for each sample of the batch, the number of the critic that learns
+        from it.
         """
         for number, (critic, total_tokens) in enumerate(zip(self.critics, minibatch.critic_tokens, strict=True)):
             batches = [
@@ -554,12 +571,13 @@ def _share_rows(
 ) -> bool:
     """Return True if all models can take several sequences in one micro-batch.
 
-    A critic can if the policy can and the critic's backbone is of the same model type. Any other critic is made to use
-    its own attention from transformers, because no check has compared its results for packed and for single sequences.
-    This changes the critic. `frozen` are the reference and the teacher.
+    A critic can if the policy can and the critic's backbone is of the same model type as the policy. Any other critic
+    is changed here to use its own attention from transformers, because no check has compared its results for packed and
+    for single sequences. `frozen` are the reference and the teacher.
 
     Raises:
-        ConfigError: a model cannot, and micro-batches are divided over several ranks (`parallel.context`).
+        ConfigError: a model cannot take several sequences, and micro-batches are divided over several ranks
+            (`parallel.context`), which only packed attention supports.
     """
     backbones = [critic.model.backbone for critic in critics]
     for backbone in backbones:

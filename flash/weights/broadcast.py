@@ -13,11 +13,11 @@ pieces are on GPUs (nccl has not been run on GPUs yet), with gloo in host memory
     trainer → worker   LeaveGroup: the group failed; leave it and request again
     worker → trainer   VersionReceived
 
-Checksums: the manifest's SHA-256, and the fingerprint of all tensors once they have arrived. Waiting: a round waits at
-most `GATHER_S` for expected workers; a broadcast waits for all its members. If a member dies, hangs or leaves during a
-round, the round fails for all members. They leave the group and request again, and a new group sends the pieces that
-some member lacks. Each worker keeps its pieces, so nothing is lost. A late worker gets the next round. A broadcast
-cannot deadlock with the trainer's own collectives: it begins when all its members wait for it and for nothing else.
+The manifest is checked by its SHA-256, and all tensors by their fingerprint. A round waits at most `GATHER_S` for
+expected workers; a broadcast waits for all its members. If a member dies, hangs or leaves during a round, the round
+fails for all members. They leave the group and request again, and a new group sends the pieces that some member lacks.
+Each worker keeps its pieces, so nothing is lost. A late worker gets the next round. A broadcast cannot deadlock with
+the trainer's own collectives: it begins when all its members wait for it and for nothing else.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ SWAP_SHARE = 8
 """Divisor of the swap's time limit that gives the time limit of one broadcast. So a broadcast can fail and be repeated
 within one swap."""
 ANSWER_S = 10.0
-"""Seconds for a worker to react to LeaveGroup. The worker first loads the tensors that it has received."""
+"""Seconds that a worker has to react to LeaveGroup. It may first be loading the tensors that it has received."""
 PAUSE_S = 0.5
 """Seconds without a new round after a failed one. Without this pause, workers would retry thousands of times as long as
 the cause of the failure lasts."""
 MAX_REQUEST_BYTES = 4096
-"""Largest number of bytes of a worker's message."""
+"""Largest number of bytes of a worker's message: far above any `BroadcastRequest`, and small in memory."""
 
 _log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class RoundOrder(msgspec.Struct, frozen=True, tag=True):
     """Order to take part in the broadcast that begins now."""
 
     epoch: int
-    """Number of the group. A worker that belongs to the group of this epoch stays in it; others join it."""
+    """Number of the group. A worker that belongs to this group already stays in it; any other worker joins it."""
     rank: int
     """Rank of the worker in the group."""
     size: int
@@ -159,11 +159,11 @@ class BroadcastServer(WeightServer):
         """Connection of each worker that has requested a version, by member name."""
         self._closing = False
         self.epoch = 0
-        """Number of the newest group, open or closed; 0 before the first."""
+        """Number of the newest group, open or closed; 0 before the first group."""
         self._port = 0
         """Port at which the newest group met."""
         self._group: Broadcasts | None = None
-        """The open group; None before the first round and after a failed one."""
+        """The open group; None before the first round and after a failed round."""
         super().__init__(host, prove_s, timeout_s)
         self._rounds = threading.Thread(target=self._run_rounds, name="flash-weights-rounds", daemon=True)
         self._rounds.start()
@@ -171,8 +171,8 @@ class BroadcastServer(WeightServer):
     def close(self) -> None:
         """Accept no connection any more, end the connections of waiting workers, and leave the group.
 
-        The thread that broadcasts leaves the group when it ends; this waits for it, but no longer than a broadcast may
-        take.
+        The thread that broadcasts leaves the group when it ends. This method waits for that thread, but no longer than
+        a broadcast may take.
         """
         super().close()
         with self._changed:
@@ -185,13 +185,11 @@ class BroadcastServer(WeightServer):
     # The methods that run in the threads of the connections.
 
     def _answer(self, connection: socket.socket) -> None:
-        """Serve one worker, in the thread of its connection.
+        """Serve one worker, in the thread of its connection, until it reports the whole version or its connection ends.
 
-        Send the manifest, or refuse the version. Then pass each request to the planner until the worker reports the
-        whole version or its connection ends.
-
-        Consumes the worker's messages. Waits for the next message. Unblocked by the worker or by the end of the
-        connection. Produces calls of the planner: `request`, then `finish` or `remove`.
+        The method sends the manifest, or refuses the version. Then it waits for the worker's messages, and passes each
+        request to the planner with `request`. At the end it calls `finish` of the planner if the worker has the whole
+        version, else `remove`.
         """
         member: str | None = None
         received = False
@@ -233,18 +231,18 @@ class BroadcastServer(WeightServer):
     # The methods that run in the thread that broadcasts.
 
     def _run_rounds(self) -> None:
-        """Broadcast round after round, until `close`.
+        """Wait for the planner's next round and broadcast it, again and again, until `close`.
 
-        Consumes rounds of the planner. Waits for the next round. Unblocked by workers that request, and by `close`.
-        Produces broadcasts.
+        Requests of workers and `close` end the wait. If the group of a round fails, the round is marked as failed in
+        the planner, and the members' next requests lead to another round.
         """
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # each thread has a current device of its own
         while (turn := self._next_round()) is not None:
             try:
                 self._send(turn)
-            except (RuntimeError, OSError, TransportError) as error:  # torch's errors have no base but RuntimeError
-                # Logged as text: a traceback would keep the group alive.
+            except (RuntimeError, OSError, TransportError) as error:  # torch raises plain RuntimeErrors
+                # Log the error as text: its traceback would keep the group alive.
                 _log.warning(
                     "version %d is sent again, because the group of epoch %d failed: %s",
                     turn.version,
@@ -294,7 +292,7 @@ class BroadcastServer(WeightServer):
             self._group.broadcast(piece)
 
     def _end_round(self) -> None:
-        """Wait until each member has reported that it has the version. If one does not in time, close the group.
+        """Wait until each member has reported that it has the version. If a member does not in time, close the group.
 
         `_run_rounds` calls this after each round, also after a failed one, whose members then have to leave the group
         before the next round. Members that do not leave a failed group within `ANSWER_S` lose their connection.
@@ -340,23 +338,24 @@ def _shut_down(connection: socket.socket) -> None:
 # -- the worker's side -----------------------------------------------------------------------------------------------
 
 Inbox = SimpleQueue[FromTrainer | Exception]
-"""Queue of messages of the trainer, and of the error that ended the connection. The connection's thread fills it, and
-the main thread reads it."""
+"""Queue of the trainer's messages and, at its end, of the error that ended the connection. The connection's thread
+fills the queue, and the main thread reads it."""
 
 
 class BroadcastReceiver:
     """Worker's side of the broadcasts. It exists as long as the worker's process and is in at most one group at a time.
 
-    Law: each piece of a version is used once, in order, however many groups are needed to receive all pieces.
+    Invariant: each piece of a version is used exactly once and in order, even if several groups are needed to receive
+    all pieces.
 
     Args:
-        device: the GPU on which pieces and tensors lie with nccl. With gloo they lie in host memory.
+        device: the GPU on which pieces and tensors lie with nccl. With gloo, pieces and tensors lie in host memory.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._name = uuid4().hex
-        self._epoch: tuple[str, int] | None = None
+        self._group_id: tuple[str, int] | None = None
         """Token of the trainer and epoch of `_group`. A restarted trainer has another token, so the epochs of two
         trainers are not confused."""
         self._group: Broadcasts | None = None
@@ -364,7 +363,13 @@ class BroadcastReceiver:
         """True while a version is being received. Only then must the end of the connection abort the broadcast."""
 
     def receive(self, connection: socket.socket, source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
-        """Request the version and yield its tensors. `flash.weights.tcp.pull` calls this and lists the errors."""
+        """Request the version and yield its tensors. `flash.weights.tcp.pull` calls this.
+
+        Raises:
+            VersionGoneError: the trainer does not hold the version any more.
+            WeightsError: the manifest or the tensors are damaged.
+            OSError, TransportError: the connection was lost, or the trainer sent something unexpected.
+        """
         inbox: Inbox = SimpleQueue()
         self._receiving = True
         listener = threading.Thread(target=self._listen, args=(connection, inbox), daemon=True)
@@ -389,7 +394,7 @@ class BroadcastReceiver:
             self._receiving = False
             send_message(connection, VersionReceived())
         finally:
-            if self._receiving:  # it ended early, and otherwise the other members would wait for this worker
+            if self._receiving:  # the transfer ended early: leave, or the other members would wait for this worker
                 self._receiving = False
                 self.leave()
             _shut_down(connection)
@@ -397,15 +402,15 @@ class BroadcastReceiver:
 
     def leave(self) -> None:
         """Leave the group, if there is one."""
-        group, self._group, self._epoch = self._group, None, None
+        group, self._group, self._group_id = self._group, None, None
         if group is not None:
             group.close()
 
     def _listen(self, connection: socket.socket, inbox: Inbox) -> None:
-        """Put the trainer's messages into the inbox, and abort a broadcast that cannot succeed any more.
+        """Put the trainer's messages into the inbox, until the connection ends; `receive` ends it at the latest.
 
-        Runs in a thread of its own, because the main thread may be blocked in a broadcast. Consumes messages. Waits for
-        the next message. Unblocked by the trainer, and by the end of the pull. Produces messages for `receive`.
+        This runs in a thread of its own, because the main thread may be blocked in a broadcast. If the broadcast cannot
+        succeed any more, because of LeaveGroup or a lost connection, it is aborted here.
         """
         try:
             while True:
@@ -427,7 +432,8 @@ class BroadcastReceiver:
     ) -> Iterator[torch.Tensor]:
         """Yield all `total` bytes of a version in pieces, in as many groups as are needed.
 
-        If a group fails, this worker leaves it and requests the rest of the version again.
+        If a group fails, this worker leaves it and requests the rest of the version again. `_next_message` raises if
+        the trainer refuses the version or the connection ends.
         """
         held, received = 0, 0
         while received < total:
@@ -439,24 +445,28 @@ class BroadcastReceiver:
                 while (start := at * order.piece_bytes) < total:
                     piece = torch.empty(min(order.piece_bytes, total - start), dtype=torch.uint8, device=device)
                     group.broadcast(piece)
-                    if at == held:  # earlier pieces are sent for other members, which lack them
+                    if at == held:  # earlier pieces are sent again for members that lack them
                         held, received = at + 1, received + len(piece)
                         yield piece
                     at += 1
-            except RuntimeError as error:  # torch's errors have no other base
+            except RuntimeError as error:  # torch raises plain RuntimeErrors
                 _log.info("version %d is requested again, because its group failed: %s", source.version, str(error))
                 self.leave()
                 send_message(connection, BroadcastRequest(self._name, source.version, held))
 
     def _join(self, order: RoundOrder, source: WeightSource) -> Broadcasts:
-        """Return the group that an order names. Joins it first if this worker is not yet a member."""
-        epoch = source.token, order.epoch
-        if self._group is None or self._epoch != epoch:
+        """Return the group that an order names. If this worker is not a member yet, join and wait for all members.
+
+        Raises:
+            RuntimeError: a member failed or did not come in time. `_pieces` then requests the version again.
+        """
+        group_id = source.token, order.epoch
+        if self._group is None or self._group_id != group_id:
             self.leave()
             limit_s = source.timeout_s / SWAP_SHARE
             store = reach_store(source.host, order.port, limit_s)
             self._group = Broadcasts(source.backend, store, order.rank, order.size, limit_s)
-            self._epoch = epoch
+            self._group_id = group_id
         return self._group
 
 

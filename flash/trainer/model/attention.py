@@ -38,7 +38,7 @@ from flash.foreign.kernels import AttentionOptions
 from flash.trainer.mesh import to_device
 
 HALF = (torch.bfloat16, torch.float16)
-"""Dtypes of 16 bits. On a CPU, short sequences are computed in float32 in their place (`SHORT`)."""
+"""Dtypes of 16 bits. On a CPU, short sequences of these dtypes are computed in float32 (`SHORT`)."""
 
 SHORT = 512
 """Longest sequence, in tokens, whose attention is computed in float32 on a CPU. In bfloat16, the backward pass of
@@ -57,9 +57,9 @@ class ScoreOptions(NamedTuple):
     scale: float
     """Factor of each product."""
     window: int | None
-    """Number of tokens that a token sees, itself included; None: all earlier ones."""
+    """Number of tokens that a token sees, itself included. None: the token sees itself and all earlier tokens."""
     cap: float | None
-    """Scores become cap · tanh(score / cap); None: no cap."""
+    """Largest size of a score: scores become cap · tanh(score / cap). None: no cap."""
 
 
 class RowIndex(NamedTuple):
@@ -129,11 +129,11 @@ class PaddedPart:
     keys: RowIndex
     """Rows of the S · K slots of keys and values."""
     place_SQ: Tensor
-    """int64: the place of each query token among the K keys; at least K if the token comes after all these keys."""
+    """int64: the place of each query token among the K keys; at least K for a token after all keys."""
     causal: bool
     """True if queries and keys are the same tokens; False if the queries come after all keys."""
     reach: int
-    """Most tokens that the last query sees, itself included; no window of at least this size hides a key."""
+    """Number of tokens that the last query sees, itself included. A window of at least this size hides no key."""
 
     def attend(self, states: States, scores: ScoreOptions) -> tuple[Tensor, Tensor]:
         """Return the attention output of each slot, [M, H, D], and the log of the sum of its weights, [M, H]."""
@@ -147,8 +147,8 @@ class PaddedPart:
 
         `answer_UHD` and `lse_UH` (log of the sum of the attention weights) are merged over all parts.
         """
-        # The kernels are given the merged values instead of those of this part. The softmax shares are then those of
-        # the whole attention, so the gradients of the parts sum to the whole gradient.
+        # The kernels get the output and `lse` of all parts together. So they compute the softmax shares of the whole
+        # attention, and the gradients of the parts sum to the whole gradient.
         batches = self._batches(states)
         grad, answer = (self._batch(self.queries, value).to(batches[0].dtype) for value in (grad_UHD, answer_UHD))
         lse = self._batch(self.queries, lse_UH)
@@ -171,12 +171,12 @@ class PaddedPart:
 
     @cached_property
     def _masks(self) -> dict[int, Tensor]:
-        """Masks by window, kept because every layer needs the same ones."""
+        """Masks by window, kept because every layer needs the same masks."""
         return {}
 
     def _batches(self, states: States) -> States:
         """Return query, key and value as padded batches, [S, H, Q or K, D] each."""
-        # On a CPU, short sequences are computed in float32, which is faster there (`SHORT`).
+        # On a CPU, short sequences are computed in float32, which is faster on it (`SHORT`).
         query, key, value = (
             self._batch(index, state) for index, state in zip((self.queries, self.keys, self.keys), states, strict=True)
         )
@@ -214,7 +214,7 @@ class RaggedPart:
     causal: bool
     """True if queries and keys are the same tokens; False if the queries come after all keys."""
     reach: int
-    """Most tokens that the last query sees, itself included; no window of at least this size hides a key."""
+    """Number of tokens that the last query sees, itself included. A window of at least this size hides no key."""
     kernels: RaggedKernels = field(default_factory=RaggedKernels)
 
     def attend(self, states: States, scores: ScoreOptions) -> tuple[Tensor, Tensor]:
@@ -226,8 +226,8 @@ class RaggedPart:
     ) -> States:
         """Return this part's gradients for the slots of queries, of keys and of values.
 
-        `answer_UHD` and `lse_UH` are merged over all parts, so that the gradients of the parts sum to the whole
-        gradient (`PaddedPart.gradients` says why).
+        `answer_UHD` and `lse_UH` are merged over all parts. So the kernel computes the softmax shares of the whole
+        attention, and the gradients of the parts sum to the whole gradient.
         """
         grad, answer, lse = (self.queries.gather(value) for value in (grad_UHD, answer_UHD, lse_UH))
         return self.kernels.gradients(grad, *self._gathered(states), answer, lse, *self._options(scores))
@@ -263,6 +263,9 @@ class RowAttention:
     The order matters: the output of a prefix part is merged with the output over the own tokens. Parts are built when a
     layer first needs them, and are kept for the other layers. Two kinds of layers, for example with and without a
     window, may need different parts of the same row.
+
+    A token that several sequences share is computed once and belongs to one of them: the first in token order. *Own*
+    tokens are the tokens that belong to a sequence in this sense.
     """
 
     def __init__(
@@ -276,10 +279,10 @@ class RowAttention:
         """Note the rows of each sequence and group the sequences by prefix.
 
         Args:
-            own: for each sequence, the rows of the tokens that only this sequence has, or that it computes for others;
-                may be empty.
+            own: for each sequence, the rows that are computed for it: tokens that only this sequence has, and shared
+                tokens that belong to it; may be empty.
             length_class_S: class of each sequence's length. Sequences of one class are padded to one batch.
-            prefixes: for each sequence, the rows of the tokens before `own`, which another sequence computes; may be
+            prefixes: for each sequence, the rows of the tokens before `own`, which belong to other sequences; may be
                 empty.
             position_U: position of each row's token in its sequences.
             device: the device on which the model computes.
@@ -297,7 +300,7 @@ class RowAttention:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences that have tokens of their own. Of equal sequences, only one has."""
+        """Number of sequences with own tokens. If several sequences are equal, only one of them has own tokens."""
         return sum(len(rows) > 0 for rows in self._own)
 
     def parts(self, query_UHD: Tensor, value_UHD: Tensor, scores: ScoreOptions) -> list[AttentionPart]:
@@ -321,7 +324,7 @@ class RowAttention:
     @cached_property
     def ragged(self) -> list[RaggedPart]:
         """Ragged parts: one for the own tokens of all sequences and, if there are families, one for all prefixes."""
-        # In the order of the row, so that the slots may be all rows in order, which then need no gathering.
+        # Sort by the order of the row. If the slots are then all rows in order, no gathering is needed.
         own = sorted((rows for rows in self._own if len(rows)), key=lambda rows: int(rows[0]))
         longest = max(map(len, own))
         parts = [_ragged(own, own, True, longest, self._device)]
@@ -333,22 +336,22 @@ class RowAttention:
 
     @cached_property
     def _padded_own_parts(self) -> list[PaddedPart]:
-        """Parts for the sequences' own tokens, one per class of lengths."""
+        """Padded parts in which the own tokens of each sequence attend to one another: one part per class of lengths.
+
+        Sequences without own tokens are left out: another, equal sequence computes their tokens.
+        """
         filled = np.array([len(rows) > 0 for rows in self._own])
-        classes = np.unique(self._length_class_S[filled]).tolist()
-        return [
-            _padded_own(
-                [self._own[place] for place in np.flatnonzero(filled & (self._length_class_S == one)).tolist()],
-                self._device,
-            )
-            for one in classes
+        length_classes = np.unique(self._length_class_S[filled]).tolist()
+        members = [
+            np.flatnonzero(filled & (self._length_class_S == length_class)).tolist() for length_class in length_classes
         ]
+        return [_padded_own([self._own[sequence] for sequence in some], self._device) for some in members]
 
     @cached_property
     def _padded_prefix_parts(self) -> list[PaddedPart]:
         """Parts for prefixes: one per prefix length and per power of two of the number of queries.
 
-        So at most half of a batch is padding.
+        The powers of two keep the padding below half of a batch.
         """
         classes: dict[tuple[int, int], list[tuple[Int64Array, Int64Array]]] = {}
         for queries, keys in self._families:
@@ -419,8 +422,8 @@ def _ranges(starts: Int64Array, lengths: Int64Array) -> Int64Array:
 def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """Return the attention output [S, H, Q, D] of a padded batch and the log of the sum of weights, [S, H, Q].
 
-    Without a cap, torch's kernel computes them. With a cap, they are computed here by matrix products, because no torch
-    kernel caps scores. A query that sees no key gets an output of zeros and a log-sum of −inf.
+    Without a cap, a kernel of torch computes both. With a cap, this function uses matrix products, because no kernel of
+    torch caps scores. A query that sees no key gets an output of zeros and a log-sum of −inf.
     """
     if options.cap is None:
         return kernels.attend(query, key, value, options)
@@ -466,8 +469,8 @@ def _capped_scores(
 ) -> tuple[Tensor, Tensor]:
     """Return two tensors [S, H, rows, K]: the capped scores, and the derivative of the cap.
 
-    `rows` are places among the queries. K are the keys that any of the rows may see. A score is −inf where a row does
-    not see a key.
+    `rows` are places among the queries. K is here the number of keys that any of the rows may see. A score is −inf
+    where a row does not see a key.
     """
     # Without a mask, causal rows see no keys after the last row.
     last = rows.stop if options.causal and options.mask is None else key.shape[2]
@@ -499,8 +502,8 @@ def _by_head(states: Tensor, query: Tensor) -> Tensor:
 
 
 Scratch = tuple[Tensor, Tensor]
-"""Two buffers of [N] numbers that the blocks use one after another. Allocating such memory for each block would take
-more time than computing the block."""
+"""Two flat buffers of numbers, for the scores and the weights of a block. All blocks use the same buffers, because
+allocating memory for each block would take more time than computing the block."""
 
 
 class RowBlock(NamedTuple):
@@ -566,7 +569,7 @@ def attention_rows(
     """
     heads, rows, width = query_HBD.shape
     groups, columns, _ = key_GCD.shape
-    # Heads that share a key head are neighbours, so their rows form one matrix and one product serves them all.
+    # Heads that share a key head are neighbours, so the rows of these heads form one matrix for a single product.
     query = query_HBD.reshape(groups, heads // groups * rows, width) * (width**-0.5 if scaling is None else scaling)
     scores, weights = (buffer[: heads * rows * columns].view(heads, rows, columns) for buffer in scratch)
     torch.bmm(query, key_GCD.transpose(1, 2), out=scores.view(*query.shape[:2], columns))

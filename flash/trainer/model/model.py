@@ -80,7 +80,8 @@ each layer runs again, and its inputs are kept on this device until then."""
 def recompute_mode(train: TrainConfig, host: str = "cpu") -> Recompute:
     """Return the activation checkpointing that `[train]` configures.
 
-    `host` is the device to which inputs are offloaded. Only the prediction of memory gives another one than the CPU.
+    `host` is the device to which inputs are offloaded. Only the prediction of memory (`flash.trainer.memory`) passes
+    another device than the CPU.
     """
     return train.activation_checkpointing and (host if "activations" in train.offload else True)
 
@@ -88,7 +89,7 @@ def recompute_mode(train: TrainConfig, host: str = "cpu") -> Recompute:
 def load_model(config: ModelConfig) -> PreTrainedModel:
     """Return the whole model on the CPU, in float32, ready for `shard_model`.
 
-    Commands that work with a whole model in one process use it, and `_StoredWeights`.
+    Commands that work with a whole model in one process use this function, and so does `_StoredWeights`.
 
     Raises:
         ConfigError: `model.path` has no causal language model that can be loaded, or its weights are quantized.
@@ -121,7 +122,7 @@ def empty_model(config: ModelConfig, layers: int | None = None) -> PreTrainedMod
     except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
         raise _cannot_load(config, error) from error
     model.tie_weights()
-    # It is exported together with the trained model. Not every model has such a file.
+    # The generation_config is exported together with the trained model. Some models have none.
     with suppress(OSError):
         local = Path(config.path).is_dir()
         model.generation_config = GenerationConfig.from_pretrained(config.path, local_files_only=local)
@@ -158,13 +159,13 @@ def load_sharded(
 ) -> PreTrainedModel:
     """Return the model at `config.path`, sharded by `shard_model` and with its weights. A collective.
 
-    Reference and teacher are loaded in this way, and critics with `backbone`: they need the model without its output
-    layer.
+    `flash.trainer.references` loads a reference and a teacher in this way. `flash.trainer.critic` passes `backbone`,
+    because a critic needs the model without its output layer.
 
     Raises:
         ConfigError: the model cannot be loaded, its output layer cannot be replaced, or its layers cannot be divided.
     """
-    # The names in the files are those of the whole model. They are looked up before `shard_model` replaces layers.
+    # The files have the tensor names of the whole model. Look the names up before `shard_model` replaces layers.
     whole = empty_model(config)
     model: Any = whole.base_model if backbone else whole
     names = {id(tensor): name for name, tensor in _named_weights(whole)}
@@ -177,8 +178,9 @@ def load_sharded(
 def load_plain(config: ModelConfig, mesh: TrainerMesh) -> PreTrainedModel:
     """Return the model as transformers makes it, in float32, with its own attention and output layer. A collective.
 
-    It is sharded and otherwise unchanged. The trainer samples the canary's text from it, and then moves its weights
-    into the policy: its state dict fits an `empty_model` of this configuration after `shard_model`.
+    The model is sharded and otherwise unchanged. The trainer samples the canary (the text on which engines are checked)
+    from it, and then moves its weights into the policy: its state dict fits an `empty_model` of this configuration
+    after `shard_model`.
 
     Raises:
         ConfigError: the model cannot be loaded, or its layers cannot be divided.
@@ -194,7 +196,7 @@ def load_plain(config: ModelConfig, mesh: TrainerMesh) -> PreTrainedModel:
 class _StoredWeights:
     """Reader of the weights at `model.path`, by the names of the unsharded model.
 
-    It reads one tensor at a time. If there are no safetensors files, or they do not hold every tensor, each rank loads
+    The reader reads one tensor at a time. If there are no safetensors files, or if they lack a tensor, each rank loads
     all weights into memory.
 
     Raises:
@@ -211,7 +213,7 @@ class _StoredWeights:
         self._read = load_model(config).state_dict().__getitem__ if read is None else read
 
     def read(self, name: str) -> Tensor:
-        """Return the whole stored tensor of this name. Read tensor by tensor, it has the dtype of its file.
+        """Return the whole stored tensor of this name: in the dtype of its file, or float32 if all weights were loaded.
 
         Raises:
             ConfigError: parts of the tensor do not fit together, or it has another shape than the model expects.
@@ -236,8 +238,7 @@ def _fill(model: PreTrainedModel, stored: _StoredWeights, names: Sequence[str], 
         names: for each weight of the model, in the order of `_named_weights`, the name of its stored tensor. This name
             may differ from the weight's own name, because the model may be only a backbone, and because `shard_model`
             replaces layers.
-        device: the device for sharded weights, of which this rank gets its part in float32. A buffer keeps the dtype
-            and the device that it has.
+        device: the device for this rank's part of sharded weights, in float32. A buffer keeps its own dtype and device.
     """
     state: dict[str, Tensor] = {}
     for (own, tensor), name in zip(_named_weights(model), names, strict=True):
@@ -261,7 +262,7 @@ def _fill(model: PreTrainedModel, stored: _StoredWeights, names: Sequence[str], 
 def _named_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return name and tensor of each weight that a model's files hold.
 
-    These are the parameters, and the buffers that cannot be computed from the config. Tied parameters occur once.
+    The weights are the parameters, and the buffers that cannot be computed from the config. Tied parameters occur once.
     """
     return [*model.named_parameters(), *kept_buffers(model)]
 
@@ -271,10 +272,11 @@ def shard_model(
 ) -> PreTrainedModel:
     """Prepare a model for training and shard it, in place. Returns the same model. A collective.
 
-    Its parameters may be on the meta device; the caller then fills them. The function selects packed attention if the
+    The parameters may be on the meta device; the caller then fills them. The function selects packed attention if the
     model's attention can be replaced, replaces the output layer by an `OutputLayer`, fuses layers on a GPU, and turns
-    dropout off. Each decoder layer is sharded on its own, and then the rest. With `recompute`, the activations of
-    decoder layers are not kept for the backward pass (Chen et al. 2016, arXiv 1604.06174).
+    dropout off. `OutputLayer` computes log-probs of tokens, because all logits at once would take too much memory. With
+    `recompute`, the activations of decoder layers are not kept for the backward pass (Chen et al. 2016, arXiv
+    1604.06174).
 
     Raises:
         ConfigError: the model's output layer cannot be replaced, or its layers cannot be divided.
@@ -288,7 +290,7 @@ def shard_model(
     if mesh.device.type == "cuda" and mesh.tensor is None and can_fuse():
         fuse_layers(model, whole=takes_packed_rows(model) and not is_recurrent(model))
     _shard(model, mesh, MixedPrecisionPolicy() if config.dtype == "float32" else half, recompute=recompute)
-    # Dropout also stays off in training, because log-probs must be those of the policy that samples.
+    # Dropout also stays off in training, because the engine samples without dropout, and log-probs must agree with it.
     return model.eval()
 
 
@@ -306,8 +308,8 @@ def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPoli
     if mesh.tensor is not None or mesh.experts is not None:
         from flash.foreign.dividing import divide_layers
 
-        # The ranks of a tensor group divide the layers among them. Embedding and output layer stay whole: each of these
-        # ranks computes their whole gradients.
+        # The ranks of a tensor group divide each layer. Embedding and output layer are not divided: every rank of the
+        # group computes the whole gradients of both.
         experts = divide_layers(model, mesh.tensor, None if mesh.experts is None else mesh.experts["expert"])
     # With one rank, resharding between forward and backward pass frees nothing and only copies. But with weights
     # offloaded to the host, only one layer at a time may be on the device.
@@ -318,8 +320,7 @@ def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPoli
 
     def placement(parameter: nn.Parameter) -> Shard | None:
         # Experts are in tensors of three dimensions, which FSDP shards by expert unless another dimension is given.
-        # With fewer experts than ranks, some ranks would have no expert, and all would gather padding up to one expert
-        # per rank.
+        # With fewer experts than ranks, some ranks would have no expert, and all ranks would gather padding instead.
         return None if parameter.dim() < 3 else _even_shard(parameter, ranks)
 
     layers, inside = layer_types(model), set[nn.Module]()
@@ -345,11 +346,12 @@ def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPoli
 
 
 def _shard_experts(module: nn.Module, mesh: TrainerMesh, policy: MixedPrecisionPolicy) -> None:
-    """Shard this rank's experts of a layer over the ranks that hold the same experts.
+    """Shard this rank's experts of a layer over its `holders`, the ranks that hold the same experts.
 
-    With expert parallelism, each rank holds some experts, and gets from all ranks the tokens that are sent to these. So
-    the gradient of the experts is already a sum over these ranks. To be a mean like that of the other parameters, it is
-    divided by the number of all ranks over which the rest of the model is sharded.
+    The ranks of an expert group hold different experts, and send each token to the ranks of its experts. So a rank's
+    gradient of its experts is already the sum over the tokens of its group. FSDP adds the gradients of the holders,
+    which are in different groups. The result is the sum over all ranks. The gradient of every other parameter is a mean
+    over `mesh.fsdp`, so this sum is divided by the size of `mesh.fsdp`.
 
     Raises:
         ConfigError: the ranks that hold the same experts cannot divide the expert weights.
@@ -366,37 +368,43 @@ def _shard_experts(module: nn.Module, mesh: TrainerMesh, policy: MixedPrecisionP
     sharded: Any = fully_shard(
         module,
         mesh=holders,
+        # FSDP of the layer around has cast the hidden states. Routing weights may be float32, and undivided experts get
+        # them without a cast.
         mp_policy=replace(policy, cast_forward_inputs=False),
         offload_policy=mesh.offload_policy,
         reshard_after_forward=holders.size() > 1 or mesh.offloads,
         shard_placement_fn=placement,
     )
     sharded.set_gradient_divide_factor(float(mesh.fsdp.size()))
-    # Only nccl can divide during the reduction, so sums are forced for every backend. A single rank reduces nothing:
-    # with forced sums it would divide twice.
+    # By default FSDP divides during the reduction, which only nccl can do. With forced sums it adds first and divides
+    # afterwards, on every backend. A single holder has no reduction: FSDP divides in its place, and with forced sums
+    # would divide once more afterwards.
     sharded.set_force_sum_reduction_for_comms(holders.size() > 1)
 
 
 def _even_shard(parameter: nn.Parameter, ranks: int) -> Shard | None:
     """Return a shard along the first dimension whose size is divisible by `ranks`; None if there is no such dimension.
 
-    FSDP can shard a dimension other than the first one only evenly. If the parameter is already divided by tensor or
-    expert parallelism, the sizes are those of this rank's part.
+    FSDP can shard a dimension other than the first one only evenly. If tensor or expert parallelism has already divided
+    the parameter, the sizes of this rank's part count.
     """
     own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return next((Shard(dim) for dim, size in enumerate(own.shape) if size % ranks == 0), None)
 
 
-def check_divisible(described: PreTrainedConfig, parallel: ParallelConfig) -> None:
-    """Check that ranks can divide the layers, rows and experts of a model of this configuration.
+def check_divisible(config: PreTrainedConfig, parallel: ParallelConfig) -> None:
+    """Check that ranks can divide a model of this configuration, without a change of its gradients.
 
-    `_shard` checks each model that it divides, and a dry run checks the policy before anything starts.
+    Tensor parallelism divides its layers, and expert parallelism its experts. Context parallelism divides *rows*: the
+    tokens of a micro-batch, one sequence after another. `_shard` checks each model that it divides, and a dry run
+    checks the policy before anything starts.
 
     Raises:
-        ConfigError: the number of heads, of experts or of numbers in a layer is not divisible; dividing a model of this
-            kind is not exact, or not known to be exact; or the installed transformers divides models in another way.
+        ConfigError: the number of heads, the intermediate size or the number of experts is not divisible by the number
+            of ranks; it is not shown that dividing this kind of model leaves its gradients unchanged; or the installed
+            transformers divides models in another way.
     """
-    described = described.get_text_config()
+    text_config = config.get_text_config()
     if parallel.tensor > 1 or parallel.expert > 1:
         try:
             import_module("flash.foreign.dividing")
@@ -406,35 +414,38 @@ def check_divisible(described: PreTrainedConfig, parallel: ParallelConfig) -> No
                 f"parallel.{key}: expected 1 with transformers {transformers.__version__}, which divides models in "
                 f"another way ({error}); install transformers 5.19"
             ) from error
-    kind, tensor, context, expert = described.model_type, parallel.tensor, parallel.context, parallel.expert
-    # Kinds of models whose gradients are known not to change.
+    kind, tensor, context, expert = text_config.model_type, parallel.tensor, parallel.context, parallel.expert
+    # Allow only kinds of models whose gradients are known not to change.
     for key, ranks, exact in (("tensor", tensor, TENSOR_PARALLEL_KINDS), ("expert", expert, EXPERT_COUNTS)):
         if ranks > 1 and kind not in exact:
             known = ", ".join(exact)
             raise ConfigError(
                 f"parallel.{key}: expected 1 for a {kind}; it is known to be exact for {known} alone, got {ranks}"
             )
+    # With tensor parallelism alone, transformers would divide the weights within each expert, for which no test shows
+    # that gradients do not change. That a larger number is a multiple is checked with the configuration.
     if tensor > 1 and expert == 1 and kind in EXPERT_COUNTS:
         raise ConfigError(f"parallel.expert: expected a multiple of parallel.tensor = {tensor} for a {kind}, got 1")
-    # Models whose layers or positions need the whole row on one rank.
-    if context > 1 and (running := recurrent_layers(described)):
+    # Refuse models whose layers or positions need the whole row on one rank.
+    if context > 1 and (running := recurrent_layers(text_config)):
         raise ConfigError(
             f"parallel.context: expected 1 for a {kind}, which has layers whose state runs on from one token to the "
             f"next ({running}), got {context}"
         )
-    if context > 1 and (scaling := positions_by_length(described)) is not None:
+    if context > 1 and (scaling := positions_by_length(text_config)) is not None:
         raise ConfigError(
             f"parallel.context: expected 1 for a {kind} whose positions ({scaling}) depend on how long the longest "
             f"sequence is, got {context}"
         )
-    # Numbers that must be divisible. A context group exchanges heads, so each of its ranks needs as many heads as the
-    # others; with tensor parallelism, it has only a part of them.
+    # Check divisibility. The ranks of a context group exchange whole heads of queries, so the size of the group must
+    # divide their number. With tensor parallelism, a group has only 1 / tensor of the heads. Heads of keys are repeated
+    # if there are fewer of them than ranks.
     wanted = [("tensor", tensor, name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")]
     wanted += [("context", tensor * context, "num_attention_heads"), ("expert", expert, EXPERT_COUNTS.get(kind, ""))]
     for key, ranks, name in wanted:
         if ranks == 1:
             continue
-        if (count := getattr(described, name, None)) is None:
+        if (count := getattr(text_config, name, None)) is None:
             raise ConfigError(f"parallel.{key}: expected 1 for a {kind}, which has no {name}, got {ranks}")
         if count % ranks:
             of = f"{context} · parallel.tensor = {ranks}" if key == "context" and tensor > 1 else ranks
@@ -445,8 +456,8 @@ def reshard(model: nn.Module) -> None:
     """Free the gathered parameters of a model after a forward pass without a backward pass, such as one of a reference.
 
     In a forward pass, FSDP gathers the parameters of each layer from all ranks, and a backward pass frees these copies.
-    Without a backward pass they may stay, and the next forward pass would use them in place of updated parameters.
-    This is no collective.
+    Without a backward pass the copies may stay, and the next forward pass would use them in place of updated
+    parameters. This is no collective.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -477,9 +488,9 @@ def named_full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def published_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return name and tensor of each parameter that a published version has.
 
-    If the model has adapters (LoRA), these are the parameters of the adapters: engines have the rest already. Otherwise
-    these are all parameters. Parameters that the model itself freezes are included, because engines and exports need
-    the whole model.
+    If the model has adapters (LoRA), only the parameters of the adapters are returned, because engines have the rest
+    already. Otherwise all parameters are returned, even if the model itself freezes some of them, because engines and
+    exports need the whole model.
     """
     adapted = config_in(model) is not None
     return [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad or not adapted]
