@@ -41,7 +41,7 @@ CONNECTIONS = 256
 """Most connections at a time. Another one is closed at once."""
 
 
-class Client:
+class RelayedClient:
     """A connection of a program in the sandbox."""
 
     def __init__(self, stream: socket.socket) -> None:
@@ -67,7 +67,7 @@ class Relay:
         self.listener = socket.socket()
         self.listener.bind(("127.0.0.1", 0))
         self.listener.listen(64)
-        self.clients: dict[int, Client] = {}
+        self.clients: dict[int, RelayedClient] = {}
         """Connections by their numbers."""
         self.read = bytearray()
         """Bytes from the host that are no complete frame yet."""
@@ -111,7 +111,7 @@ class Relay:
             return
         stream.setblocking(False)
         self.last += 1
-        self.clients[self.last] = Client(stream)
+        self.clients[self.last] = RelayedClient(stream)
         send(self.last, OPEN)
         self.watch(self.last)
 
