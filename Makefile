@@ -41,7 +41,7 @@ lint: env
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# Every benchmark, then the tables of docs/figures.md; `make bench BENCH_ARGS=--quick` for the short form.
+# Every benchmark, whose rows go to benchmarks/results/; `make bench BENCH_ARGS=--quick` for the short form.
 bench: env
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 

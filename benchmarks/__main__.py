@@ -1,7 +1,7 @@
 """Runs benchmarks by name, all of them by default: `python -m benchmarks [NAME …] [--quick]`.
 
-Full runs leave their rows in benchmarks/results/ and write the tables of docs/figures.md anew. Everything else that a
-benchmark can do, it does by its own command, which `--list` shows.
+Full runs write their rows to benchmarks/results/. Further options belong to the commands of the benchmarks, which
+`--list` shows.
 """
 
 from __future__ import annotations
@@ -14,49 +14,19 @@ from types import FrameType
 
 from benchmarks.form import RESULTS, ROOT
 
+SIMULATED = (
+    *("async_ratio", "end_to_end", "env_async", "gpu_split", "length_bias"),
+    *("prompt_replication", "queue_scheduling", "redundant_envs", "scaling"),
+)
+REAL = ("async_vs_sync", "calibration", "chaos", "engine_efficiency", "model_service", "sample_cost")
 MODULES = {
-    **{
-        name: f"benchmarks.simulated.{name}"
-        for name in (
-            *("async_ratio", "capacity", "end_to_end", "env_async", "gpu_split", "length_bias", "prompt_replication"),
-            *(
-                "goodput",
-                "hub_scale",
-                "journal",
-                "long_answers",
-                "mid_run",
-                "queue_scheduling",
-                "redundant_envs",
-                "scaling",
-            ),
-        )
-    },
-    **{
-        name: f"benchmarks.real.{name}"
-        for name in (
-            *("async_vs_sync", "calibration", "chaos", "engine_efficiency"),
-            *(
-                "grids",
-                "join",
-                "kept_sets",
-                "kv_law",
-                "loop_load",
-                "lora",
-                "mismatch",
-                "model_service",
-                "objective_cost",
-            ),
-            *("parallel_memory", "plain_loop", "rhythm_cost", "recording", "sample_cost", "view_load"),
-            *("routing_replay", "weight_groups"),
-        )
-    },
-    "credit": "benchmarks.real.credit",
+    **{name: f"benchmarks.simulated.{name}" for name in SIMULATED},
+    **{name: f"benchmarks.real.{name}" for name in REAL},
     "real_agentic": "benchmarks.real.agentic",
     "real_rlvr": "benchmarks.real.rlvr",
     "real_textworld": "benchmarks.real.textworld",
     "offpolicy": "benchmarks.offpolicy",
     "offpolicy_confirm": "benchmarks.offpolicy.confirm",
-    "distillation": "benchmarks.offpolicy.distillation",
     "sandbox": "benchmarks.sandbox",
     "sandbox_faults": "benchmarks.sandbox.faults",
     "versus_trl": "benchmarks.versus_trl",
@@ -86,8 +56,6 @@ def main() -> int:
     if failed:
         print(f"failed: {', '.join(failed)}")
         return 1
-    if not args.quick:
-        subprocess.run([sys.executable, "-m", "benchmarks.simulated.figure"], cwd=ROOT, check=True)
     return 0
 
 

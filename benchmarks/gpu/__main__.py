@@ -31,11 +31,10 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.form import Row, machine, print_table
-from benchmarks.gpu import kinds, ranks
+from benchmarks.gpu import runs
 from benchmarks.gpu.compute import layer_rows, mfu_rows
-from benchmarks.gpu.engine import engine_rows
-from benchmarks.gpu.exact import exact_rows
-from benchmarks.gpu.job import job_rows
+from benchmarks.gpu.gradients import divided_rows, exact_rows
+from benchmarks.gpu.groups import groups_rows
 from benchmarks.gpu.memory import memory_rows
 from benchmarks.gpu.sizes import Part, Sizes, Skipped
 from flash.config.machine import count_gpus
@@ -51,13 +50,12 @@ def parts(model: Path | None) -> dict[str, Part]:
         "mfu": mfu_rows,
         "exact": exact_rows,
         "memory": memory_rows,
-        "job-tiny": lambda sizes: job_rows(sizes, None),
-        "engine": engine_rows,
-        **kinds.PARTS,
-        **ranks.PARTS,
+        **runs.PARTS,
+        "divided": divided_rows,
+        "groups": groups_rows,
     }
     if model is not None:
-        known["job-model"] = lambda sizes: job_rows(sizes, model)
+        known["job-model"] = lambda sizes: runs.job_rows(sizes, model)
     return known
 
 

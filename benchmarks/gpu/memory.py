@@ -1,22 +1,22 @@
-"""What training steps take of a card at most, beside what `flash plan` says of them. Wherever weights are, they are the
-same steps."""
+"""The most memory of a card that training steps take, beside the memory that `flash plan` predicts.
+
+Also compares the steps themselves: where weights and moments are stored must not change a step.
+"""
 
 from __future__ import annotations
 
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from benchmarks.form import Row
-from benchmarks.gpu.compute import step_config_for
 from benchmarks.gpu.sizes import Shape, Sizes
-from benchmarks.real.objective_cost import GIB, apart, random_shard
+from benchmarks.gpu.steps import GIB, apart, random_shard, save_random, step_config
 from flash.config.tree import Config
 
 NEAR = 0.15
-"""Goal: how far a prediction may be from what is measured."""
+"""Goal: largest relative error of a prediction."""
 RECOMPUTED: dict[str, Any] = {"activation_checkpointing": True}
 LEVERS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -25,17 +25,15 @@ LEVERS: dict[str, dict[str, Any]] = {
     "weights moved": {"train": RECOMPUTED | {"offload": ["activations", "weights"]}},
     "adapters": {"train": RECOMPUTED, "lora": {"rank": 32}},
 }
-"""Tables of a configuration."""
+"""Ways to save memory, as tables of a configuration."""
 LARGE = Shape(36, 4096, 12_288, 32, 8, 128, 151_936)
-"""Of Qwen3-8B, but for an output layer of its own."""
+"""Shape of Qwen3-8B, except that its output layer is tied to the embeddings."""
 ON_LARGE = ("adapters",)
 MOVED = ("moved", "weights moved")
 ROW = 8192
 """Tokens of a micro-batch, and of its sequences together."""
-
-
 ALIKE = 1e-3
-"""Goal: how far losses, entropies and norms of gradients of two steps may be from those of "recomputed"."""
+"""Goal: largest relative difference of losses, entropies and gradient norms from those of "recomputed"."""
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -48,12 +46,12 @@ class Case(msgspec.Struct, frozen=True):
 
 
 def memory_rows(sizes: Sizes) -> list[Row]:
-    """Each lever, on the model of `mfu` and, of adapters, on one of eight billion weights."""
+    """Measure each lever on the model of `mfu` and, on a card, adapters on a model of eight billion weights."""
     rows: list[Row] = []
     shapes = {"small": sizes.shape} | ({"8 B": LARGE} if sizes.gpu else {})
     for name, shape in shapes.items():
         with tempfile.TemporaryDirectory() as folder:
-            apart(save_random, (shape, folder, sizes.gpu))
+            apart(save_random, (shape, folder, "bfloat16", sizes.gpu))
             steps: dict[str, list[float]] = {}
             for lever in LEVERS if shape is sizes.shape else ON_LARGE:
                 case = Case(folder, shape.vocabulary, lever, sizes)
@@ -69,34 +67,19 @@ def memory_rows(sizes: Sizes) -> list[Row]:
     return rows
 
 
-def save_random(asked: tuple[Shape, str, bool]) -> None:
-    """A model with random weights in bfloat16."""
-    import torch
-    from transformers import Qwen3ForCausalLM
-
-    shape, folder, gpu = asked
-    torch.manual_seed(0)
-    with torch.device("cuda" if gpu else "cpu"):
-        torch.set_default_dtype(torch.bfloat16)
-        Qwen3ForCausalLM(shape.config()).save_pretrained(folder)
-
-
 def configured(case: Case) -> Config:
-    """Its micro-batches are as full as may be."""
-    longest = case.sizes.length[1]
-    config = step_config_for(
-        case.folder, "bfloat16" if case.sizes.gpu else "float32", longest, 32, 2, gpu=case.sizes.gpu
-    )
+    """Configure two steps whose micro-batches are as full as the row allows."""
+    gpu, longest = case.sizes.gpu, case.sizes.length[1]
+    config = step_config(case.folder, "bfloat16" if gpu else "float32", longest, 32, 2, gpu=gpu)
     tables: dict[str, Any] = msgspec.to_builtins(config)
-    most = ROW if case.sizes.gpu else 16 * longest
-    tables["train"] |= {"max_tokens_per_microbatch": most}
+    tables["train"] |= {"max_tokens_per_microbatch": ROW if gpu else 16 * longest}
     for name, table in LEVERS[case.lever].items():
         tables[name] = (tables.get(name) or {}) | table
     return msgspec.convert(tables, Config)
 
 
 def measured(case: Case) -> tuple[int, list[float]]:
-    """Most bytes of the card in two steps, without one 0; and loss, entropy and norm of the gradient of each step."""
+    """Return the most bytes of the card in two steps (0 without one), and loss, entropy and gradient norm of each."""
     import torch
 
     from flash.foreign.torch import single_process_group
@@ -114,8 +97,7 @@ def measured(case: Case) -> tuple[int, list[float]]:
 
 
 def planned_bytes(case: Case) -> int:
-    """What one rank of one is said to take."""
+    """Return the bytes that `flash plan` predicts for a single rank. It needs a process without a process group."""
     from flash.trainer.memory import rank_memory
 
-    assert Path(case.folder, "config.json").is_file()
     return rank_memory(configured(case), 1).total

@@ -1,16 +1,17 @@
-"""How large the parts are: on a card, and where they only have to show that they work."""
+"""Sizes of the parts: on a card, and on two CPU cores, where they only show that they work. Also their models."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
 from benchmarks.form import Row
-from benchmarks.real.routing_replay import SHAPE
+from flash.config.machine import count_gpus
 from flash.trainer.model.tiny_model import HEAD_DIM
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ MODELS = Path("outputs") / "models"
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """Of a Qwen3 model with random weights."""
+    """Shape of a Qwen3 model with random weights."""
 
     layers: int
     width: int
@@ -32,7 +33,7 @@ class Shape(msgspec.Struct, frozen=True):
     vocabulary: int
 
     def config(self) -> Qwen3Config:
-        """As transformers has it."""
+        """Return the configuration of transformers."""
         from transformers import Qwen3Config
 
         return Qwen3Config(
@@ -49,83 +50,90 @@ class Shape(msgspec.Struct, frozen=True):
 
     @property
     def layer_weights(self) -> int:
-        """Numbers in the matrices of all layers."""
+        """Number of weights in the matrices of all layers."""
         attention = 2 * self.width * self.head_dim * (self.heads + self.kv_heads)
         return self.layers * (attention + 3 * self.width * self.inner)
 
 
 SMALL = Shape(28, 1024, 3072, 16, 8, 128, 151_936)
-"""Of Qwen3-0.6B."""
+"""Shape of Qwen3-0.6B."""
 MIDDLE = Shape(4, 512, 1536, 8, 4, 64, 8192)
-"""That two CPU cores train too."""
+"""Shape of a model that two CPU cores can train, too."""
 TINY = Shape(2, 64, 128, 2, 2, HEAD_DIM, 64)
 
-
-MIXTURE = SHAPE | {"intermediate_size": 512, "num_hidden_layers": 4, "tie_word_embeddings": False}
-"""Of a small Qwen 3 with experts."""
+MIXTURE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "initializer_range": 0.06,
+    "tie_word_embeddings": False,
+}
+"""Configuration of a small Qwen3 with experts."""
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """What each part does."""
+    """How much each part does. The defaults are for two CPU cores."""
 
     gpu: bool
-    swaps: int
-    """Of a job."""
-    shape: Shape
-    layer_tokens: int
-    layer_vocabulary: int
-    sequences: int
-    """Of a training step that is measured."""
-    length: tuple[int, int]
+    swaps: int = 2
+    """Versions of a run."""
+    shape: Shape = TINY
+    layer_tokens: int = 64
+    layer_vocabulary: int = 1000
+    sequences: int = 16
+    """Sequences of a training step that is measured."""
+    length: tuple[int, int] = (4, 12)
     """Shortest and longest answer there, in tokens."""
-    steps: int
-    requests: int
-    """To the engine, at once."""
-    tokens: int
-    """Of each answer."""
-    rounds: int
+    steps: int = 2
+    requests: int = 16
+    """Requests that are sent to the engine at once."""
+    tokens: int = 8
+    """Tokens of each answer."""
+    rounds: int = 1
 
     @classmethod
     def of(cls, *, gpu: bool, quick: bool) -> Self:
-        """For a card, or for two CPU cores."""
-        if gpu and not quick:
-            return cls(
-                gpu=True,
-                swaps=20,
-                shape=SMALL,
-                layer_tokens=16_384,
-                layer_vocabulary=SMALL.vocabulary,
-                sequences=64,
-                length=(256, 1792),
-                steps=4,
-                requests=256,
-                tokens=256,
-                rounds=3,
-            )
+        """Return the sizes for a card, or for two CPU cores."""
+        if not gpu or quick:
+            return cls(gpu=gpu)
         return cls(
-            gpu=gpu,
-            swaps=2,
-            shape=TINY,
-            layer_tokens=64,
-            layer_vocabulary=1000,
-            sequences=16,
-            length=(4, 12),
-            steps=2,
-            requests=16,
-            tokens=8,
-            rounds=1,
+            gpu=True,
+            swaps=20,
+            shape=SMALL,
+            layer_tokens=16_384,
+            layer_vocabulary=SMALL.vocabulary,
+            sequences=64,
+            length=(256, 1792),
+            steps=4,
+            requests=256,
+            tokens=256,
+            rounds=3,
         )
 
 
 Part = Callable[[Sizes], list[Row]]
+"""A part of the check: measures, and returns its rows."""
 
 
 class Skipped(Exception):
-    """A part cannot run on this machine; it says what that lacks."""
+    """A part cannot run on this machine; the message says what the machine lacks."""
+
+
+def needs_cards(sizes: Sizes, cards: int) -> None:
+    """Raise Skipped on a machine with GPUs, but fewer than `cards`. On the CPU ranks share the machine."""
+    if sizes.gpu and (there := count_gpus()) < cards:
+        raise Skipped(f"it needs {cards} cards, as nccl refuses two ranks on one; here there are {there}")
 
 
 def random_model(folder: Path, shape: Shape, tokenizer_of: Path) -> Path:
-    """A folder with random weights of this shape, another model's tokenizer, and no end-of-text token."""
+    """Fill a folder with random weights of this shape, another model's tokenizer, and no end-of-text token."""
     import torch
     from transformers import AutoTokenizer, Qwen3ForCausalLM
 
@@ -144,7 +152,7 @@ def random_model(folder: Path, shape: Shape, tokenizer_of: Path) -> Path:
 
 
 def mixture_model(folder: Path, vocabulary: int, tokenizer_of: Path | None = None) -> Path:
-    """A folder with a mixture of random weights, and another model's tokenizer."""
+    """Fill a folder with a mixture of random weights, and with another model's tokenizer if one is given."""
     import torch
     from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -157,15 +165,12 @@ def mixture_model(folder: Path, vocabulary: int, tokenizer_of: Path | None = Non
 
 
 def weight_bytes(folder: Path, bytes_each: int) -> int:
-    """What a model's weights take with so many bytes for a number."""
+    """Return the bytes of a model's weights, with `bytes_each` for each number."""
     from safetensors import safe_open
 
     numbers = 0
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="numpy") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - no mapping
-                count = 1
-                for size in tensors.get_slice(name).get_shape():
-                    count *= size
-                numbers += count
+                numbers += math.prod(tensors.get_slice(name).get_shape())
     return numbers * bytes_each

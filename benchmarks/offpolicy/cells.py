@@ -11,7 +11,7 @@ import hashlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -25,14 +25,12 @@ COLLAPSED = 0.5
 """A run has collapsed when its final accuracy is below this share of its own best, or below where it started."""
 
 
-class Setting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """What all cells of a comparison share."""
 
     digits: int = 2
     """Of both operands of `envs.arithmetic`."""
     operators: str = "+"
-    countdown: dict[str, Any] | None = None
-    """Options of `envs.countdown`, which then is the task."""
     layers: int = 3
     width: int = 128
     model_seed: int = 1
@@ -40,9 +38,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     warm_start_steps: int = 800
     """The most that it gets."""
     steps: int = 120
-    """Policy versions that are made, at most."""
-    tokens: int | None = None
-    """Action tokens after which a run ends, with the version that trains them."""
+    """Policy versions that are made."""
     batch_size: int = 256
     """Samples per version."""
     group_size: int = 8
@@ -60,14 +56,11 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def model_path(self) -> str:
         """Where the warm-started model is cached."""
-        task = f"{self.digits}{self.operators}" if self.countdown is None else "countdown"
-        return f"outputs/models/offpolicy-{self.layers}x{self.width}-{task}-{self.model_seed}"
+        return f"outputs/models/offpolicy-{self.layers}x{self.width}-{self.digits}{self.operators}-{self.model_seed}"
 
     @property
     def env(self) -> dict[str, Any]:
         """The task, as a configuration names it."""
-        if self.countdown is not None:
-            return {"path": "envs.countdown:Countdown", "options": self.countdown}
         options = {"digits": self.digits, "operators": self.operators}
         return {"path": "envs.arithmetic:Arithmetic", "options": options}
 
@@ -80,16 +73,8 @@ class Method(msgspec.Struct, frozen=True, kw_only=True):
     objective: str
     options: dict[str, Any] = {}
     """Of the objective."""
-    advantage: str | None = None
-    """Another estimator than the objective's own."""
     critic: dict[str, Any] | None = None
     """Its options, for a method that needs one."""
-    aggregation: str | None = None
-    """Another one than the objective's own."""
-    rhythm: dict[str, Any] | None = None
-    """Options of `algorithm.rhythm`."""
-    marks: Literal["random", "entropy"] | None = None
-    """What chooses as many tokens as a rhythm does, in its place: see `benchmarks.offpolicy.marks`."""
     budget: float | None = None
     """Of `algorithm.lag`; without it steps do not know their lag."""
     max_token_age: int | None = None
@@ -139,12 +124,6 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         setting, method = self.setting, self.method
         lag = None if method.budget is None else {"budget": method.budget}
         algorithm: dict[str, Any] = {"objective": method.objective, "options": method.options, "lag": lag}
-        if method.advantage is not None:
-            algorithm["advantage"] = method.advantage
-        if method.aggregation is not None:
-            algorithm["aggregation"] = method.aggregation
-        if method.rhythm is not None:
-            algorithm["rhythm"] = method.rhythm
         tables: dict[str, dict[str, Any]] = {} if method.critic is None else {"critic": method.critic}
         return tables | {
             "run": {"steps": setting.steps, "seed": self.seed},

@@ -27,7 +27,6 @@ import transformers
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from benchmarks.offpolicy.cells import Cell, Folder, Point, Result
-from benchmarks.offpolicy.marks import Marks
 from benchmarks.offpolicy.sampler import Answer, Sampler, Unfinished
 from flash.config.objects import check_options, load_object
 from flash.environment import HELD_OUT
@@ -244,23 +243,18 @@ def run(cell: Cell) -> Result:
     """
     config = cell.config()
     trainer = Trainer(config)
-    if cell.method.marks is not None:
-        trainer.rhythm = Marks(cell.method.marks, trainer.model, cell.seed)
     sampler = Sampler(cell.setting.model_path)
     rollouts = Rollouts(cell, sampler)
     curve = [evaluate(rollouts, trainer, 0, [])]
-    tokens, recent, setting = 0, list[dict[str, float]](), cell.setting
+    tokens, recent = 0, list[dict[str, float]]()
     for step, batch in enumerate(batches(cell, rollouts, lambda: trainer.version)):
         shard = make_shard(batch, step, config.train.max_age)
         recent.append(trainer.train_step(shard))
         tokens += shard.total_tokens
         sampler.load(named_full_tensors(trainer.model))
-        ends = trainer.version == setting.steps or (setting.tokens is not None and tokens >= setting.tokens)
-        if ends or trainer.version % setting.eval_every == 0:
+        if trainer.version == cell.setting.steps or trainer.version % cell.setting.eval_every == 0:
             curve.append(evaluate(rollouts, trainer, tokens, recent))
             recent.clear()
-        if ends:
-            break
     return Result(cell=cell, curve=curve, skipped_updates=trainer.skipped_steps, cpu_s=round(time.process_time(), 1))
 
 

@@ -1,21 +1,18 @@
-"""What the simulated figures share: their comparisons, their plots, and the tables of docs/figures.md.
+"""Comparisons and plots of the simulated figures.
 
 A figure compares four numbers for each case: the published one, a peer's rules, our own code, and a bound that no
 schedule exceeds, the last three in the same simulation of the same workload. Speed-ups are over the same simulated
-baseline. `python -m benchmarks.simulated.figure` writes the tables of docs/figures.md from benchmarks/results/*.json.
+baseline.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from benchmarks.form import RESULTS, ROOT, Row
+from benchmarks.form import Row
 
 CLOSE = 0.15
 """How far a simulated peer may be from the published figure, as a share of it."""
@@ -112,45 +109,3 @@ def _save(figure: Any, axes: Any, file: Path) -> None:
     figure.tight_layout()
     figure.savefig(file)
     pyplot.close(figure)
-
-
-# -- the page --------------------------------------------------------------------------------------------------------
-
-
-def write_tables(page: Path, results: Path) -> list[str]:
-    """Put the table of each `<!-- table: NAME -->` … `<!-- end -->` into a page; returns the names without results."""
-    missing: list[str] = []
-
-    def table(match: re.Match[str]) -> str:
-        name = match[1]
-        file = results / f"{name}.json"
-        if not file.exists():
-            missing.append(name)
-            return match[0]
-        rows = msgspec.json.decode(file.read_bytes(), type=list[Row])
-        return f"<!-- table: {name} -->\n{as_markdown(rows)}\n<!-- end -->"
-
-    text = re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", table, page.read_text(), flags=re.DOTALL)
-    page.write_text(text)
-    return missing
-
-
-def as_markdown(rows: Sequence[Row]) -> str:
-    """The rows as a table, without the reproduction errors: who reads the page sees both numbers."""
-    out = ["| case | metric | published | ROLL Flash rules simulated | ours | bound |", "|---|---|--:|--:|--:|--:|"]
-    out += [
-        f"| {row.case} | {row.metric} [{row.unit}] | {_cell(row.reference)} | {_cell(row.peer)} | {_cell(row.ours)} "
-        f"| {_cell(row.bound)} |"
-        for row in rows
-        if row.metric != "reproduction_error"
-    ]
-    return "\n".join(out)
-
-
-def _cell(value: float | None) -> str:
-    return "" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-if __name__ == "__main__":
-    for absent in write_tables(ROOT / "docs" / "figures.md", RESULTS):
-        sys.stderr.write(f"no results of {absent}: run python -m benchmarks {absent}\n")

@@ -1,0 +1,90 @@
+"""Training steps of random models, which several parts of the GPU check measure."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import numpy as np
+
+from benchmarks.gpu.sizes import Shape
+from flash.config.tree import Config
+from flash.types import Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
+
+GIB = 2**30
+GROUP_SIZE = 8
+PROMPT = 12
+"""Tokens of a prompt."""
+Result = TypeVar("Result")
+
+
+def apart(call: Callable[[Any], Result], argument: Any) -> Result:
+    """Return the result of a call in a new process, whose memory and process group are its own."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(call, argument).result()
+
+
+def save_random(what: tuple[Shape, str, Literal["float32", "bfloat16"], bool]) -> None:
+    """Save a model of a shape with random weights in a folder, in this dtype; made on the card if the last is true."""
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    shape, folder, dtype, gpu = what
+    torch.manual_seed(0)
+    torch.set_default_dtype(getattr(torch, dtype))
+    with torch.device("cuda" if gpu else "cpu"):
+        Qwen3ForCausalLM(shape.config()).save_pretrained(folder)
+
+
+def step_config(
+    folder: str, dtype: Literal["float32", "bfloat16"], longest: int, sequences: int, steps: int, *, gpu: bool
+) -> Config:
+    """Configure steps of one minibatch with GRPO, on `sequences` answers of at most `longest` tokens."""
+    tables: dict[str, dict[str, Any]] = {
+        "run": {"name": "gpu-check", "steps": steps},
+        "model": {"path": folder, "dtype": dtype, "max_length": longest + 64},
+        "env": {"path": "envs.arithmetic:Arithmetic"},
+        "rollout": {"group_size": GROUP_SIZE, "max_new_tokens": longest},
+        "train": {"batch_size": sequences, "minibatches": 1, "max_tokens_per_microbatch": 16_384},
+        "cluster": {"gpus_per_node": 1 if gpu else 0},
+        "engine": {"share_gpus": gpu},
+        "algorithm": {"objective": "grpo", "lag": None},
+    }
+    return msgspec.convert(tables, Config)
+
+
+def random_shard(step: int, groups: int, answers: tuple[int, int], vocabulary: int) -> Shard:
+    """Make a batch of random answers, `answers` tokens long at least and at most, sampled by the version before."""
+    rng = np.random.default_rng(step)
+    version = max(step - 1, 0)
+    trajectories = list[Trajectory]()
+    for group in range(groups):
+        prompt = rng.integers(0, vocabulary, PROMPT)
+        for member in range(GROUP_SIZE):
+            answer = int(rng.integers(*answers, endpoint=True))
+            reward = float(rng.random() < 0.5)
+            logprobs = rng.normal(-math.log(vocabulary), 0.2, answer)
+            trajectories.append(
+                Trajectory(
+                    task=Task(group * GROUP_SIZE + member, group, member, seed=group),
+                    outcome=Outcome.OK,
+                    reward=reward,
+                    token_ids=np.append(prompt, rng.integers(0, vocabulary, answer)).astype("<i4").tobytes(),
+                    action_spans=[Span(PROMPT, PROMPT + answer)],
+                    logprobs=logprobs.astype("<f4").tobytes(),
+                    versions=[VersionRun(version, answer)],
+                    turns=[Turn("", "", reward, 0.0, 0.0, 0.0)],
+                )
+            )
+    return Shard(
+        step=step,
+        min_version=version,
+        samples=[ShardSample(index, one) for index, one in enumerate(trajectories)],
+        batch=[one.batch_sample(version) for one in trajectories],
+        total_tokens=sum(one.action_count for one in trajectories),
+        total_sequences=len(trajectories),
+    )
