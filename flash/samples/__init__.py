@@ -8,8 +8,8 @@ about one problem, and a *member* is a task of a group with its state and result
 nodes and takes the results. `groups` holds them until the group is complete. Then `buffer` chooses the groups of a
 step, and `batches` makes them a batch and splits it among the trainer ranks.
 
-- `buffer` decides and records events, `journal` defines the events, `store` applies them, and `replay` applies the
-  events of a journal again after a crash.
+- `buffer` decides and records events, and `store` makes the changes. `journal` defines the events, and replays them
+  after a crash.
 - `tasks` and `groups` have the parts of the store.
 - `rules` has the settings, the shares of domains, and the breaker that stops a run which only fails.
 - `evaluation` leases held-out tasks and collects their results.

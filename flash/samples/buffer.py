@@ -38,6 +38,7 @@ from flash.samples.journal import (
     Revoked,
     SliceDone,
     Taken,
+    apply,
 )
 from flash.samples.rules import AgeContract, BufferRules, BufferSettings
 from flash.samples.store import BufferState, SampleStore
@@ -83,7 +84,7 @@ class SampleBuffer:
 
     def _record_and_apply(self, event: Event) -> None:
         self.journal.record(event)
-        self.samples.apply(event)
+        apply(self.samples, event)
 
     def do_slice(self) -> bool:
         """Do one slice of the backlog, the store's postponed work. Returns True if work is left.
@@ -129,10 +130,10 @@ class SampleBuffer:
         if not admission.room_for_group(newest):
             return None
         domain = self.samples.domains.next_domain(self.samples.quarantined)
-        # `apply` would not return the group and the leases that these events make, so they are applied directly.
-        issued = Issued(self.samples.source.next_problem(domain))
-        self.journal.record(issued)
-        return self._lease_members(self.samples.issue(issued).members[:1], versions, node)[0]
+        problem = self.samples.source.next_problem(domain)
+        # The group and the leases of these events are needed here, so the store is called directly, not with `apply`.
+        self.journal.record(Issued(problem))
+        return self._lease_members(self.samples.issue(problem).members[:1], versions, node)[0]
 
     def lease_rest(self, lease: Lease, versions: Sequence[int], node: int = 0) -> list[Lease]:
         """Lease the queued members of the group of `lease` to the node that got `lease`. Returns their leases.
@@ -152,9 +153,9 @@ class SampleBuffer:
         numbered = [
             (next(ids), member.task.sample_index, admission.oldest_version(member, versions)) for member in members
         ]
-        leased = Leased(members[0].task.group_id, node, numbered)
-        self.journal.record(leased)
-        return self.samples.lease(leased)
+        group_id = members[0].task.group_id
+        self.journal.record(Leased(group_id, node, numbered))
+        return self.samples.lease(group_id, node, numbered)
 
     # -- results -----------------------------------------------------------------------------------------------------
 

@@ -1,12 +1,13 @@
-"""Journal: the events that change a sample buffer, in the order in which they happened.
+"""Journal: the events that change the samples, in the order in which they happened, and the replay of them.
 
-`SampleBuffer` records each event before `SampleStore.apply` makes the change. An event holds the decisions of the
-buffer, such as the task of a lease (the right and the duty of a node to run one task) or the groups of a step. After a
-crash, `flash.samples.replay` applies the events to the state of the last checkpoint, and so comes to the same state.
+`SampleBuffer` records each event before `apply` makes the change. An event holds the decisions of the buffer, such as
+the task of a lease (the right and the duty of a node to run one task) or the groups of a step. Work on many groups
+waits in the *backlog* of the store and is done in slices. Each slice is an event, too, so that a replay has slices and
+results in the order of the run. Events are encoded as arrays with a number instead of a name, so a new field must be
+the last one, and numbers stay. `flash.run.restart.journal` keeps the events in files.
 
-Work on many groups waits in the *backlog* of the store and is done in slices. Each slice is an event, too, so that a
-replay has slices and results in the order of the run. `flash.run.restart.journal` keeps the events in files. Events are
-encoded as arrays with a number instead of a name, so a new field must be the last one, and numbers stay.
+When a run starts again, `flash.run.restart.hub_state` reads a checkpoint and the journal after it, passes each event to
+`Replay.apply`, and then calls `Replay.state`. All results that were delivered after the checkpoint are kept.
 
 Law: no result, batch or commit is acknowledged to a peer before its event is `written`. A lease may be sent to its node
 earlier: after a crash the next hub refuses the claim of a lease that it does not know.
@@ -14,12 +15,16 @@ earlier: after a crash the next hub refuses the claim of a lease that it does no
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Protocol
 
 import msgspec
 
+from flash.errors import BreakerError, ContractError
+from flash.samples.groups import FormedBatches, FormedGroup
 from flash.samples.rules import BufferSettings
-from flash.samples.tasks import Problem
+from flash.samples.store import BufferState, SampleStore
+from flash.samples.tasks import Problem, TaskSource
 from flash.types import Failure, Trajectory
 
 
@@ -107,6 +112,37 @@ class Closed(msgspec.Struct, frozen=True, array_like=True, tag=9):
 Event = Began | Issued | Leased | Delivered | DeliveredLate | Revoked | SliceDone | Taken | Committed | Closed
 
 
+def apply(store: SampleStore, event: Event) -> None:
+    """Make the change of an event, on which a buffer has decided in this state, in this process or before a crash.
+
+    Raises:
+        BreakerError: too many tasks were given up in a row, or too many groups were filtered out in a row. The change
+            of the event is made before the error is raised.
+        ContractError: the event does not fit the state, or the ledger does not account for each task and token.
+    """
+    match event:
+        case Delivered():
+            store.deliver(event.lease_id, event.node, event.result)
+        case Leased():
+            store.lease(event.group_id, event.node, event.leases)
+        case Issued():
+            store.issue(event.problem)
+        case DeliveredLate():
+            store.deliver_late(event.lease_id, event.tokens)
+        case Revoked():
+            store.revoke(event.lease_ids)
+        case SliceDone():
+            store.backlog.do_slice()
+        case Taken():
+            store.take(event.step, event.groups)
+        case Committed():
+            store.commit(event.step)
+        case Closed():
+            store.close()
+        case Began():
+            raise ContractError("the start of a hub cannot be applied to a store: it makes a new one")
+
+
 class Journal(Protocol):
     """Interface of a journal. `flash.run.restart.journal.FileJournal` keeps the events in files."""
 
@@ -170,3 +206,103 @@ class MemoryJournal:
 
 
 NO_JOURNAL = NoJournal()
+
+
+class Replay:
+    """Applies the events of a journal to the state of a checkpoint, one after the other.
+
+    The run may continue from any version between the checkpoint's and the one that it has `reached`, which is the usual
+    choice. An earlier version is chosen if records of the later steps are missing. Steps from that version on are
+    trained again. Batches of such steps that were formed already are trained as they were (`FormedBatches`). If the
+    ledger counts their samples as trained, that is undone.
+
+    The journal may contain the events of several hub processes. Each continued from such a version.
+
+    Args:
+        state: the state in the checkpoint; the replay changes it. None for a run that has no checkpoint.
+        version: the version of the checkpoint.
+    """
+
+    def __init__(self, state: BufferState | None, version: int) -> None:
+        self.reached = 0 if state is None else version
+        """Version that the run has reached with the events applied so far."""
+        self.delivered = 0
+        """Number of trajectories delivered since the checkpoint, for a note to the user."""
+        self._counted: list[tuple[FormedGroup, int]] = []
+        """Groups that were counted as trained since the checkpoint, by any hub process, each with the oldest version
+        whose tokens were counted as trained. `state` may have to undo these counts."""
+        self._store: SampleStore | None = None
+        """Store of the hub process whose events are being applied; None before the first event of a new run."""
+        if state is not None:
+            self._begin(state.settings, state, same_process=True)
+
+    def _begin(self, settings: BufferSettings, state: BufferState | None, *, same_process: bool = False) -> None:
+        """Make the store of the hub process whose events follow.
+
+        Args:
+            settings: settings of that process.
+            state: the state with which it began; None if it began a new run.
+            same_process: True if that process wrote the state into a checkpoint, and so continues in it.
+        """
+        members, cursor = settings.rules.sizes(settings.contract.group_size), state.cursor if state else None
+        # The seed and the kinds do not matter, because the events hold the problems that were issued.
+        source = TaskSource(0, members, cursor=cursor, samplings=settings.rules.samplings())
+        self._store = SampleStore(settings, source, step=self.reached, state=state, same_process=same_process)
+
+    def apply(self, event: Event) -> None:
+        """Apply the next event.
+
+        Raises:
+            ContractError: the event cannot have happened in this state, so the journal does not belong to it.
+        """
+        if isinstance(event, Began):
+            # A new hub process began, with the state that the events so far lead to and with settings of its own.
+            state = self.state(event.step)
+            self.reached = event.step
+            self._begin(event.settings, state)
+            return
+        if (store := self._store) is None:
+            raise ContractError(
+                "the journal of a run without a checkpoint begins in the middle; expected the start of a hub first"
+            )
+        if isinstance(event, Delivered) and isinstance(event.result, Trajectory):
+            self.delivered += 1
+        if isinstance(event, Committed):
+            if event.counts != store.counts:
+                raise ContractError(
+                    f"before step {event.step} the run had counted {event.counts} (tasks issued, tasks in flight, "
+                    f"tokens generated), and its replay comes to {store.counts}"
+                )
+            oldest = store.contract.min_token_version(event.step)
+            self._counted += [(FormedGroup(event.step, group), oldest) for group in store.batches.training.values()]
+            self.reached = event.step + 1
+        # The breaker, which ends a run if too many tasks or groups in a row fail, ended that hub process. But the state
+        # is sound, because the event was applied before the breaker raised.
+        with suppress(BreakerError):
+            apply(store, event)
+        # These are only for nodes and people, to whom the earlier process has passed them on.
+        store.leases.to_cancel.clear()
+        store.notes.clear()
+
+    def state(self, until: int) -> BufferState | None:
+        """Return the state for a run that continues from version `until`; None if no hub has ever started.
+
+        Finishes the backlog, and undoes the counts of steps from `until` on: their groups are formed batches again. It
+        is called at the end, and for the start of each hub process in the journal.
+
+        Raises:
+            ContractError: a task or a token is unaccounted for.
+        """
+        if (store := self._store) is None:
+            return None
+        while store.backlog:
+            with suppress(BreakerError):
+                store.backlog.do_slice()
+        undone = [(formed, oldest) for formed, oldest in self._counted if formed.step >= until]
+        self._counted = [(formed, oldest) for formed, oldest in self._counted if formed.step < until]
+        for formed, oldest in undone:
+            for trajectory in formed.group.trajectories():
+                store.ledger.train(trajectory.trained_tokens(oldest), trajectory.action_count, times=-1)
+        store.batches = FormedBatches([*(formed for formed, _ in undone), *store.batches.all_groups()])
+        store.check()
+        return store.snapshot()

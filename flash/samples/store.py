@@ -2,10 +2,11 @@
 
 The store owns no anyio task, clock or file. It changes only by events (`flash.samples.journal`), and equal events lead
 to equal states: in a running hub, where `flash.samples.buffer` decides on an event and applies it, and in a replay.
+Each event calls one method.
 
 A group of tasks is issued (`issue`), its members are leased to nodes (`lease`), and the nodes deliver results
-(`_deliver`). After a member has changed, `_decide_by_members` decides whether its group waits, is ready for a step, is
-filtered out, or leaves. A step takes groups (`_take`) and counts them as trained (`_commit`). After each `_take`,
+(`deliver`). After a member has changed, `_decide_by_members` decides whether its group waits, is ready for a step, is
+filtered out, or leaves. A step takes groups (`take`) and counts them as trained (`commit`). After each `take`,
 `_decide_by_age` looks at each group that is left, and withdraws, gives up or restarts members that are too old.
 
 `flash.samples.groups` explains the states of members and groups. A task is *given up* if it ends untrained and
@@ -22,7 +23,7 @@ in slices, each by one event. Each slice leaves a consistent state. No batch is 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import count, islice
@@ -33,21 +34,9 @@ import msgspec
 from algorithms.advantages import are_equal
 from flash.errors import ContractError
 from flash.samples.groups import FormedBatches, FormedGroup, Group, GroupPool, Ledger, Member
-from flash.samples.journal import (
-    Closed,
-    Committed,
-    Delivered,
-    DeliveredLate,
-    Event,
-    Issued,
-    Leased,
-    Revoked,
-    SliceDone,
-    Taken,
-)
 from flash.samples.rules import Breaker, BufferSettings, DomainShares, DomainTotals, Streaks
-from flash.samples.tasks import Admission, Cursor, LeaseTable, Places, TaskSource, by_issue
-from flash.types import Failure, Lease, Outcome
+from flash.samples.tasks import Admission, Cursor, LeaseTable, Places, Problem, TaskSource, by_issue
+from flash.types import Failure, Lease, Outcome, Trajectory
 
 FILTER_BREAKER = 20
 """Number of batches. If as many groups as they have are filtered out in a row, the run stops: it learns nothing."""
@@ -292,43 +281,9 @@ class SampleStore:
 
     # -- events ------------------------------------------------------------------------------------------------------
 
-    def apply(self, event: Event) -> None:
-        """Make the change of an event, on which a buffer has decided in this state, in this process or before a crash.
-
-        Raises:
-            BreakerError: too many tasks were given up in a row, or too many groups were filtered out in a row. The
-                change of the event is made before the error is raised.
-            ContractError: the event does not fit the state, or the ledger does not account for each task and token.
-        """
-        match event:
-            case Delivered():
-                self._deliver(event)
-            case Leased():
-                self.lease(event)
-            case Issued():
-                self.issue(event)
-            case DeliveredLate():
-                self.ledger.generated_tokens += event.tokens
-                self.ledger.discard(self.leases.take_reason(event.lease_id), event.tokens)
-            case Revoked():
-                self.backlog.add(self._revoke, event.lease_ids)
-            case SliceDone():
-                self.backlog.do_slice()
-            case Taken():
-                self._take(event)
-            case Committed():
-                self._commit(event)
-            case Closed():
-                self._close()
-            case _:
-                raise ContractError(f"the event {type(event).__name__} cannot be applied to a buffer")
-
-    def issue(self, event: Issued) -> Group:
-        """Issue a group for a problem: create its tasks, queue them, and count them. Returns the group.
-
-        The buffer calls this directly, without `apply`, because it needs the group.
-        """
-        tasks = self.admission.issue(event.problem)
+    def issue(self, problem: Problem) -> Group:
+        """Issue a group for a problem: create its tasks, queue them, and count them. Returns the group."""
+        tasks = self.admission.issue(problem)
         # `extra_per_group` of the members are redundant: the group is complete without its slowest ones.
         results_needed = len(tasks) - self.rules.extra_per_group
         group = Group(tasks[0].group_id, results_needed, [Member(task) for task in tasks])
@@ -339,38 +294,38 @@ class SampleStore:
         self.ledger.issued += len(tasks)
         return group
 
-    def lease(self, event: Leased) -> list[Lease]:
-        """Lease the members that the event names to the event's node. Returns the leases, in the order of the event.
+    def lease(self, group_id: int, node: int, leases: Sequence[tuple[int, int, int]]) -> list[Lease]:
+        """Lease queued members of a group to a node. Returns the leases, in the given order.
 
-        The members must be queued. They leave the queue, and count as leased until their results are delivered or their
-        leases are withdrawn or revoked. Each member keeps the number of its node. The buffer calls this directly,
-        without `apply`, because it needs the leases.
+        The members leave the queue, and count as leased until their results are delivered or their leases are withdrawn
+        or revoked. Each member keeps the number of its node.
+
+        `leases`: for each lease its number, the index of the member in the group, and `Lease.min_version`.
         """
-        group = self.pool[event.group_id]
-        leases = [self.leases.grant(group.members[index], oldest, number) for number, index, oldest in event.leases]
+        group = self.pool[group_id]
+        granted = [self.leases.grant(group.members[index], oldest, number) for number, index, oldest in leases]
         # After a restart of the hub, a node may claim the training leases that it held, so the state keeps their node.
         # `grant` does not set the node, because leases of evaluation tasks are never claimed.
-        for _, index, _ in event.leases:
-            group.members[index].node = event.node
+        for _, index, _ in leases:
+            group.members[index].node = node
         # The pool keeps counts of each group's members by state, which have to follow each change.
         self.pool.recount(group)
-        return leases
+        return granted
 
-    def _deliver(self, event: Delivered) -> None:
+    def deliver(self, lease_id: int, node: int, result: Trajectory | Failure) -> None:
         """Store the result of a lease and decide about its group. A failed task is queued again or given up.
 
         Raises:
             BreakerError: too many tasks were given up in a row, or too many groups were filtered out in a row.
             ContractError: no node holds the lease.
         """
-        member, result = self.leases.out.pop(event.lease_id, None), event.result
-        if member is None:
-            raise ContractError(f"a result was delivered for lease {event.lease_id}, which no node holds")
+        if (member := self.leases.out.pop(lease_id, None)) is None:
+            raise ContractError(f"a result was delivered for lease {lease_id}, which no node holds")
         group, given_up = self.pool[member.task.group_id], False
         self.ledger.generated_tokens += result.sampled_tokens
         if isinstance(result, Failure):
             self.ledger.discard(result.outcome, result.tokens)
-            given_up = self._fail(member, result, event.node)
+            given_up = self._fail(member, result, node)
         else:
             member.state, member.trajectory, member.oldest_version = "done", result, result.oldest_version
             self.ledger.discard(Outcome.CANCELLED, result.lost_tokens)
@@ -383,6 +338,18 @@ class SampleStore:
         # be resumed from this state.
         if given_up and isinstance(result, Failure) and self._breaker.given_up(member.task, result):
             self._quarantine(member.task.kind, result)
+
+    def deliver_late(self, lease_id: int, tokens: int) -> None:
+        """Count the tokens of a result whose lease was withdrawn or revoked before. The result is not kept.
+
+        `tokens`: number of action tokens that were sampled for the lease.
+        """
+        self.ledger.generated_tokens += tokens
+        self.ledger.discard(self.leases.take_reason(lease_id), tokens)
+
+    def revoke(self, lease_ids: Iterable[int]) -> None:
+        """Queue the tasks of leases again, in slices, because their node is lost or has not claimed them."""
+        self.backlog.add(self._queue_again, lease_ids)
 
     def _fail(self, member: Member, failure: Failure, node: int) -> bool:
         """Queue a failed task again, or give it up. Returns True if it was given up.
@@ -403,7 +370,7 @@ class SampleStore:
             self._give_up_pending(self.pool[member.task.group_id], "lost", failure.outcome)
         return True
 
-    def _revoke(self, lease_id: int) -> None:
+    def _queue_again(self, lease_id: int) -> None:
         """Queue the task of a lease again, because its node is lost. Work of the backlog.
 
         If the lease was withdrawn before, nothing is queued.
@@ -488,13 +455,13 @@ class SampleStore:
             )
         self._breaker.filtered(group.kind)
 
-    def _take(self, event: Taken) -> None:
-        """Put the batch of a step into training, and decide about the age of the groups that stay.
+    def take(self, step: int, group_ids: Sequence[int]) -> None:
+        """Put the batch of a step into training, in slices, and decide about the age of the groups that stay.
 
-        The batch has the groups that the event names, and the late parts of partly trained groups. But if a previous
-        hub had formed a batch for this step and it was not trained, that batch is taken.
+        The batch has the groups with the numbers `group_ids`, and the late parts of partly trained groups. But if a
+        previous hub had formed a batch for this step and it was not trained, that batch is taken.
         """
-        step = self.batches.step = event.step
+        self.batches.step = step
         if step in self.batches.formed:
             # The decisions about ages followed when this batch was formed the first time.
             formed = self.batches.formed[step]
@@ -502,8 +469,8 @@ class SampleStore:
                 lambda group_id: self.batches.add_to_step(self.batches.take_formed(step, group_id)), formed
             )
             return
-        groups = (*event.groups, *self.pool.late_groups())
-        for group_id in event.groups:
+        groups = (*group_ids, *self.pool.late_groups())
+        for group_id in group_ids:
             self._count_ended(self.pool[group_id])
             self.domains.trained(self.pool[group_id].kind)
         # The groups are taken in slices. Results that arrive meanwhile must not make a chosen group wait again.
@@ -514,7 +481,7 @@ class SampleStore:
             self._withdrawable = self.contract.extra_groups
             self._decide_all_by_age()
 
-    def _commit(self, event: Committed) -> None:
+    def commit(self, step: int) -> None:
         """Count the groups of the running step as trained in the ledger, in slices. The step is over.
 
         The ledger is checked against the tasks and tokens that the store still has.
@@ -523,7 +490,7 @@ class SampleStore:
             ContractError: the ledger does not account for each task and token.
         """
         self.batches.step = None
-        min_version = self.contract.min_token_version(event.step)
+        min_version = self.contract.min_token_version(step)
         self.backlog.add(partial(self._count_trained, min_version), self.batches.training)
         self.check()
 
@@ -535,7 +502,7 @@ class SampleStore:
         for trajectory in self.batches.remove_from_step(group_id).trajectories():
             self.ledger.train(trajectory.trained_tokens(min_version), trajectory.action_count)
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """Withdraw all groups that are left after the last step: redundant groups, and batches that are not trained.
 
         A previous hub may have formed such batches for steps that a shorter `run.steps` has removed.

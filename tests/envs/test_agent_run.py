@@ -16,8 +16,7 @@ from flash.branches import spans_by_turn
 from flash.environment import shared
 from flash.hub.recovery import HubState
 from flash.rollout.fake_engine import FakeEngine
-from flash.samples.journal import Event, MemoryJournal
-from flash.samples.replay import Replay
+from flash.samples.journal import Event, MemoryJournal, Replay
 from flash.simulate.clock import run_virtual
 from flash.trainer.packing import pack
 from flash.types import Shard

@@ -33,8 +33,7 @@ from flash.hub.recovery import HubState, Persistence, RecoveredState, TrainerSta
 from flash.hub.work import KEPT_S
 from flash.observe.observer import MemoryObserver
 from flash.samples.buffer import MEMBERS_PER_SLICE
-from flash.samples.journal import MemoryJournal
-from flash.samples.replay import Replay
+from flash.samples.journal import MemoryJournal, Replay
 from flash.samples.rules import ProblemKinds
 from flash.simulate.clock import run_virtual
 from flash.types import Batch, Failure, Lease, Outcome, Published, Shard, Trajectory, VersionRun

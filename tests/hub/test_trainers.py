@@ -21,8 +21,7 @@ from flash.hub.protocol import fetch_shard
 from flash.hub.recovery import HubState, Persistence, RecoveredState, TrainerStart
 from flash.hub.trainers import Incarnations
 from flash.observe.observer import MemoryObserver
-from flash.samples.journal import MemoryJournal
-from flash.samples.replay import Replay
+from flash.samples.journal import MemoryJournal, Replay
 from flash.transport.frames import ReplyT, Request
 from flash.transport.server import Peer
 from flash.types import Batch, Canary, Published, Shard

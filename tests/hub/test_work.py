@@ -17,8 +17,7 @@ from flash.hub.hub import Hub
 from flash.hub.recovery import HubState, Persistence, RecoveredState
 from flash.hub.work import LEASES_AT_ONCE, SLICE
 from flash.observe.observer import MemoryObserver
-from flash.samples.journal import Committed, MemoryJournal, Revoked
-from flash.samples.replay import Replay
+from flash.samples.journal import Committed, MemoryJournal, Replay, Revoked
 from flash.transport.server import Peer
 from flash.types import Failure, Lease, Outcome
 from tests.hub.test_hub import Driver, load, make_config, publish

@@ -21,8 +21,7 @@ from flash.hub.recovery import HubState
 from flash.rollout.fake_engine import FakeEngine, FakeLine
 from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.rollout.scheduler import HubLink
-from flash.samples.journal import MemoryJournal
-from flash.samples.replay import Replay
+from flash.samples.journal import MemoryJournal, Replay
 from flash.simulate.clock import run_virtual
 from flash.transport.frames import ReplyT, Request
 from flash.waiting import unwrapped_group

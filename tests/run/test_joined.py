@@ -25,8 +25,7 @@ from flash.run.joined import HubConnection, JoinedNode
 from flash.run.node_loop import NodeNumbers
 from flash.run.processes.forked import ProcessOrder
 from flash.run.processes.supervisor import End
-from flash.samples.journal import MemoryJournal
-from flash.samples.replay import Replay
+from flash.samples.journal import MemoryJournal, Replay
 from flash.types import Canary, Published
 from tests.rollout.test_node import CharTokenizer, Echo
 from tests.run.test_join import Job

@@ -20,7 +20,7 @@ from flash.observe.rundir.rundir import RunDirectory
 from flash.run.restart.hub_state import NOTHING, Restored, restored
 from flash.run.restart.journal import FileJournal, JournalPlace, journal_folder, replay_journal, set_journal_aside
 from flash.samples.buffer import SampleBuffer
-from flash.samples.replay import Replay
+from flash.samples.journal import Replay
 from flash.samples.store import BufferState
 from flash.trainer.checkpoint_files import HUB_STATE, MANIFEST, FileEntry, Manifest, crc32_of, step_folder
 from flash.types import Batch, Lease

@@ -20,8 +20,7 @@ from flash.environment.interface import Domain
 from flash.errors import BreakerError, ConfigError, ContractError
 from flash.samples.buffer import SampleBuffer
 from flash.samples.groups import GroupFilter
-from flash.samples.journal import MemoryJournal
-from flash.samples.replay import Replay
+from flash.samples.journal import MemoryJournal, Replay
 from flash.samples.rules import AgeContract, BufferRules, DomainSettings, DomainShares, ProblemKinds
 from flash.samples.store import BufferState
 from flash.samples.tasks import TaskSource

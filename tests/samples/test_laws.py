@@ -17,8 +17,7 @@ from flash.hub.work import LeaseClaims
 from flash.samples.batches import gather, split_into_shards
 from flash.samples.buffer import SampleBuffer
 from flash.samples.groups import GroupFilter
-from flash.samples.journal import Event, MemoryJournal
-from flash.samples.replay import Replay
+from flash.samples.journal import Event, MemoryJournal, Replay
 from flash.samples.store import BufferState
 from flash.types import Failure, Lease, Outcome, VersionRun
 from flash.waiting import run_to_end

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from flash.errors import BreakerError, ContractError
 from flash.samples.buffer import SampleBuffer
-from flash.samples.journal import Committed, Delivered, Event, MemoryJournal
-from flash.samples.replay import Replay
+from flash.samples.journal import Committed, Delivered, Event, MemoryJournal, Replay
 from flash.samples.store import BufferState
 from flash.types import Failure, Lease, Outcome, VersionRun
 from tests.samples.cases import finish_all, lease_all, make_buffer, trajectory, void

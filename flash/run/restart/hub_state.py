@@ -27,7 +27,7 @@ from flash.hub.recovery import HubState, TrainerStart
 from flash.observe.rundir.rundir import writing
 from flash.run.restart.history import booked_version, reach
 from flash.run.restart.journal import JournalPlace, forget_journal, journal_folder, replay_journal, set_journal_aside
-from flash.samples.replay import Replay
+from flash.samples.journal import Replay
 from flash.trainer.checkpoint_files import HUB_STATE, hub_state, step_folder, temporary_of
 
 

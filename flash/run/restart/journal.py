@@ -26,8 +26,7 @@ from anyio.to_thread import run_sync
 from flash.errors import RecordingError
 from flash.observe.rundir.recording import HEADER, append_frame, checkpointed, read_frames, whole_frame_after
 from flash.observe.rundir.rundir import RunDirectory
-from flash.samples.journal import Event
-from flash.samples.replay import Replay
+from flash.samples.journal import Event, Replay
 from flash.trainer.checkpoint_files import sync_to_disk
 
 _NAME = re.compile(r"([0-9]{6,})-step-([0-9]{6,})\.log")
