@@ -206,6 +206,7 @@ class MemoryJournal:
 
 
 NO_JOURNAL = NoJournal()
+"""Journal of all runs that keep none. It has no state, so they can share it."""
 
 
 class Replay:
@@ -295,6 +296,7 @@ class Replay:
         """
         if (store := self._store) is None:
             return None
+        # A batch can be formed only without a backlog, and the state of a checkpoint has none.
         while store.backlog:
             with suppress(BreakerError):
                 store.backlog.do_slice()

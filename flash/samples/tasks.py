@@ -208,7 +208,9 @@ def by_attempt(task: Task) -> QueueKey:
 class LeaseTable:
     """Table of the unfinished tasks, each of which is queued or leased.
 
-    The owner takes a member out of `out` when its result is delivered.
+    A lease ends in one of three ways. Its result is delivered: the owner takes the member out of `out`. Or the lease is
+    *withdrawn* (`remove`), because the sample is not needed any more. Or it is *revoked* (`revoke`), because its node
+    is lost: then the task is queued again.
 
     Args:
         ids: numbers of new leases. Training and evaluation share them, so that a number names one lease of the run.
