@@ -157,12 +157,15 @@ class DomainSettings(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, name: str, domain: Domain, rollout: RolloutConfig) -> DomainSettings:
         """Combine the settings of the domain `name` with those of the run.
 
+        The first fault that is found is raised.
+
         Raises:
             ConfigError: a value is not allowed, or tokens that are drawn with these settings cannot be trained.
         """
         own = msgspec.structs.asdict(domain)
         combined = {name: getattr(rollout, name) if value is None else value for name, value in own.items()}
-        # Values of the environment pass the same checks as the key of this name in the configuration.
+        # A value of the environment is checked like the key of this name in the configuration. `examine` returns the
+        # value and its problems.
         types = {field.name: field.type for field in msgspec.structs.fields(RolloutConfig)}
         given = {name: value for name, value in own.items() if name in types and value is not None}
         faults = [

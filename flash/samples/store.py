@@ -572,6 +572,7 @@ class SampleStore:
 
         The ledger counts its members as filtered, and their tokens as discarded.
         """
+        # All members that are alive are done, because a complete group has lost its other members.
         self.ledger.filtered += group.alive
         for trajectory in group.trajectories():
             self.ledger.discard(Outcome.FILTERED, trajectory.action_count)
@@ -728,7 +729,9 @@ class SampleStore:
         return self.ledger.totals(self.in_flight)
 
     def check(self) -> None:
-        """Compare the ledger with the tasks and tokens in the pool and in batches.
+        """Compare the ledger with the tasks and tokens in the pool and in batches: the law of conservation.
+
+        Called at each commit, and by a replay at its end.
 
         Raises:
             ContractError: the ledger does not account for each issued task and each generated token.
