@@ -7,6 +7,6 @@ packs the shard, counts its tokens and compares its rewards (`plan`, `packing`).
 resume. `mesh` arranges the ranks in groups, `memory` predicts their memory, `performance` measures their speed and
 memory. `model` loads, shards and packs the language model itself.
 
-The launcher starts one process per rank, which runs `flash.run.trainer_rank.run_trainer_rank`. All ranks make the same
-collectives in the same order.
+The launcher starts one process per rank, which runs `flash.run.trainer_rank.run_trainer_rank`. A *collective* is a
+call in which ranks exchange data. All ranks make the same collectives in the same order.
 """

@@ -1,10 +1,11 @@
-"""Run one trainer rank: publish a version, fetch a shard from the hub, train it, commit it, and again.
+"""Runs one trainer rank: it publishes a version, fetches a shard from the hub, trains it, commits it, and repeats this.
 
 `flash.run.trainer_rank` builds a `TrainerLoop` and calls `run`. The hub is the process that holds the samples and the
-progress of the run. A shard is the part of a step's batch that this rank trains. The loop is the same after a restart,
-when steps are trained a second time: the hub decides which shard comes next. Publishing, training and checkpoints are
-collectives, so all ranks make the same calls in the same order. Rank 0 speaks to the hub for the group: it commits
-(reports) the steps, announces the versions, and asks the hub to save its state for a checkpoint.
+progress of the run. A version is the weights after a step. A shard is the part of a step's batch that this rank trains.
+The loop is the same after a restart, when steps are trained a second time: the hub decides which shard comes next.
+Publishing, training and checkpoints are collectives (ranks exchange data), so all ranks make the same calls in the same
+order. Rank 0 speaks to the hub for all ranks: it commits (reports) the steps, announces the versions, and asks the hub
+to save its state for a checkpoint.
 """
 
 from __future__ import annotations
@@ -70,12 +71,12 @@ class TrainerLoop:
 
         Each wait is for a reply of the hub. The hub notices a rank, node or engine that is late, and ends the wait. The
         timeouts here are longer, and end only a wait for a hub that is gone. At the end the rank takes part in a
-        checkpoint of the last version, unless it has written one or the hub cannot take part (`keeps`). If the run has
-        trained all of its steps, the Hugging Face export follows, unless `checkpoint.export` is off.
+        checkpoint of the last version, unless it has written one already or the hub cannot take part (`may_save`). If
+        the run has trained all of its steps, the Hugging Face export follows, unless `checkpoint.export` is off.
 
         Raises:
-            FlashError: a step or a checkpoint failed, the hub refused a request or did not answer in time, or the
-                incarnation of the ranks (the trainer ranks between two restarts) is over.
+            FlashError: a step or a checkpoint failed, the hub refused a request or did not answer in time, or the hub
+                has ended this set of rank processes, because another rank failed and all ranks restart.
         """
         config, trainer, hub = self._config, self._trainer, self._hub
         # Engines that start, or start again, need the weights before they can sample for the first batch.
@@ -101,13 +102,13 @@ class TrainerLoop:
                 # `shown` has the numbers of the few samples that the run's pages show.
                 hub.call(p.Commit(shard.step, metrics, trainer.shown), config.deadlines.hub)
             self._publish()
-            # `keeps` is False while the ranks train earlier steps again: the hub's state belongs to a later version
-            # then, and the two parts of a checkpoint must be of one version. `saves` is True if the hub asks for a
+            # `may_save` is False while the ranks train earlier steps again: the hub's state belongs to a later version
+            # then, and the two parts of a checkpoint must be of one version. `must_save` is True if the hub asks for a
             # checkpoint after this step although none is due.
             if reply.may_save and (reply.must_save or trainer.version % config.checkpoint.every == 0):
                 self._save_checkpoint()
 
-        # End: save the last version, and export the model if all steps are trained (`finished`).
+        # Training has ended. Save the last version, and export the model if all steps are trained (`finished`).
         if reply.may_save and self._saved_version != trainer.version:
             self._save_checkpoint()
         if reply.finished and config.checkpoint.export:
@@ -120,7 +121,7 @@ class TrainerLoop:
     def _publish(self) -> None:
         """Gather the weights, publish them as a version, and announce it to the hub. A collective.
 
-        The canary travels with the announcement: a short text with the trainer's log-probs of its tokens, against which
+        The announcement includes the canary: a short text with the trainer's log-probs of its tokens, against which
         each engine is checked after it has loaded the version. Rank 0 announces, and the hub replies once every engine
         has the version before this one. So engines are at most one version behind. After an interrupt the hub replies
         at once.
@@ -142,8 +143,8 @@ class TrainerLoop:
         """
 
         def write_hub_state(file: Path) -> FileEntry:
-            # The hub writes its state into the folder of the checkpoint, and replies with size and checksum. A file of
-            # another size is not the one that the hub wrote.
+            # The hub writes its state into the folder of the checkpoint, and replies with size and checksum. If the
+            # file here has another size, the hub wrote elsewhere: it must share the run directory with this rank.
             kept = self._hub.call(p.SnapshotRequest(), waits.kept_s(self._config))
             if (found := file.stat().st_size) != kept.size:
                 raise CheckpointError(f"the hub wrote {kept.size} bytes of its state, and {file} has {found}")
@@ -157,8 +158,8 @@ class TrainerLoop:
     def _timed(self, name: str) -> Generator[list[float]]:
         """Record the block as an activity of the timeline, which the next request for a shard reports to the hub.
 
-        The list has one number, which is 0 during the block and then the duration of the block in seconds. If the block
-        raises, nothing is recorded.
+        Yields a list of one number: 0 during the block, and afterwards the duration of the block in seconds. If the
+        block raises, nothing is recorded.
         """
         seconds = [0.0]
         start, begun = time.time(), time.perf_counter()

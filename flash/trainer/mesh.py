@@ -1,4 +1,4 @@
-"""Arrange the trainer ranks in grids, and reduce or gather numbers over the ranks that hold different samples.
+"""Arranges the trainer ranks in grids, and reduces or gathers numbers over the ranks that hold different samples.
 
 Neighbouring ranks form a tensor group, which divides each layer's weights. Neighbouring tensor groups form a context
 group, which divides the tokens of a micro-batch. So the ranks of a context group are given the same samples, a *data
@@ -44,7 +44,7 @@ def process_group_backend(*, cuda: bool, offloads: bool) -> str:
     """Return torch's name for the backend of the default process group, which each rank opens when it starts.
 
     `cuda` is True if the ranks compute on GPUs. `offloads` is True if weights stay on the host between passes. The
-    norms of their gradients are then reduced on the host, by gloo.
+    norms of the gradients are then reduced on the host, by gloo, because nccl reduces only on GPUs.
     """
     return ("cpu:gloo,cuda:nccl" if offloads else "nccl") if cuda else "gloo"
 
@@ -72,8 +72,8 @@ class TrainerMesh:
 
     @property
     def offload_policy(self) -> OffloadPolicy:
-        """FSDP's setting: whether it keeps shards on the host between passes."""
-        # Memory that is not pinned would be copied twice, and passes would wait for the copies.
+        """FSDP's setting that decides whether shards stay on the host between passes."""
+        # A copy from memory that is not pinned takes two steps, and passes would wait for it.
         return CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.offloads else OffloadPolicy()
 
     @property
@@ -93,7 +93,8 @@ class TrainerMesh:
 
     @property
     def leads_shard(self) -> bool:
-        """True for the first of the ranks with the same samples, which writes files and is counted for all of them."""
+        """True for the first of the ranks with the same samples: it alone writes files of the data shard, and its
+        arithmetic is counted for all of these ranks."""
         return dist.get_rank() % self.parallel.ranks_per_shard == 0
 
     def gather_rows(self, row: Tensor) -> Tensor:
@@ -118,8 +119,8 @@ class TrainerMesh:
     def gather_sums(self, rows: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
         """Add up rows of numbers with the same name over all data shards. A collective.
 
-        Unlike `gather_rows`, it allows a data shard to lack some of the names, but it is slower, because the names are
-        sent, too. The result is equal on all ranks and sorted by name.
+        Unlike with `gather_rows`, a data shard may lack some of the names. This method is slower, because it sends the
+        names, too. The result is equal on all ranks and sorted by name.
         """
         gathered: list[Mapping[str, Sequence[float]]] = [{}] * self.data_shards
         dist.all_gather_object(gathered, rows, group=self.data)
@@ -161,9 +162,9 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def gather_full(part: DTensor) -> Tensor:
-    """Return the full tensor of a sharded one. A collective.
+    """Return the full tensor of a sharded tensor. A collective.
 
-    The result is on the ranks' device, even if the shards are on the host.
+    The result is on the device on which the rank computes, even if the shards are on the host.
     """
     here: Any = part.to(part.device_mesh.device_type)
     return here.full_tensor()
@@ -180,8 +181,8 @@ def raise_on_all_ranks(fault: str, flags_W: Tensor, refused: str) -> None:
         refused: phrase that names the refused data, for the error of a rank that has no fault itself.
 
     Raises:
-        ContractError: a data shard has a fault. The message is this rank's fault, or else names the shards that have
-            one.
+        ContractError: a data shard has a fault. The message is this rank's own fault or, if this rank has none, names
+            the faulty shards.
     """
     shards = flags_W.nonzero().flatten().tolist()
     if shards:

@@ -1,4 +1,4 @@
-"""Make the configured objective, check it, and compute the loss of each token with it.
+"""Makes the configured objective, checks it, and computes the loss of each token with it.
 
     loss = objective(tokens) · Π corrections · weight + β · KL − entropy_bonus · entropy · the objective's bonus factor
 
@@ -6,9 +6,10 @@
 corrections and the weight multiply the policy's loss only. A token that a correction rejects leaves the mask: it then
 has no loss of any kind. A teacher's log-probs enter the advantage that the objective sees (`algorithms.references`).
 
-An *action token* is one that the policy sampled, and the *behaviour* policy is the one that sampled it. A *correction*
-multiplies the loss of a token, or rejects the token, by the ratio of the policy to the behaviour policy. The *proximal*
-policy is a recent policy to which an objective may keep the new one close.
+An *action token* is a token that the policy sampled. The *behaviour* policy is the policy that sampled it: an older
+version, or the same weights in an engine. The *proximal* policy is a recent policy to which an objective may keep the
+new policy close. A *correction* multiplies the loss of a token, or rejects the token, by the ratio of the proximal to
+the behaviour policy.
 
 The objective may be a user's own class, so its results are checked, and `try_objective` calls it before a run starts.
 
@@ -43,7 +44,8 @@ if TYPE_CHECKING:  # the launcher tries an objective, and need not import transf
 class Method(NamedTuple):
     """Choices that a method consists of beside its objective, made once for a run by `resolve_method`.
 
-    The configuration may set some of them; the objective decides the others. `algorithms.base` explains the types.
+    The configuration may set some of these choices; the objective makes the others. `algorithms.base` explains the
+    types.
     """
 
     estimator: Advantage
@@ -67,7 +69,7 @@ def make_objective(config: AlgorithmConfig) -> Objective:
 def resolve_method(config: Config, objective: Objective) -> Method:
     """Return how a run with this objective estimates advantages, aggregates losses and trains its critics.
 
-    Only the estimator `gae` uses critics; with any other one their number is 0.
+    Only the estimator `gae` uses critics; with any other estimator the number of critics is 0.
 
     Raises:
         ConfigError: the estimator needs a critic, and none is configured.
@@ -101,7 +103,7 @@ class LossInputs:
     start_T: Tensor | None
     """Log-prob under the weights at the start of the step; None if the first training pass computes it."""
     average_T: Tensor | None
-    """Log-prob under the moving average of the weights; None if the proximal policy is another one."""
+    """Log-prob under the moving average of the weights; None if this average is not the proximal policy."""
     reference_T: Tensor | None
     """Log-prob under the reference policy; None without a KL."""
     teacher_T: Tensor | None
@@ -116,8 +118,9 @@ class LossInputs:
     def start_or(self, now: TokenLogprobs) -> Tensor:
         """Return [T], no gradient: the log-prob at the start of the step, or else the log-prob of the pass `now`.
 
-        `now` is the training pass of the minibatch, whose weights are those at the start of the minibatch's update. It
-        counts if no pass was made at the start of the step, because the two are equal or the method does not need it.
+        `now` is the training pass of the minibatch, with the weights just before the minibatch's update. Its log-probs
+        are used if no pass was made at the start of the step: either this is the first update, so that the weights are
+        equal, or the method does not need the log-probs at the start.
         """
         return now.logp_T.detach() if self.start_T is None else self.start_T
 
@@ -265,7 +268,7 @@ def apply_objective(objective: Objective, tokens: PackedTokens) -> ObjectiveOutp
 def _check_output(output: object, objective: Objective, mask_T: Tensor) -> ObjectiveOutput:
     """Return the output of an objective, after a check of its shapes.
 
-    Without the check, torch would silently broadcast the single number of an objective that returns its mean loss.
+    Without the check, an objective that returns its mean loss would go unnoticed: torch would broadcast the one number.
 
     Raises:
         ConfigError: the output does not have one number per token.
@@ -290,8 +293,7 @@ def _check_output(output: object, objective: Objective, mask_T: Tensor) -> Objec
 def try_objective(config: Config) -> None:
     """Call the configured objective on a few ordinary tokens before the run starts, and check its loss and gradient.
 
-    So a mistake in a user's objective is reported at once, and not after the first batch was sampled. Nothing is
-    returned if all is well.
+    So a mistake in a user's objective is reported at once, and not after the first batch was sampled.
 
     Raises:
         ConfigError: the objective raises, returns a wrong shape, gives a number that is not finite or no gradient; or
@@ -308,7 +310,7 @@ def try_objective(config: Config) -> None:
                 f"algorithm.objective: {name} gives {what} of {odd} on ordinary tokens (log-probs from -3 to -0.05, "
                 "ratios of 0.9 and 1.1, advantages of 1 and -1)"
             )
-    # Old samples need a loss that depends on the policy that sampled them. Check that it does.
+    # Old samples need a loss that depends on the policy that sampled them. Check that the loss does.
     if not objective.corrects_staleness or not is_off_policy(config):
         return
     # Ratios from 0.4 to 2.5, on both sides of each clip range that an objective may have.
@@ -352,7 +354,7 @@ def _try_tokens(objective: Objective, log_ratio_T: Tensor) -> tuple[Tensor, Tens
             bounds=bounds,
         )
         output: Any = objective(tokens)
-    except BaseException as error:  # the objective may be a user's: whatever it raises is a fault of it
+    except BaseException as error:  # a user's objective may raise anything, and all of it is the objective's fault
         raise ConfigError(f"algorithm.objective: {type(objective).__name__} raised {describe_error(error)}") from error
     loss_T = _check_output(output, objective, mask_T).loss_T[mask_T]
     if not loss_T.requires_grad:

@@ -1,16 +1,17 @@
-"""Hold the models that the policy is compared with, and run the forward passes before an update.
+"""Loads the models that the policy is compared with, and runs the forward passes before an update.
 
-These are the reference of a KL (an earlier or other policy, from which the policy may not move far), a teacher (a model
-that the policy shall imitate), the critics (value models), and an exponentially weighted moving average of the policy's
-weights. `flash.trainer.step` loads them at the start of a run, calls `forward_passes` in each step before the policy
-changes, and keeps the average and a refreshed reference up to date.
+The models are the reference of a KL (an earlier or other policy, from which the policy may not move far), a teacher (a
+model that the policy shall imitate), the critics (value models), and an exponentially weighted moving average of the
+policy's weights. `flash.trainer.step` loads these models at the start of a run, calls `forward_passes` in each step
+before the policy changes, and keeps the average and a refreshed reference up to date.
 
 The average follows Hilton et al. 2021 (arXiv 2110.00641, section 3.2). In the average over the versions 0 … n, version
 n − i has the weight decay^i. The weights are divided by their sum, so that early averages are not biased towards the
 first version.
 
-Every pass is a collective: all ranks run the same passes in the same order, with equally many micro-batches, since FSDP
-gathers a layer's weights from all ranks in each pass. After the passes of a model, `reshard` frees what was gathered.
+Every pass is a collective, because FSDP gathers a layer's weights from all ranks in each pass: all ranks run the same
+passes in the same order, with equally many micro-batches. After the passes of a model, `reshard` frees the gathered
+weights.
 
 Shape legend: T = action tokens of a micro-batch, M = critics.
 """
@@ -61,7 +62,9 @@ class StepModels:
 class ModelOutputs:
     """Results of the forward passes over one micro-batch before the update; [T] float32, no gradient.
 
-    A result is None if the step does not need it. `flash.trainer.objective.LossInputs` explains each tensor.
+    A result is None if the step does not need it. The first four are the log-probs of the tokens under the policy at
+    the start of the step, the average of its weights, the reference and the teacher. `value_MT` has the critics'
+    values.
     """
 
     start_T: Tensor | None
@@ -94,8 +97,8 @@ def forward_passes(
         device: where the log-probs of a served teacher are put.
         start: True computes the policy's log-probs at the start of the step.
         rhythm: observes the policy's attention, if given.
-        served_teacher: True takes the log-probs of a teacher that runs on a server from the micro-batches: they came
-            with the samples.
+        served_teacher: True if the teacher runs on a server. The log-probs of this teacher came with the samples, and
+            are taken from the micro-batches.
     """
     nothing: list[Tensor | None] = [None] * len(micro_batches)
 
@@ -110,7 +113,7 @@ def forward_passes(
         reshard(model)
         return found
 
-    # The policy itself. If only its attention is needed, the output layer computes no more than one token.
+    # Run the policy itself. If only its attention is needed, the output layer computes no more than one token.
     starts, signals = nothing, list[MicroSignals | None]([None] * len(micro_batches))
     if start or rhythm is not None:
         starts = []
@@ -126,8 +129,8 @@ def forward_passes(
                 signals[place] = rhythm.collect(watch)
         reshard(models.policy)
     with without_adapters(models.policy) if models.reference is models.policy else nullcontext():
-        # The reference chooses its own experts, even if it is the policy without its adapters: the routes are the
-        # choices of the policy with them.
+        # The reference chooses its own experts, even if it is the policy without its adapters, because the engines
+        # chose their routes with the adapters.
         references = logprobs(models.reference, routed=False)
     if served_teacher:
         teachers: list[Tensor | None] = [to_device(micro.teacher_T, device) for micro in micro_batches]
@@ -147,7 +150,7 @@ def forward_passes(
 def load_reference(config: Config, mesh: TrainerMesh, policy: PreTrainedModel) -> PreTrainedModel | None:
     """Return the reference policy of the configured KL, sharded like the policy; None without a KL.
 
-    With LoRA and no other reference, this is `policy` itself, whose base is the reference (`StepModels.reference`).
+    With LoRA and no other reference, the result is `policy` itself: `forward_passes` runs it without its adapters.
 
     Raises:
         ConfigError: the reference cannot be loaded or packed, has another tokenizer, or is to be refreshed and has
@@ -175,7 +178,7 @@ def load_reference(config: Config, mesh: TrainerMesh, policy: PreTrainedModel) -
 
 
 def load_frozen(config: Config, mesh: TrainerMesh, key: str, path: str) -> PreTrainedModel:
-    """Return the model at `path`, which the configuration's `key` names: sharded like the policy and never trained.
+    """Return the model at `path`, sharded like the policy and never trained. `key` is its key in the configuration.
 
     Raises:
         ConfigError: the model cannot be loaded or packed, or has another tokenizer than the policy. The message begins
@@ -192,10 +195,10 @@ def load_frozen(config: Config, mesh: TrainerMesh, key: str, path: str) -> PreTr
 
 
 def check_tokenizer(config: Config, key: str, path: str) -> None:
-    """Check that the model at `path`, which the configuration's `key` names, has the policy's tokenizer.
+    """Check that the model at `path` has the policy's tokenizer. `key` is its key in the configuration.
 
-    Other models are given the policy's token ids, so with another tokenizer they would read another text. The check is
-    skipped if either model comes without a tokenizer.
+    All models get the policy's token ids, so a model with another tokenizer would read another text. The check is
+    skipped if the policy or the model comes without a tokenizer.
 
     Raises:
         ConfigError: the tokenizers give a token different numbers, or only one of them has it.
@@ -214,9 +217,9 @@ def check_tokenizer(config: Config, key: str, path: str) -> None:
 
 
 def _vocabulary(path: str, *, trust: bool) -> dict[str, int]:
-    """Return the number of each token of a model; empty if the model comes without a tokenizer that can be loaded.
+    """Return the id of each token of a model; empty if the model comes without a tokenizer that can be loaded.
 
-    `trust` is True if code of the model may be run.
+    `trust` is True if code that comes with the model may be run.
     """
     from transformers import AutoTokenizer
 
@@ -249,7 +252,8 @@ def start_average(model: nn.Module) -> dict[str, Tensor]:
 def update_average(average: Mapping[str, Tensor], model: nn.Module, decay: float, version: int) -> None:
     """Add the weights of `version` to the average, which holds the versions before it.
 
-    The share of version n in the average over 0 … n is (1 − decay) / (1 − decay^(n + 1)), by the formula above.
+    The share of version n in the average over 0 … n is (1 − decay) / (1 − decay^(n + 1)), because its weight is
+    decay^0 = 1 and all weights sum to (1 − decay^(n + 1)) / (1 − decay).
     """
     share = (1 - decay) / (1 - decay ** (version + 1))
     for name, parameter in published_parameters(model):
@@ -258,7 +262,7 @@ def update_average(average: Mapping[str, Tensor], model: nn.Module, decay: float
 
 @contextmanager
 def swapped_in(average: Mapping[str, Tensor], model: nn.Module) -> Generator[None]:
-    """Make the model compute with the weights of the average inside of the block. No backward pass may run there.
+    """Make the model compute with the weights of the average inside of the block. No backward pass may run in it.
 
     After the block, also after an error, model and average have their own weights again.
     """
@@ -275,7 +279,7 @@ def _exchange(average: Mapping[str, Tensor], model: nn.Module) -> None:
 
     One parameter is swapped at a time, so that memory does not have to hold another copy of the model.
     """
-    # Otherwise FSDP would continue to use weights that it had gathered before the swap.
+    # Free gathered weights. Otherwise FSDP would continue to use weights that it had gathered before the swap.
     reshard(model)
     if device_of(model).type == "cuda":
         # The GPU may still be copying weights from the host, and a write on the host does not wait for that.
@@ -288,5 +292,5 @@ def _exchange(average: Mapping[str, Tensor], model: nn.Module) -> None:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor, which shares memory with it; a tensor that is not sharded is returned."""
+    """Return this rank's shard of a tensor, which shares memory with the tensor; else the unsharded tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

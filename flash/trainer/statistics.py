@@ -1,7 +1,7 @@
-"""Collect the metrics of a step, and the tokens that the run's pages show.
+"""Collects the metrics of a step, and the tokens that the run's pages show.
 
-`flash.trainer.step` adds each micro-batch (the input of one forward and backward pass) while it trains, and reduces
-everything once at the end of the step. The metrics are over all ranks, and every rank gets the same numbers.
+`flash.trainer.step` adds each micro-batch (the input of one forward and backward pass) while it trains, and adds the
+numbers of all ranks up once, at the end of the step. Every rank gets the same metrics.
 
 The *age* of a token is the version that is trained minus the version that sampled the token. The *behaviour* log-prob
 of a token is the one that the engine reported when it sampled the token. A *correction* rejects tokens, or weights
@@ -36,17 +36,17 @@ from flash.trainer.plan import StepPlan
 from flash.types import Shard, TokenUse, TrainedSample, Trajectory, samples_to_show
 
 OLDEST = 32
-"""Age in versions from which all tokens share the last row of the histogram."""
+"""Age in versions from which all tokens share the last row of the histogram, which bounds its memory."""
 QUANTILES = (1, 50, 99)
-"""Reported quantiles, in per cent."""
+"""Reported quantiles of the ratio, in per cent."""
 NEAR_ZERO = 1e-3
-"""Log-ratio up to which all bins of `RatioHistogram` are about `BIN` · `NEAR_ZERO` wide. Above it, the width of a bin
-is about 2 % of the log-ratio."""
+"""Log-ratio up to which all bins of `RatioHistogram` are about `BIN` · `NEAR_ZERO` wide. Bins of larger log-ratios are
+about 2 % of the log-ratio wide."""
 BIN = 0.02
-"""Width of a bin, in asinh(log-ratio / NEAR_ZERO)."""
+"""Width of a bin, in asinh(log-ratio / NEAR_ZERO). A quantile is then exact to 1 % of the log-ratio."""
 LARGEST = 300.0
-"""Largest log-ratio that is counted as it is; larger ones count as this one. The square of its weight, exp(2 · 300), is
-still a finite float64."""
+"""Largest log-ratio that is counted as it is; a larger log-ratio counts as 300. The square of the weight, exp(2 · 300),
+is still a finite float64."""
 HALF_BINS = math.ceil(math.asinh(LARGEST / NEAR_ZERO) / BIN)
 """Number of bins on each side of the bin for 0."""
 ROWS = 4
@@ -74,7 +74,7 @@ class StepTally:
     def add_range(self, name: str, value_T: Tensor, mask_T: Tensor) -> None:
         """Update the smallest and the largest value under this name, over the tokens where `mask_T` is True.
 
-        Before the first such token they are inf and -inf.
+        As long as there was no such token, the values are inf and -inf.
         """
         value_T = value_T.detach().double()
         least, most = value_T.where(mask_T, math.inf).amin(), value_T.where(mask_T, -math.inf).amax()
@@ -117,10 +117,10 @@ class RatioHistogram:
         self._counts_AN.view(-1).index_add_(0, place_T, mask_T.long())
 
     def reduce(self) -> dict[str, float]:
-        """Return the quantiles of the ratio over all ranks, such as `ratio_p50_age_2`, exact to 1 % of the logarithm.
+        """Return the quantiles of the ratio over all ranks, such as `ratio_p50_age_2`. One collective.
 
-        One collective. An age without a token has no quantiles. Must be called once only, since it adds the counts of
-        the other ranks to this rank's own.
+        An age without a token has no quantiles. Call this only once, because it adds the counts of the other ranks to
+        the counts of this rank.
         """
         self._mesh.reduce_sum(self._counts_AN)
         metrics: dict[str, float] = {}
@@ -164,7 +164,7 @@ class StepStatistics:
         """Add one micro-batch.
 
         Comparisons of policies are over all trained tokens, including tokens that a correction rejected. Statistics of
-        the objective are over the tokens that it was given.
+        the objective are over the tokens that no correction rejected, because the objective sees only these.
 
         Args:
             tokens: the objective's input, before rejected tokens are masked.
@@ -176,7 +176,7 @@ class StepStatistics:
             share_T: the amount that each token adds to the loss of its minibatch.
         """
         tally, mask_T = self._tally, tokens.mask_T
-        # Mismatch of engine and trainer, and drift of the policy.
+        # Add the mismatch of engine and trainer, and the drift of the policy.
         current_T = mask_T & (age_T == 0)
         log_ratio_T = (start_T - tokens.behaviour_T).where(mask_T, 0.0)
         self._ratios.add(log_ratio_T, age_T, mask_T)
@@ -192,7 +192,7 @@ class StepStatistics:
         weight_T = log_ratio_T.double().clamp(max=LARGEST).exp()
         tally.add("weight", weight_T, mask_T)
         tally.add("weight square", weight_T.square(), mask_T)
-        # The loss, and numbers of the tokens that it is over.
+        # Add the loss, and numbers of the tokens in the loss.
         tally.add("count kept", loss.mask_T, mask_T)
         self._pending += share_T.detach().double().where(loss.mask_T, 0.0).sum()
         tally.add("entropy", entropy_T, mask_T)
@@ -204,7 +204,7 @@ class StepStatistics:
             tally.add("kl", loss.divergence_T, loss.mask_T)
         if loss.above_teacher_T is not None:
             tally.add("teacher", loss.above_teacher_T, loss.mask_T)
-        # Statistics that the objective itself reports.
+        # Add the statistics that the objective itself reports.
         for name, stat_T in loss.stats.items():
             tally.add(f"stat {name}", stat_T, loss.mask_T)
             tally.add_range(f"stat {name}", stat_T, loss.mask_T)
@@ -250,9 +250,9 @@ class StepStatistics:
     def metrics(self, minibatches: int, passes: int) -> dict[str, float]:
         """Return the metrics over the trained tokens of all ranks. Three collectives.
 
-        The mismatch compares engine and trainer at equal weights, so it is over tokens of the current version. If there
-        are none it is over all tokens, and then contains the policy's drift since they were sampled. `ess` is Kish's
-        effective sample size of the weights w, as a share of the tokens.
+        The mismatch compares engine and trainer at equal weights, so it is over tokens of the current version. Without
+        such tokens it is over all tokens, and then also contains the policy's drift since the tokens were sampled.
+        `ess` is Kish's effective sample size of the weights w, as a share of the tokens.
 
         Args:
             minibatches: number of minibatches of the batch.
@@ -295,7 +295,7 @@ class StepStatistics:
 def batch_metrics(shard: Shard, plan: StepPlan) -> dict[str, float]:
     """Return the metrics of a batch that do not depend on a forward pass: tokens, ages and rewards.
 
-    They are computed from facts about the whole batch and from the counts in `plan`, which are over all ranks, so this
+    The metrics come from facts about the whole batch and from the counts in `plan`, which are over all ranks, so this
     is no collective.
     """
     reward_B = plan.credit.reward_B
@@ -318,26 +318,27 @@ def batch_metrics(shard: Shard, plan: StepPlan) -> dict[str, float]:
 class ShownTokens:
     """Keeps numbers for the tokens of the few samples that a run shows on its pages.
 
-    The numbers are log-prob, entropy, advantage and use (`TokenUse`: trained, clipped, rejected or too old). All are
-    by-products of training, so no forward pass is made for them. A step calls `add` for each micro-batch, and then
-    `gather`.
+    The numbers are log-prob, entropy, advantage and use (`TokenUse`: trained, clipped, rejected or too old). Training
+    computes all of these anyway, so they need no forward pass of their own. A step calls `add` for each micro-batch,
+    and then `gather`.
     """
 
     def __init__(self, shard: Shard, count: int) -> None:
         """Choose the first `count` samples of the batch that have a token to train, as far as this rank trains them."""
         self._count = count
-        # Index in the batch of each chosen sample. Every rank chooses the same ones, and shows those of its shard.
+        # Index in the batch of each chosen sample. Every rank chooses the same samples, and shows the ones that are in
+        # its shard.
         places = set(
             samples_to_show((young_enough(entry.oldest_version, shard.min_version) for entry in shard.batch), count)
         )
         self._shown = {one.index: one.trajectory for one in shard.samples if one.index in places}
         self._places = np.array(sorted(self._shown), dtype=np.int64)
-        # For each sequence: the index of its sample in the batch, the number of the sample's action tokens before the
-        # sequence, and its numbers, [4, B].
+        # Each entry is a sequence: the index of its sample in the batch, the number of the sample's action tokens
+        # before the sequence, and the sequence's numbers, [4, B].
         self._parts: list[tuple[int, int, Tensor]] = []
 
     def add(self, micro: MicroBatch, tokens: PackedTokens, start_T: Tensor, entropy_T: Tensor, loss: TokenLoss) -> None:
-        """Add one micro-batch. Must be called in the first training pass over it only.
+        """Add one micro-batch. Call this only in the first training pass over the micro-batch.
 
         Args:
             micro: the micro-batch.
@@ -379,7 +380,7 @@ class ShownTokens:
         return sorted(itertools.chain(*mesh.gather_objects(mine)), key=lambda sample: sample.index)
 
     def _sample(self, index: int, trajectory: Trajectory) -> TrainedSample:
-        """Return one sample. Tokens of branches that are not trained have NaN for each number, and `TOO_OLD` as use."""
+        """Return one sample. Tokens of branches that are not trained get NaN for each number, and the use `TOO_OLD`."""
         rows_4L = np.full((ROWS, trajectory.action_count), np.nan, dtype="<f4")
         rows_4L[-1] = TokenUse.TOO_OLD
         for sample, begin, rows_4B in self._parts:
