@@ -19,7 +19,7 @@ import msgspec
 from flash.cli.main import parsers
 from flash.cli.schema import encoded
 from flash.config.decode import describe, section_in, show, tables_in
-from flash.config.resuming import LIMITS, REFUSED, TOLD
+from flash.config.resuming import CONDITIONS, PARTIAL, REFUSED
 from flash.config.schema import field_docs
 from flash.config.tree import Config
 from flash.observe.columns.column import LIMITS as ALARMS
@@ -140,7 +140,7 @@ def _resuming() -> Iterator[str]:
         "Steps since the newest checkpoint are made again if the change affects them. A change of these keys is "
         "refused, or has a limited effect:\n"
     )
-    for table, how in ((REFUSED, "the change is refused. "), (LIMITS, ""), (TOLD, "")):
+    for table, how in ((REFUSED, "the change is refused. "), (CONDITIONS, ""), (PARTIAL, "")):
         together: dict[str, list[str]] = {}
         for keys, why in table.items():
             together.setdefault(why, []).extend(f"`{key}`" for key in keys.split(", "))

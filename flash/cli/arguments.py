@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from flash.config.decode import nearest, suggest
 from flash.config.load import as_setting
-from flash.config.models import beside
+from flash.config.models import folders_beside
 from flash.errors import ConfigError
 from flash.observe.rundir.rundir import RunDirectory
 
@@ -37,7 +37,7 @@ def run_directory(path: Path) -> RunDirectory:
     """Return the run directory at a path. Raises ConfigError if there is no run."""
     directory = RunDirectory(path)
     if not path.exists():
-        raise ConfigError(f"there is no run {path}{beside(path)}")
+        raise ConfigError(f"there is no run {path}{folders_beside(path)}")
     if not directory.config.is_file():
         raise ConfigError(f"{path} is no run directory: it holds no {directory.config.name}")
     return directory

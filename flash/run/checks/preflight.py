@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from flash.config.decode import ConfigProblem, show
 from flash.config.load import dump, read_recorded, recorded
 from flash.config.models import is_hub_id, other_models, unreachable
-from flash.config.resuming import limited, refused
+from flash.config.resuming import partial_effects, refused
 from flash.config.tree import Config
 from flash.data.tables import column_names
 from flash.environment.fingerprint import texts_in
@@ -228,7 +228,7 @@ def left_as_it_was(config: Config) -> list[ConfigProblem]:
     """
     if (had := _had(config)) is None or newest_complete(config.run_dir) is None:
         return []
-    return limited(had, _settings(config))
+    return partial_effects(had, _settings(config))
 
 
 def _past(config: Config) -> Iterator[ConfigProblem]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
-from flash.config.models import beside, gguf_folder, is_gguf, is_hub_id
+from flash.config.models import folders_beside, gguf_folder, is_gguf, is_hub_id
 from flash.config.tree import Config, DeadlinesConfig, TinyModelConfig
 from flash.errors import CheckpointError, ConfigError
 from flash.observe.rundir.rundir import RunDirectory
@@ -116,7 +116,7 @@ def chosen_model(named: str) -> str:
         return gguf_folder(named)
     path = Path(named)
     if not path.exists() and not is_hub_id(named):
-        raise ConfigError(f"there is no model, checkpoint or run {named}{beside(path)}")
+        raise ConfigError(f"there is no model, checkpoint or run {named}{folders_beside(path)}")
     if (path / "model" / "config.json").is_file():
         path = path / "model"
     checkpoint = path if (path / MANIFEST).is_file() else newest_complete(path)
