@@ -2,10 +2,12 @@
 
 import importlib.util
 import json
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -13,6 +15,7 @@ import yaml
 from flash.cli.main import parse
 from flash.config.check import check
 from flash.config.load import dump, load
+from flash.config.schema import schema
 from flash.config.waits import grace_s
 
 FOLDER = Path(__file__).parent.parent / "examples"
@@ -75,6 +78,8 @@ def test_an_example_resolves_and_survives_being_written_down(
     (tmp_path / "resolved.toml").write_text(dump(config))
     assert load([tmp_path / "resolved.toml"]) == config
     assert check(config) == []
+    # An editor must find no mistake in what a run records.
+    assert list(jsonschema.Draft7Validator(schema()).iter_errors(tomllib.loads(dump(config)))) == []
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
