@@ -5,16 +5,17 @@ the cache of the sequence, and computes it again later. The proxy keeps one `Con
 `ResponseLengths` for all engines of the node.
 
 A running sequence grows by one token per step until it ends. The *hazard* of an end (its probability per token) is
-constant within each interval of lengths, a quarter of an octave: the number of ends there, divided by the number of
-tokens generated there, also by responses that still run. This is the maximum likelihood estimate under censoring. Let
-S(s | a) be the probability that a response of a tokens lives for s more. The cache is expected to hold in s steps
+constant within each interval of lengths; an interval is a quarter of an octave. The hazard is estimated as the number
+of responses that ended in the interval, divided by the number of tokens generated in it. Tokens of responses that still
+run count, too. This is the maximum likelihood estimate under censoring. Let S(s | a) be the probability that a response
+of a tokens lives for s more tokens. After s steps the cache is expected to hold U(s) tokens:
 
     U(s) = sum over running sequences of (context + s) · S(s | age),
 
-tokens, with the variance sum of (context + s)² · S · (1 − S). Each further request adds (prompt + s) · S(s | 0). The
-limit is the largest number of requests for which U plus two standard deviations stays within the cache at every s.
+The variance is the sum of (context + s)² · S · (1 − S). Each further request adds (prompt + s) · S(s | 0). The limit is
+the largest number of requests for which U plus two standard deviations stays within the cache at every s.
 
-If the cache is large enough for any load, an engine gets a few requests more than it can run (*requests ahead*). They
+If the cache is large enough for any load, an engine gets a few requests more than it can run (*requests ahead*). These
 replace the responses that end within a few steps.
 """
 
@@ -37,29 +38,31 @@ EDGES = np.array([0.0, *(2.0 ** (np.arange(4 * 24) / 4))])
 _EDGES = EDGES.tolist()
 """`EDGES` as a list, in which `bisect` and `math` are fast."""
 DEVIATIONS = 2.0
-"""Number of standard deviations of the expected use that stay free. The use exceeds them about once in forty times."""
+"""The limit keeps this many standard deviations of the expected use free. The use exceeds them about once in forty
+times."""
 AHEAD = 1 / 1024
-"""Smallest number of steps s that is checked beside 0, as a share of the greatest length."""
+"""Besides s = 0, only numbers of steps s from this share of the greatest length on are checked. In fewer steps the use
+hardly changes."""
 STEP_TOKENS = 16
-"""Number of tokens of context that an engine can compute at least in the time of one decoding step. Both read all
-weights, which takes most of the time."""
+"""Number of tokens of context that any engine can compute in the time of one decoding step. Both read all weights,
+which takes most of the time."""
 PRIOR = 0.5
-"""Number of ended responses that every interval counts in advance, each with half of the greatest length as its tokens.
-So the hazard is also known for lengths that no response has had."""
+"""Each interval begins with this number of ended responses, and with half of the greatest length as tokens per such
+response. So the hazard is also known for lengths that no response has had."""
 STEPS_AHEAD = 8
-"""Number of decoding steps: an engine gets requests ahead for the responses that end within them. A node needs that
-long to replace requests that have ended. Without requests ahead the engine would make these steps with few sequences,
-at nearly the cost of full steps: with answers of 16 tokens that was 8 % of its work."""
+"""Number of decoding steps. An engine gets requests ahead for the responses that end within these steps, because a node
+needs that long to replace requests that have ended. Without requests ahead the engine would make these steps with few
+sequences, at nearly the cost of full steps: with answers of 16 tokens that was 8 % of its work."""
 MIN_ENDED = 256
 """Number of responses that must have ended before an engine gets requests ahead, so that their mean length is known."""
 
 
 class ResponseLengths:
-    """Statistics of the lengths of responses, of all engines of a node."""
+    """Statistics of the lengths of the responses of all engines of a node."""
 
     def __init__(self) -> None:
         self._ended = self._ended_tokens = 0
-        """Number of responses that have ended, and of their tokens."""
+        """Number of responses that have ended, and number of tokens of these responses."""
         self._ends = np.zeros(len(EDGES))
         """Number of ends in each interval of `EDGES`. Responses that ended at a token limit are left out: they say
         nothing about when the model ends a response."""
@@ -67,7 +70,8 @@ class ResponseLengths:
         """Number of tokens generated in each interval of `EDGES`."""
 
     def grow(self, first: int, stop: int) -> None:
-        """Note that a response has got the tokens at positions [first, stop). Counts them in their intervals."""
+        """Note that a response has got the tokens at positions [first, stop). Each counts in the interval of its
+        position."""
         while first < stop:
             interval = _interval(first)
             end = stop if interval + 1 == len(_EDGES) else min(stop, math.ceil(_EDGES[interval + 1]))
@@ -82,7 +86,7 @@ class ResponseLengths:
     def ending_soon(self, running: int) -> int:
         """Return the expected number of `running` responses that end within `STEPS_AHEAD` steps.
 
-        It follows from the mean length of the ended responses, and is 0 before `MIN_ENDED` have ended.
+        The number follows from the mean length of the ended responses, and is 0 before `MIN_ENDED` have ended.
         """
         known = self._ended >= MIN_ENDED and self._ended_tokens
         return min(running, STEPS_AHEAD * running * self._ended // self._ended_tokens) if known else 0
@@ -122,8 +126,8 @@ class ConcurrencyLimit:
         self._worst = 0
         """Number of tokens of all running responses and their prompts, if each response reaches its token limit."""
         self._newest = (0, 0)
-        """Number of prompt tokens of the response that began last, and its token limit. They stand for the next request
-        if the engine runs none."""
+        """Number of prompt tokens of the response that began last, and its token limit. The next request is expected to
+        have the same sizes if the engine runs no request."""
         self._limit = ceiling
 
     @property
@@ -151,9 +155,10 @@ class ConcurrencyLimit:
         self._running[name] = [prompt, length + tokens, longest, 1]
 
     def end(self, name: Hashable, *, complete: bool) -> None:
-        """Note that a response no longer runs on this engine.
+        """Note that a response no longer runs on this engine. The caller calls `observe` next.
 
-        `complete`: True if it has ended, and counts in the statistics; False if it was aborted or moves.
+        `complete`: True if the response has ended, so that it counts in the statistics. False if it was cancelled, has
+        failed, or continues on another engine.
         """
         prompt, length, longest, _ = self._running.pop(name)
         self._worst -= prompt + longest
@@ -181,7 +186,7 @@ class ConcurrencyLimit:
     def observe(self, pressure: Pressure) -> None:
         """Compute the limit from the load that the engine reports.
 
-        To be called when a response has begun, got its first tokens or ended.
+        Call this when a response has begun, got its first tokens or ended.
         """
         running, cache = len(self._running), pressure.kv_tokens
         mean = self._worst / running if running else sum(self._newest)
@@ -195,8 +200,8 @@ class ConcurrencyLimit:
             return
         self._seen = pressure
         # The last pressure of an engine that runs nothing is about requests that are gone, so it is ignored. A response
-        # without a token of this engine may still wait inside it, because it has just come. If more wait, the others
-        # were preempted: the cache is full, and no further request may begin.
+        # without a token of this engine may still wait inside it, because it has just come. If more requests wait, some
+        # of them were preempted: the cache is full, and no further request may begin.
         new = sum(not row[3] for row in self._running.values())
         more = 0 if running and pressure.waiting > new else self._room(cache, pressure.kv_used * cache)
         self._limit = max(1, min(self._ceiling, running + more))
@@ -213,8 +218,8 @@ class ConcurrencyLimit:
         hazard = self._lengths.cumulative_hazard(int(most))
         steps = EDGES[(EDGES == 0) | ((most * AHEAD <= EDGES) & (most > EDGES))]
         # `used` includes tokens that were not delivered yet, counts blocks that requests share only once, and leaves
-        # out responses that have just begun. The difference from our own count is spread over the responses that it
-        # includes.
+        # out responses that have just begun. The difference between `used` and our own count is spread over the
+        # responses that `used` includes.
         known = given > 0
         spread = (used - (prompt + age)[known].sum()) / max(1, known.sum())
         context = np.maximum(1.0, prompt + age + known * spread)[:, None]

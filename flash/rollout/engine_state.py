@@ -1,4 +1,4 @@
-"""State of a node's engines: what runs on each, when each was busy, and when no engine was there at all.
+"""State of a node's engines: running requests, busy times, and outages.
 
 The proxy keeps one `EngineRecord` for each *place* of the node, which has one engine after another, and updates it on
 each change. The router decides by the part that the record inherits from `EngineView`. Deadlines that must not count
@@ -67,9 +67,9 @@ class StateTimes:
 class EngineUsage:
     """Record of when one engine was busy or idle: seconds for its reports, bars for the run's timeline. Pure state.
 
-    An engine is busy while it has a running request. Seconds are counted from its first version on, because before that
-    it cannot work. Bars are drawn before that, too. The proxy calls each method at the moment of the change, with the
-    time in Unix seconds.
+    An engine is busy while it has a running request. Seconds are counted from the first version on, because the engine
+    serves no samples before it. Bars need no version: one is drawn for every busy time. The proxy calls each method at
+    the moment of the change, with the time in Unix seconds.
 
     Args:
         lane: name of the engine's row on the timeline.
@@ -79,13 +79,14 @@ class EngineUsage:
         self.lane = lane
         self._times = StateTimes()
         self._busy_since: float | None = None
-        """Start of the bar that is drawn next, or that was drawn last; None before the first request."""
+        """Start of the current busy time. After this time has ended, it is kept, so that a short gap can be bridged.
+        None before the first request."""
         self._bars: list[Activity] = []
 
-    def loaded(self, start: float, now: float, *, busy: bool) -> None:
+    def note_load(self, start: float, now: float, *, busy: bool) -> None:
         """Note that the engine has loaded a version, from `start` until `now`, and add a bar for the swap.
 
-        If it is the engine's first version, its seconds begin to count. `busy`: True if a request runs now.
+        With the first version, the counting of busy and idle seconds begins. `busy`: True if a request runs now.
         """
         if self._times.state is None:
             self._times.enter("busy" if busy else "idle", now)
@@ -95,7 +96,7 @@ class EngineUsage:
         """Note that a request has begun on the idle engine."""
         # Seconds of the idle time that ends now; unknown before the first version.
         idle = self._times.enter("busy", now) if self._times.state is not None else 0.0
-        # The idle time comes from the state times and not from the last bar: that bar may be a swap's, or may have been
+        # The idle time comes from the state times and not from the last bar: that bar may show a swap, or may have been
         # reported already. After a short gap the start stays, so that `_draw` extends the last bar.
         if self._busy_since is None or idle > MERGE_GAP_S:
             self._busy_since = now
@@ -107,7 +108,8 @@ class EngineUsage:
         self._draw(now)
 
     def restart(self) -> None:
-        """Begin to count at 0 for another engine, idle and without a version. Bars that are not reported yet stay."""
+        """Reset the seconds for a new engine, which is idle and has no version yet. Bars that are not reported yet
+        stay."""
         self._times, self._busy_since = StateTimes(), None
 
     def seconds(self, now: float) -> tuple[float, float]:
@@ -118,7 +120,7 @@ class EngineUsage:
     def take_bars(self, now: float, *, busy: bool) -> list[Activity]:
         """Return the bars since the last call, and forget them.
 
-        `busy`: True if a request runs now. Then the bar up to now is returned, and another one begins.
+        `busy`: True if a request runs now. Then the bar up to now is returned, and another bar begins.
         """
         if busy:
             self._draw(now)
@@ -155,7 +157,8 @@ class EngineRecord(EngineView):
         """The running requests, in the order in which they began. Cancelling the scope of a request makes it move to
         another engine."""
         self.emptied = anyio.Event()
-        """Event that is set when the engine's last request has left. Each wait makes a new one."""
+        """Event that is set when the engine's last request has left. The code that waits replaces the event before each
+        wait."""
         self.usage = EngineUsage(f"engine {number}")
         self.tokens = 0
         """Number of tokens that all engines of this place have given."""
@@ -236,7 +239,7 @@ class OutageClock:
             yield
         finally:
             self._extended.discard(scope)
-            # Takes the unused extension back. Otherwise a caller that waits again during the same outage would get the
+            # Take the unused extension back. Otherwise a caller that waits again during the same outage would get the
             # extension twice.
             if self._since is not None:
                 scope.deadline -= self.remaining_s

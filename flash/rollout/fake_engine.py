@@ -73,29 +73,29 @@ class FakeEngine:
         """Numbers that `reassign` has set, for tests."""
         self.kept_cache: list[bool] = []
         """Argument `keep_cache` of each load, for tests."""
-        # The next three are parts of the reported pressure, which tests set.
+        # The next three fields are parts of the reported pressure, which tests set.
         self.kv_used = 0.0
         self.preemptions = 0
         self.kv_tokens = 0
 
     @property
     def version(self) -> int:
-        """See `Engine`."""
+        """Version that the last successful `load` has set; -1 before the first one."""
         return self._version
 
     @property
     def pressure(self) -> Pressure:
-        """See `Engine`."""
+        """Numbers of running and waiting requests, and the numbers that a test has set."""
         return Pressure(self.running, self.waiting, self.kv_used, self.preemptions, self.kv_tokens)
 
     async def start(self) -> None:
-        """See `Engine`."""
+        """Wait `start_seconds`, then raise `start_error` if a test has set it."""
         await anyio.sleep(self.start_seconds)
         if self.start_error is not None:
             raise self.start_error
 
     async def generate(self, request: ResponseRequest) -> AsyncGenerator[Progress | Completion, None]:
-        """See `Engine`."""
+        """Yield the tokens of the answer, each after one step. The last token is only in the completion."""
         self._check_alive()
         if not request.prompt:
             raise EngineRefusal("a prompt of 0 tokens does not fit")
@@ -145,11 +145,12 @@ class FakeEngine:
             raise self._death
 
     def reassign(self, number: int) -> None:
-        """See `Engine`."""
+        """Add the number to `numbers`."""
         self.numbers.append(number)
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
-        """See `Engine`. After an error the engine stays paused, as a real one, until a load succeeds."""
+        """Load a version, or raise `load_error`. After an error the engine stays paused until a load succeeds, like a
+        real engine."""
         self._check_alive()
         self.kept_cache.append(keep_cache)
         if self._resumed.is_set():
@@ -165,7 +166,7 @@ class FakeEngine:
         return 0.0
 
     def kill(self) -> None:
-        """Die as a process that is killed: running and later requests fail, and `wait_dead` returns."""
+        """Die like a killed process: running and later requests fail, and `wait_dead` returns."""
         self._death = self._death or EngineDeadError("the fake engine was killed")
         self._died.set()
         self._resumed.set()
@@ -179,7 +180,7 @@ class FakeEngine:
         self._failures = [EngineRefusal("the fake engine was told to refuse")] * requests
 
     async def wait_dead(self) -> EngineDeadError:
-        """See `Engine`."""
+        """Wait for `kill`, and return the error that says how the engine died."""
         await self._died.wait()
         assert self._death is not None
         return self._death
@@ -222,34 +223,34 @@ class WrappedEngine(Generic[EngineT]):
 
     @property
     def version(self) -> int:
-        """See `Engine`."""
+        """Version of the wrapped engine."""
         return self._engine.version
 
     @property
     def pressure(self) -> Pressure:
-        """See `Engine`."""
+        """Load of the wrapped engine."""
         return self._engine.pressure
 
     async def start(self) -> None:
-        """See `Engine`."""
+        """Start the wrapped engine."""
         await self._engine.start()
 
     def generate(self, request: ResponseRequest) -> AsyncGenerator[Progress | Completion, None]:
-        """See `Engine`."""
+        """Stream a response of the wrapped engine."""
         return self._engine.generate(request)
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
-        """See `Engine`."""
+        """Load a version into the wrapped engine."""
         return await self._engine.load(published, keep_cache=keep_cache)
 
     def reassign(self, number: int) -> None:
-        """See `Engine`."""
+        """Set the number of the wrapped engine."""
         self._engine.reassign(number)
 
     async def wait_dead(self) -> EngineDeadError:
-        """See `Engine`."""
+        """Wait for the death of the wrapped engine."""
         return await self._engine.wait_dead()
 
     async def close(self) -> None:
-        """See `Engine`."""
+        """Close the wrapped engine."""
         await self._engine.close()

@@ -1,8 +1,9 @@
-"""RolloutNode: the rollout side of one node. It wires the engines, the proxy, the episodes and the scheduler.
+"""RolloutNode: the rollout side of one node. It makes and connects the engines, the proxy, the episodes and the
+scheduler.
 
-The scheduler gets leases from the hub and calls `EpisodePlayer.play` for each. A lease is the right and the duty of the
-node to run one task, which is one sample of a problem. The player requests responses from the proxy, which gives each
-request to an engine. When the proxy has room again, it wakes the scheduler.
+The scheduler gets leases from the hub and calls `EpisodePlayer.play` for each. A *lease* assigns one task to this node.
+A task is one sample of a problem. The player requests responses from the proxy, which gives each request to an engine.
+When the proxy has room again, it wakes the scheduler.
 
 Lifecycle: the resources that environments share are opened (`flash.environment.shared`), and the engines start. Each
 engine loads the newest published version of the policy's weights whenever it is behind. The scheduler turns leases into
@@ -10,10 +11,10 @@ results until the hub has no more work, or until `drain`. Then the engines are c
 resources.
 
 If an engine dies, its requests go to the other engines, or to the engine that starts in its place (`supervisor`). If no
-place can be filled any more, the node ends with the error of the last engine. None of this makes a sample fail.
+place can be filled any more, the node ends with the error of the last engine. No sample fails because an engine dies.
 
 A joined node (`flash.run.joined`) may outlive its hub: its episodes go on meanwhile, and their results wait. `move`
-presents the leases that the node holds to the next hub, and forgets those that this hub does not know.
+presents the leases that the node holds to the next hub, and forgets the leases that this hub does not know.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class RolloutNode:
     """Runs the engines and episodes of one node.
 
     Args:
-        config: the run.
+        config: the configuration of the run.
         link: connection to the hub, and the numbers of the node and of its first engine there.
         make_engines: one function for each place of the node, which has one engine at a time. The function makes an
             engine that is not started, given its number in the run. Called again when the engine of the place has died.
@@ -79,9 +80,9 @@ class RolloutNode:
         now: Unix seconds on the loop's clock.
         on_loss: called when the hub is lost; the owner then has to `move` the node to the next hub. None: the node ends
             with its hub.
-        status_s: seconds between two status reports; None: no reports, because nobody looks at them.
-        teacher: client of a model on a server of its own, which gives its log-probs of the samples' tokens. None: there
-            is no such model.
+        status_s: seconds between two status reports; None: no reports.
+        teacher: client of the teacher, a model on a server of its own, which gives log-probs for the tokens of the
+            samples. None: there is no such model.
         blocked_s: returns the seconds in which the event loop was blocked so far.
     """
 
@@ -106,7 +107,7 @@ class RolloutNode:
         self._status_s = status_s
         self._teacher = teacher
         self._starting = anyio.CancelScope()
-        """Scope around the start of the engines, with which the start is stopped."""
+        """Scope around the start of the engines. Cancelling it stops the start."""
         self.start_s = math.nan
         """Seconds that the start of the engines took; NaN before that."""
         self._hub = HubClient(link, on_loss, config.deadlines.request)
@@ -177,13 +178,14 @@ class RolloutNode:
         return len(self._hub.held)
 
     async def move(self, link: HubLink) -> None:
-        """Go on at the next hub with the leases that the node holds. `link` is the connection to it.
+        """Go on at the next hub, to which `link` is the connection, with the leases that the node holds.
 
         The node and its engines get the numbers that they have at this hub. Episodes of leases that this hub does not
         know are cancelled. At the end, calls that wait for a hub are sent to this one.
 
         Raises:
-            FlashError: this hub is lost too, or refuses a request. The owner may then call `move` with another one.
+            FlashError: this hub is lost too, or refuses a request. The owner may then call `move` with a link to
+                another hub.
         """
         self._proxy.renumber(link.first_engine)
         for place in self._places:
@@ -207,11 +209,11 @@ class RolloutNode:
                 await self._teacher.aclose()
 
     async def drain(self) -> None:
-        """Leave the run: tell the hub, take no more leases, let the episodes end, and so let `run` return.
+        """Leave the run: notify the hub, take no more leases, and let the episodes end. Then `run` returns.
 
         Called when the hub wants the node to leave, or when a signal asks a joined node to leave. Episodes may go on
-        for deadlines.shutdown while a place has an engine. Then their leases are handed back, for other nodes. A start
-        of the engines is stopped.
+        for deadlines.shutdown while a place has an engine. Then the leases of the remaining episodes are handed back,
+        for other nodes. A start of the engines is stopped.
         """
         self._supervisor.stop_reporting_deaths()
         self._starting.cancel()
@@ -252,7 +254,8 @@ class RolloutNode:
                 group.start_soon(self._reports.run, self._status_s)
                 await self._scheduler.run()
                 group.cancel_scope.cancel()
-            # Seconds in which the engines were busy and idle are counted by the hub, so the last ones are sent, too.
+            # The hub sums the busy and idle seconds of engines, so the seconds since the last report are sent at the
+            # end.
             await self._reports.send()
 
     async def _obey_hub(self) -> None:
@@ -268,7 +271,7 @@ class RolloutNode:
                 self._scheduler.cancel(reply.lease_ids)
                 if reply.done:
                     self._scheduler.end()
-                    # A running drain would give the episodes time to end, but nobody needs their results now.
+                    # A running drain would give the episodes time to end, but the hub needs no results any more.
                     leaving.cancel_scope.cancel()
                     return
                 if reply.leave:

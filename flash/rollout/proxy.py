@@ -439,7 +439,7 @@ class LLMProxy:
         keep_cache = mode == "keep" and engine.backend.version >= 0
         engine.canary_error = await engine.backend.load(published, keep_cache=keep_cache)
         engine.loaded = start, self._now()
-        engine.usage.loaded(*engine.loaded, busy=bool(engine.running))
+        engine.usage.note_load(*engine.loaded, busy=bool(engine.running))
         engine.end_swap(engine.backend.version)
         # If no engine was alive, this engine ends the outage.
         self._outages.end()

@@ -4,9 +4,9 @@
 has died or has started again. The hub adds up the idle and blocked seconds and the restarts, leases tasks for new
 versions, and shows the notes to people. A node that moves to another hub sends a report there, too.
 
-`run` sends a status every few seconds. It is only for people (`cluster.json`), and nothing is decided by it.
+`run` sends a status every few seconds. The status is only for people (`cluster.json`), and nothing is decided by it.
 
-A node has a fixed number of *places*, with one engine after another in each. An *activity* is a bar of the run's
+A node has a fixed number of *places*, each of which has one engine at a time. An *activity* is a bar of the run's
 timeline, such as a swap.
 """
 
@@ -117,12 +117,12 @@ class NodeReports:
     def next_report(self) -> Callable[[int], p.EngineReport]:
         """Return a function that makes the next engine report, given the node's number at the hub.
 
-        It is a function, because the report goes to the next hub if this one is lost, and the node may have another
-        number there. `send` uses it, and `RolloutNode.move`, which reports over its new connection.
+        The result is a function, because the report goes to the next hub if this hub is lost, and the node may have
+        another number there. `send` uses it, and so does `RolloutNode.move`, which reports over its new connection.
 
-        The report has what happened since the last one: activities, notes, restarts, seconds in which the event loop
-        was blocked, and abandoned calls. Calling this method takes them out of this object, so they are lost if the
-        caller does not send the report.
+        The report has the events since the last report: activities, notes, restarts, seconds in which the event loop
+        was blocked, and abandoned calls. Calling this method takes these events out of this object, so they are lost if
+        the caller does not send the report.
         """
         engines, activities = self._proxy.report()
         notes, self._notes = self._notes, []
@@ -165,7 +165,8 @@ class NodeReports:
     def _engine(self, record: EngineRecord, seconds: float) -> EngineNow:
         """Return the state of one engine for people. `seconds`: time since the last status, for the rates.
 
-        The figures are those of the columns of `flash.observe.columns.table`, as far as their values are known.
+        The figures have the names of the columns in `flash.observe.columns.table`. Figures without a known value are
+        left out.
         """
         place = record.index
         deaths = self._deaths.get(place)

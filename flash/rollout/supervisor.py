@@ -2,9 +2,10 @@
 
 A *version* is the state of the weights after one training step. A *swap* is the load of a version into an engine.
 
-Lifecycle of a place: an engine starts. It loads each version that the hub announces, while the proxy sends it requests.
-When it dies, it is closed, and after a pause another engine starts in its place, until the restarts are used up. An
-engine that is killed while it starts counts as dead, too. The node ends when no place can be filled any more.
+A *place* of a node has one engine at a time. Lifecycle of a place: an engine starts. It loads each version that the hub
+announces, while the proxy sends it requests. When it dies, it is closed, and after a pause another engine starts in its
+place, until the restarts are used up. An engine that is killed while it starts counts as dead, too. The node ends when
+no place can be filled any more.
 
 The node calls `start` and then `run`. The supervisor calls `load`, `retire` and `replace` of the proxy, and reports
 deaths and swaps to the hub.
@@ -32,8 +33,8 @@ from flash.waiting import deadline
 FIRST_PAUSE_S = 1.0
 """Seconds before the first restart in a row. Each further pause is twice as long, up to `LONGEST_PAUSE_S`."""
 STEADY_STARTS, MIN_STEADY_S, MAX_STEADY_S = 10.0, 60.0, 600.0
-"""An engine that has served for `STEADY_STARTS` times the seconds of its start, within these bounds, was healthy: a
-later death has another cause, so the count of its restarts begins at 0 again."""
+"""An engine that has served for `STEADY_STARTS` times the seconds of its start, but at least `MIN_STEADY_S` and at most
+`MAX_STEADY_S` seconds, was healthy. A later death has another cause, so the count of restarts begins at 0 again."""
 LOOK_AT = "the engines' output and deadlines.engine_start"
 """Advice in the error message of a start that took too long."""
 
@@ -103,7 +104,7 @@ class EnginePlace:
         self.served = False
         """True if an engine of the place has ever loaded a version. Only then a failed swap may be chance."""
         self.killed_at_start: EngineDeadError | None = None
-        """Error that says how the first engine was killed while it started; None if it was not."""
+        """Error that says how the first engine was killed while it started; None if it was not killed."""
         self.took_s = 0.0
         """Seconds that the start of the newest engine took."""
         self._has_started = False
@@ -186,7 +187,7 @@ class EngineSupervisor:
         self._leaving = False
         """True if deaths are not reported any more, because the node leaves."""
         self._death = anyio.Event()
-        """Event that the next death of an engine sets. `no_engine_left` makes a new one for each wait."""
+        """Event that the next death of an engine sets. `no_engine_left` replaces it before each wait."""
 
     async def start(self, seconds: float) -> None:
         """Start the first engines of all places in parallel.
@@ -213,7 +214,7 @@ class EngineSupervisor:
     def stop_reporting_deaths(self) -> None:
         """Report no more deaths of engines. Called when the node leaves.
 
-        The machine may be ending, so that engines are killed, and these deaths are no news.
+        The machine may be ending, which kills engines. People need no report of such deaths.
         """
         self._leaving = True
 
@@ -247,11 +248,11 @@ class EngineSupervisor:
         budget = RestartBudget(self._max_restarts)
         budget.started(anyio.current_time(), place.took_s)
         death = place.killed_at_start or await self._serve_until_dead(place)
-        # After each death: report it, close the engine, pause, start another one, and serve with that.
+        # After each death: report it, close the engine, pause, start another engine, and serve with that engine.
         while True:
             restart = budget.died(anyio.current_time())
             await self._on_death(place, death, restart)
-            # Also the last engine is closed, because the processes that remain of a dead engine hold memory.
+            # The last engine is closed, too, because the remaining processes of a dead engine hold memory.
             await place.engine.close()
             if restart is None:
                 break
@@ -292,9 +293,9 @@ class EngineSupervisor:
     async def _follow(self, place: EnginePlace) -> None:
         """Keep one engine on the newest version.
 
-        Asks the hub for a version newer than the engine's, and waits for the reply, which is empty if there is none for
-        a while. Loads the version, and reports the swap: the hub announces no further version before. Ends when the hub
-        says that there will be no more versions.
+        Asks the hub for a version newer than the version of the engine, and waits for the reply, which is empty if
+        there is none for a while. Loads the version, and reports the swap. The hub announces the next version only
+        after this report. Ends when the hub says that there will be no more versions.
         """
         engine = place.engine
         while True:
@@ -307,8 +308,8 @@ class EngineSupervisor:
     async def _load(self, place: EnginePlace, published: Published) -> bool:
         """Let an engine load a version.
 
-        Returns False if the trainer ranks that published the version are gone, so that nobody holds it any more. The
-        engine is then healthy, and waits for the version that the next ranks publish.
+        Returns False if the trainer ranks that published the version are gone, so that no process holds it any more.
+        The engine is then healthy, and waits for the version that the next ranks publish.
 
         Raises:
             EngineDeadError: the engine died, or the swap failed in a place that has loaded a version before. Another
@@ -321,7 +322,7 @@ class EngineSupervisor:
             await self._proxy.load(place.index, published)
         except (EngineError, DeadlineError) as error:
             if not isinstance(error, EngineDeadError):
-                # The fault may be the publisher's. The hub knows if it is lost.
+                # Perhaps the publisher of the version is lost, and the engine is healthy. The hub knows this.
                 reply = await self._hub.call(lambda node: p.LoadFailed(node, published.incarnation))
                 if reply.gone:
                     return False
@@ -339,7 +340,7 @@ class EngineSupervisor:
     async def _on_death(self, place: EnginePlace, death: EngineDeadError, restart: Restart | None) -> None:
         """Let the proxy retire a dead engine, and report the death to the hub and to people.
 
-        `restart`: decision about the place. If it is None, the place is closed and stays empty.
+        `restart`: decision about the place. If `restart` is None, the place is closed and stays empty.
         """
         if place.died_at is None:
             place.died_at = self._now()

@@ -3,8 +3,8 @@
 A *teacher* is a model that the policy is trained to imitate (distillation). When an episode has ended, the node
 (`flash.rollout.node`) calls `score`, while other episodes go on. `score` sends the sample's own tokens to the server as
 a prompt, and the server returns their log-probs: one request for each branch (sequence) of the sample. A sample for
-which the server has no answer fails as a sample without a reward does: it is tried again, and a run in which all
-samples fail is stopped.
+which the server has no answer fails like a sample without a reward: it is tried again, and a run in which all samples
+fail is stopped.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class ServedTeacher:
             ) from error
         for token, mine, answer in zip(tokens[1:], texts(tokens[1:]), answers, strict=True):
             theirs = mine if answer.decoded_token is None else answer.decoded_token
-            # Not compared: blanks at the ends of a token, and parts of a character (shown as U+FFFD), which equal
-            # tokenizers may write differently.
+            # Blanks at the ends of a token, and parts of a character (shown as U+FFFD), are not compared, because equal
+            # tokenizers may write them differently.
             if theirs.strip(" ") != mine.strip(" ") and "\ufffd" not in f"{mine}{theirs}":
                 raise ConfigError(
                     f"algorithm.teacher.url: token {token} is {mine!r} to the policy and {answer.decoded_token!r} to "
@@ -150,8 +150,8 @@ class ServedTeacher:
     async def _ask(self, content: bytes) -> bytes:
         """Send a request, again and again until the server answers it, and return the answer.
 
-        Errors of the connection, of the server, and HTTP 429 (too many requests) are tried again. HTTP 501 and other
-        errors of the client are not, because the same request would fail again.
+        A request is sent again after an error of the connection or of the server, and after HTTP 429 (too many
+        requests). It is not sent again after HTTP 501 and other errors of the client, because it would fail again.
 
         Raises:
             RewardError: the server refuses the request, or does not answer in time.

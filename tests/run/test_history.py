@@ -48,13 +48,13 @@ async def test_ranks_start_from_the_newest_checkpoint_and_are_given_what_was_rec
     config = make_config(tmp_path)
     with Recorder(config, NoText(), now=lambda: 0.0, resume_at=None, restarts=0) as recorder:
         past = RecordedHistory(config.run_dir, recorder)
-        assert await past.start(0) == TrainerStart(0, "")
+        assert await past.choose_start(0) == TrainerStart(0, "")
         batches = [Batch(step, 0, [trajectory(Task(step, step, 0, 0), 0)], []) for step in range(3)]
         for batch in batches:
             recorder.batch(batch)
-        assert await past.start(3) == TrainerStart(0, "")
+        assert await past.choose_start(3) == TrainerStart(0, "")
         path = checkpoint(tmp_path, 2)
-        assert await past.start(3) == TrainerStart(2, str(path))
+        assert await past.choose_start(3) == TrainerStart(2, str(path))
         assert await past.batch(2) == batches[2]
 
 
@@ -66,7 +66,7 @@ async def test_a_batch_that_is_missing_or_damaged_is_named(tmp_path: Path) -> No
         with pytest.raises(
             RecordingError, match="newest checkpoint is of version 0, and no batch of step 0 is recorded"
         ):
-            await past.start(2)
+            await past.choose_start(2)
         file = recorder.directory.batches / "step-000001.bin"
         file.write_bytes(file.read_bytes()[:-1])
         with pytest.raises(RecordingError, match=r"step-000001\.bin is damaged"):

@@ -1,4 +1,4 @@
-"""Responses that are sampled ahead: before the episode has reached the observations that they answer.
+"""Responses that are sampled ahead, which means before the episode has reached the observations that they answer.
 
 Sampling ahead is optional. Without it an episode requests one response after another. An environment that will probably
 need several responses, for example because its agent has sent several requests at once, announces the later responses
@@ -7,9 +7,9 @@ episode reaches the same observation with the same limits. A response is dropped
 observation.
 
 To *render* an observation is to turn it into tokens. A branch is one of the sequences of tokens of an episode. A place
-is the end of one of its responses, which an observation may follow.
+is the end of a response in a branch, which an observation may follow.
 
-Conservation: every token that is sampled ahead is in a response that the episode takes, or is counted as lost.
+Invariant: every token that is sampled ahead is in a response that the episode takes, or is counted as lost.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class ResponsesAhead:
         Each response in progress is counted as a branch of its own of `max_length` tokens. So sampling ahead never uses
         up a limit that the episode would need for its own next response.
         """
-        # The episode itself waits for one response, which is in progress too and is not among `_responses`.
+        # The episode itself waits for one response, which is also in progress but not in `_responses`.
         transcript, under_way = self._transcript, len(self._responses) + 1
         total = transcript.total_tokens + (under_way + 1) * transcript.limits.max_length
         return (
@@ -146,8 +146,8 @@ class ResponsesAhead:
     def _prompt(self, expected: Expected) -> tuple[list[int], BranchFormat]:
         """Return the prompt of the expected response, and the format of its branch. May run in a thread.
 
-        The prompt has the tokens up to the place that the observation follows, and those of the observation. It is what
-        the transcript will have if the episode reaches the observation.
+        The prompt has the tokens up to the place that the observation follows, and the tokens of the observation. The
+        transcript will have exactly these tokens if the episode reaches the observation.
 
         Raises:
             EnvError: the observation cannot be shown.
@@ -166,7 +166,7 @@ class ResponsesAhead:
     def _request(self, expected: Expected, prompt: list[int], format: BranchFormat) -> None:
         """Start to sample the response to an expected observation with this prompt, if the limits allow it.
 
-        The options of the response are those that the environment has given with the observation.
+        The response gets the options that the environment has given with the observation.
         """
         limits = self._transcript.limits
         room = limits.max_length - len(prompt)
@@ -200,7 +200,8 @@ class ResponsesAhead:
     def find(self, name: str, prompt: list[int], max_new_tokens: int, stop: tuple[str, ...]) -> ExpectedResponse | None:
         """Return the response of this name if it is sampled ahead for exactly this request; None otherwise.
 
-        It is None, for example, if the environment has shown another observation under the name, or set other options.
+        The result is None, for example, if the environment has shown another observation under this name, or set other
+        options.
         """
         wanted = (prompt, max_new_tokens, stop)
         for response in self._responses:

@@ -1,9 +1,9 @@
 """Chat templates: turn a conversation into tokens, and later messages into the tokens that follow a response.
 
-`HfTokenizer` calls `ChatTemplate` for observations that are chat messages. The first observation is rendered as a
-whole (`prompt`). A later observation is never rendered together with the responses before it, because a template may
-show these differently than they were sampled. Instead, a short conversation is rendered in which `STAND_IN` takes the
-place of the response (`follow`): the text after the stand-in closes the turn and shows the new messages.
+`HfTokenizer` calls `ChatTemplate` for observations that are chat messages. The first observation is rendered as a whole
+(`prompt`). A later observation is never rendered together with the responses before it, because a template may show a
+response differently than it was sampled. Instead, a short conversation is rendered in which `STAND_IN` takes the place
+of the response (`follow`): the text after the stand-in closes the turn and shows the new messages.
 
 A *control token* is a token that only the template may write, such as `<|im_end|>`, with which many models end a turn
 (`flash.rollout.episode.controls`). A *call* is a call of a function (a tool) that a response contains.
@@ -51,10 +51,10 @@ MARKED_CALL = ToolCall(CALL_ID, TOOL_NAME, json.dumps({"flash": STAND_IN}, ensur
 EMPTY_CALL = ToolCall(CALL_ID, TOOL_NAME, "{}")
 """Trial call without arguments."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Keys under which chat templates read the reasoning of a message: those of Qwen, Gemma and GPT-OSS."""
+"""Keys under which the chat templates of Qwen, Gemma and GPT-OSS read the reasoning of a message."""
 THINKING = frozenset({"enable_thinking", "thinking", "reasoning_effort"})
-"""Arguments of chat templates that change how an answer begins. An error advises to set those that the template
-reads."""
+"""Arguments of chat templates that change how an answer begins. An error message advises the user to set the arguments
+that the template reads."""
 
 
 class _Part(NamedTuple):
@@ -157,8 +157,8 @@ class ChatTemplate:
     def follow(self, messages: Sequence[Message], end: int | None, tools: Sequence[Tool] = ()) -> list[int]:
         """Return the tokens that show messages after a response. They are appended to the response as it was sampled.
 
-        The template writes the end of the response and the messages after a stand-in for the response. A part of the
-        end may be left out of the result, because the response already has it.
+        The template writes the end of the response and the messages after a stand-in for the response. Tokens of this
+        end that the response already contains are left out of the result.
 
         `end`: the token with which the model ended the response. None if a limit cut the response: then the result
         begins with the tokens that end the turn.
@@ -191,13 +191,14 @@ class ChatTemplate:
             return tokens[max(at for at in range(closing) if tokens[at] == end) + 1 :]
         first = next((at for at in range(closing, len(tokens)) if tokens[at] in self._control_ids), None)
         if first is not None and tokens[first] == end:
-            # Some templates write no end of a turn: their models end a turn with the first token of the next turn.
+            # Some templates write no end of a turn: the model ends a turn with the first token of the next turn.
             return tokens[first + 1 :]
         # The model ended its turn with a token that the template does not write here. Leave out the template's end.
         if controls:
             return tokens[controls[-1] + 1 :]
         # The template writes no end. After a response with calls, the closing text ends the last call, which the
-        # response already has. After another response it is kept, because it may separate turns, such as a line break.
+        # response already has. After a response without calls the closing text is kept, because it may separate turns,
+        # such as a line break.
         return tokens[closing if results else 0 :]
 
     def prompt_and_answer(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[list[int], list[int]]:
@@ -216,8 +217,9 @@ class ChatTemplate:
         conversation = self._render(shown, tools, prompting=False)
         self._refuse_left_out(messages, tools)
         self._refuse_left_out_of_last(messages, shown, tools, conversation)
-        # The answer is the text behind the prompt. Some templates show earlier messages in another way once the answer
-        # is there; for them the answer to a short question is tried.
+        # The answer is the text behind the prompt. With some templates the conversation does not begin with the prompt,
+        # because they show earlier messages in another way once the answer is there. Then the text of the answer after
+        # a short question is used.
         answer = conversation.without_prefix(prompt) or self._answer_to_question(shown[-1], tools, conversation)
         if answer is None:
             known = sorted(self.read_arguments & THINKING)
@@ -240,9 +242,9 @@ class ChatTemplate:
 
     @cached_property
     def turn_ends(self) -> frozenset[int]:
-        """Tokens that end a response: the end of text, and the tokens with which the template ends answers and calls.
+        """Tokens that end a response: the end of text, and the tokens with which the template ends a turn.
 
-        Engines stop at them (`HfTokenizer.ends`).
+        A turn may have calls or none. Engines stop at these tokens (`HfTokenizer.ends`).
 
         Raises:
             EnvError: the chat template is missing, or does not show an assistant's message unchanged.
@@ -251,7 +253,7 @@ class ChatTemplate:
         answer = self._closing_token([RESPONSE], [QUESTION], ())
         if answer is not None:
             ends.add(answer)
-        # A response with calls may end with another token than an answer.
+        # A response with calls may end with a different token than a response without calls.
         result = Message(TOOL, "flash", tool_call_id=CALL_ID, name=TOOL_NAME)
         call, two_calls = None, None
         try:
@@ -261,7 +263,8 @@ class ChatTemplate:
             )
         except EnvError:  # the template shows no calls, or refuses two calls at once
             pass
-        # A token that the template writes after each of two calls ends a call, and not the turn.
+        # `two_calls` is the text after the first of two calls. A token that ends the turn occurs once in it. A token
+        # that ends each call occurs twice, and is not added.
         if call is not None and (two_calls is None or self._controls.encode(two_calls, follows=True).count(call) == 1):
             ends.add(call)
         return frozenset(ends)
@@ -289,7 +292,7 @@ class ChatTemplate:
     def read_arguments(self) -> frozenset[str]:
         """Names of the arguments that the chat template reads, apart from those that Flash and transformers set.
 
-        Users may set these in `model.chat_template_kwargs`.
+        Users may set these arguments in `model.chat_template_kwargs`.
         """
         template = self._tokenizer.chat_template
         sources = template.values() if isinstance(template, dict) else [template] if template else []
@@ -398,11 +401,11 @@ class ChatTemplate:
     # -- texts of the template ---------------------------------------------------------------------------------------
 
     def _prompt_text(self, messages: Sequence[Message], tools: Sequence[Tool]) -> TemplateText:
-        """Return the text of messages up to the place where the policy speaks.
+        """Return the text of messages up to the place where the policy's response begins.
 
         Raises:
-            EnvError: the template refuses the messages, or the policy cannot continue the last one because the template
-                changes it.
+            EnvError: the template refuses the messages, or the policy cannot continue the last message because the
+                template changes it.
         """
         last = messages[-1] if messages else None
         if last is None or last.role != ASSISTANT or last.tool_calls:
@@ -422,7 +425,7 @@ class ChatTemplate:
     ) -> TemplateText:
         """Return the text that the template writes after the stand-in in `response`, which `messages` follow.
 
-        `prompting`: True if the text ends where the policy speaks next; False if it ends with the last message.
+        `prompting`: True if the text ends where the next response begins; False if it ends with the last message.
 
         Raises:
             EnvError: the template refuses the messages, or does not show the stand-in unchanged.
@@ -445,14 +448,14 @@ class ChatTemplate:
     ) -> tuple[list[int], list[int]]:
         """Return two lists of tokens that the template writes after `STAND_IN`, which stands for a response.
 
-        In the first, the response is the last message. In the second, `messages` follow it, and the policy speaks next.
-        The tokens with which both begin close the response.
+        In the first list, the response is the last message. In the second list, `messages` follow the response, and the
+        list ends where the next response begins. The tokens with which both lists begin close the response.
 
         `responses`: messages that may stand for the response. The first one for which the template writes both texts,
         with the stand-in unchanged, is used.
 
         Raises:
-            EnvError: there is no such message; the error is that of the last one.
+            EnvError: there is no such message; the error is the one that the last message caused.
         """
         for response in responses:
             try:
@@ -477,9 +480,9 @@ class ChatTemplate:
         if closing:
             return closing[-1]
         # Some templates close the last response of a conversation with another token than earlier ones: GPT-OSS writes
-        # <|return|> there, and <|end|> before other messages. Then no token is common to both texts. A model that
-        # speaks is always the last one to speak, so it ends with the token that follows the last response directly: the
-        # first control token. Later ones, such as the end of the text, are not the model's.
+        # <|return|> there, and <|end|> before other messages. Then no token is common to both texts. While the model
+        # samples, its response is the last message. So it ends with the first control token that the template writes
+        # after the last message. Later control tokens, such as the end of the text, are not sampled by the model.
         return next((token for token in alone if token in self._control_ids), None)
 
     def _answer_to_question(

@@ -8,8 +8,8 @@ becomes tokens of ordinary characters. Otherwise such a text could end the turn 
 Two steps keep the invariant:
 
 1. The template is compiled so that the characters of its own control tokens are written as lone surrogates, called
-   marks here. Text from outside has none: it would be refused. The template still decides as it would without marks
-   (`flash.foreign.chat_templates`).
+   marks here. Text from outside contains no marks, because text with lone surrogates is refused. The template still
+   decides as it would without marks (`flash.foreign.chat_templates`).
 2. A copy of the tokenizer, in which control tokens have secret names, encodes the result: marked control tokens are
    replaced by their secret names, and all other marks by the characters that they stand for. The text with secret names
    is called *guarded*. The copy splits and normalizes text as the model's own tokenizer does.
@@ -76,8 +76,8 @@ class TemplateText(NamedTuple):
     def without_prefix(self, prefix: TemplateText) -> TemplateText | None:
         """Return the text behind `prefix`; `ChatTemplate` cuts an answer from its prompt with this.
 
-        None if the text does not begin with that of `prefix`. If this text has a guarded copy, also None if `prefix`
-        has none, or one with which the copy does not begin.
+        None if the text does not begin with the text of `prefix`. If this text has a guarded copy, it must also begin
+        with the guarded copy of `prefix`; otherwise the result is None.
         """
         if not self.text.startswith(prefix.text):
             return None
@@ -90,7 +90,7 @@ class TemplateText(NamedTuple):
 
 
 class ControlTokens:
-    """The control tokens of a Hugging Face tokenizer, and encoding that makes them only where a template wrote them.
+    """The control tokens of a Hugging Face tokenizer, and an encoder that makes them only where a template wrote them.
 
     The control tokens are the tokenizer's added tokens, special or not, except words and white space that were added to
     the vocabulary.
@@ -244,7 +244,7 @@ class ControlTokens:
         return "".join(marked)
 
     def _unmark(self, text: str) -> str:
-        """Return a text with the characters that its marks stand for."""
+        """Return a text in which each mark is replaced by the character for which it stands."""
         return text if text.isascii() else _MARKS.sub(lambda found: found[0].translate(self._letters), text)
 
     def _marked_forms(self, content: str) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """EpisodePlayer: plays episodes, each from the reset of its environment to the trajectory.
 
-The scheduler calls `EpisodePlayer.play` for each lease. A lease is the right and the duty of the node to run one task,
-which is one sample of a problem; the samples of a problem are a group, whose rewards are compared.
+The scheduler calls `EpisodePlayer.play` for each lease. A lease assigns one task to this node. A task is one sample of
+a problem; the samples of a problem are a group, whose rewards are compared.
 
 `EpisodePlayer._take_turns` resets the environment and renders the first observation (turns it into tokens). Then it
 requests a response, lets the environment step, and renders the next observation, again and again until the episode
@@ -110,15 +110,16 @@ class EpisodeSettings(EpisodeLimits, frozen=True, kw_only=True):
         return msgspec.structs.replace(run, domains=own)
 
     def for_kind(self, kind: str) -> EpisodeSettings:
-        """Return the settings for a kind of problems: those of the domain, or these settings if there is none."""
+        """Return the settings for a kind of problems: the settings of its domain, or these settings if it is no
+        domain."""
         return self.domains.get(kind, self)
 
 
 class EpisodeProgress(TokenTally):
     """Token counts of an episode. The caller of `EpisodePlayer.play` owns them, and can read them after a cancellation.
 
-    The inherited count `lost` has all tokens that were sampled for the episode and will not be in its trajectory:
-    their request was aborted (the engine adds these), or they were sampled ahead and not needed.
+    The inherited count `lost` has all tokens that were sampled for the episode and will not be in its trajectory: their
+    request was aborted (then the engine counts them), or they were sampled ahead and not needed.
     """
 
     def __init__(self) -> None:
@@ -269,7 +270,7 @@ class EpisodePlayer:
         Also reports the beginning and the end of the episode to `phases`.
 
         Raises:
-            EnvError, RewardError: the environment cannot be made, or the block has ended well and closing failed.
+            EnvError, RewardError: the environment cannot be made, or the block has raised no error and closing failed.
         """
         task = state.task
         env = make_environment(f"start (seed {task.seed})", lambda: self._make_env(task.kind))
@@ -361,8 +362,8 @@ class EpisodePlayer:
     def _first_prompt(self, observation: Observation, transcript: Transcript) -> list[int]:
         """Return the tokens of the first observation, which must have at least one token and leave room for a response.
 
-        A later observation may be empty, because tokens are before it. One without room ends the episode, but a first
-        one fails it: there is no response yet that could be trained.
+        A later observation may be empty, because tokens are before it. A later observation without room ends the
+        episode, but a first one without room makes it fail, because there is no response yet that could be trained.
 
         Raises:
             EnvError: the observation cannot be shown, or has no token.
@@ -397,7 +398,7 @@ class EpisodePlayer:
         transcript = state.transcript
         options, room = transcript.take_options(), transcript.tokens_left()
         most = min(room, state.settings.max_new_tokens, room if options.tokens is None else options.tokens)
-        # The response that was sampled ahead is only taken if it answers exactly this prompt under these limits.
+        # A response that was sampled ahead is taken only if it answers exactly this prompt under these limits.
         if state.ahead is not None and options.name:
             expected = state.ahead.find(options.name, transcript.tokens, most, options.stop)
             if expected is not None:
@@ -408,8 +409,8 @@ class EpisodePlayer:
             on_tokens = format.start_reading(transcript.tokens, calling=options.calling).forward_to(options.hear)
         request = state.new_request(list(transcript.tokens), most, options.stop, on_tokens)
         start = self._now()
-        # An outage is a time in which no engine of the node serves. It does not count in the deadline of the episode,
-        # which waits for the engines here. It does count while a response is only sampled ahead, because the episode
+        # An outage is a time in which no engine of the node serves. It does not count in the deadline of an episode
+        # that waits for the engines here. It does count while a response is only sampled ahead, because the episode
         # does not wait for that response.
         with self._outages.extending(state.scope):
             return await self._sample(state, request, lambda tokens: None), start
@@ -467,7 +468,7 @@ class EpisodePlayer:
 
 
 class _EpisodeState:
-    """State of one episode: its transcript, its requests, and what it waits for now."""
+    """State of one episode: the transcript, the requests, and the event that the episode waits for now."""
 
     def __init__(
         self, lease: Lease, progress: EpisodeProgress, transcript: Transcript, settings: EpisodeSettings
@@ -502,7 +503,7 @@ class _EpisodeState:
     ) -> ResponseRequest:
         """Return the next request of the episode. Requests are numbered in the order in which they are made.
 
-        The number is not that of the turn, because requests of responses that are sampled ahead count, too.
+        This number is not the number of the turn, because requests of responses that are sampled ahead count, too.
 
         Args:
             prompt: tokens before the response.
@@ -542,7 +543,7 @@ class _EpisodeState:
     def deadline_failure(self) -> Failure:
         """Return the failure of an episode that has exceeded its deadline, `episode_s`.
 
-        The outcome and the message are those of the event that `waits_for` has recorded last.
+        `waits_for` has recorded the outcome, and the event that the message names.
         """
         return self.failed(
             self._late_outcome,

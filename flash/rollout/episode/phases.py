@@ -11,7 +11,8 @@ episodes of a node wait for each other, so that the gain of independence can be 
 may continue. Rules are pure state machines without tasks or clocks: each report returns the ids of the leases that may
 continue now. An episode that leaves never blocks another one.
 
-A lease is the node's right to play one episode; its id names the episode here. A group is the samples of one problem.
+A lease assigns one episode to this node; the id of the lease names the episode here. A group is the samples of one
+problem.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Phases:
 
     @property
     def free(self) -> bool:
-        """True if no episode ever waits for another one. Otherwise no response is sampled ahead."""
+        """True if no episode ever waits for another one. Only then responses may be sampled ahead."""
         return self.rule is None
 
     def enter(self, lease: Lease) -> None:
@@ -134,9 +135,11 @@ class LockStep:
         """Leases that have done their part of this phase and wait for the next one."""
 
     def enter(self, lease: Lease) -> None:
-        """Add an episode. It holds the phase if responses are generated now: the others wait for its first response.
+        """Add an episode. If responses are generated now, the new episode holds the phase: other episodes wait for its
+        first response.
 
-        While environments step, the others do not wait for its reset. It holds the next phase, as all that are alive.
+        While environments step, the other episodes do not wait for its reset. Like all episodes, it holds the next
+        phase.
         """
         self._alive.add(lease.lease_id)
         if not self._stepping:

@@ -20,8 +20,8 @@ from flash.samples.tasks import SEED_STRIDE
 from flash.types import Completion, Failure, Lease, Task, Trajectory, VersionRun
 
 PROBLEMS = 3
-"""Number of problems that are tried; one of them must be playable. An environment that fails for half of its problems
-passes in seven of eight runs."""
+"""Number of problems that are tried; one of them must be playable. With 3 problems, an environment that fails for half
+of its problems passes in seven of eight runs."""
 
 
 class Echo:
@@ -43,7 +43,7 @@ async def rehearse(
     run_seed: int,
     now: Callable[[], float],
 ) -> Trajectory:
-    """Play one turn of the first training problem, or of the next ones if that fails, and return its trajectory.
+    """Play one turn of the first training problem, or of the next problems if it fails, and return the trajectory.
 
     The node calls this before it starts its engines, and `flash train --dry-run` calls it without engines.
 

@@ -3,9 +3,9 @@
 An episode calls `Tokenizer`: `render` for the first observation, `follow` for each later observation, and
 `read_response` for each response. A response is never tokenized again: later tokens are appended to the sampled tokens.
 `ChatTemplate` renders chat messages, and `ControlTokens` encodes all text. A *control token* is a token that only the
-chat template may write, such as `<|im_end|>`, with which many models end a turn; these two classes ensure that. A
-*call* is a call of a function (a tool) that a response contains. If the run names vLLM's parsers for the model, these
-read the reasoning and the calls of a response.
+chat template may write, such as `<|im_end|>`, with which many models end a turn; these two classes ensure that no other
+text becomes one. A *call* is a call of a function (a tool) that a response contains. vLLM's parsers separate reasoning
+and calls from the text of a response, if the configuration names them.
 
 `HfTokenizer` is the tokenizer of a model's folder. A run loads it once per process; `with_arguments` makes a variant
 for other arguments of the chat template.
@@ -35,7 +35,8 @@ KEPT_PROMPTS = 64
 """Number of first observations whose tokens are kept. All samples of a group have the same first observation, and
 show it soon after each other."""
 KEPT_VARIANTS = 64
-"""Number of variants of the tokenizer, with other arguments of the chat template, that are kept. Data sets use few."""
+"""Number of variants of the tokenizer, with other arguments of the chat template, that are kept. Data sets use few
+different arguments."""
 INCOMPLETE = "\ufffd"
 """Character to which an incomplete sequence of UTF-8 bytes is decoded."""
 
@@ -67,7 +68,7 @@ class ResponseReader:
         With `parsing`, the piece has no text of calls, and its reasoning is apart from its content.
         """
         self._pending += token_ids
-        # The new text is that by which the text of the last piece becomes longer when the new tokens follow it.
+        # Decode the last piece alone, and together with the new tokens. The second text is longer by the new text.
         previous, text = self._decode(self._previous), self._decode(self._previous + self._pending)
         if len(text) <= len(previous) or text.endswith(INCOMPLETE):
             return Piece()
@@ -228,7 +229,8 @@ class HfTokenizer(Tokenizer):
     def ready(self) -> HfTokenizer:
         """Load the parsers of responses, which takes seconds, and check the configuration of the tokenizer.
 
-        Called at the start of a process, so that no episode waits for it or fails by it. Returns this tokenizer.
+        This is called at the start of a process, so that no episode waits for the parsers or fails because of them.
+        Returns this tokenizer.
 
         Raises:
             ConfigError: a named parser does not exist, or cannot work with this tokenizer; or the tokenizer cannot
@@ -352,7 +354,7 @@ class HfTokenizer(Tokenizer):
                 tokens = self._controls.encode(text)
             except EnvError:
                 continue
-            # Tokens before those of the text itself are the ones that the tokenizer puts before any text.
+            # The tokens before the tokens of the text itself are the ones that the tokenizer puts before any text.
             whole = list(self.inner.encode(text))
             for at in range(len(whole) - len(tokens) + 1) if tokens else ():
                 if whole[at : at + len(tokens)] == tokens:
@@ -382,7 +384,7 @@ class HfTokenizer(Tokenizer):
         """
         if self._parsers is None:
             return Spoken(Message(ASSISTANT, self.decode(token_ids)))
-        # Like the text that vLLM's server parses, it has special tokens, but not the token that ended the response.
+        # The text includes special tokens but not the token that ended the response, as in vLLM's own server.
         text = self._decode_all(token_ids[: len(token_ids) - stopped])
         found = self._parsers.parse(text, token_ids, prompt, tools, calling=calling)
         calls = tuple(
@@ -420,14 +422,14 @@ class HfTokenizer(Tokenizer):
 
     @property
     def end(self) -> list[int]:
-        """List that has only the token which ends a text; empty if the tokenizer has no such token."""
+        """A list with the end-of-text token; empty if the tokenizer has none."""
         return end_of_text(self.inner)
 
     @property
     def ends(self) -> list[int]:
         """Tokens that end a response, ascending: the end of text, and the tokens with which the template ends a turn.
 
-        Engines stop at them. Without a usable chat template, the list has only the end of text.
+        Engines stop at these tokens. Without a usable chat template, the list has only the end of text.
         """
         try:
             return sorted(self._template.turn_ends)
@@ -443,10 +445,10 @@ class HfTokenizer(Tokenizer):
         return token in self._template.turn_ends
 
     def add_ends(self, generation: Any) -> list[int]:
-        """Add the tokens of `ends` to a model's `generation_config`, as far as it lacks them. Return the added tokens.
+        """Add the tokens of `ends` that a model's `generation_config` does not name yet. Return the added tokens.
 
-        Engines end a response at the tokens that this configuration names. It is exported with a trained model, so that
-        other engines stop there, too.
+        Engines end a response at the tokens that this configuration names. The configuration is exported with a trained
+        model, so that other engines stop at the tokens, too.
         """
         named: Any = generation.eos_token_id
         named = [] if named is None else [named] if isinstance(named, int) else list(named)
@@ -456,9 +458,11 @@ class HfTokenizer(Tokenizer):
         return missing
 
     def missing_ends(self) -> str:
-        """Return a sentence for the user that names the tokens of `ends` which the model's `generation_config` lacks.
+        """Return a note for the user that names the tokens of `ends` which the model's `generation_config` lacks.
 
-        Empty if no token is missing, or if the model has still to be made.
+        The start of a run, the dry run and `flash sft` show this note. It is empty if no token is missing, or if the
+        model's folder has no readable `config.json` yet, because the run makes the model before it starts
+        (`[tiny_model]`).
         """
         from transformers import AutoConfig, GenerationConfig
 
@@ -468,7 +472,8 @@ class HfTokenizer(Tokenizer):
         except OSError:
             try:
                 model: Any = AutoConfig.from_pretrained(self._path, local_files_only=local, trust_remote_code=trusted)
-            except (OSError, ValueError):  # the model is still to be made
+            except (OSError, ValueError):
+                # The model will be made later. If the file is damaged, loading the model reports this.
                 return ""
             generation = GenerationConfig.from_model_config(model)
         if not (missing := self.add_ends(generation)):
@@ -513,7 +518,7 @@ class HfTokenizer(Tokenizer):
 def _call_id(position: int, index: int) -> str:
     """Return an id for call `index` of the response that begins at a token position.
 
-    It is the same each time that the response is read. It has nine letters and digits, the only form that some chat
+    The id is the same each time that the response is read. It has nine letters and digits, the only form that some chat
     templates accept.
     """
     return blake2b(f"{position} {index}".encode(), digest_size=9).hexdigest()[:9]

@@ -59,7 +59,8 @@ LARGE_LETTERS = 16_384
 """Number of letters from which an observation is rendered in a thread, if the tokenizer is slow. Rendering takes more
 than ten milliseconds then, and would block the event loop."""
 MESSAGE_LETTERS = 64
-"""Number of letters whose rendering takes as long as an empty message does: 40 microseconds in a chat template."""
+"""Number of letters whose rendering takes as long as the rendering of an empty message: 40 microseconds in a chat
+template."""
 
 
 class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +79,8 @@ class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseOptions(NamedTuple):
-    """Options that the environment has set for the next response, through its view. They hold for that response only.
+    """Options that the environment has set for the next response, through its view. The options hold for that response
+    only.
 
     `EpisodePlayer` makes the request for the response with them.
     """
@@ -87,11 +89,11 @@ class ResponseOptions(NamedTuple):
     """Name under which the environment may have announced the next observation, so that the response to it was sampled
     ahead (`flash.rollout.episode.ahead`). Empty if it has not."""
     tokens: int | None = None
-    """Largest number of tokens of the response; None: no limit but those of the run."""
+    """Largest number of tokens of the response; None: only the limits of the run hold."""
     stop: tuple[str, ...] = ()
     """Texts that end the response."""
     hear: Callable[[Piece], None] | None = None
-    """Function that gets the pieces of the response while it is sampled; None: nobody listens."""
+    """Function that gets the pieces of the response while it is sampled; None: no function gets them."""
     calling: bool = True
     """True if calls of functions are left out of these pieces."""
 
@@ -198,7 +200,7 @@ class Transcript:
         self._rendering = rendering or anyio.Lock()
         self._new_format = BranchFormat(chat=False, tokenizer=tokenizer)
         """Format of the next branch that copies no tokens, and of branch 0 until its first observation is added. A
-        branch that copies tokens has the format of the branch from which they are."""
+        branch that copies tokens keeps the format of the original branch."""
         self.branches = [Branch([], [], self._new_format)]
         self.branch = 0
         """Index of the branch that the next observation follows. `add_observation` and `add_response` leave it at the
@@ -215,8 +217,8 @@ class Transcript:
         """Observation that was rendered last for the place that the next observation follows, and its tokens. None if
         no observation was rendered for this place."""
         self.rendered_ahead: dict[str, tuple[Expected, list[int]]] = {}
-        """Large observations that were rendered before the episode has reached them, with their tokens, by the name
-        that the environment has given them. `ResponsesAhead` adds to it."""
+        """Large observations that were rendered before the episode has reached them, with their tokens. The keys are
+        the names that the environment has given to the observations. `ResponsesAhead` adds the entries."""
         self.options = ResponseOptions()
         """Options of the next response."""
 
@@ -287,9 +289,9 @@ class Transcript:
     def offer_tools(self, tools: Sequence[Tool]) -> None:
         """Offer functions to the policy: the chat template shows them with the first observation of a branch.
 
-        Environments call this through their view. It holds for each branch that begins after this call without copied
-        tokens, and for branch 0 if its first observation was not added yet. The functions replace those of an earlier
-        call. An empty list offers none.
+        Environments call this through their view. The functions are offered in each branch that begins after this call
+        without copied tokens, and for branch 0 if its first observation was not added yet. The functions replace the
+        functions of an earlier call. An empty list offers none.
 
         Raises:
             EnvError: `tools` is not empty, and the tokenizer cannot read calls of functions from responses.
@@ -301,9 +303,9 @@ class Transcript:
     def set_template_arguments(self, arguments: Mapping[str, Any]) -> None:
         """Set arguments of the chat template, which override `model.chat_template_kwargs`.
 
-        They are from the info that `reset` has returned, or an environment sets them through its view. They hold for
-        each branch that begins after this call without copied tokens, and for branch 0 if its first observation was not
-        added yet. They replace the arguments of an earlier call.
+        The arguments come from the info of `reset`, or from the environment through its view. They hold for each branch
+        that begins after this call without copied tokens, and for branch 0 if its first observation was not added yet.
+        They replace the arguments of an earlier call.
 
         Raises:
             EnvError: the chat template cannot have such an argument.
@@ -315,7 +317,8 @@ class Transcript:
     def _begins_branch(self) -> bool:
         """True if the next observation begins a new branch.
 
-        This is so if the observation follows a response that is not the last one of its branch.
+        This is so if the observation does not follow the last response of the branch: it follows an earlier response,
+        or begins a new sequence although the branch has responses.
         """
         return self._responses < len(self.branches[self.branch].ends)
 
@@ -385,7 +388,8 @@ class Transcript:
                 f"{forms[0]}, a later step() {forms[1]}; return the same form from both"
             )
         end = branch.ends[responses - 1]
-        # Without the token that ends the turn, because a limit has cut the response, the template's text must end it.
+        # If a limit cut the response, the token that ends the turn is missing. Then the template's text has to end the
+        # turn.
         end_token = branch.tokens[end.position - 1] if end.ended else None
         return branch.format.tokenizer.follow(observation, end_token, branch.format.tools)
 
@@ -436,8 +440,8 @@ class Transcript:
         if completion.kept is not None:
             branch.kept.append(completion.kept)
         if completion.routes is not None:
-            # The engine also reports experts for the prompt. The experts that earlier responses have reported are kept,
-            # because those responses were sampled with them.
+            # The engine also reports experts for the prompt. For tokens whose experts are already known, the earlier
+            # report is kept, because the responses were sampled with those experts.
             known = 0 if branch.routes is None else branch.routes.tokens
             later = completion.routes.part(known, completion.routes.tokens)
             branch.routes = join_routes([branch.routes, later], [known, later.tokens])
@@ -452,7 +456,8 @@ class Transcript:
         episode and are in no branch.
         """
         branches = self.branches
-        # Spans count tokens from the beginning of their branch, and those of a trajectory from its first token.
+        # A span of a branch counts tokens from the beginning of the branch, but a span of a trajectory counts from its
+        # first token.
         begins = list(accumulate((len(branch.tokens) for branch in branches), initial=0))[:-1]
         spans = [
             Span(begin + span.start, begin + span.stop)
@@ -465,7 +470,7 @@ class Transcript:
         tokens = [token for branch in branches for token in branch.tokens]
         logprobs = [logprob for branch in branches for logprob in branch.logprobs]
         kept = [part for branch in branches for part in branch.kept]
-        # The trainer would give each token another one's log-prob if these numbers differed.
+        # If these numbers differed, tokens and log-probs would be shifted against each other in the trainer.
         counted = sum(run.count for run in versions)
         assert self.sampled == len(logprobs) == counted, "one log-prob and one version per action token"
         return Trajectory(

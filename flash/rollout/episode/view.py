@@ -19,7 +19,7 @@ from flash.types import Observation, Piece, Span, Tool
 
 
 class TranscriptView:
-    """The `EpisodeView` of one episode, whose protocol describes the methods for the authors of environments.
+    """The `EpisodeView` of one episode. That protocol describes the methods for authors of environments.
 
     Args:
         transcript: the transcript of the episode.
@@ -49,8 +49,9 @@ class TranscriptView:
     def spoken(self, *, calling: bool = True) -> Spoken:
         """Return the last response as a message.
 
-        In a branch of chat messages, vLLM's parsers that the run names (`model.tool_parser`, `model.reasoning_parser`)
-        find its calls and its reasoning. Without parsers, and in a branch of plain text, all of it is content.
+        In a branch of chat messages, the parsers named in the configuration (`model.tool_parser`,
+        `model.reasoning_parser`) separate the calls of functions and the reasoning from the text of the response.
+        Without parsers, and in a branch of plain text, the whole response is content.
 
         `calling`: True if calls of functions are read; False if they stay part of the text.
         """
@@ -59,9 +60,9 @@ class TranscriptView:
         return branch.format.read_response(tokens, branch.ends[-1].ended, prompt, calling=calling)
 
     def _last_response(self) -> tuple[Branch, Span]:
-        """Return the branch that got the last response, and the tokens of the response in it.
+        """Return the branch that got the last response, and the positions of the response in it.
 
-        There must be a response: an environment reads one in `step`, which is called with it.
+        Call this only after a response, for example in `step`.
         """
         branch = self._transcript.last_branch
         assert branch is not None, "there is no response yet"
@@ -135,12 +136,13 @@ class TranscriptView:
         self._transcript.set_template_arguments(arguments)
 
     def expect(self, expected: Expected) -> None:
-        """Start to sample the response to a later observation, if the limits allow it."""
+        """Start to sample the response to a later observation, unless sampling ahead is off or its limits are
+        reached."""
         if self._ahead is not None:
             self._ahead.expect(expected)
 
     def comes(self, name: str) -> None:
-        """Announce that the next observation may be the one that `expect` was called with under this name."""
+        """Announce that the next observation may be the one that was passed to `expect` with this name."""
         self._transcript.options = self._transcript.options._replace(name=name)
         if self._ahead is not None:
             self._ahead.announce(name)

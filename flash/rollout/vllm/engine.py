@@ -120,12 +120,12 @@ class VLLMEngine:
 
     @property
     def version(self) -> int:
-        """See `Engine`."""
+        """Policy version that is loaded and verified; `FIRST_VERSION` before the first load."""
         return self._version
 
     @property
     def pressure(self) -> Pressure:
-        """See `Engine`."""
+        """Load of the engine at the end of its last step."""
         return self._gauge.pressure
 
     async def start(self) -> None:
@@ -290,7 +290,7 @@ class VLLMEngine:
             self._answer_scope = None
 
     def reassign(self, number: int) -> None:
-        """See `Engine`."""
+        """Set the engine's number in the run, which error messages contain. Running requests continue."""
         self._index = number
 
     async def wait_dead(self) -> EngineDeadError:
