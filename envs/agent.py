@@ -16,8 +16,9 @@ instead would bias the group: only the samples with short responses would remain
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import cached_property, partial
 from typing import Any, ClassVar, cast
@@ -26,7 +27,6 @@ import anyio.lowlevel
 import msgspec
 
 from envs import nested
-from envs.agent_run import AgentRun, Function
 from envs.judging.judge import SandboxOpener
 from envs.nested import load_tasks
 from envs.programs import run_command
@@ -46,6 +46,7 @@ from flash.environment import (
     shared,
     wrap,
 )
+from flash.environment.calls import UserTask, describe_error
 from flash.environment.results import check_reset_result, check_step_result
 from flash.environment.threaded import in_thread, is_async
 from flash.errors import ConfigError, EnvError
@@ -63,6 +64,9 @@ ENDPOINT = "envs.agent"
 
 LIMITS = HttpLimits(strangers=4096)
 """Connection limits of the endpoint's server. All agents of a node may connect at once, before one has sent its key."""
+
+AgentFunction = Callable[[str, str, str], Awaitable[str] | str]
+"""Function `(base_url, api_key, task)` that returns the answer."""
 
 
 class AgentOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -105,7 +109,7 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return None if self.box is None else box_of(self.box)
 
     @cached_property
-    def agent(self) -> Function:
+    def agent(self) -> AgentFunction:
         """The agent as an asynchronous function of `(base_url, api_key, task)`."""
         if self.command is not None:
             command = self.command
@@ -117,7 +121,7 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         except (TypeError, ValueError) as error:
             raise ConfigError(f"`function`: {self.function} must take (base_url, api_key, task): {error}") from None
         if is_async(found):
-            return cast("Function", found)
+            return cast("AgentFunction", found)
 
         return lambda base_url, api_key, task: in_thread(lambda: found(base_url, api_key, task))
 
@@ -138,11 +142,41 @@ async def open_endpoint() -> AsyncGenerator[AgentEndpoint]:
         yield AgentEndpoint(f"{url}/v1", sessions)
 
 
+class AgentRun:
+    """An agent that works on its task until it returns, fails or is ended."""
+
+    def __init__(self, agent: AgentFunction, arguments: tuple[str, str, str], session: EpisodeSession) -> None:
+        self._run = UserTask("the agent", lambda: agent(*arguments), on_end=session.agent_ended)
+
+    @property
+    def answer(self) -> str | None:
+        """Text that the agent has returned; None if it still runs, has failed or returned no text."""
+        value: object = self._run.value
+        return value if isinstance(value, str) else None
+
+    @property
+    def why(self) -> str:
+        """Reason of the agent's failure, as the end of a sentence; empty if the agent has answered."""
+        error: BaseException | None = self._run.error
+        if isinstance(error, asyncio.CancelledError):
+            return ": it was cancelled from within"
+        if error is not None:
+            return f": it raised {describe_error(error)}"
+        if self.answer is not None:
+            return ""
+        # Only the type, because formatting the value would run the agent's code.
+        return f": it must return its answer as text, but returned a value of {type(self._run.value).__name__}"
+
+    async def end(self) -> None:
+        """Cancel the agent if it still runs. An agent that does not end in time is abandoned, with a warning."""
+        await self._run.end()
+
+
 class Agent:
     """Environment of one episode: one agent works on one task."""
 
     opener: ClassVar[SandboxOpener] = staticmethod(open_sandboxes)
-    """Function that opens the sandboxes of a node."""
+    """AgentFunction that opens the sandboxes of a node."""
 
     _episode: EpisodeView
     _session: EpisodeSession
@@ -332,7 +366,7 @@ class Agent:
         truncated = truncated or answer is None
         return "", reward, not truncated, truncated, self._counted(info)
 
-    def _agent(self) -> Function:
+    def _agent(self) -> AgentFunction:
         """Return the agent as a function, in its sandbox if it has one."""
         options = self._options
         if options.boxed is None:

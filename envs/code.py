@@ -1,10 +1,10 @@
 """CodeEnv: the policy writes a program, and tests in a sandbox judge it.
 
-Problems are rows of a data set, also in several languages, or are generated (`envs.linear`). One answer ends the
-episode. The reward is 1 if all tests pass, or the share of the tests that pass. A program fails a test if it crashes,
-hangs, uses too much memory or prints something else; the metrics count each kind of failure. A sandbox that fails is
-replaced, a few times. If every sandbox fails, the episode ends with the sandbox's error and without a reward, unless
-the program itself ended its sandboxes.
+Problems are rows of a data set, also in several languages, or are generated (`Linear`). One answer ends the episode.
+The reward is 1 if all tests pass, or the share of the tests that pass. A program fails a test if it crashes, hangs,
+uses too much memory or prints something else; the metrics count each kind of failure. A sandbox that fails is replaced,
+a few times. If every sandbox fails, the episode ends with the sandbox's error and without a reward, unless the program
+itself ended its sandboxes.
 
 `envs.judging.tests` describes what a program may do while it is judged, and `envs.sandbox` describes the sandboxes.
 """
@@ -21,18 +21,19 @@ import anyio.to_thread
 import msgspec
 
 from envs.data.split import Prompt, Split, SplitOptions, divide, show_prompt
+from envs.generated import in_held_out_part
 from envs.judging.judge import SandboxOpener, shared_judge
 from envs.judging.options import (
     JudgePool,
     JudgingLimits,
     Language,
     Suite,
+    SuiteCase,
     check_suite,
     judge_pool_of,
     languages_with,
     limits_of,
 )
-from envs.linear import PROGRAMS, check_linear, draw_linear
 from envs.sandbox.open import open_sandboxes
 from flash.data.shapes import PROMPTS, find_column, prompt_of
 from flash.data.tables import Row, column_names, read_rows, value_of
@@ -44,6 +45,12 @@ CHECKED_ROWS = 100
 """Number of rows that are checked before a run starts. The other rows are checked when they are read."""
 OPTIONAL = ("language", "timeout", "memory_mib")
 """Optional columns of a row."""
+
+PROGRAMS = {"bash": "read x y;echo $(({}))", "python": "x,y=map(int,input().split());print({})"}
+"""For each language, a right program with a placeholder for the expression."""
+
+MOST_INPUT = 99
+"""Largest value of x and y in tests."""
 
 
 class CodeOptions(SplitOptions, frozen=True, kw_only=True, dict=True):
@@ -274,3 +281,55 @@ def _problem(row: Row, column: str, source: _Source, languages: dict[str, Langua
     except ConfigError as error:
         raise ConfigError(f"{row.place}: {error}") from None
     return _Problem(prompt, suite)
+
+
+# -- generated problems ----------------------------------------------------------------------------------------------
+
+
+class Linear(msgspec.Struct, frozen=True):
+    """Generated problem: a program must read X and Y and print x·X + y·Y + one. The prompt gives three of the values.
+
+    For example, `00=3 10=5 01=4:` says that f(0,0) is 3, f(1,0) is 5 and f(0,1) is 4, so any program that prints 2X+Y+3
+    is right. The tests use other, larger inputs. `envs.generated` describes how problems are divided into training and
+    held-out ones.
+    """
+
+    x: int
+    y: int
+    one: int
+
+    @property
+    def prompt(self) -> str:
+        """Prompt with three values of the function: `00=3 10=5 01=4:`."""
+        return f"00={self.one} 10={self.x + self.one} 01={self.y + self.one}:"
+
+    def solved(self, language: str) -> SolvedExample:
+        """Return the prompt with a right program."""
+        return SolvedExample(self.prompt, PROGRAMS[language].format(f"{self.x}*x+{self.y}*y+{self.one}"))
+
+    def cases(self, count: int, rng: random.Random) -> list[SuiteCase]:
+        """Draw hidden tests: inputs with their outputs."""
+        drawn = [(rng.randint(2, MOST_INPUT), rng.randint(2, MOST_INPUT)) for _ in range(count)]
+        return [SuiteCase(stdin=f"{x} {y}\n", stdout=str(self.x * x + self.y * y + self.one)) for x, y in drawn]
+
+
+def check_linear(language: str, largest: int, tests: int) -> None:
+    """Check the options of generated problems.
+
+    Raises:
+        ConfigError: an option is out of range. The message names it.
+    """
+    if language not in PROGRAMS:
+        raise ConfigError(f"problems are made for {' and '.join(PROGRAMS)}, not for {language!r}; give a `path`")
+    if not 1 <= largest <= 999:
+        raise ConfigError(f"largest must be a whole number from 1 to 999, but is {largest!r}")
+    if not 1 <= tests <= 100:
+        raise ConfigError(f"tests must be a whole number from 1 to 100, but is {tests!r}")
+
+
+def draw_linear(rng: random.Random, largest: int, *, held_out: bool) -> Linear:
+    """Draw a training or a held-out problem with coefficients from 0 to `largest`."""
+    while True:
+        problem = Linear(*(rng.randint(0, largest) for _ in range(3)))
+        if in_held_out_part(problem.prompt) == held_out:
+            return problem

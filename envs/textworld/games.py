@@ -25,6 +25,9 @@ OPEN_GAMES = 64
 """Number of games that a worker keeps open. For one more, the game that was played least recently is closed. If that
 game is needed again, its commands are replayed."""
 
+GAME_FILE: Final = "game.z8"
+"""Name of the file of a generated game in its folder."""
+
 PDDL: Final = ".tw-pddl"
 """Suffix of the file names of ALFWorld's games."""
 
@@ -98,21 +101,33 @@ def generate(game: GameOf, folder: str) -> str:
     Takes seconds, because the compiler Inform compiles the game.
     """
     place = Path(folder) / game.name
-    file = place / "game.z8"
+    file = place / GAME_FILE
     if not file.exists():
         library = _library()
         challenges = importlib.import_module("textworld.challenges").CHALLENGES
+        # The game is compiled in a folder of this process and then moved, so that no process plays an unfinished file.
         scratch = Path(folder) / f".{game.name}.{os.getpid()}"
         options = library.GameOptions()
-        options.seeds, options.path = game.seed, str(scratch / "game.z8")
+        options.seeds, options.path = game.seed, str(scratch / GAME_FILE)
         scratch.mkdir(parents=True, exist_ok=True)
         made = challenges[f"tw-{game.kind}"][1](KINDS[game.kind][1](game.level, game.held_out), options)
         library.generator.compile_game(made, options)
-        try:
-            scratch.rename(place)
-        except OSError:  # another process was faster
-            shutil.rmtree(scratch)
+        keep_generated(scratch, place)
     return str(file)
+
+
+def keep_generated(scratch: Path, place: Path) -> None:
+    """Move the folder of a generated game to its final place, or delete it if another process has put the game there.
+
+    Raises:
+        OSError: the folder cannot be moved, and there is no game at the final place.
+    """
+    try:
+        scratch.rename(place)
+    except OSError:
+        shutil.rmtree(scratch, ignore_errors=True)
+        if not (place / GAME_FILE).exists():
+            raise
 
 
 Turn = tuple[ShownGame, str]

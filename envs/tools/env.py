@@ -8,7 +8,7 @@ without a call.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cached_property
 from typing import Any, ClassVar, cast
@@ -22,7 +22,6 @@ from envs.judging.options import JudgePool, Language, judge_pool_of, limits_of, 
 from envs.nested import ClassTable, load_tasks
 from envs.sandbox.open import open_sandboxes
 from envs.sandbox.text import clipped
-from envs.tools.arguments import UNREADABLE, MalformedCallError, read_call
 from envs.tools.memory import Answers, Memory
 from envs.tools.runner import SANDBOX, Cut, Runner, ToolPlace, ToolSandboxes, Toolset
 from flash.config.objects import check_options, load_object
@@ -31,6 +30,23 @@ from flash.environment.results import check_reset_result, check_step_result
 from flash.errors import ConfigError, encodable
 from flash.types import TOOL, Message, Observation, ToolCall
 from flash.waiting import first_error
+
+UNREADABLE = (
+    "A call of a function begins in your answer, but could not be read. Write it in the form that you were shown, with "
+    "its arguments as one JSON object."
+)
+"""Observation after an answer in which vLLM's parser found the beginning of a call, but no complete call."""
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+"""Python types that `msgspec` decodes for each type name of a JSON schema."""
 
 
 class ToolOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -225,6 +241,53 @@ class ToolEnv:
         if self._memory is not None:
             counts["cached_calls"] = self._memory.used_again
         return {**info, "metrics": {**counts, **info.get("metrics", {})}}
+
+
+class MalformedCallError(Exception):
+    """The call cannot be carried out. The message is shown to the policy."""
+
+
+def read_call(call: ToolCall, runners: Mapping[str, Runner]) -> tuple[Runner, dict[str, Any]]:
+    """Return the tool that is called and its arguments, checked against the first level of the tool's schema.
+
+    Raises:
+        MalformedCallError: there is no such tool, or the arguments are not a JSON object that fits the schema.
+    """
+    runner = runners.get(call.name)
+    if runner is None:
+        raise MalformedCallError(f"there is no function {call.name!r}; there are {', '.join(runners)}")
+    try:
+        value: object = msgspec.json.decode(call.arguments or "{}")
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise MalformedCallError(f"the arguments of {call.name} are no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise MalformedCallError(f"the arguments of {call.name} must be one JSON object, not {call.arguments[:100]}")
+    arguments = cast("dict[str, Any]", value)
+    _check(call.name, arguments, runner.parameters)
+    return runner, arguments
+
+
+def _check(name: str, arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
+    """Check arguments against the first level of a schema. Raises MalformedCallError."""
+    properties: Mapping[str, Any] = schema.get("properties", {})
+    known = ", ".join(properties) or "none"
+    for key in schema.get("required", ()):
+        if key not in arguments:
+            raise MalformedCallError(f"{name} needs the argument {key!r}; its arguments are {known}")
+    for key, value in arguments.items():
+        if key not in properties:
+            if schema.get("additionalProperties") is True or not properties:
+                continue
+            raise MalformedCallError(f"{name} has no argument {key!r}; its arguments are {known}")
+        wanted = properties[key].get("type") if isinstance(properties[key], dict) else None
+        if isinstance(wanted, str) and wanted in _KINDS and not _is(value, wanted):
+            raise MalformedCallError(f"the argument {key!r} of {name} must be of type {wanted}, but is {value!r:.100}")
+
+
+def _is(value: object, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "boolean"
+    return isinstance(value, _KINDS[kind]) or (kind == "integer" and isinstance(value, float) and value.is_integer())
 
 
 def _toolset(name: str, table: dict[str, Any]) -> tuple[type[Any], dict[str, Any]]:

@@ -78,7 +78,7 @@ class Bash:
         """Do nothing: no resource is held."""
 
 
-class Files:
+class FileTools:
     """Toolset with `read_file(path)`, `write_file(path, text)` and `list_files(path)`."""
 
     def __init__(self, options: CommandOptions) -> None:

@@ -28,6 +28,10 @@ from flash.errors import ConfigError
 K1, B = 1.2, 0.75
 """k1: saturation of repeated terms. b: strength of the length normalization. Both values are Lucene's."""
 
+MOST_RESULTS = 100
+"""Largest number of passages that a call may ask for, unless the option `results` is larger. The policy writes this
+number; without a bound, one call could make the node join all texts of the folder."""
+
 _TERM = re.compile(r"\w+")
 
 
@@ -107,7 +111,7 @@ class Search:
         index = await shared(("envs.tools.search", options), read)
 
         async def found(arguments: dict[str, Any]) -> str:
-            most = max(1, int(arguments.get("results", options.results)))
+            most = min(max(1, int(arguments.get("results", options.results))), max(MOST_RESULTS, options.results))
             # In a thread, because the search of a large folder takes long.
             best = await anyio.to_thread.run_sync(index.search, arguments["query"], most, abandon_on_cancel=True)
             return "\n\n".join(f"[{passage.name}]\n{passage.text}" for _, passage in best) or "nothing was found"

@@ -4,6 +4,6 @@
   Tests use the clock too.
 - `engine` (built on `steps`), `trainer`, `environment`: the simulated hardware; `workload`: lengths, durations and
   rewards.
-- `meter`, `report`, `tables`, `plots`: results of a run; `bounds`: theoretical step times to compare them with.
-- `calibrate`, with `fitting`: fits the constants of the simulation to a measured run.
+- `report`, `tables`, `plots`: results of a run; `bounds`: theoretical step times to compare them with.
+- `calibrate`: fits the constants of the simulation to a measured run.
 """

@@ -28,6 +28,7 @@ from flash.hub.hub import NEW_RUN, Hub, InProcessCaller
 from flash.hub.recovery import Persistence, RecoveredState, SaveState, measure_state
 from flash.observe.observer import MemoryObserver
 from flash.rollout.engine import Engine
+from flash.rollout.engine_state import StateTimes
 from flash.rollout.episode.episode import response_key
 from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.rollout.scheduler import HubLink
@@ -35,7 +36,6 @@ from flash.rollout.supervisor import same_engine
 from flash.simulate.clock import VirtualLoop
 from flash.simulate.engine import SimEngine
 from flash.simulate.environment import SimEnvironment, SimTokenizer
-from flash.simulate.meter import BUSY, Meter
 from flash.simulate.report import SimReport
 from flash.simulate.trainer import SimTrainer
 from flash.simulate.workload import Workload
@@ -46,6 +46,8 @@ LIFTED_S = 1e6
 """Seconds of a lifted deadline: longer than any reasonable step, but finite, so that a step that never ends fails."""
 LAG_BUCKET_S = 1e-4
 """Resolution of the loop's lag, in real seconds."""
+BUSY = "busy"
+"""State of an engine with a running sequence. All other states are causes of idleness."""
 
 
 def simulate(config: Config) -> SimReport:
@@ -91,6 +93,64 @@ def lifted(config: Config, settings: SimulateConfig) -> Config:
         eval=msgspec.structs.replace(config.eval, every=0, problems=1, samples=1),
         deadlines=deadlines,
     )
+
+
+class Meter:
+    """Adds up the time of engines by state.
+
+    The owner reports each change at once: with `engine` if the sequences or swaps of an engine have changed, and with
+    `idle` if the cause of idleness may have changed. Conservation: from `start` on, the seconds of an engine's states
+    add up to the time that has passed.
+
+    Args:
+        count: number of engines.
+        state: returns the present state of an engine; called after each change.
+        running: returns the number of sequences that an engine runs; called after each change.
+        now: the clock, in seconds.
+    """
+
+    def __init__(
+        self, count: int, state: Callable[[int], str], running: Callable[[int], int], now: Callable[[], float]
+    ) -> None:
+        self._state_of = state
+        self._running_of = running
+        self._now = now
+        self._times = [StateTimes() for _ in range(count)]
+        self._running = [0] * count
+        self._idle: set[int] = set(range(count))
+        self._slot_s = 0.0
+
+    def start(self) -> None:
+        """Begin to measure now, and discard all earlier time."""
+        self._settle()
+        for times in self._times:
+            times.forget()
+        self._slot_s = 0.0
+
+    def engine(self, index: int) -> None:
+        """Record that the state of this engine may have changed."""
+        state = self._state_of(index)
+        self._slot_s += self._times[index].enter(state, self._now()) * self._running[index]
+        self._running[index] = self._running_of(index)
+        if state == BUSY:
+            self._idle.discard(index)
+        else:
+            self._idle.add(index)
+
+    def idle(self) -> None:
+        """Record that the cause of the idleness of idle engines may have changed."""
+        for index in tuple(self._idle):
+            self.engine(index)
+
+    def read(self) -> tuple[list[dict[str, float]], float]:
+        """Return, for each engine, its seconds by state; and the sequence seconds of all engines together."""
+        self._settle()
+        now = self._now()
+        return [times.seconds(now) for times in self._times], self._slot_s
+
+    def _settle(self) -> None:
+        for index in range(len(self._times)):
+            self.engine(index)
 
 
 class SimNode:

@@ -11,7 +11,7 @@ import pytest
 
 from envs.textworld import TextWorld, TextWorldOptions
 from envs.textworld.game import command_of, played
-from envs.textworld.games import GameOf, ShownGame
+from envs.textworld.games import GAME_FILE, GameOf, ShownGame, keep_generated
 from flash.environment import HELD_OUT, Environment, WarmStart
 from flash.errors import ConfigError, EnvError
 from flash.types import Message
@@ -110,6 +110,25 @@ def test_seeds_take_turns_among_the_games_of_their_side() -> None:
 def test_options_that_no_game_can_have_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TextWorldOptions(**options)
+
+
+def test_a_game_that_another_process_has_generated_first_is_kept(tmp_path: Path) -> None:
+    place = tmp_path / "game"
+    for name in ("first", "second"):
+        scratch = tmp_path / name
+        scratch.mkdir()
+        (scratch / GAME_FILE).write_text(name)
+        keep_generated(scratch, place)
+        assert not scratch.exists()
+    assert (place / GAME_FILE).read_text() == "first"
+
+
+def test_a_generated_game_that_cannot_be_moved_raises_the_cause(tmp_path: Path) -> None:
+    scratch, place = tmp_path / "scratch", tmp_path / "game"
+    scratch.mkdir()
+    place.write_text("a file where the folder of the game should be")
+    with pytest.raises(NotADirectoryError):
+        keep_generated(scratch, place)
 
 
 @pytest.mark.integration

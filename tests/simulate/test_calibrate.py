@@ -18,10 +18,9 @@ from flash.errors import ConfigError
 from flash.observe.observer import Wish
 from flash.observe.rundir.rundir import RunDirectory, SampleTimes, TurnTimes, sample_times
 from flash.rollout.engine import ResponseRequest
-from flash.simulate.calibrate import calibrate, fit_training, fit_workload, gather
+from flash.simulate.calibrate import calibrate, fit_training, fit_workload, gather, nonnegative_fit, spread_of
 from flash.simulate.clock import run_virtual
 from flash.simulate.engine import SimEngine
-from flash.simulate.fitting import nonnegative_fit, spread_of
 from flash.simulate.report import SimReport
 from flash.simulate.workload import tokens
 from flash.simulate.world import SimObserver, World

@@ -7,10 +7,9 @@ import re
 import anyio
 import pytest
 
-from envs.code import CodeEnv, CodeOptions
+from envs.code import PROGRAMS, CodeEnv, CodeOptions
 from envs.judging.judge import shared_judge
 from envs.judging.options import JudgePool, JudgingLimits, Suite, SuiteCase, languages_with
-from envs.linear import PROGRAMS
 from envs.sandbox.engines.docker import DockerBackend
 from envs.sandbox.pool.ownership import PREFIX
 from flash.environment import sharing

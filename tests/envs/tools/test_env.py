@@ -144,7 +144,7 @@ def options(*toolsets: str, tries: int = 1, **more: Any) -> ToolOptions:
 
 SLOW, PYTHON, BASH, FILES = (
     f"slow={__name__}:Slow",
-    *(f"{name.lower()}=envs.tools.sandboxed:{name}" for name in ("Python", "Bash", "Files")),
+    *(f"{name.lower()}=envs.tools.sandboxed:{name}" for name in ("Python", "Bash", "FileTools")),
 )
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import random
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envs.tools.search import K1, B, Index, Passage, SearchOptions, passages, terms
+from envs.tools.runner import ToolPlace
+from envs.tools.search import K1, MOST_RESULTS, B, Index, Passage, Search, SearchOptions, passages, terms
+from flash.environment import sharing
 from flash.errors import ConfigError
 
 WORDS = st.lists(st.sampled_from(["ox", "Ox", "bee", "cat", "d7", "."]), max_size=6).map(" ".join)
@@ -51,6 +54,17 @@ def test_files_are_divided_into_passages_at_paragraphs(tmp_path: Path) -> None:
     (tmp_path / "other.md").write_text("no")
     options = SearchOptions(folder=str(tmp_path), passage=9)
     assert passages(options) == [Passage("deep/b.txt", "one\n\ntwo two"), Passage("deep/b.txt", "three")]
+
+
+@pytest.mark.anyio
+async def test_a_call_cannot_ask_for_more_passages_than_the_bound(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\n\n".join(["ox"] * (MOST_RESULTS + 20)))
+    async with sharing("test"):
+        for results, most in ((3, MOST_RESULTS), (MOST_RESULTS + 10, MOST_RESULTS + 10)):
+            search = Search(SearchOptions(folder=str(tmp_path), passage=1, results=results))
+            (runner,) = await search.open(cast("ToolPlace", None))
+            text = await runner.call({"query": "ox", "results": 10**9})
+            assert text.count("[a.txt]") == most
 
 
 def test_wrong_options_are_refused(tmp_path: Path) -> None:
