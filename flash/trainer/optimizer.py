@@ -1,8 +1,8 @@
-"""Update a model once: the learning rate of a step, the check and the clipping of the gradient, and the optimizers.
+"""Updates a model once: the learning rate of a step, the check and the clipping of the gradient, and the optimizers.
 
-`flash.trainer.step` and `flash.trainer.critic` call `apply_gradient` after the backward passes of a minibatch, which is
-the part of a batch that one update is made from. All ranks make the same calls with the same numbers: the gradient's
-norm and the lag are reduced over all ranks first.
+`flash.trainer.step` and `flash.trainer.critic` call `apply_gradient` after the backward passes of a minibatch, the part
+of a batch for one update. All ranks make the same calls with the same numbers: the gradient's norm and the lag (the
+distance of the policy from the policies that sampled) are reduced over all ranks first.
 
 π is the policy that is trained. π_behaviour is the policy that sampled a token, with the log-prob that the engine
 reported. Version n is the weights after n training steps, and the *age* of a token is the version that is trained minus
@@ -35,22 +35,22 @@ from flash.trainer.mesh import TrainerMesh, gather_full, to_device
 log = logging.getLogger("flash")
 
 FIRST_SCALE, MOST_SCALE = 2.0**14, 2.0**16
-"""First and largest factor of float16 losses. A token's share of a loss is 1e-3 to 1e-6, so with these factors
+"""First and largest factor of float16 losses. A token's share of a loss is 1e-3 to 1e-6, so with a factor in this range
 gradients stay far from both ends of float16's range."""
 GROW_AFTER = 200
 """Number of finite updates in a row after which the factor of float16 losses is doubled."""
 
 LARGEST_LOG_RATIO = 2.0
-"""Largest |log π − log π_behaviour| of a token in `LagLimiter`; larger ones count as this one. It is ten times the
-square root of the default budget, so that one outlier token cannot hold down the rate of a whole batch."""
+"""Bound to which `LagLimiter` cuts each |log π − log π_behaviour|, so that one outlier cannot hold down the rate of a
+whole batch. The bound is ten times the square root of the default budget."""
 FORGETTING = 0.9
 """Weight of a step's disagreement between engine and trainer, relative to the weight of the step after it."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names that torch's AdamW gives the two moments of a parameter."""
 AT_ONCE = 2**24
-"""Largest number of elements of a parameter that `LeanAdamW` updates at a time, to bound its memory: during the update,
-five float32 tensors of that size exist."""
+"""Largest number of elements of a parameter that `LeanAdamW` updates at a time. This bounds the memory of an update, in
+which five float32 tensors of this size exist."""
 SEEDS_APART = 1_000_003
 """Distance between the random seeds of two updates in `LeanAdamW`. A model has fewer parameter tensors, so no seed is
 used twice."""
@@ -63,14 +63,14 @@ ITERATIONS = 5
 """Number of Newton-Schulz iterations."""
 LIKE_ADAMW = 0.2
 """Approximate root mean square of an AdamW update (Moonshot 2025, arXiv 2502.16982, section 2.2). Muon's updates are
-scaled to it, so that learning rates and weight decay mean the same as for AdamW."""
+scaled to this size, so that learning rates and weight decay mean the same as for AdamW."""
 
 
 def learning_rate(train: TrainConfig, steps: int, step: int) -> float:
     """Return the scheduled learning rate of a step from 0 to steps − 1: a linear warm-up, then the decay.
 
-    Only the step after the last one would have the final rate. So no batch is trained at a rate of 0, even if the final
-    rate is 0.
+    The decay would reach the final rate only after the last step. So no batch is trained at a rate of 0, even if the
+    final rate is 0.
     """
     if step < train.warmup_steps:
         return train.learning_rate * (step + 1) / train.warmup_steps
@@ -98,10 +98,10 @@ class LossScale:
         """Finite updates in a row since the factor last changed or an update was left out."""
 
     def observe(self, *, finite: bool) -> bool:
-        """Adjust the factor for the next update, given whether the gradient of this one is finite.
+        """Adjust the factor for the next update. `finite` is True if the gradient of this update is finite.
 
         Returns True if the gradient is not finite because the factor was too large: the factor was above 1, and is now
-        halved. With a factor of 1 the loss itself is at fault, and so it is in a wider dtype.
+        halved. With a factor of 1 the loss itself is at fault, so the result is False.
         """
         if not self.active:
             return False
@@ -158,7 +158,7 @@ def apply_gradient(
     if divisor != 1:
         for grad in grads:
             grad.div_(divisor)
-    # Decide if the update is made. All ranks have the same norm, so all decide alike.
+    # Decide whether to make the update. All ranks have the same norm, so all decide alike.
     norm = global_norm(grads)
     scaled_too_far = scale.observe(finite=math.isfinite(norm))
     if not math.isfinite(norm) and not scaled_too_far and on_nonfinite == "stop":
@@ -177,8 +177,8 @@ def apply_gradient(
 
 def global_norm(grads: Sequence[Tensor]) -> float:
     """Return the L2 norm of all gradients together, over all ranks. A collective if they are sharded."""
-    # The gradients of divided layers belong to another device mesh than the others, and torch cannot compute one norm
-    # over two meshes.
+    # Gradients of layers that ranks divide (`parallel.tensor`, `parallel.expert`) belong to another device mesh than
+    # the other gradients, and torch cannot compute one norm over two meshes.
     by_mesh: dict[object, list[Tensor]] = {}
     for grad in grads:
         by_mesh.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
@@ -194,12 +194,12 @@ class LagLimiter:
     from step to step, which checkpoints hold: the rates of the versions from which tokens may still come, and the
     disagreement of engine and trainer at equal weights.
 
-    In each step, call `add` for every micro-batch of an update, then `limit`, then `record`; after the last update,
-    `finish`. `flash.trainer.step` does so.
+    For each update, `flash.trainer.step` calls `add` for every micro-batch, then `limit`, then `record`; and after the
+    last update of the step, `finish`.
     """
 
     def __init__(self, options: Lag, train: TrainConfig, steps: int, mesh: TrainerMesh) -> None:
-        """Begin without recorded rates; a checkpoint may set them later.
+        """Begin without recorded rates. When a run resumes, the checkpoint sets `rates` and `disagreement_sums`.
 
         Args:
             options: the budget of the distance.
@@ -214,8 +214,8 @@ class LagLimiter:
         # The sum of squared log-ratios over all tokens, the sum over tokens of age 0 (sampled by the version that is
         # trained), then the number of tokens of each age.
         self._row = torch.zeros(2 + self._ages, dtype=torch.float64, device=mesh.device)
-        # Of the updates of this step so far: the rates that were applied, the factors of the scheduled rate, and the
-        # mean squared log-ratios.
+        # For each update of this step so far: the rate that was applied, the factor of the scheduled rate, and the mean
+        # squared log-ratio.
         self._applied: list[float] = []
         self._scales: list[float] = []
         self._distances: list[float] = []
@@ -224,7 +224,7 @@ class LagLimiter:
         rate."""
         self.disagreement_sums = (0.0, 0.0)
         """Sum of (log π − log π_behaviour)² over tokens that the present weights sampled, and the number of these
-        tokens. Both are decaying sums over the steps."""
+        tokens. Both sums are multiplied by `FORGETTING` in each step."""
 
     def add(self, tokens: PackedTokens, age_T: np.ndarray, mask_T: np.ndarray) -> None:
         """Add a micro-batch of the next update to the sums.
@@ -297,9 +297,9 @@ class LagLimiter:
         }
 
     def _rate_of(self, version: int) -> float:
-        """Return the mean rate of the updates that trained a version: the recorded one, or else the scheduled one.
+        """Return the mean rate of the updates that trained a version: the recorded rate, or else the scheduled rate.
 
-        0 for numbers below 0, which no version has.
+        Returns 0 for numbers below 0: there were no such versions.
         """
         if version < 0:
             return 0.0
@@ -310,14 +310,14 @@ class LagLimiter:
 def make_optimizer(model: nn.Module, train: TrainConfig, host: str = "cpu") -> torch.optim.AdamW:
     """Return the configured optimizer of the trainable parameters.
 
-    It is `LeanAdamW` if moments are kept in bfloat16 or apart from the weights; else AdamW, or `Muon` for a language
-    model if `train.optimizer` says so.
+    The optimizer is `LeanAdamW` if moments are kept in bfloat16 or apart from the weights; else the one that
+    `train.optimizer` names: torch's AdamW or `Muon`, which is for language models only.
 
     Args:
         model: the sharded model.
         train: the options of the optimizer.
         host: device of moments that `train.offload` moves away from the device of the weights. If the weights are on
-            the host themselves, the moments are there, too.
+            the host themselves, moments are always on the host, too.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     options: dict[str, Any] = {
@@ -387,15 +387,15 @@ class Muon(torch.optim.AdamW):
 def orthogonal(matrix: Tensor) -> Tensor:
     """Return approximately U Vᵀ by Newton-Schulz iterations, where U S Vᵀ is the matrix's singular value decomposition.
 
-    The iterations move the singular values alone. Those of at least 0.15 % of the matrix's norm become about 0.7 to
-    1.2. Smaller ones stay smaller: 0.1 % becomes 0.5, 0.01 % becomes 0.05, and 0 stays 0. On a GPU the iterations run
+    The iterations change only the singular values. Values of at least 0.15 % of the matrix's norm become about 0.7 to
+    1.2. Smaller values stay smaller: 0.1 % becomes 0.5, 0.01 % becomes 0.05, and 0 stays 0. On a GPU the iterations run
     in bfloat16, which is precise enough for such a result.
     """
     # The product of the matrix with its own transpose is smallest if the matrix has at most as many rows as columns.
     tall = matrix.shape[0] > matrix.shape[1]
     estimate = matrix.T if tall else matrix
     estimate = estimate.bfloat16() if matrix.is_cuda else estimate
-    # The iterations diverge for singular values well above 1. None is larger than the norm.
+    # The iterations diverge for singular values well above 1. After the division by the norm, none is above 1.
     estimate = estimate / estimate.norm().clamp(min=1e-7)
     a, b, c = QUINTIC
     for _ in range(ITERATIONS):
@@ -407,9 +407,9 @@ def orthogonal(matrix: Tensor) -> Tensor:
 class LeanAdamW(torch.optim.AdamW):
     """AdamW with moments in bfloat16, or on another device than the weights. All arithmetic is in float32.
 
-    Moments are rounded to bfloat16 up or down at random, so that they are right on average. If they were rounded to the
-    nearest number, a change below their last digit, which is a 256th, would never have an effect. The random numbers
-    depend only on the number of the update and the parameter. So ranks that hold the same weights keep the same
+    Moments are rounded to bfloat16 up or down at random, so that they are right on average. With rounding to the
+    nearest number, a relative change below 1/256, the last digit of bfloat16, would never have an effect. The random
+    numbers depend only on the number of the update and the parameter. So ranks that hold the same weights keep the same
     moments, and a resumed run draws the same numbers as a run without interruption. Checkpoints have AdamW's format.
     """
 
@@ -466,7 +466,7 @@ class LeanAdamW(torch.optim.AdamW):
         tensors: list[Any] = [parameter, parameter.grad, *(state[name] for name in MOMENTS)]
         locals_N = [(one.to_local() if isinstance(one, DTensor) else one).view(-1) for one in tensors]
         for weight_N, grad_N, *moments_N in zip(*(one.split(self._at_once) for one in locals_N), strict=True):
-            # These are copies, or the moments themselves if they are in float32 on the device of the weights.
+            # Copies of the moments, or the moments themselves if they are in float32 on the device of the weights.
             first_N, second_N = (one.to(weight_N.device, torch.float32, non_blocking=True) for one in moments_N)
             first_N.lerp_(grad_N, 1 - beta1)
             second_N.mul_(beta2).addcmul_(grad_N, grad_N, value=1 - beta2)
@@ -479,7 +479,7 @@ class LeanAdamW(torch.optim.AdamW):
     def _empty(self, parameter: Tensor) -> Tensor:
         """Return a moment of zeros for a parameter, with the dtype and on the device of this optimizer's moments.
 
-        If a GPU reads it from the host, its memory is pinned, which makes the copies several times faster.
+        If a GPU reads the moment from the host, the memory is pinned, which makes the copies several times faster.
         """
         pinned = self._device == "cpu" and parameter.device.type == "cuda" and torch.cuda.is_available()
         return torch.zeros_like(parameter, dtype=self._dtype, device=self._device, pin_memory=pinned)

@@ -1,11 +1,9 @@
-"""Turn the trajectories of a shard into packed micro-batches, in numpy.
+"""Turns the trajectories of a shard (the part of a batch that one rank trains) into packed micro-batches; no torch.
 
-`flash.trainer.plan` calls `split_minibatches` and `pack`; `flash.trainer.step` trains the result. This module imports
-no torch. A shard is the part of a batch that one rank trains.
-
-A *micro-batch* holds whole sequences one after another, without padding. Logits are computed only at positions that
-predict an *action token*, a token that the policy sampled. A sample is one sequence, or one sequence per *branch*. Each
-sequence has the index of its sample in the batch, so all branches of a sample get the advantage of the sample.
+`flash.trainer.plan` calls `split_minibatches` and `pack`; `flash.trainer.step` trains the result. A *micro-batch* holds
+whole sequences one after another, without padding. Logits are computed only at positions that predict an *action
+token*, a token that the policy sampled. A sample is one sequence, or one sequence per *branch*. Each sequence has the
+index of its sample in the batch, so all branches of a sample get the advantage of the sample.
 
 The hidden state of a token depends only on the tokens up to it. So a *shared prefix*, the tokens with which several
 sequences begin (the prompt of a group, or the turns before branches of a sample part), is computed once, and counts
@@ -46,9 +44,7 @@ BoolArray = npt.NDArray[np.bool_]
 class KeptTokens:
     """The kept sets of some action tokens: the candidates from which each was sampled, and the changes of their logits.
 
-    With it the trainer computes a token's log-prob under the distribution that the engine sampled from. It is built
-    without a forward pass. The logit biases are settings of the run, and the repetition penalty depends only on the
-    tokens of the context.
+    The trainer needs them to compute a token's log-prob under the distribution that the engine sampled from.
     """
 
     token_N: Int64Array
@@ -56,7 +52,7 @@ class KeptTokens:
     count_T: Int64Array
     """Size of each token's kept set. 0 means that the token was sampled from the whole vocabulary."""
     bias_N: Float64Array
-    """Number that is added to the logit of each candidate."""
+    """Number that is added to the logit of each candidate: a setting of the run."""
     penalty_N: Float64Array
     """Repetition penalty of each candidate: after the bias, a positive logit is divided by it and a negative logit is
     multiplied by it. 1 for a token that the context does not contain."""
@@ -113,7 +109,7 @@ def kept_tokens(trajectory: Trajectory, positions: Int64Array) -> KeptTokens:
 
 
 class Computed(NamedTuple):
-    """The tokens that are computed, and the places at which each token finds its result."""
+    """The tokens that are computed, and the place of the result for each token."""
 
     place_U: Int64Array
     """Place in P of each computed token; the computed tokens of a sequence are neighbours."""
@@ -122,7 +118,7 @@ class Computed(NamedTuple):
 
 
 class PackedSequences(Protocol):
-    """Sequences one after another: the input of a model. A `MicroBatch` is one; `SequenceRow` has no more than this."""
+    """Sequences one after another: the input of a model. `MicroBatch` and `SequenceRow` have this form."""
 
     @property
     def input_P(self) -> Int64Array:
@@ -151,18 +147,17 @@ class PackedSequences(Protocol):
 
 
 def shared_prefixes(sequences: Sequence[Int64Array]) -> Computed:
-    """Return the layout in which each shared prefix is computed once.
+    """Return the layout in which each shared prefix is computed once, by the first sequence in token order.
 
-    Each micro-batch is laid out so (`MicroBatch.computed`). Of the sequences with a prefix, the first one in the order
-    of their tokens computes it.
+    `MicroBatch.computed` uses this layout.
     """
     order, known = run_to_end(sort_by_prefix(sequences))
     starts = np.cumsum([0, *map(len, sequences)])
     if not any(known):
         # Nothing is shared. The sequences keep their order, so that attention need not gather their tokens.
         return Computed(np.arange(starts[-1]), np.arange(starts[-1]))
-    # In sorted order, each sequence finds the tokens that it shares where the sequence before it finds them, and
-    # computes its other tokens. `count` is the number of computed tokens so far.
+    # In sorted order, each sequence takes the results of shared tokens from the same places as the sequence before it,
+    # and computes its other tokens. `count` is the number of computed tokens so far.
     row_P = np.empty(starts[-1], dtype=np.int64)
     places: list[Int64Array] = []
     count, previous = 0, 0
@@ -231,7 +226,7 @@ class MicroBatch:
     @property
     def computed(self) -> Computed:
         """Tokens that the model computes: beginnings that sequences share are computed once."""
-        # A plain property, as the protocol `PackedSequences` demands; the value is kept below.
+        # A plain property, as the protocol `PackedSequences` demands. `_computed` keeps the value.
         return self._computed
 
     @cached_property
@@ -262,10 +257,9 @@ the same collectives as the other ranks."""
 
 
 def split_minibatches(shard: Shard, minibatches: int) -> list[list[ShardSample]]:
-    """Return this rank's samples of each minibatch, the part of a batch that one optimizer update is made from.
+    """Return this rank's samples of each minibatch, the part of a batch for one optimizer update; a list may be empty.
 
-    Every rank assigns a group to the same minibatch. All samples of a group are in one minibatch. The list of a
-    minibatch is empty if this rank has none of its samples.
+    Every rank assigns a group to the same minibatch, and all samples of a group are in one minibatch.
     """
     place = minibatch_of([entry.group_id for entry in shard.batch], minibatches)
     parts: list[list[ShardSample]] = [[] for _ in range(minibatches)]
@@ -310,10 +304,10 @@ def pack(
 ) -> list[MicroBatch]:
     """Pack samples into micro-batches that compute at most `max_tokens` tokens each.
 
-    Sequences that begin with the same tokens, such as those of one group, form a tree. A tree stays in one micro-batch
-    if it fits, because each micro-batch that holds a part of it computes the shared beginning again. A larger tree is
-    cut where the fewest tokens have to be computed twice. Trees are placed in the order of their size, the largest
-    first, each into the first micro-batch with room.
+    Sequences that begin with the same tokens, such as the sequences of one group, form a tree. A tree stays in one
+    micro-batch if it fits, because each micro-batch that holds a part of the tree computes the shared beginning again.
+    A larger tree is cut where the fewest tokens have to be computed twice. The largest tree is placed first. Each tree
+    goes into the first micro-batch with room.
 
     Args:
         samples: the samples of this rank in one minibatch.
@@ -336,7 +330,7 @@ def pack(
             )
     if not share_rows:
         return [_concatenate([sequence], min_version) for sequence in trained]
-    # Sort the sequences so that those with a common beginning are neighbours, and cut them into trees.
+    # Sort the sequences so that sequences with a common beginning are neighbours, and cut them into trees.
     order, shared = run_to_end(sort_by_prefix([sequence.trajectory.tokens() for sequence in trained]))
     lengths = [trained[place].trajectory.length for place in order]
     trees = _trees(lengths, shared, max_tokens)
@@ -364,7 +358,7 @@ def _trees(lengths: Sequence[int], shared: Sequence[int], max_tokens: int) -> li
         max_tokens: token budget of a run.
 
     Returns:
-        The number of computed tokens of each run, and its first and stop place in the order of the sequences.
+        For each run: the number of computed tokens, and its first and stop place in the order of the sequences.
     """
     found: list[tuple[int, int, int]] = []
     start = 0
@@ -385,10 +379,9 @@ def _trees(lengths: Sequence[int], shared: Sequence[int], max_tokens: int) -> li
 
 
 def select_sequences(micro: MicroBatch, keep_S: BoolArray) -> MicroBatch:
-    """Return a micro-batch with only the sequences where `keep_S` is True; `DUMMY` if there are none.
+    """Return a micro-batch with only the sequences where `keep_S` is True, from which a critic learns; else `DUMMY`.
 
-    Each critic (value model) learns from some of the sequences (`flash.trainer.critic`). `DUMMY` lets a rank that has
-    none of them make the same collectives as the other ranks.
+    `DUMMY` lets a rank that has no such sequence make the same collectives as the other ranks.
     """
     if keep_S.all():
         return micro
@@ -424,7 +417,7 @@ def _offsets(lengths: Int64Array) -> Int64Array:
 
 
 def _concatenate(sequences: Sequence[_Sequence], min_version: int) -> MicroBatch:
-    """Return one micro-batch of these sequences, in this order. There must be at least one.
+    """Return one micro-batch of these sequences, of which there must be at least one, in this order.
 
     Raises:
         ContractError: a sequence is not well-formed, its kept sets are missing or malformed, or a trained token has a
@@ -501,8 +494,8 @@ def _action_positions(sequence: _Sequence) -> Int64Array:
     """Return the positions of a sequence's action tokens in the sequence, int64, once it is checked.
 
     Raises:
-        ContractError: the sequence was sampled greedily, has other numbers of action tokens, log-probs and versions, or
-            starts with an action token.
+        ContractError: the sequence was sampled greedily, starts with an action token, or has unequal numbers of action
+            tokens, log-probs and versions.
     """
     trajectory = sequence.trajectory
     positions = np.flatnonzero(trajectory.action_mask())
@@ -523,7 +516,7 @@ def _action_positions(sequence: _Sequence) -> Int64Array:
 
 
 class SequenceRow(NamedTuple):
-    """Token sequences one after another, without samples or a loss: no more than `PackedSequences` demands."""
+    """Token sequences one after another, without samples or a loss; has the form of `PackedSequences`."""
 
     input_P: Int64Array
     position_P: Int64Array
@@ -533,9 +526,9 @@ class SequenceRow(NamedTuple):
 
 
 def in_one_row(sequences: Sequence[Int64Array]) -> SequenceRow:
-    """Return the sequences one after another, with their prefixes shared.
+    """Return the sequences one after another, with shared prefixes.
 
-    The canary, the check of packing and the memory plan use it, since their tokens come from no samples.
+    The canary, the check of packing and the memory plan call this with tokens that come from no sample.
     """
     return SequenceRow(
         input_P=np.concatenate(sequences),

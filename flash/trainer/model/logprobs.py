@@ -1,17 +1,17 @@
-"""Log-probs of given tokens under a model, and entropies of the distributions that the tokens were sampled from.
+"""Computes log-probs of given tokens under a model, and entropies of the distributions that they were sampled from.
 
 The training step, and every forward pass before it, call `policy_logprobs` with a micro-batch. The canary and the
 packing check call `token_logprobs` with sequences of their own. `token_logprobs` puts the sequences into one row
 (`flash.trainer.model.packed`), gives a `LogprobRequest` to the model's `OutputLayer`, and runs the model. `shard_model`
-has put this layer in place of the model's own output layer. It answers with log-probs and entropies, which transformers
-returns under the name `logits`.
+has put this layer in place of the model's own output layer. The layer answers with log-probs and entropies, which
+transformers returns under the name `logits`.
 
 The logits of a micro-batch, positions × vocabulary, are often larger than all its other activations together. So they
 exist for a chunk of positions at a time, and the backward pass computes them again. Neither the logits of all positions
 nor their gradient is ever held. With z = logits / temperature, p = softmax(z) and H = −Σ p log p:
 d log p[target] / dz = 1[target] − p  and  dH / dz = −p (log p + H).
 
-The *kept set* of a position has the tokens that settings such as top-k left in the distribution. All others get
+The *kept set* of a position has the tokens that settings such as top-k left in the distribution. All other tokens get
 z = `LEFT_OUT`, so p = 0. A *question* is a computed position with a target token and a temperature.
 
 Shape legend: P = tokens of the packed sequences, U = computed tokens, T = predicted tokens, Q = distinct questions,
@@ -44,8 +44,8 @@ from flash.trainer.packing import Float64Array, KeptTokens, MicroBatch, PackedSe
 
 CHUNK_BYTES = 256 * 2**20
 """Bytes of one chunk's logits in float32. Up to three tensors of this size exist at once. Every chunk reads the whole
-weight and adds to its whole gradient. So a chunk needs some hundred positions to keep the processor busy; with a
-vocabulary of 150,000 it has 440."""
+weight and adds to the weight's whole gradient. So a chunk needs some hundred positions to keep the processor busy; with
+a vocabulary of 150,000 it has 440."""
 
 UNCHANGED = LogitChange()
 """The change of a model that leaves its logits as they are."""
@@ -60,7 +60,7 @@ class TokenLogprobs(NamedTuple):
     logp_T: Tensor
     """Log-prob under the distribution that the token was sampled from, with gradient."""
     entropy_T: Tensor
-    """Entropy of that distribution in nats, with a gradient only if the caller asked for one."""
+    """Entropy of this distribution in nats, with a gradient only if the caller asked for it."""
 
 
 def token_logprobs(
@@ -83,8 +83,8 @@ def token_logprobs(
     Args:
         model: prepared by `shard_model`.
         sequences: the sequences, for example a `flash.trainer.packing.MicroBatch`.
-        before_T: places in P of the tokens before the predicted ones. The output layer computes only these. A place
-            that several sequences share is computed once for each different token that follows it.
+        before_T: for each predicted token, the place in P of the token before it. The output layer computes only these
+            places. A place that several sequences share is computed once for each different token that follows it.
         target_T: ids of the predicted tokens.
         temperature_T: divisor of the logits; None: 1.
         kept: kept sets over which the softmax runs; None: the whole vocabulary.
@@ -119,8 +119,8 @@ def token_logprobs(
     with layer.answering(request), logits_unchanged(model):
         output = model(**model_inputs(model, row), logits_to_keep=rows)
     # 4. The model must return the layer's answer itself: any further change of "logits" would have changed log-probs.
-    # If the layer makes the model's known change in its place, the model may still divide by 1, and so return another
-    # tensor; `check_packing` has verified that it does no more.
+    # If the model scales or caps logits, the layer does so instead. The model may then still divide by 1, and so return
+    # another tensor; `check_packing` has verified that it does no more.
     if request.answer is None or (layer.change == UNCHANGED and output.logits is not request.answer):
         raise changes_logits(model)
     # 5. Gather the answers of all slices, and give each predicted token the answer to its question. `output.logits`
@@ -142,7 +142,7 @@ def policy_logprobs(
     """Return log-prob and entropy of a micro-batch's action tokens, under the distributions they were sampled from.
 
     An action token is a token that the policy sampled. A collective. `entropy_gradient` is True if the entropy needs a
-    gradient. `watch` is given the queries and keys of every layer.
+    gradient. `watch` is called with the queries and keys of every layer.
 
     Raises:
         ConfigError: the model changes the logits after its output layer in a way that the layer does not know.
@@ -208,7 +208,7 @@ class KeptLogits(NamedTuple):
     logits_CV: Tensor
     """Logits from which the targets were sampled."""
     token_CW: Tensor
-    """int64: ids of the kept tokens. A position with fewer than W of them repeats the first."""
+    """int64: ids of the kept tokens. A position with fewer than W kept tokens repeats the first of them."""
     slope_CW: Tensor
     """Derivative of each kept token's logit with respect to the output layer's logit."""
 
@@ -228,7 +228,7 @@ class KeptSets:
     start_T: Tensor
     """int64: index in N of the first kept token of each position."""
     largest: int
-    """W."""
+    """W, the size of the largest kept set."""
 
     @classmethod
     def from_tokens(cls, kept: KeptTokens) -> KeptSets | None:
@@ -243,7 +243,7 @@ class KeptSets:
     def select(self, position_T: Int64Array, device: torch.device) -> KeptSets:
         """Return the kept sets of some positions, given as indices in T, on `device`.
 
-        All candidates are copied; `start_T` still points to those of each position.
+        All candidates are copied; `start_T` still points to the candidates of each position.
         """
         chosen_T = torch.from_numpy(position_T)
         token_N, bias_N, penalty_N, count_T, start_T = (
@@ -255,9 +255,9 @@ class KeptSets:
     def restrict(self, logits_CV: Tensor, rows: slice, target_C: Tensor) -> KeptLogits:
         """Return the logits from which the positions `rows` were sampled: `LEFT_OUT` outside of the kept set.
 
-        A kept token has (logit + bias), then divided by its penalty if positive and multiplied by it otherwise. A
-        position that was sampled from the whole vocabulary is not changed. The result is in float32 or wider. The
-        memory of `logits_CV` is reused if it has this dtype.
+        For a kept token, the bias is added to the logit. The sum is divided by the penalty if it is positive, and else
+        multiplied by it. A position that was sampled from the whole vocabulary is not changed. The result is in float32
+        or wider; it reuses the memory of `logits_CV` if that has this dtype.
         """
         limited_C1, start_C1 = self.count_T[rows, None] > 0, self.start_T[rows, None]
         place_W = torch.arange(self.largest, device=self.count_T.device)
@@ -279,7 +279,7 @@ class KeptSets:
 class LogprobRequest:
     """Description of the numbers that the output layer has to compute in one forward pass, and the layer's answer.
 
-    It exists because transformers calls the layer, and passes nothing but hidden states.
+    transformers calls the layer and passes nothing but hidden states, so the request takes this way.
     """
 
     target_T: Tensor
@@ -297,9 +297,9 @@ class LogprobRequest:
 class OutputLayer(nn.Module):
     """Linear output layer that returns log-probs and entropies in place of logits.
 
-    It holds the parameters of the layer that it replaces, under the same names, so that checkpoints and exports do not
-    change. The work is done in `forward`, which transformers calls inside the model's forward pass. There FSDP has
-    gathered the parameters. `token_logprobs` sets the request before.
+    The layer holds the parameters of the layer that it replaces, under the same names, so that checkpoints and exports
+    do not change. `token_logprobs` sets the request. transformers then calls `forward` inside the model's forward pass,
+    where FSDP has gathered the parameters.
     """
 
     def __init__(
@@ -313,12 +313,10 @@ class OutputLayer(nn.Module):
         self.context = context
         """Ranks over which a row is divided; each computes the log-probs of its own slice. None: rows are whole."""
         self.change = change
-        """Change (scale and cap) that the model makes to logits. The layer makes it, and the model is kept from doing
-        so."""
+        """Change (scale and cap) that the model makes to logits. This layer makes the change instead of the model."""
         self.chunk_bytes = CHUNK_BYTES
         self.replay: RoutingReplay | None = None
-        """Replay of the experts that engines chose, which `token_logprobs` finds here; None if the model chooses its
-        own."""
+        """Replay of the experts that engines chose, for `token_logprobs`; None if the model chooses its own experts."""
         self._request: LogprobRequest | None = None
 
     @contextmanager
@@ -336,7 +334,7 @@ class OutputLayer(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Return log-prob and entropy [1, T, 2] from hidden states [1, T, D], and store them in the request.
 
-        transformers passes only the positions on that `logits_to_keep` named.
+        transformers passes only the positions that `logits_to_keep` named.
         """
         request = self._request
         assert request is not None, "call the model through token_logprobs"
@@ -366,7 +364,7 @@ def replace_output_layer(model: PreTrainedModel, *, wide: bool, context: DeviceM
     whole.
 
     Raises:
-        ConfigError: the output layer is not a plain linear one.
+        ConfigError: the output layer is not a plain linear layer.
     """
     layer = model.get_output_embeddings()
     if layer is None:
@@ -470,10 +468,10 @@ class _SelectedLogprobs(torch.autograd.Function):
             narrow_CV, target_C1 = grad_logits(
                 logits_CV, norm_T[rows, None], index_C1, grad_logp_C1, entropy_C1, temperature_C1, weight_VD.dtype
             )
-            # Freed before the products below, which need memory.
+            # Free the logits before the products below, which need memory.
             del logits_CV
             narrow_CV.scatter_(-1, index_C1, target_C1)
-            # From the restricted logits back to the model's logits, and then back to those of the output layer.
+            # Carry the gradient back through the kept sets, and then through the model's change of logits.
             if kept is not None:
                 grad_CW = narrow_CV.gather(-1, kept.token_CW) * kept.slope_CW
                 narrow_CV.scatter_(-1, kept.token_CW, grad_CW.to(narrow_CV.dtype))
@@ -555,7 +553,7 @@ def _reduce_logits(logits_CV: Tensor, target_C: Tensor, temperature_C1: Tensor) 
     The norm, the log of the sum of exp(scaled logit), is all that the backward pass needs of the softmax.
     """
     scaled_CV = _scaled_logits(logits_CV, temperature_C1)
-    # Relative to the largest logit, so that large logits do not cost digits of the small differences between them.
+    # Subtract the largest logit, so that large logits do not cost digits of the small differences between them.
     peak_C = scaled_CV.amax(-1)
     scaled_CV -= peak_C[:, None]
     share_CV = scaled_CV.exp()

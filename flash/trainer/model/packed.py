@@ -1,8 +1,8 @@
-"""Packed rows: the input of the policy and the critics for several sequences, and attention that keeps them apart.
+"""Packed rows: the input of the policy and the critics for several sequences, and attention that separates these.
 
 A *row* has the sequences of a micro-batch one after another, without padding. A *prefix* is the tokens with which
-several sequences begin (a group's prompt, or the turns before branches of a sample part). It is in the row once
-(`flash.trainer.packing`), so that all work on single tokens is done once for it.
+several sequences begin (a group's prompt, or the turns before branches of a sample part). It is in the row only once
+(`flash.trainer.packing`), so that each layer computes it once.
 
 The attention of a token is computed in up to two *parts*, which are merged as one softmax over both. In the first part,
 the own tokens of each sequence attend to one another causally. In the second part, the own tokens of all sequences with
@@ -58,10 +58,10 @@ class AttentionWatch(Protocol):
 
 
 class PackedLayout(msgspec.Struct, frozen=True):
-    """Description of a row, with which every layer computes its attention. Each layer receives it as an argument.
+    """Description of a row, which every layer gets as an argument and needs for its attention.
 
-    It must not be a dataclass: in half precision FSDP copies the dataclasses among a layer's arguments with all their
-    fields, and the signals would go to a copy of `watch`.
+    This must not be a dataclass: in half precision FSDP copies the dataclasses among a layer's arguments with all their
+    fields, and a copy of `watch` would get the signals.
     """
 
     attention: RowAttention
@@ -69,8 +69,7 @@ class PackedLayout(msgspec.Struct, frozen=True):
     row_P: Tensor
     """int64: the place in the row at which each token of the sequences is computed."""
     shared: bool
-    """True if some places of the row stand for tokens of several sequences. False: the row is the sequences, one after
-    another."""
+    """True if some places of the row stand for tokens of several sequences."""
     row_slice: RowSlice
     """Slice of the row that this rank of a context group computes."""
     watch: AttentionWatch | None = None
@@ -88,8 +87,7 @@ class PackedRow(NamedTuple):
     """Place in the row at which each token of the sequences is computed, as in `layout`, on the host."""
     layout: PackedLayout
     routes_ULK: Tensor | None
-    """int32: the experts that engines chose for each token; −1 if an engine did not report them. None: no token has
-    them."""
+    """int32: the experts that engines chose for each token; −1 if unknown. None: no engine reported experts."""
 
     def sliced(self, context: DeviceMesh | None) -> PackedRow:
         """Return the slice of the row that this rank of the context group computes.
@@ -110,7 +108,7 @@ class PackedRow(NamedTuple):
 def takes_packed_rows(model: PreTrainedModel) -> bool:
     """Return True if the model computes `packed_attention`, so that several sequences can share a row.
 
-    False for models whose attention cannot be replaced, and after the check of packing has failed
+    Returns False for models whose attention cannot be replaced, and for models that have failed the check of packing
     (`flash.trainer.model.packing_check`).
     """
     return attention(model) == PACKED_ATTENTION
@@ -131,7 +129,7 @@ def model_inputs(model: PreTrainedModel, row: PackedRow) -> dict[str, Any]:
 
 def packed_row(sequences: PackedSequences, device: torch.device) -> PackedRow:
     """Lay sequences out in one row, in which each shared prefix occurs once."""
-    # place_U: for each place of the row, the token of the sequences that is computed there. row_P: the reverse.
+    # place_U: for each place of the row, the token of the sequences that it computes. row_P: the reverse.
     place_U, row_P = sequences.computed
     offset_S = sequences.offset_S
     sequence_U = np.searchsorted(offset_S, place_U, side="right") - 1
@@ -141,11 +139,11 @@ def packed_row(sequences: PackedSequences, device: torch.device) -> PackedRow:
     length_class_S = np.frexp(own_S)[1]
     shared = len(place_U) < len(row_P)
     if shared:
-        # Put tokens together whose attention is computed in one batch. Without shared tokens the order stays as it is,
-        # so that attention need not gather them.
+        # Put tokens together whose attention is computed in one batch. Without shared tokens the order does not change,
+        # so that attention need not gather the tokens.
         order = np.argsort(length_class_S[sequence_U], kind="stable")
         place_U, row_P = place_U[order], np.argsort(order)[row_P]
-    # The rows of each sequence's own tokens, and of the prefix before them.
+    # Find the rows of each sequence's own tokens, and of the prefix before these.
     begin_S, stop_S = offset_S[:-1] + np.diff(offset_S) - own_S, offset_S[1:]
     own = [row_P[begin:stop] for begin, stop in zip(begin_S, stop_S, strict=True)]
     prefixes = [row_P[start:begin] for start, begin in zip(offset_S[:-1], begin_S, strict=True)]
@@ -184,7 +182,7 @@ def packed_attention(
         raise ConfigError(f"{class_name(module)} does not pass the layout of packed sequences on to its attention")
     if attention_mask is not None:
         raise ConfigError(f"{class_name(module)} makes a mask of its own for its attention")
-    # Models with capped scores pass the cap as `softcap`, models with attention sinks the sinks' scores as `s_aux`.
+    # Models with capped scores pass the cap as `softcap`, and models with attention sinks pass the scores as `s_aux`.
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores, sinks_H = ScoreOptions(scale, sliding_window, other.get("softcap")), other.get("s_aux")
     if packed_layout.watch is not None:
@@ -193,10 +191,10 @@ def packed_attention(
                 f"algorithm.rhythm: {class_name(module)} caps its attention scores or has attention sinks, which the "
                 "rhythm of attention does not support; choose another model"
             )
-        # The callback sees whole sequences, in which each shared prefix occurs again.
+        # The callback gets whole sequences, each with its prefix.
         row_P = packed_layout.row_P if packed_layout.shared else slice(None)
         packed_layout.watch(module, query[:, :, row_P], key[:, :, row_P], scaling, sliding_window)
-    # In a context group, ranks exchange their slices of all heads for some heads of the whole row, and then back.
+    # In a context group, ranks exchange slices of all heads for some heads of the whole row, and afterwards back.
     row_slice = packed_layout.row_slice
     query_UHD, key_UHD, value_UHD = row_slice.to_heads([state[0].transpose(0, 1) for state in (query, key, value)])
     sinks_H = None if sinks_H is None else row_slice.own_heads(sinks_H)
@@ -291,7 +289,7 @@ def _attend_merged(
     for part in parts:
         answer_MHD, lse_MH = part.attend(states, scores)
         if not part.causal:
-            # The keys of this part are a prefix. Its tokens already have the output over their own sequence.
+            # The keys of this part are a prefix. The queries already have the output over the own tokens.
             answer_MHD, lse_MH = _merge(
                 part.queries.gather(answer_UHD), part.queries.gather(lse_UH), answer_MHD, lse_MH
             )
@@ -303,7 +301,7 @@ def _attend_merged(
 def _merge(first_MHD: Tensor, first_MH: Tensor, second_MHD: Tensor, second_MH: Tensor) -> tuple[Tensor, Tensor]:
     """Merge attention outputs over two disjoint sets of keys into the output over both sets.
 
-    Each output, [M, H, D], comes with the log of the sum of exp(score) over its keys, [M, H]; so does the result.
+    Each output, [M, H, D], comes with the log of the sum of exp(score) over its keys, [M, H], and so does the result.
     """
     share_MH = torch.sigmoid(second_MH - first_MH)
     merged_MHD = torch.lerp(first_MHD, second_MHD.to(first_MHD.dtype), share_MH[..., None])
