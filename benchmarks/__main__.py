@@ -26,7 +26,6 @@ MODULES = {
     "real_rlvr": "benchmarks.real.rlvr",
     "real_textworld": "benchmarks.real.textworld",
     "offpolicy": "benchmarks.offpolicy",
-    "offpolicy_confirm": "benchmarks.offpolicy.confirm",
     "sandbox": "benchmarks.sandbox",
     "sandbox_faults": "benchmarks.sandbox.faults",
     "versus_trl": "benchmarks.versus_trl",

@@ -27,8 +27,6 @@ from benchmarks.form import main as benchmark
 from benchmarks.real.chaos_cluster import NAMES, Job, keep_log
 from benchmarks.real.chaos_faults import GAP_S, KINDS, Fault, Kind, Struck, one_of_each, plan
 from benchmarks.real.chaos_judge import Left, judge, left_by, recoveries, stretches, tokens_per_second
-from benchmarks.real.chaos_trace import Life, Step, Trace
-from benchmarks.real.chaos_trace import rows as traced
 from benchmarks.rig.hosts import Hosts, missing
 
 GOAL = 0.75
@@ -58,29 +56,23 @@ class Lived(msgspec.Struct, frozen=True):
     stuck: list[str]
     """Commands that did not end when they were told to."""
     orphans: list[str]
-    lives: list[Life]
-    """Of its processes, those of the commands before the last one."""
 
 
 async def live(name: str, folder: Path, faults: Sequence[Fault], seconds: float) -> Lived:
     """One run, from its start to its end, with these faults."""
     with Hosts(*NAMES) as hosts:
-        job, trace = Job(hosts, name, folder), Trace(hosts, len(NAMES))
+        job = Job(hosts, name, folder)
         async with anyio.create_task_group() as tasks:
             for host in range(len(NAMES)):
                 tasks.start_soon(job.keep, host)
             await job.all_engines()
             begin = time.time()
-            async with anyio.create_task_group() as looking:
-                looking.start_soon(trace.run)
-                struck, missed = await fall(job, faults, seconds)
-                looking.cancel_scope.cancel()
+            struck, missed = await fall(job, faults, seconds)
             end = time.time()
             stuck = await job.end()
         if faults:
             stuck += await job.finish()
-        orphans, lives = await job.orphans(SETTLE_S), list(trace.lives.values())
-        return Lived(begin, end, struck, missed, job.failed, stuck, orphans, lives)
+        return Lived(begin, end, struck, missed, job.failed, stuck, await job.orphans(SETTLE_S))
 
 
 async def fall(job: Job, faults: Sequence[Fault], seconds: float) -> tuple[list[Struck], int]:
@@ -128,10 +120,7 @@ def rows(lived: Lived, left: Left, calm_per_s: float) -> list[Row]:
             Row(kind, "next_step_median_s", "s", statistics.median(seconds)),
             Row(kind, "next_step_worst_s", "s", max(seconds)),
         ]
-    every = [*left.rows, *left.redone]
-    most = max(int(row.get("engines", 0)) for row in every)
-    steps = [Step(row["time"], int(row.get("engines", 0)), most) for row in every]
-    return figures + traced(lived.struck, lived.end, lived.lives, left.spans, steps)
+    return figures
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:

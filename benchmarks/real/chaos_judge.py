@@ -20,7 +20,7 @@ import msgspec
 from flash.ages import max_age
 from flash.observe.rundir.recording import read_batch, recorded_steps
 from flash.observe.rundir.rundir import RunDirectory
-from flash.types import Activity, VersionRun
+from flash.types import VersionRun
 
 Row = Mapping[str, Any]
 
@@ -51,8 +51,6 @@ class Left(msgspec.Struct, frozen=True):
     samples: Mapping[int, int]
     """By step, the lines of `samples.jsonl`."""
     batches: Sequence[Trained]
-    spans: Sequence[Activity] = ()
-    """Bars of the timeline."""
 
     @property
     def times(self) -> list[float]:
@@ -89,7 +87,6 @@ def left_by(run_dir: Path) -> Left:
         redone=redone,
         samples=Counter(sample.step for sample in directory.read_samples()),
         batches=[trained(directory.batches, step) for step in recorded_steps(directory.batches)],
-        spans=directory.read_spans(),
     )
 
 

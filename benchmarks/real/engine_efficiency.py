@@ -1,24 +1,20 @@
 """What the path Hub → EpisodePlayer → LLMProxy → vLLM costs over vLLM alone.
 
-One engine serves the same requests three ways, in turns, in one process: through the whole rollout path (hub over TCP,
-leases, environment, trajectories pushed back), through a bare `AsyncLLM` given all requests at once, and, in a second
-engine, through vLLM's offline `LLM.generate`. Answers have a fixed length: the model has no end-of-text token.
-`efficiency` is our tokens per second over the other's; the median of the rounds. It can exceed 1: our engine asks vLLM
-for its flat form of log-probs, the bare one uses the form that `AsyncLLM` gives by default.
+One engine serves the same requests in two ways, in turns, in one process: through the whole rollout path (hub over TCP,
+leases, environment, trajectories sent back), and through a bare `AsyncLLM` that is given all requests at once. Answers
+have a fixed length, because the model has no end-of-text token. `efficiency` is our tokens per second over those of the
+bare engine, in the median of the rounds. It can exceed 1: our engine asks vLLM for its flat form of log-probs, the bare
+one uses the form that `AsyncLLM` gives by default.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import secrets
 import shutil
-import signal
 import statistics
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,9 +44,7 @@ from flash.types import Canary, Published
 
 GOAL = 0.95
 FIRST_VERSION = 10
-OFFLINE_TIMEOUT_S = 1800
-"""Longest wait for all rounds of the offline engine."""
-"""Versions of the rounds start here: below, the hub would ask for evaluations."""
+"""Version of the first round: below, the hub would ask for evaluations."""
 
 
 class FixedEngine:
@@ -165,44 +159,6 @@ async def through_engine(engine: Any, prompts: Sequence[list[int]], tokens: int)
     return time.perf_counter() - start
 
 
-def offline(model: str, prompts: list[list[int]], tokens: int, rounds: int, answer: Any) -> None:
-    """Seconds per round of vLLM's offline `generate`; runs in a process of its own."""
-    os.setsid()
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(model=model, dtype="float32", max_model_len=tokens + 16, max_num_seqs=256, enforce_eager=True,
-              kv_cache_memory_bytes=2**30)  # fmt: skip
-    params = SamplingParams(temperature=1.0, max_tokens=tokens, logprobs=0, detokenize=False)
-    seconds: list[float] = []
-    for _ in range(rounds + 1):
-        start = time.perf_counter()
-        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-        seconds.append(time.perf_counter() - start)
-    answer.send(seconds[1:])
-
-
-def offline_seconds(model: str, prompts: list[list[int]], tokens: int, rounds: int) -> list[float]:
-    """What `offline` measures. Raises RuntimeError when it dies or takes too long."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=offline, args=(model, prompts, tokens, rounds, sender))
-    child.start()
-    sender.close()  # the child's own end is the last: its death is the end of the pipe
-    try:
-        if not receiver.poll(OFFLINE_TIMEOUT_S):
-            raise RuntimeError(f"vLLM's offline generate took longer than {OFFLINE_TIMEOUT_S} s; see its output above")
-        return receiver.recv()
-    except EOFError:
-        raise RuntimeError("vLLM's offline generate ended without a result; see its output above") from None
-    finally:
-        # With all processes of its engine: vLLM's own shutdown can wait for them forever.
-        assert child.pid is not None
-        with suppress(ProcessLookupError):  # it died before it had a group of its own
-            os.killpg(child.pid, signal.SIGKILL)
-        child.join(60)
-
-
 async def measure(
     config: Config, prompts: list[list[int]], tokens: int, rounds: int
 ) -> tuple[list[float], list[float]]:
@@ -224,7 +180,7 @@ async def measure(
 
 
 def compare(args: Args) -> list[Row]:
-    """Our node against the bare engine and offline generation, for short and for long answers."""
+    """Measure short and long answers, both ways."""
     model = endless_model(Path("outputs") / "models" / "bench-endless")
     rounds = 2 if args.quick else 5
     rows: list[Row] = []
@@ -233,14 +189,12 @@ def compare(args: Args) -> list[Row]:
         render = HfTokenizer(config.model).render
         prompts = [render(f"{index % 90 + 10}+{index % 89 + 10}=") for index in range(requests)]
         ours, bare = anyio.run(measure, config, prompts, tokens, rounds)
-        batch = offline_seconds(str(model), prompts, tokens, rounds)
         case = f"{requests} x {tokens} tokens"
         total = requests * tokens
-        mid = {name: statistics.median(s) for name, s in (("ours", ours), ("bare", bare), ("offline", batch))}
+        ours_s, bare_s = statistics.median(ours), statistics.median(bare)
         rows += [
-            Row(f"{case}, against bare AsyncLLM", "efficiency", "share", mid["bare"] / mid["ours"], None, GOAL),
-            Row(f"{case}, against offline generate", "efficiency", "share", mid["offline"] / mid["ours"], None, None),
-            Row(case, "tokens_per_second", "tokens/s", total / mid["ours"], total / mid["bare"], None),
+            Row(f"{case}, against bare AsyncLLM", "efficiency", "share", bare_s / ours_s, None, GOAL),
+            Row(case, "tokens_per_second", "tokens/s", total / ours_s, total / bare_s, None),
         ]
     return rows
 

@@ -7,7 +7,7 @@ from benchmarks.form import main
 from benchmarks.sandbox import plot as picture
 from benchmarks.sandbox import run
 
-cases, with_swerex, rest = run.arguments(sys.argv[1:])
-# A part of the figures makes no picture.
-plot = picture.draw if {*run.WITH_SWEREX} <= {*cases} and with_swerex else None
-main("sandbox", run.__doc__ or "", partial(run.measure, cases, with_swerex), rest, plot=plot)
+with_swerex, rest = run.arguments(sys.argv[1:])
+# Without the peer there is nothing to draw.
+plot = picture.draw if with_swerex else None
+main("sandbox", run.__doc__ or "", partial(run.measure, with_swerex), rest, plot=plot)

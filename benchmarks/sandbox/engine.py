@@ -1,8 +1,10 @@
-"""The container engine that `benchmarks.sandbox.run` runs on: the one of DOCKER_HOST, or a Podman service of its own.
+"""Container engines of the sandbox benchmarks: the one of DOCKER_HOST, or a Podman service with storage of its own.
 
-The own one keeps its storage in a new folder under /var/tmp: it sees nobody else's containers, and nobody sees its own.
-Leaving the block ends it with everything that runs in it, also on ctrl-C and SIGTERM. Images are made of Debian
-packages by `envs.sandbox.images`; their archives are kept under build/sandbox: making one takes longer than importing.
+The service keeps its storage in a new folder under /var/tmp, so it shares no container with another engine. It can be
+killed and started again on the same storage. A process that outlives its container is unknown to the engine; it is
+found by the name of the folder, in its command line or in the mount of its root. Needs Debian's `podman` and `runc`,
+and root. Images are made of Debian packages by `envs.sandbox.images`; their archives are kept under build/sandbox,
+because making one takes longer than importing it.
 """
 
 from __future__ import annotations
@@ -17,8 +19,11 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal, Self
 
 import anyio
+import httpx
+import msgspec
 
 from benchmarks.form import ROOT, terminated_like_interrupted
 from envs.sandbox import images
@@ -27,34 +32,42 @@ from flash.errors import ConfigError
 
 ARCHIVES = ROOT / "build" / "sandbox"
 IMAGE = "flash-sandbox-python"
-BOOT_S = 60.0
-"""Longest wait for Podman's socket."""
+ANSWER_S = 60.0
+"""Longest wait for a service to answer after its start."""
 REMOVE_S = 20.0
-"""Longest wait for its storage to be removed."""
+"""Longest wait for the storage to be removed."""
 LOOK_S = 0.05
-"""Between two looks at either: the file system tells nobody."""
+"""Seconds between two looks at either: no event announces them."""
 COMMAND_S = 300.0
 """Longest wait for one Podman command; removing many containers takes a while on a slow disk."""
+
+Kind = Literal["agent", "conmon", "exec conmon", "runtime", "inside", "engine"]
 
 
 @contextmanager
 def engine() -> Generator[str]:
-    """The address of an engine for the time of the block.
+    """Provide the address of an engine: DOCKER_HOST, or a service that ends with the block, also on ctrl-C and SIGTERM.
 
     Raises:
-        ConfigError: there is none, and Podman is missing or does not start.
+        ConfigError: there is no engine, and Podman is missing or does not start.
     """
     if url := os.environ.get("DOCKER_HOST"):
         yield url
         return
     missing = [name for name in ("podman", "runc") if shutil.which(name) is None]
     if missing:
-        raise ConfigError(
-            f"{' and '.join(missing)} not found: `apt-get install podman runc`, or set DOCKER_HOST; "
-            "`--case scheduler` needs no engine"
-        )
-    with terminated_like_interrupted(), _own_podman() as url:
-        yield url
+        raise ConfigError(f"{' and '.join(missing)} not found: `apt-get install podman runc`, or set DOCKER_HOST")
+    with terminated_like_interrupted():
+        podman = PodmanEngine()
+        try:
+            podman.open()
+            yield podman.url
+        finally:
+            # A second ctrl-C must not stop the clean-up after the first.
+            before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+            podman.close()
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 async def ensure_image(kept: Images, name: str = IMAGE) -> None:
@@ -63,16 +76,14 @@ async def ensure_image(kept: Images, name: str = IMAGE) -> None:
     Raises:
         ConfigError: its packages cannot be had.
     """
-    there = await kept.list({})
-    if any(name in known for known in there):
+    if any(name in known for known in await kept.list({})):
         return
     print(f"making image {name} (once per engine)", flush=True)
-    archive = await anyio.to_thread.run_sync(_archive, name)
-    await kept.make(archive, name)
+    await kept.make(await anyio.to_thread.run_sync(_archive, name), name)
 
 
 def _archive(name: str) -> Path:
-    """The image's root file system, kept from an earlier call if it was made by the same recipe."""
+    """Return the image's root file system, kept from an earlier call if the same recipe made it."""
     recipe = repr(images.RECIPES[name]).encode() + Path(images.__file__).read_bytes()
     file = ARCHIVES / f"{name}-{hashlib.sha256(recipe).hexdigest()[:12]}.tar"
     if not file.exists():
@@ -83,88 +94,160 @@ def _archive(name: str) -> Path:
     return file
 
 
-@contextmanager
-def _own_podman() -> Generator[str]:
-    """A Podman service with storage of its own."""
-    work = Path(tempfile.mkdtemp(prefix="flash-bench.", dir="/var/tmp"))
-    socket, log = work / "podman.sock", work / "podman.log"
-    podman, service = ["podman"], None
-    try:
-        podman += _options(work)
-        with log.open("wb") as output:
-            service = subprocess.Popen(
-                [*podman, "system", "service", "--time=0", f"unix://{socket}"],
-                # Podman leaves a copy of each imported image in its folder for temporary files, and its conmon an
-                # empty file `oom` in its working folder for each container that ran out of memory.
-                env=os.environ | {"TMPDIR": str(work)},
-                cwd=work,
+class Process(msgspec.Struct, frozen=True):
+    """One process of an engine."""
+
+    pid: int
+    kind: Kind
+    """`agent` is the first process of a container, `inside` another one in it, `engine` is Podman itself."""
+    command: str
+
+
+class PodmanEngine:
+    """A Podman service with its storage; `url` is the value for DOCKER_HOST. Each method blocks its thread.
+
+    Args:
+        exec_delay_s: seconds for which the `conmon` of an exec stays after its end; None: Podman's default of 300 s.
+    """
+
+    def __init__(self, exec_delay_s: int | None = None) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="flash-podman.", dir="/var/tmp"))
+        self._socket = self.folder / "podman.sock"
+        self.url = f"unix://{self._socket}"
+        self._options: list[str] = []
+        self._service: subprocess.Popen[bytes] | None = None
+        # Podman leaves a copy of each imported image in its folder for temporary files.
+        self._environment = os.environ | {"TMPDIR": str(self.folder)}
+        if exec_delay_s is not None:
+            config = self.folder / "containers.conf"
+            config.write_text(f"[engine]\nexit_command_delay = {exec_delay_s}\n")
+            self._environment["CONTAINERS_CONF"] = str(config)
+
+    def open(self) -> Self:
+        """Choose how layers are stored, and start the service; `close` is needed also after an error."""
+        options = ["--root", f"{self.folder}/root", "--runroot", f"{self.folder}/run", "--cgroup-manager", "cgroupfs"]
+        options += ["--runtime", "runc", "--events-backend", "file", "--storage-driver"]
+        # Overlay does not work on every file system, for instance on top of another overlay.
+        driver = "overlay" if self._podman([*options, "overlay"], "info").returncode == 0 else "vfs"
+        if driver == "vfs":
+            for name in ("root", "run"):
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+        self._options = [*options, driver]
+        self.start()
+        return self
+
+    def start(self) -> None:
+        """Start the service, and wait until it answers.
+
+        Raises:
+            ConfigError: it does not answer; the message has the end of its log.
+        """
+        self._socket.unlink(missing_ok=True)
+        log, end = self.folder / "podman.log", time.monotonic() + ANSWER_S
+        with log.open("ab") as output:
+            self._service = subprocess.Popen(
+                ["podman", *self._options, "system", "service", "--time=0", self.url],
                 stdout=output,
                 stderr=output,
-                # ctrl-C reaches every process of the terminal; the service must outlive ours to clean up.
+                env=self._environment,
+                # Podman's conmon leaves a file `oom` in its working folder for a container that ran out of memory.
+                cwd=self.folder,
+                # ctrl-C reaches every process of the terminal; the service must outlive this process to clean up.
                 start_new_session=True,
             )
-        _wait_for(socket, service, log)
-        yield f"unix://{socket}"
-    finally:
-        with _undisturbed():
-            if service is not None:
-                _run([*podman, "rm", "--all", "--force", "--time", "0"])
-                service.kill()
-                service.wait()
-            _remove(work)
+        while not self._answers():
+            if self._service.poll() is not None or time.monotonic() > end:
+                said = log.read_text(errors="replace").strip()[-800:]
+                raise ConfigError(f"Podman did not answer within {ANSWER_S:g} s; it said: {said or 'nothing'}")
+            time.sleep(LOOK_S)
 
+    def kill(self) -> None:
+        """Kill the service with SIGKILL; its containers live on."""
+        if self._service is not None:
+            self._service.send_signal(signal.SIGKILL)
+            self._service.wait()
+            self._service = None
 
-def _options(work: Path) -> list[str]:
-    """Overlay does not work on every file system, for instance on top of another overlay."""
-    common = ["--root", str(work / "root"), "--runroot", str(work / "run"), "--cgroup-manager", "cgroupfs"]
-    common += ["--runtime", "runc", "--events-backend", "file", "--storage-driver"]
-    if _run(["podman", *common, "overlay", "info"]):
-        return [*common, "overlay"]
-    for name in ("root", "run"):
-        shutil.rmtree(work / name, ignore_errors=True)
-    return [*common, "vfs"]
+    def close(self) -> None:
+        """Remove containers, processes, mounts and files."""
+        if self._options:
+            self._podman(self._options, "rm", "--all", "--force", "--time", "0")
+        self.kill()
+        end = time.monotonic() + REMOVE_S
+        # What Podman runs after the end of a container may still use the storage, and make it again.
+        while self.folder.exists() and time.monotonic() < end:
+            for each in self.processes():
+                send_kill(each.pid)
+            mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+            for mount in sorted((each for each in mounts if each.startswith(f"{self.folder}/")), reverse=True):
+                subprocess.run(["umount", "--lazy", mount], capture_output=True, check=False)
+            shutil.rmtree(self.folder, ignore_errors=True)
+            time.sleep(LOOK_S)
+        if self.folder.exists():
+            print(f"{self.folder} could not be removed", flush=True)
 
+    def processes(self) -> list[Process]:
+        """Find all processes of the engine except its service."""
+        own = (self._service.pid if self._service is not None else 0, os.getpid())
+        found: list[Process] = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                process = _classify(entry, self.folder.name)
+            except OSError:
+                continue  # It has ended meanwhile.
+            if process is not None and process.pid not in own:
+                found.append(process)
+        return found
 
-def _remove(work: Path) -> None:
-    """Remove the storage. What Podman runs after the end of a container may still use it, and make it again."""
-    end = time.monotonic() + REMOVE_S
-    while True:
-        _run(["umount", str(work / "root" / "overlay")])
-        shutil.rmtree(work, ignore_errors=True)
-        if not work.exists():
-            return
-        if time.monotonic() > end:
-            print(f"{work} could not be removed", flush=True)
-            return
-        time.sleep(LOOK_S)
+    def external(self) -> list[str]:
+        """Return the names of containers that the storage has and the engine does not know."""
+        listed = self._podman(self._options, "ps", "--all", "--external", "--format", "{{.Names}} {{.Status}}")
+        lines = listed.stdout.decode().splitlines()
+        return [line.split()[0] for line in lines if line.split()[-1:] == ["Storage"]]
 
+    def _answers(self) -> bool:
+        # Nothing more than a ping: for its version, Podman asks the package manager.
+        try:
+            with httpx.Client(transport=httpx.HTTPTransport(uds=str(self._socket))) as client:
+                return client.get("http://engine/_ping", timeout=5.0).status_code == 200
+        except httpx.HTTPError:
+            return False
 
-def _wait_for(socket: Path, service: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + BOOT_S
-    while not socket.exists():
-        if service.poll() is not None or time.monotonic() > end:
-            said = log.read_text(errors="replace").strip()[-800:]
-            raise ConfigError(f"Podman gave no socket within {BOOT_S:g} s; it said: {said or 'nothing'}")
-        time.sleep(LOOK_S)
-
-
-def _run(command: Sequence[str]) -> bool:
-    """Whether a command succeeds."""
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=COMMAND_S, start_new_session=True
+    def _podman(self, options: Sequence[str], *words: str) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(
+            ["podman", *options, *words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            env=self._environment,
+            timeout=COMMAND_S,
+            check=False,
+            start_new_session=True,
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0
 
 
-@contextmanager
-def _undisturbed() -> Generator[None]:
-    """A second ctrl-C does not stop the clean-up after the first."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+def _classify(proc: Path, folder: str) -> Process | None:
+    """Return what a process is to the engine with this folder; None if it belongs to another one."""
+    words = (proc / "cmdline").read_bytes().decode("utf-8", "replace").split("\0")
+    command, pid = " ".join(words).strip(), int(proc.name)
+    if not command:
+        return None
+    if folder in command:
+        kinds: dict[str, Kind] = {"conmon": "conmon", "runc": "runtime", "podman": "engine"}
+        kind = kinds.get(Path(words[0]).name)
+        if kind == "conmon" and ("-e" in words or "--exec-attach" in words):
+            kind = "exec conmon"
+        return None if kind is None else Process(pid, kind, command[:200])
+    root = next((line for line in (proc / "mountinfo").read_text().splitlines() if line.split()[4] == "/"), "")
+    if folder not in root:
+        return None
+    inner = next(line for line in (proc / "status").read_text().splitlines() if line.startswith("NSpid:"))
+    return Process(pid, "agent" if inner.split()[-1] == "1" else "inside", command[:200])
+
+
+def send_kill(pid: int) -> bool:
+    """Send SIGKILL; return False if the process has ended already."""
     try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True

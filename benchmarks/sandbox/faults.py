@@ -29,7 +29,7 @@ import msgspec
 
 from benchmarks.form import Args, Row
 from benchmarks.form import main as benchmark
-from benchmarks.sandbox.faults_engine import PodmanEngine, Process, send_kill
+from benchmarks.sandbox.engine import PodmanEngine, Process, ensure_image, send_kill
 from benchmarks.sandbox.faults_tally import GRACE_S, Tally
 from envs.sandbox.engines.backend import SNAPSHOT_LABEL
 from envs.sandbox.engines.docker import open_engine
@@ -155,41 +155,47 @@ class Faults:
         await self._serving.start()
 
     async def _podman(self) -> None:
-        self._engine.kill()
+        await anyio.to_thread.run_sync(self._engine.kill)
         self.counts["kills_of_engine"] += 1
         await anyio.sleep(self._rng.choice([0, 0, 0.5, 3.0]))
-        await self._engine.start()
+        await anyio.to_thread.run_sync(self._engine.start)
 
 
-async def faults(plan: Plan, folder: Path | None = None) -> Outcome:
-    """One run. `folder`: for the state of the service; one beside the engine's by default, which is removed."""
-    async with PodmanEngine() as engine:
-        state = folder or engine.folder / "state"
-        state.mkdir(mode=0o700, exist_ok=True)
-        serving = Serving(state, engine.url)
+async def faults(plan: Plan) -> Outcome:
+    """Run the load and the kills once, on an engine of this run's own, and count what is left."""
+    # With Podman's default delay, each reconnection would leave a process for 300 s, which looks like a leak.
+    engine = PodmanEngine(exec_delay_s=0)
+    serving = Serving(engine.folder / "state", engine.url)
+    try:
+        await anyio.to_thread.run_sync(engine.open)
+        async with open_engine(engine.url) as backend:
+            await ensure_image(backend.images)
+        serving.folder.mkdir(mode=0o700)
         await serving.start()
-        try:
-            injected = Faults(plan, engine, serving)
-            tally = Tally()
-            begin = time.monotonic()
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(injected.run)
-                for number in range(plan.processes):
-                    tasks.start_soon(_load, plan, serving, plan.seed * 1000 + number, tally)
-            seconds = time.monotonic() - begin
-            settled = await _settle(engine, serving)
-        finally:
-            with anyio.CancelScope(shield=True):
-                await serving.end(signal.SIGTERM)
+        injected, tally = Faults(plan, engine, serving), Tally()
+        begin = time.monotonic()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(injected.run)
+            for number in range(plan.processes):
+                tasks.start_soon(_load, plan, serving, plan.seed * 1000 + number, tally)
+        seconds = time.monotonic() - begin
+        settled = await _settle(engine, serving)
+        await serving.end(signal.SIGTERM)
         leaked, leftovers = await _left(engine)
-        return Outcome(
-            tally=tally,
-            faults=dict(injected.counts),
-            leaked=leaked,
-            leftovers=leftovers,
-            settled_s=settled,
-            seconds=seconds,
-        )
+    finally:
+        with anyio.CancelScope(shield=True):
+            try:
+                await serving.end(signal.SIGTERM)
+            finally:
+                await anyio.to_thread.run_sync(engine.close)
+    return Outcome(
+        tally=tally,
+        faults=dict(injected.counts),
+        leaked=leaked,
+        leftovers=leftovers,
+        settled_s=settled,
+        seconds=seconds,
+    )
 
 
 async def _load(plan: Plan, serving: Serving, seed: int, tally: Tally) -> None:

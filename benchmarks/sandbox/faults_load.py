@@ -19,12 +19,12 @@ from typing import Any, cast
 import anyio
 import msgspec
 
+from benchmarks.sandbox.engine import IMAGE
 from benchmarks.sandbox.faults_tally import Proof, Tally
 from envs.sandbox.api import Chunk, Result, Session, Spec
 from envs.sandbox.remote.client import CLOSE_S, SandboxClient, service_token
 from flash.errors import SandboxError
 
-IMAGE = "flash-sandbox-python"
 SPEC = Spec(image=IMAGE, memory_mib=64, cpus=0.5, pids=64, disk_mib=16)
 NEVER_ENDS = 600
 """Seconds that a command sleeps which is to be killed."""

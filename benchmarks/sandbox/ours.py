@@ -10,7 +10,6 @@ from pathlib import Path
 from uuid import uuid4
 
 import anyio
-import msgspec
 
 from benchmarks.sandbox.engine import IMAGE
 from envs.sandbox.api import Result, Session, Spec
@@ -18,19 +17,16 @@ from envs.sandbox.engines.backend import Backend
 from envs.sandbox.local.sandbox import LocalSandbox
 from envs.sandbox.pool.host import HostSettings
 from envs.sandbox.pool.local_host import LocalHost, open_engine_host
-from envs.sandbox.pool.ownership import PREFIX, Identity, OwnerLock
+from envs.sandbox.pool.ownership import Identity, OwnerLock
 from envs.sandbox.pool.pool import SandboxPool, open_pool
 from envs.sandbox.remote.client import SandboxClient
 from envs.sandbox.sandbox import Sandbox
 from envs.sandbox.service.service import open_service
 from envs.sandbox.service.web import make_app
 from envs.sandbox.tokens import ADMIN, Token, Tokens
-from flash.errors import SandboxError
 from flash.http.server import HttpAddress, open_socket, serving
 
 SPEC = Spec(image=IMAGE)
-SMALL = Spec(image=IMAGE, cpus=0.25, memory_mib=128)
-"""For many at a time."""
 COMMAND_S = 60.0
 READY_S = 120.0
 """Longest wait for a ready sandbox."""
@@ -88,36 +84,18 @@ async def engine_start(backend: Backend, labels: dict[str, str]) -> float:
             await backend.containers.delete(container_id)
 
 
-class Opened(msgspec.Struct, frozen=True):
-    """A pool over one engine."""
-
-    pool: SandboxPool
-    host: LocalHost
-    label: dict[str, str]
-    """On every container of it."""
-
-    async def ready(self, number: int) -> None:
-        """Return once this many sandboxes stand ready."""
-        with anyio.fail_after(READY_S):
-            while True:
-                version = self.pool.state.version
-                if sum(self.host.report().warm.values()) >= number:
-                    return
-                await self.pool.state.changed_since(version)
-
-
 @asynccontextmanager
 async def open_local_pool(
     backend: Backend, settings: HostSettings | None = None, warm: Sequence[tuple[Spec, int]] = ()
-) -> AsyncGenerator[Opened]:
-    """A pool as the service has it."""
+) -> AsyncGenerator[tuple[SandboxPool, LocalHost]]:
+    """Open a pool as the service has it, with its only host."""
     with tempfile.TemporaryDirectory(prefix="flash-bench-") as folder, OwnerLock(Path(folder) / "lock") as lock:
         identity = Identity.of(f"benchmark-{uuid4().hex[:12]}", lock)
         async with (
             open_engine_host(backend, identity, name="here", settings=settings, warm=warm) as host,
             open_pool([host]) as pool,
         ):
-            yield Opened(pool, host, {f"{PREFIX}service": identity.service})
+            yield pool, host
 
 
 @asynccontextmanager
@@ -125,8 +103,8 @@ async def over_http(backend: Backend) -> AsyncGenerator[Sandbox]:
     """A sandbox of a service, used over HTTP at loopback. Service and client are in this process."""
     token, address = uuid4().hex, HttpAddress(port=0)
     async with (
-        open_local_pool(backend, ONLY_FIXED) as opened,
-        open_service(opened.pool, Tokens({ADMIN: Token(token)})) as service,
+        open_local_pool(backend, ONLY_FIXED) as (pool, _),
+        open_service(pool, Tokens({ADMIN: Token(token)})) as service,
         serving(make_app(service), open_socket(address), address) as url,
         SandboxClient(url, token) as client,
         client.acquire(SPEC, deadline=READY_S) as sandbox,
@@ -137,63 +115,14 @@ async def over_http(backend: Backend) -> AsyncGenerator[Sandbox]:
 async def warm_starts(backend: Backend, count: int) -> list[float]:
     """Seconds from asking a pool for a sandbox, of which one stands ready, to the result of a first command."""
     taken: list[float] = []
-    async with open_local_pool(backend, ONLY_FIXED, [(SPEC, 1)]) as opened:
+    async with open_local_pool(backend, ONLY_FIXED, [(SPEC, 1)]) as (pool, host):
         for _ in range(count):
-            await opened.ready(1)
+            with anyio.fail_after(READY_S):
+                while not sum(host.report().warm.values()):
+                    await pool.state.changed_since(pool.state.version)
             begin = time.perf_counter()
-            async with opened.pool.acquire(SPEC, deadline=READY_S) as sandbox:
+            async with pool.acquire(SPEC, deadline=READY_S) as sandbox:
                 result = await sandbox.run(["true"], timeout=COMMAND_S)
                 taken.append(time.perf_counter() - begin)
                 checked(result)
     return taken
-
-
-class Crowd(msgspec.Struct):
-    """Many sandboxes through one pool."""
-
-    seconds: float = 0.0
-    """Until the last one was removed."""
-    first_results_s: list[float] = []
-    """From asking for a sandbox to its first result."""
-    errors: list[str] = []
-    left: int = 0
-    """Containers in the end."""
-
-
-async def crowd(backend: Backend, count: int, at_once: int) -> Crowd:
-    """Each sandbox is asked for, used for a few commands, and given back."""
-    seen = Crowd()
-    async with open_local_pool(backend) as opened:
-        await opened.pool.state.changed_since(0)
-        numbers = iter(range(count))
-        begin = time.perf_counter()
-
-        async def work() -> None:
-            for number in numbers:
-                try:
-                    await _use(opened.pool, number, seen)
-                except SandboxError as error:
-                    seen.errors.append(f"{type(error).__name__}: {error}")
-
-        async with anyio.create_task_group() as tasks:
-            for _ in range(at_once):
-                tasks.start_soon(work)
-        seen.seconds = time.perf_counter() - begin
-        label = opened.label
-    seen.left = len(await backend.containers.list(label))
-    return seen
-
-
-async def _use(pool: SandboxPool, number: int, seen: Crowd) -> None:
-    """A few commands, whose results must be this sandbox's own."""
-    begin = time.perf_counter()
-    async with pool.acquire(SMALL, owner=f"owner-{number % 4}", deadline=600.0) as sandbox:
-        first = await sandbox.run(f"echo {number}", timeout=COMMAND_S)
-        seen.first_results_s.append(time.perf_counter() - begin)
-        await sandbox.write("number", str(number).encode())
-        second = await sandbox.run(["cat", "number"], timeout=COMMAND_S)
-        async with sandbox.session() as shell:
-            third = await shell.run("read -r n < number; echo $n; (exit 3)", timeout=COMMAND_S)
-    for result, code in ((first, 0), (second, 0), (third, 3)):
-        if result.exit_code != code or result.stdout.strip() != str(number).encode():
-            raise RuntimeError(f"sandbox {number} gave another one's result: {result}")

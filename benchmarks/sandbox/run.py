@@ -2,23 +2,22 @@
 
 `round-trips`: `true` in a shell that stays and as a command of its own, over the sandbox's one channel, and over the
 HTTP service. `starts`: from asking for a sandbox to the result of its first command: with one ready in the pool, and
-from nothing; `bound` is what the engine alone takes to create and start the same container. `crowd`: 200 sandboxes
-asked for, used and removed through the pool, 16 at a time. `scheduler`: 2,000 sandboxes at a time over simulated hosts.
+from nothing; `bound` is the time of the engine alone to create and start the same container.
 
 `reference` is swe-rex 1.4.0: its server runs in a container of the same image with the same limits, its client in an
 environment of its own under build/swerex; see `benchmarks.sandbox.swerex`. Measurements of both take turns. In the
 pool's figures the other work goes on meanwhile: a sandbox that is taken is replaced at once, on the same cores.
 
-The engine is the one of DOCKER_HOST, or a Podman service of this benchmark's own. `--case NAME` measures a part,
-`--without-swerex` leaves the peer out.
+The engine is the one of DOCKER_HOST, or a Podman service of this benchmark's own. `--without-swerex` leaves out the
+peer.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from uuid import uuid4
 
 import anyio
@@ -28,7 +27,6 @@ import numpy as np
 from benchmarks.form import Args, Row
 from benchmarks.sandbox import ours
 from benchmarks.sandbox.engine import IMAGE, engine, ensure_image
-from benchmarks.sandbox.scheduler import scheduler
 from benchmarks.sandbox.swerex import SWEREX, SweRex, connected
 from envs.sandbox.engines.backend import Backend
 from envs.sandbox.engines.docker import open_engine
@@ -56,12 +54,10 @@ class Size(msgspec.Struct, frozen=True):
     swerex_execute: int
     warm: int
     cold: int
-    crowd: int
-    at_once: int
 
 
-FULL = Size(5, 1000, 400, 200, 20, 60, 40, 20, 200, 16)
-QUICK = Size(2, 200, 50, 40, 5, 20, 5, 2, 16, 8)
+FULL = Size(5, 1000, 400, 200, 20, 60, 40, 20)
+QUICK = Size(2, 200, 50, 40, 5, 20, 5, 2)
 
 
 class Bed(msgspec.Struct, frozen=True):
@@ -138,27 +134,6 @@ async def starts(bed: Bed) -> list[Row]:
     ]
 
 
-async def crowd(bed: Bed) -> list[Row]:
-    """Rows of many sandboxes through the pool."""
-    count, at_once = bed.size.crowd, bed.size.at_once
-    seen = await ours.crowd(bed.backend, count, at_once)
-    for error in seen.errors:
-        print(f"a sandbox failed: {error}", flush=True)
-    case = f"{count} sandboxes, {at_once} at a time"
-    return [
-        Row(case, "sandboxes_per_s", "1/s", count / seen.seconds),
-        *latencies(case, "first_result", seen.first_results_s, []),
-        Row(case, "served", "share", 1 - len(seen.errors) / count, goal=1),
-        Row(case, "leaked", "containers", seen.left, goal=0),
-    ]
-
-
-CASES = {"round-trips": round_trips, "starts": starts, "crowd": crowd}
-SCHEDULER = "scheduler"
-"""The case that needs no engine."""
-WITH_SWEREX = ("round-trips", "starts")
-
-
 def latencies(
     case: str,
     what: str,
@@ -188,23 +163,18 @@ def milliseconds(seconds: Sequence[float]) -> tuple[float, float]:
     return statistics.median(seconds) * 1e3, float(np.percentile(seconds, 99)) * 1e3
 
 
-async def in_containers(url: str, cases: Sequence[str], with_swerex: bool, size: Size) -> list[Row]:
-    """The rows of these cases. Raises RuntimeError when a container is left behind."""
-    rows: list[Row] = []
+async def in_containers(url: str, with_swerex: bool, size: Size) -> list[Row]:
+    """Measure on the engine at `url`. Raises RuntimeError when a container is left behind."""
     labels = {LABEL: uuid4().hex}
     async with open_engine(url) as backend:
         await ensure_image(backend.images)
         info = await backend.info()
         print(f"  engine   {info.name}, {info.default_runtime}, {info.cpus} cores; image {IMAGE}")
-        async with _peer(backend, url, labels, with_swerex and any(case in WITH_SWEREX for case in cases)) as peer:
+        async with _peer(backend, url, labels, with_swerex) as peer:
             bed = Bed(backend, labels, peer, size)
-            for case in cases:
-                rows += await CASES[case](bed)
-        left = await backend.containers.list(labels)
-        if left:
-            raise RuntimeError(
-                f"{len(left)} containers were left behind: {', '.join(sandbox.name for sandbox in left)}"
-            )
+            rows = [*await round_trips(bed), *await starts(bed)]
+        if left := await backend.containers.list(labels):
+            raise RuntimeError(f"{len(left)} containers were left behind: {', '.join(each.name for each in left)}")
     return rows
 
 
@@ -221,28 +191,15 @@ async def _peer(backend: Backend, url: str, labels: dict[str, str], wanted: bool
         yield peer
 
 
-def measure(
-    cases: Sequence[str],
-    with_swerex: bool,
-    args: Args,
-    engine: Callable[[], AbstractContextManager[str]] = engine,
-    scheduler: Callable[[bool], list[Row]] = scheduler,
-) -> list[Row]:
-    """Run these cases; the rows of all of them."""
-    rows: list[Row] = []
-    in_engine = [case for case in cases if case in CASES]
-    if in_engine:
-        with engine() as url:
-            rows += anyio.run(in_containers, url, in_engine, with_swerex, QUICK if args.quick else FULL)
-    if SCHEDULER in cases:
-        rows += scheduler(args.quick)
-    return rows
+def measure(with_swerex: bool, args: Args) -> list[Row]:
+    """Measure on the engine that is there, or on one of this benchmark's own."""
+    with engine() as url:
+        return anyio.run(in_containers, url, with_swerex, QUICK if args.quick else FULL)
 
 
-def arguments(argv: Sequence[str]) -> tuple[list[str], bool, list[str]]:
-    """The cases, whether swe-rex is measured, and what is left for the form all benchmarks share."""
+def arguments(argv: Sequence[str]) -> tuple[bool, list[str]]:
+    """Return True if swe-rex is measured too, and the arguments that the form of all benchmarks handles."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--case", choices=[*CASES, SCHEDULER], action="append")
     parser.add_argument("--without-swerex", action="store_true")
     own, rest = parser.parse_known_args(argv)
-    return own.case or [*CASES, SCHEDULER], not own.without_swerex, rest
+    return not own.without_swerex, rest

@@ -10,15 +10,12 @@ import msgspec
 import pytest
 import torch
 
-from benchmarks.offpolicy import confirm as offpolicy_confirm
 from benchmarks.offpolicy import run as offpolicy
 from benchmarks.offpolicy.cells import Cell, Folder, Method, Point, Result, Setting, read_lines, write_lines
 from benchmarks.offpolicy.harness import Problems, Rollouts, batches, lagged, make_shard, make_trajectory, mixed
 from benchmarks.offpolicy.run import METHODS, SETTING, Comparison, Plan, Pool, grid, own_options, run_cell
 from benchmarks.offpolicy.sampler import Answer, Sampler
 from benchmarks.offpolicy.summary import TARGET, accuracy_table, draw, half_width, rows, steps_table, summarise
-from benchmarks.training import PINNED, Measured
-from flash.config.load import load
 from flash.config.tree import TinyModelConfig
 from flash.environment.interface import HELD_OUT
 from flash.trainer.model.tiny_model import make_tiny_model
@@ -425,34 +422,3 @@ def test_the_table_of_the_documentation_is_that_of_the_kept_results() -> None:
 def test_the_plot_is_drawn_also_of_a_part_of_the_grid(tmp_path: Path) -> None:
     draw([*finals(GRPO, 0, 0.8, 0.7), *finals(DECOUPLED, 8, 0.7)], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 0
-
-
-# -- the whole system ------------------------------------------------------------------------------------------------
-
-
-def test_a_confirming_run_learns_the_same_as_the_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    cells = offpolicy_confirm.cells(quick=False)
-    assert [(cell.method.key, cell.alpha) for cell in cells] == [(key, 8) for key in offpolicy_confirm.CONFIRMED]
-    for cell in cells:
-        config = load([offpolicy_confirm.BASE], [*PINNED, *offpolicy_confirm.overrides(cell)])
-        exact = cell.config()
-        for section in ("model", "tiny_model", "env", "train", "algorithm"):
-            assert getattr(config, section) == getattr(exact, section)
-        assert config.run.steps == exact.run.steps
-        assert config.rollout.group_size == exact.rollout.group_size
-        assert config.rollout.temperature == exact.rollout.temperature
-        assert config.rollout.max_new_tokens == exact.rollout.max_new_tokens
-
-
-def test_a_confirming_run_is_set_beside_the_exact_cells() -> None:
-    cell = offpolicy_confirm.cells(quick=False)[0]
-    evals = [{"mean_reward": accuracy, "low": 0.5, "high": 0.7} for accuracy in (0.2, 0.5, 0.6, 0.7)]
-    measured = Measured(12.0, {}, evals, [{"age_mean": 5.0, "age_max": 7.0}, {"age_mean": 7.0, "age_max": 8.0}])
-    exact = summarise([*finals(GRPO, 1, 0.9, 0.9), *finals(GRPO, 8, 0.55, 0.65)])
-    found = {row.metric: row for row in offpolicy_confirm.compared(cell, measured, exact)}
-    assert (found["final_accuracy"].ours, found["final_accuracy"].reference) == (
-        pytest.approx(0.6),
-        pytest.approx(0.6),
-    )
-    assert (found["age_mean"].ours, found["age_max"].ours) == (6.0, 8.0)

@@ -23,12 +23,10 @@ from benchmarks.real.chaos_judge import (
     stretches,
     tokens_per_second,
 )
-from benchmarks.real.chaos_trace import Life, Step, stages
-from benchmarks.real.chaos_trace import rows as traced
 from flash.config.load import load
 from flash.observe.rundir.recording import write_batch
 from flash.observe.rundir.rundir import RunDirectory
-from flash.types import Activity, Batch, Task, VersionRun
+from flash.types import Batch, Task, VersionRun
 from tests.samples.cases import trajectory
 
 LEDGER = {
@@ -199,37 +197,11 @@ def test_the_goals_are_missed_by_one() -> None:
         batches=[*SOUND.batches, Trained(3, 0, [(0, [VersionRun(0, 1)])])],
         samples={**SOUND.samples, 3: 1},
     )
-    lived = Lived(100.0, 500.0, struck, 0, failed=["x"], stuck=["x"], orphans=["x"], lives=[])
+    lived = Lived(100.0, 500.0, struck, 0, failed=["x"], stuck=["x"], orphans=["x"])
     missed = {row.metric for row in rows(lived, bad, calm_per_s=1.0) if row.met is False}
     assert missed == {
         *("tasks_lost", "tasks_doubled", "tokens_unaccounted", "tokens_beyond_alpha", "rows_doubled", "rows_lost"),
         *("orphans_left", "hangs", "launches_failed", "goodput"),
     }
-    fine = Lived(100.0, 102.0, struck, 0, failed=[], stuck=[], orphans=[], lives=[])
+    fine = Lived(100.0, 102.0, struck, 0, failed=[], stuck=[], orphans=[])
     assert [row.metric for row in rows(fine, SOUND, calm_per_s=8.0) if row.met is False] == []
-
-
-def test_a_stage_costs_what_was_born_since_the_fault_has_used_by_then() -> None:
-    faults = [Struck("kill hub", 0, 100.0, 0.0, 1), Struck("kill core", 1, 130.0, 0.0, 1)]
-    lives = [
-        Life(1, "node", 50.0, [(99.0, 5.0), (104.0, 9.0)]),
-        Life(0, "hub", 101.0, [(101.0, 0.0), (103.0, 1.0), (110.0, 4.0)]),
-        Life(0, "trainer", 102.0, [(102.5, 0.5), (106.0, 2.0), (140.0, 20.0)]),
-        Life(1, "core", 132.0, [(133.0, 0.5), (140.0, 1.0)]),
-    ]
-    spans = [Activity("trainer 0", "publish", 90.0, 101.5), Activity("trainer 0", "publish", 105.0, 106.0)]
-    steps = [Step(101.2, 3, 3), Step(108.0, 2, 3), Step(131.0, 2, 3), Step(139.0, 3, 3)]
-    assert stages(faults[0], 130.0, lives, spans, steps) == {
-        "hub_begins": (1.0, 0.0),
-        "step_trained": (pytest.approx(1.2), 0.0),
-        "trainer_begins": (2.0, 0.0),
-        "trainer_published": (6.0, 3.0),
-    }
-    assert stages(faults[1], 150.0, lives, spans, steps) == {
-        "step_trained": (1.0, 0.0),
-        "core_begins": (2.0, 0.0),
-        "all_engines_in_step": (9.0, 0.5),
-    }
-    told = {(row.case, row.metric): row.ours for row in traced(faults, 150.0, lives, spans, steps)}
-    assert told["kill hub, 1 times", "trainer_published_processor_s"] == 3.0
-    assert told["kill core, 1 times", "all_engines_in_step_after_s"] == 9.0

@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 import sys
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,14 @@ import aiodocker
 import anyio
 import pytest
 
-from benchmarks.form import Args, Row
+from benchmarks.form import Row
 from benchmarks.sandbox import engine as sandbox_engine
 from benchmarks.sandbox import ours as sandbox_ours
 from benchmarks.sandbox import plot as sandbox_plot
 from benchmarks.sandbox import run as bench_run
-from benchmarks.sandbox import scheduler as sandbox_scheduler
 from benchmarks.sandbox import swerex as sandbox_swerex
 from envs.sandbox.engines.fake import FakeBackend
 from envs.sandbox.local.sandbox import LocalSandbox
-from envs.sandbox.pool.state import PoolSettings, PoolState
 from flash.errors import ConfigError
 
 LABELS = {"flash.test": "benchmark"}
@@ -50,22 +47,10 @@ def test_without_the_peer_there_is_nothing_to_compare_with() -> None:
     assert (row.ours, row.met) == (50.0, True)
 
 
-def test_the_command_line_names_parts_and_leaves_the_rest_to_the_form() -> None:
-    assert bench_run.arguments([]) == ([*bench_run.CASES, "scheduler"], True, [])
-    given = ["--case", "starts", "--quick", "--case", "crowd", "--without-swerex", "--json", "rows.json"]
-    assert bench_run.arguments(given) == (["starts", "crowd"], False, ["--quick", "--json", "rows.json"])
-    with pytest.raises(SystemExit):
-        bench_run.arguments(["--case", "unknown"])
-
-
-def test_the_scheduler_alone_needs_no_engine() -> None:
-    def engine() -> AbstractContextManager[str]:
-        pytest.fail("an engine was started")
-
-    def scheduler(quick: bool) -> list[Row]:
-        return [Row("a", "placements_per_s", "1/s", float(quick))]
-
-    assert bench_run.measure(["scheduler"], False, Args(quick=True), engine, scheduler)[0].ours == 1.0
+def test_the_command_line_leaves_the_rest_to_the_form() -> None:
+    assert bench_run.arguments([]) == (True, [])
+    given = ["--quick", "--without-swerex", "--json", "rows.json"]
+    assert bench_run.arguments(given) == (False, ["--quick", "--json", "rows.json"])
 
 
 # -- our half, on agents without containers --------------------------------------------------------------------------
@@ -96,40 +81,6 @@ async def test_a_command_that_fails_is_no_figure() -> None:
     async with FakeBackend() as backend, LocalSandbox(backend, sandbox_ours.SPEC, labels=LABELS) as sandbox:
         with pytest.raises(RuntimeError, match="a command failed"):
             await sandbox_ours.timed(lambda: sandbox.run("exit 3", timeout=5), 1)
-
-
-@pytest.mark.anyio
-async def test_each_of_the_crowd_is_served_and_nothing_is_left() -> None:
-    async with FakeBackend() as backend:
-        seen = await sandbox_ours.crowd(backend, count=3, at_once=2)
-        assert (len(seen.first_results_s), seen.errors, seen.left) == (3, [], 0)
-        assert backend.containers.kept == {}
-
-
-# -- the scheduler ---------------------------------------------------------------------------------------------------
-
-
-def test_owners_share_the_simulated_hosts_and_nothing_is_left() -> None:
-    scale = sandbox_scheduler.Scale(sandboxes=100, seconds=90.0)
-    seen = sandbox_scheduler.simulate(scale)
-    rows = found(sandbox_scheduler.rows(scale, seen))
-    assert rows["placements"].ours > scale.sandboxes
-    assert rows["at_once"].ours <= scale.hosts * sandbox_scheduler.CPUS
-    assert rows["worst_share"].ours > 0.5
-    assert rows["leaked"].ours == 0
-    assert len(seen.decisions_s) > seen.placed
-
-
-def test_every_decision_is_timed_and_still_made() -> None:
-    async def main() -> None:
-        state = PoolState([], PoolSettings(), lambda: 0.0)
-        seconds = sandbox_scheduler.timed_decisions(state)
-        before = state.version
-        state.decide()
-        assert len(seconds) == 1
-        assert state.version == before + 1
-
-    anyio.run(main)
 
 
 # -- swe-rex ---------------------------------------------------------------------------------------------------------
