@@ -245,10 +245,7 @@ def sample_metrics(trajectory: Trajectory) -> dict[str, float]:
 
 
 def mean_metrics(rows: Iterable[Mapping[str, float]]) -> Generator[None, None, dict[str, float]]:
-    """Return the mean of each metric over the samples that have it, in alphabetical order of the names.
-
-    `rows` has the metrics of each sample.
-    """
+    """Return the mean of each metric over the samples that have it, in alphabetical order. A row is one sample's."""
     values: dict[str, list[float]] = {}
     for number, metrics in enumerate(rows, start=1):
         for name, value in metrics.items():

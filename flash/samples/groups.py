@@ -255,7 +255,7 @@ class GroupPool:
             self._in_parts.add(group_id)
 
     def put_waiting(self, group: Group, *, expiring: bool = False) -> None:
-        """Put a group into the pool that is new or waits for members. If it was ready, it is not ready any more.
+        """Let a new group, or a group of the pool, wait for members. If it was ready, it is not ready any more.
 
         If `expiring` is True, a step may take the finished members without the others.
         """

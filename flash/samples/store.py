@@ -54,10 +54,7 @@ class Backlog:
         self._left: deque[tuple[Callable[[int], None], Iterator[int]]] = deque()
 
     def add(self, do: Callable[[int], None], numbers: Iterable[int]) -> None:
-        """Add the work to call `do` with each number, after all earlier work. Then do one slice of all work.
-
-        So work that fits into one slice is done when this returns.
-        """
+        """Add the work to call `do` with each number. Then do one slice of all work: small work is done at once."""
         # The numbers are copied, because the work itself may change the collection that they come from.
         self._left.append((do, iter(list(numbers))))
         self.do_slice()
@@ -371,10 +368,7 @@ class SampleStore:
         return True
 
     def _queue_again(self, lease_id: int) -> None:
-        """Queue the task of a lease again, because its node is lost. Work of the backlog.
-
-        If the lease was withdrawn before, nothing is queued.
-        """
+        """Queue the task of a lease again, unless the lease was withdrawn before. Work of the backlog."""
         if (member := self.leases.revoke(lease_id)) is not None:
             self.ledger.retry(Outcome.CANCELLED)
             self.pool.recount(self.pool[member.task.group_id])
@@ -395,10 +389,7 @@ class SampleStore:
         )
 
     def _end_quarantined(self, outcome: Outcome, group_id: int) -> None:
-        """Give up the queued and leased members of a group whose kind is in quarantine. Work of the backlog.
-
-        Then decide about the group. `outcome`: the reason, for the ledger.
-        """
+        """Give up the queued and leased members of a group, and decide about the group. Work of the backlog."""
         if (group := self.pool.get(group_id)) is not None:
             self._give_up_pending(group, "lost", outcome)
             self._decide_by_members(group)
