@@ -11,8 +11,8 @@ from scripts.house import ROAD, ROOT, Docstring, docstrings, folders, lines, roa
 
 MOST_POINTING = 0.03
 """Share of a folder's docstrings that may begin with a word that points outside them."""
-MOST_ROAD_FILES = 35
-MOST_ROAD_LINES = 16_000
+MOST_ROAD_FILES = 34
+MOST_ROAD_LINES = 16_500
 """Bounds on the road of a sample, from its lease to the gradient."""
 
 
