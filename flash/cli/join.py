@@ -22,7 +22,7 @@ def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Join the run and serve it until it is over or a signal arrives."""
-    from flash.run.join import OWN_KEYS, join
+    from flash.run.processes.launcher import OWN_KEYS, join
 
     overrides = [argument for argument in arguments.where if "=" in argument]
     foreign = [override for override in overrides if override.partition("=")[0].strip() not in OWN_KEYS]

@@ -20,7 +20,7 @@ from importlib import import_module
 from flash.cli.arguments import typed, unknown_arguments, unknown_command
 from flash.config.decode import show
 from flash.errors import FlashError
-from flash.run.processes.rendezvous import heed_torchrun
+from flash.run.processes.launch_state import heed_torchrun
 from flash.text import OneLine, harmless
 
 DESCRIPTION = "Asynchronous reinforcement-learning post-training for language models."

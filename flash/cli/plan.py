@@ -15,7 +15,7 @@ from flash.config.load import load, split_arguments
 from flash.config.models import is_hub_id
 from flash.config.tree import Config
 from flash.errors import ConfigError
-from flash.run.models.hugging_face import hub_fault
+from flash.run.fetch import hub_fault
 from flash.text import harmless
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.observe.rundir.rundir import RunDirectory, write_atomically
 from flash.observe.rundir.samples import Sample, readable
-from flash.run.models.models import chosen_model, make_missing_model, model_folder
+from flash.run.models import chosen_model, make_missing_model, model_folder
 from flash.text import harmless, one_line
 from flash.trainer.checkpoint_files import MANIFEST
 
@@ -164,7 +164,7 @@ def sample(config: Config, named: str | None, play: Any) -> tuple[Sampled, list[
     from flash.rollout.vllm.engine import FixedEngine
     from flash.rollout.vllm.start import ready_tokenizer
     from flash.run.loop_watch import run_watched
-    from flash.run.processes.scratch import remember_shared_memory, scratch_folder
+    from flash.run.processes.launch_state import remember_shared_memory, scratch_folder
 
     if named is None:
         make_missing_model(config)

@@ -14,7 +14,7 @@ from flash.config.tree import Config
 from flash.text import harmless
 
 if TYPE_CHECKING:
-    from flash.run.sft.course import CourseTokens
+    from flash.run.sft_rows import CourseTokens
 
 
 def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
@@ -29,8 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
     tokens: list[CourseTokens] = []
 
     def whole(config: Config) -> Config:
-        from flash.run.models.models import make_fetched
-        from flash.run.sft.course import CourseTokens
+        from flash.run.models import make_fetched
+        from flash.run.sft_rows import CourseTokens
 
         interruptible()
         if not arguments.dry_run:
@@ -50,11 +50,11 @@ def run(arguments: argparse.Namespace) -> int:
         yield f"model: {config.model.path}, {model_described(config)}"
 
     def start(config: Config) -> int:
-        from flash.run.sft.launch import launch
+        from flash.run.processes.launcher import launch_sft
 
         for line in tokens[0].lines:
             _tell(line)
-        return launch(config, tokens[0])
+        return launch_sft(config, tokens[0])
 
     return carry_out(arguments, sft_problems, tried, start, whole=whole)
 

@@ -83,7 +83,7 @@ def carry_out(
         return 0
     from flash.run.processes.launch import LOST
     from flash.run.processes.supervisor import End, say
-    from flash.run.restart.history import is_done
+    from flash.run.restart import is_done
 
     if config.run.resume and is_done(config):
         say(f"{what_is_left(config, arguments.typed, None)}: it has made its {config.run.steps} steps; raise run.steps")
@@ -119,7 +119,7 @@ def what_is_left(config: Config, typed: Sequence[str], before: Begun) -> str:
     missing, or it is that of an earlier run with the mark `before`.
     """
     from flash.run.processes.launcher import resume_command
-    from flash.run.restart.history import is_done
+    from flash.run.restart import is_done
 
     if not config.run.resume and begun(config) == before:
         return f"nothing was begun, and nothing is kept; begin with: {shlex.join(typed)}"
@@ -130,7 +130,7 @@ def what_is_left(config: Config, typed: Sequence[str], before: Begun) -> str:
 
 def start(config: Config) -> int:
     """Make the tiny model if the checked configuration needs one, then train. Returns the exit code of `launch`."""
-    from flash.run.models.models import make_missing_model
+    from flash.run.models import make_missing_model
     from flash.run.processes.launcher import launch
 
     interruptible()

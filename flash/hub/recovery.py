@@ -1,7 +1,7 @@
 """The state that outlives a hub process, and the objects that save and restore it.
 
 A checkpoint keeps a `HubState`; the *journal*, a file, keeps every change after the newest checkpoint. When a run
-starts again, its owner reads both (`flash.run.restart.hub_state`) and gives the new hub a `RecoveredState`. While it
+starts again, its owner reads both (`flash.run.restart`) and gives the new hub a `RecoveredState`. While it
 runs, the hub saves through its `Persistence`. If trainer ranks are lost while the hub goes on, the next ranks load the
 checkpoint that a `TrainerStart` names. They train the recorded batches of later steps again, which the hub reads from
 the `RunHistory`. An *incarnation* is the set of rank processes that run from one restart of the ranks to the next.

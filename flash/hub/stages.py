@@ -1,7 +1,7 @@
 """The stages of a run: what the run waits for, the deadline of the wait, and where to look if the deadline passes.
 
 `RunStages` finds the stage from the state of the other parts of the hub, and changes nothing. `Hub.run` watches that no
-stage outlives its deadline, and `flash.run.startup` shows people the phases before the first step. An *incarnation* is
+stage outlives its deadline, and `flash.run.node_loop` shows people the phases before the first step. An *incarnation* is
 the set of trainer ranks that run from one restart of the ranks to the next.
 """
 
@@ -215,7 +215,7 @@ class RunStages:
     async def phase_ended(self, doing: str) -> None:
         """Wait until the startup phase `doing` has ended. It waits for the signal `run`, and sets no deadline.
 
-        `flash.run.startup` calls this, to show the next phase.
+        `flash.run.node_loop` calls this, to show the next phase.
         """
         while (now := self.startup_phase()) is not None and now.doing == doing:
             await self._progress.wait("run")

@@ -27,13 +27,12 @@ from flash.hub.stages import STARTING_ENGINES
 from flash.rollout.node import RolloutNode
 from flash.rollout.scheduler import HubLink
 from flash.run.loop_watch import run_watched
-from flash.run.node_loop import NodeNumbers, make_node, unix_clock
+from flash.run.node_loop import EVERY_S, NodeNumbers, make_node, start_of_engines, unix_clock
 from flash.run.processes.forked import ProcessOrder
-from flash.run.processes.hub_search import RETRY_S, HubSearch
+from flash.run.processes.hub_place import TOKEN_VARIABLE
+from flash.run.processes.rendezvous import RETRY_S, HubSearch
 from flash.run.processes.supervisor import End
 from flash.run.processes.supervisor import say as warn
-from flash.run.processes.token import VARIABLE
-from flash.run.startup import EVERY_S, start_of_engines
 from flash.text import harmless
 from flash.transport.client import connect
 from flash.transport.frames import ReplyT, Request
@@ -43,7 +42,7 @@ from flash.waiting import first_error, unwrapped_group
 def run_joined_loop(order: ProcessOrder, config: Config) -> End:
     """Serve the hubs of a run with this machine's engines. Returns how the loop ended; see `JoinedNode.run`."""
     # Removed from the environment, so that neither engines nor environments inherit the token.
-    return run_watched(warn, _roll_out, config, order, os.environ.pop(VARIABLE, None))
+    return run_watched(warn, _roll_out, config, order, os.environ.pop(TOKEN_VARIABLE, None))
 
 
 class HubConnection:

@@ -20,9 +20,11 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
+import anyio.to_thread
+from msgspec.structs import replace
 
 from flash.config.decode import ConfigProblem, refuse
-from flash.config.machine import engine_cpus
+from flash.config.machine import engine_cpus, runs_eagerly
 from flash.config.objects import own_folders
 from flash.config.tree import Config
 from flash.environment.load import LoadedEnvironment
@@ -33,7 +35,9 @@ from flash.hub.fleet import RunOrigin
 from flash.hub.gate import Gate
 from flash.hub.hub import Hub
 from flash.hub.recovery import Persistence, RecoveredState
-from flash.observe.cluster import EVERY_S
+from flash.hub.stages import STARTING_ENGINES
+from flash.observe.cluster import EVERY_S as PICTURE_S
+from flash.observe.cluster import HubNow
 from flash.observe.recorder import Recorder
 from flash.rollout.engine import Engine
 from flash.rollout.episode.tokenizer import HfTokenizer
@@ -41,24 +45,20 @@ from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.rollout.scheduler import HubLink
 from flash.rollout.vllm.engine import VLLMEngine
 from flash.rollout.vllm.start import ready_tokenizer
+from flash.run.journal import FileJournal
 from flash.run.loop_watch import blocked_seconds, run_watched
 from flash.run.processes.forked import ProcessOrder
-from flash.run.processes.hub_place import HubAddress, announce, withdraw
+from flash.run.processes.hub_place import TOKEN_VARIABLE, HubAddress, announce, hub_token, withdraw
+from flash.run.processes.launch_state import LAUNCHER, remember_shared_memory
 from flash.run.processes.rendezvous import advertised_host
-from flash.run.processes.scratch import remember_shared_memory
-from flash.run.processes.starter_watch import LAUNCHER
 from flash.run.processes.supervisor import End, say
-from flash.run.processes.token import VARIABLE, hub_token
-from flash.run.restart.history import RecordedHistory
-from flash.run.restart.hub_state import NOTHING, keep_hub_state, restored
-from flash.run.restart.journal import FileJournal
-from flash.run.startup import tell_beginning, tell_cluster, with_held_out_problems
+from flash.run.restart import NOTHING, RecordedHistory, keep_hub_state, restored
 from flash.samples.journal import NO_JOURNAL
 from flash.samples.rules import ProblemKinds
 from flash.trainer.checkpoint_files import ChosenCheckpoint, choose_checkpoint, newest_complete
 from flash.transport.client import connect
 from flash.transport.server import serve
-from flash.waiting import first_error, rare_garbage_collection
+from flash.waiting import deadline, first_error, rare_garbage_collection
 
 if TYPE_CHECKING:
     from flash.rollout.teacher import ServedTeacher
@@ -75,7 +75,7 @@ def run_node_loop(order: ProcessOrder, config: Config) -> End:
     """Run the first node until the end of the run."""
     sys.setswitchinterval(SWITCH_S)
     # Removed from the environment, so that neither engines nor environments inherit the token.
-    token = os.environ.pop(VARIABLE, None)
+    token = os.environ.pop(TOKEN_VARIABLE, None)
     try:
         run_watched(say, _first_node, order.restarts, config, token)
     except BaseExceptionGroup as group:  # of the task groups below: show the error with the most information
@@ -313,7 +313,7 @@ async def make_node(
         *(config, link, engines, tokenizer, played),
         now=now,
         on_loss=on_loss,
-        status_s=EVERY_S,
+        status_s=PICTURE_S,
         teacher=teacher,
         blocked_s=blocked_seconds,
     )
@@ -328,3 +328,68 @@ async def _served_teacher(config: Config, tokenizer: HfTokenizer) -> ServedTeach
     teacher = ServedTeacher(config.algorithm.teacher.url, config.deadlines.env_step)
     await teacher.check(config.model.max_length, len(tokenizer.inner), tokenizer.token_texts)
     return teacher
+
+
+EVERY_S = 10.0
+"""Seconds between two lines while the activity stays the same."""
+
+
+LONG_S = 30.0
+"""Seconds after which a line explains why the engines take so long to start, since they seem to hang."""
+NEAR = 0.5
+"""Share of `deadlines.engine_start` from which the lines name this deadline."""
+
+
+async def tell_beginning(hub: Hub, config: Config, tell: Callable[[str], None]) -> None:
+    """Print the activity of the run and the seconds since the start, until the first step.
+
+    Waits at most EVERY_S seconds for the next activity. Unblocked by the hub's progress. Produces lines.
+    """
+    begun = anyio.current_time()
+    while (now := hub.stages.startup_phase()) is not None:
+        seconds = anyio.current_time() - begun
+        what = f"{now.doing}, {now.done}" if now.done else now.doing
+        why = start_of_engines(seconds, config) if now.doing == STARTING_ENGINES else ""
+        tell(f"{what} … {seconds:.0f} s{why}")
+        with anyio.move_on_after(EVERY_S):
+            await hub.stages.phase_ended(now.doing)
+
+
+async def with_held_out_problems(config: Config, env: LoadedEnvironment, tell: Callable[[str], None]) -> Config:
+    """Limit eval.problems to the number of held-out problems that the environment has. Returns the configuration.
+
+    Calls `tell` with a line if the number changes.
+
+    Raises:
+        DeadlineError: the data set was not read within deadlines.env_reset.
+    """
+    if not env.is_collected:
+        return config
+    with deadline(config.deadlines.env_reset, "the number of held-out problems", "the environment's data set"):
+        there = await anyio.to_thread.run_sync(env.held_out_problems, abandon_on_cancel=True)
+    asked = config.eval.problems
+    if there is None or there >= asked:
+        return config
+    tell(f"evaluations ask all {there} held-out problems: there are no more, and eval.problems = {asked}")
+    return replace(config, eval=replace(config.eval, problems=there))
+
+
+def start_of_engines(seconds: float, config: Config) -> str:
+    """Return an explanation for engines that have been starting for `seconds`, to be added to a line; may be empty."""
+    most = config.deadlines.engine_start
+    if seconds >= NEAR * most:
+        return f"; at most {most:g} s (deadlines.engine_start)"
+    if seconds < LONG_S:
+        return ""
+    teacher = config.algorithm.teacher
+    asked = "" if teacher is None or teacher.url is None else f", or {teacher.url} does not answer yet"
+    if runs_eagerly(config):
+        return f"; vLLM loads the model{asked}"
+    return f"; vLLM compiles, for minutes at its first start here{asked}"
+
+
+async def tell_cluster(hub: Hub, tell: Callable[[HubNow], None]) -> None:
+    """Call `tell` with an overview of the cluster at regular intervals, until cancelled. Waits only for the clock."""
+    while True:
+        tell(hub.overview())
+        await anyio.sleep(PICTURE_S)

@@ -23,7 +23,7 @@ from flash.rollout.engine import Engine
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.rollout.scheduler import HubLink
-from flash.run.startup import tell_beginning, with_held_out_problems
+from flash.run.node_loop import tell_beginning, with_held_out_problems
 from flash.samples.rules import ProblemKinds
 from flash.types import Canary, Failure, Outcome, Published, Trajectory
 from flash.waiting import first_error

@@ -31,10 +31,9 @@ from flash.config.tree import Config
 from flash.errors import CollectiveError, FlashError, PeerLostError, TransportError
 from flash.foreign.torch import collective_failed, open_store, private_store, reach_store
 from flash.run.processes.forked import ProcessOrder
-from flash.run.processes.hub_place import HubAddress
+from flash.run.processes.hub_place import TOKEN_VARIABLE, HubAddress
 from flash.run.processes.rendezvous import advertised_host, find_hub
 from flash.run.processes.supervisor import End
-from flash.run.processes.token import VARIABLE
 from flash.text import harmless
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ def run_trainer_rank(order: ProcessOrder, config: Config) -> End:
     After the hub has admitted the rank, SIGINT and SIGTERM are ignored: the hub notifies its ranks of an interrupt by
     giving them no more batches, so that all ranks end after the same step.
     """
-    token = os.environ.pop(VARIABLE, None)
+    token = os.environ.pop(TOKEN_VARIABLE, None)
     index = order.node * config.cluster.trainer_ranks + order.local
     store, address = None, ""
     if index == 0:

@@ -16,10 +16,9 @@ from flash.config.tree import Config
 from flash.errors import ConfigError, FlashError, error_of
 from flash.observe.rundir.summary import Summary
 from flash.run.checks.preflight import left_as_it_was, start_problems
-from flash.run.models.models import make_missing_model
-from flash.run.processes.error_marker import ERROR_FILE
+from flash.run.models import make_missing_model
+from flash.run.processes.launch_state import ERROR_FILE, heed_torchrun
 from flash.run.processes.launcher import launch
-from flash.run.processes.rendezvous import heed_torchrun
 from flash.run.processes.supervisor import End
 
 

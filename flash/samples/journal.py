@@ -4,9 +4,9 @@
 the task of a lease (the right and the duty of a node to run one task) or the groups of a step. Work on many groups
 waits in the *backlog* of the store and is done in slices. Each slice is an event, too, so that a replay has slices and
 results in the order of the run. Events are encoded as arrays with a number instead of a name, so a new field must be
-the last one, and numbers stay. `flash.run.restart.journal` keeps the events in files.
+the last one, and numbers stay. `flash.run.journal` keeps the events in files.
 
-When a run starts again, `flash.run.restart.hub_state` reads a checkpoint and the journal after it, passes each event to
+When a run starts again, `flash.run.restart` reads a checkpoint and the journal after it, passes each event to
 `Replay.apply`, and then calls `Replay.state`. All results that were delivered after the checkpoint are kept.
 
 Law: no result, batch or commit is acknowledged to a peer before its event is `written`. A lease may be sent to its node
@@ -144,7 +144,7 @@ def apply(store: SampleStore, event: Event) -> None:
 
 
 class Journal(Protocol):
-    """Interface of a journal. `flash.run.restart.journal.FileJournal` keeps the events in files."""
+    """Interface of a journal. `flash.run.journal.FileJournal` keeps the events in files."""
 
     def record(self, event: Event) -> None:
         """Record an event that is about to be applied. Returns at once; the event need not be on disk yet."""

@@ -1,7 +1,7 @@
 """Write and load checkpoints, and write the Hugging Face export.
 
 `flash.trainer.loop` calls `save` and `export_hf`; `flash.run.trainer_rank` calls `load` when a run resumes.
-`flash.run.sft.rank` calls all of these for supervised training, and `flash.run.replay` reads checkpoints.
+`flash.run.sft_rank` calls all of these for supervised training, and `flash.run.replay` reads checkpoints.
 
 A checkpoint is written to a temporary folder beside its own, whose name begins with `.tmp-`. It holds:
 - the model, the optimizer and the other tensors that the trainer keeps (critics, the average of the weights). They are

@@ -12,7 +12,7 @@ from flash.config.machine import HEADERS, missing_compiler, runs_eagerly, why_ea
 from flash.config.tree import Config
 from flash.rollout.vllm.start import engine_args, engine_variables
 from flash.run.checks.doctor import compilers
-from flash.run.startup import start_of_engines
+from flash.run.node_loop import start_of_engines
 
 
 def config(*, gpus: int = 0, eager: bool = False) -> Config:

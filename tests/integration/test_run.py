@@ -20,7 +20,7 @@ from flash.cli.main import main
 from flash.config.load import load
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.rundir.samples import read_samples, sampled_steps
-from flash.run.models.models import model_folder
+from flash.run.models import model_folder
 from tests.integration.whole_run import CONFIG, FROM_PYTHON, NO_TINY_MODEL, Run, balanced
 from tests.metrics_page import unlisted
 

@@ -23,7 +23,7 @@ MAKE = """
 import sys
 from pathlib import Path
 from flash.config.load import load
-from flash.run.models.models import make_missing_model
+from flash.run.models import make_missing_model
 
 make_missing_model(load([Path(sys.argv[1])]))
 """

@@ -15,7 +15,7 @@ from flash.config.machine import missing_compiler
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.rollout.vllm.start import configure, engine_args, engine_environment, engine_variables
-from flash.run.processes import scratch
+from flash.run.processes.launch_state import SCRATCH
 
 TORCHRUN = {
     "RANK": "0",
@@ -125,7 +125,7 @@ def test_this_process_gets_its_environment_back_exactly(monkeypatch: pytest.Monk
 
 
 def test_sockets_of_an_engine_lie_in_the_jobs_folder_for_temporary_files() -> None:
-    assert variables(make_config(), {scratch.VARIABLE: "/tmp/job"})["VLLM_RPC_BASE_PATH"] == "/tmp/job"
+    assert variables(make_config(), {SCRATCH: "/tmp/job"})["VLLM_RPC_BASE_PATH"] == "/tmp/job"
     assert "VLLM_RPC_BASE_PATH" not in variables(make_config())
 
 
@@ -134,7 +134,7 @@ def test_preloaded_libraries_have_paths_that_end_where_they_do(
     prefix: str, mended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     libraries = ("lib/vllm/libtcmalloc.so", "lib/torch/libgomp.so")
-    monkeypatch.setenv(scratch.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(SCRATCH, str(tmp_path))
 
     def checked(arguments: dict[str, Any]) -> Any:
         before = os.environ.get("LD_PRELOAD", "")
@@ -155,7 +155,7 @@ def test_nothing_is_preloaded_where_no_path_would_do(tmp_path: Path, monkeypatch
     def checked(arguments: dict[str, Any]) -> Any:
         os.environ["LD_PRELOAD"] = "/home/a b/x.so:own.so"
 
-    monkeypatch.setenv(scratch.VARIABLE, "/tmp/c d")
+    monkeypatch.setenv(SCRATCH, "/tmp/c d")
     for inherited in ("own.so", None):
         if inherited is None:
             monkeypatch.delenv("LD_PRELOAD")

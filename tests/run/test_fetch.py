@@ -18,8 +18,8 @@ import pytest
 from flash.config.models import PackagedModel
 from flash.config.tree import Config
 from flash.errors import ConfigError, DeadlineError
-from flash.run.models.fetch import RECORD, Source, fetch, source_of
-from flash.run.models.models import chosen_model, export_model, make_missing_model
+from flash.run.fetch import RECORD, Source, fetch, source_of
+from flash.run.models import chosen_model, export_model, make_missing_model
 from tests.full_disk import small_disk
 from tests.gguf_files import look_in, package, write_gguf
 

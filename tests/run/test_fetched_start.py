@@ -14,7 +14,7 @@ from flash.errors import ConfigError
 from flash.run.checks import doctor
 from flash.run.checks.dry_run import dry_run
 from flash.run.checks.preflight import start_problems
-from flash.run.models.fetch import fetch
+from flash.run.fetch import fetch
 from tests.gguf_files import POSITIONS, write_gguf
 
 

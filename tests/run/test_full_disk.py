@@ -16,8 +16,8 @@ from flash.errors import FlashError
 from flash.hub.recovery import HubState, TrainerStart
 from flash.observe.recorder import Recorder
 from flash.observe.rundir.recording import recorded_steps
-from flash.run.restart.hub_state import NOTHING, Restored, keep_hub_state, restored
-from flash.run.restart.journal import FileJournal
+from flash.run.journal import FileJournal
+from flash.run.restart import NOTHING, Restored, keep_hub_state, restored
 from flash.samples.batches import gather
 from flash.samples.buffer import SampleBuffer
 from flash.trainer.checkpoint_files import (

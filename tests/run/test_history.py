@@ -13,7 +13,7 @@ from flash.config.tree import Config
 from flash.errors import RecordingError
 from flash.hub.recovery import TrainerStart
 from flash.observe.recorder import Recorder
-from flash.run.restart.history import Reach, RecordedHistory, booked_version, reach
+from flash.run.restart import Reach, RecordedHistory, booked_version, reach
 from flash.trainer.checkpoint_files import MANIFEST, Manifest, step_folder
 from flash.types import Batch, Canary, Published, Task
 from flash.weights.versions import UpdateInfo, encode_update

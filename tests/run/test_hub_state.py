@@ -13,7 +13,7 @@ import pytest
 
 from flash.errors import CheckpointError, RunDirectoryError
 from flash.hub.recovery import HubState
-from flash.run.restart.hub_state import keep_hub_state, kept_state
+from flash.run.restart import keep_hub_state, kept_state
 from flash.trainer.checkpoint_files import (
     HUB_STATE,
     MANIFEST,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flash.run.models.hugging_face import hub_fault
+from flash.run.fetch import hub_fault
 
 ANSWERS = {
     "/owner/there": (200, ""),

@@ -20,11 +20,10 @@ from flash.hub.gate import Gate
 from flash.hub.hub import Hub
 from flash.observe.observer import MemoryObserver
 from flash.observe.rundir.rundir import RunDirectory
-from flash.run.join import JoinedLoop, refuse_another
-from flash.run.processes.error_marker import ErrorMarker
-from flash.run.processes.hub_place import HUB_FILE, HubAddress, HubPlace
+from flash.run.processes.hub_place import HUB_FILE, HubAddress, HubPlace, hub_token, sign
+from flash.run.processes.launch_state import ErrorMarker
+from flash.run.processes.launcher import JoinedLoop, refuse_another
 from flash.run.processes.supervisor import End, EndedProcess, Processes
-from flash.run.processes.token import hub_token, sign
 from flash.transport.server import Peer, serve
 from tests.run.test_launcher import make_config
 

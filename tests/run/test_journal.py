@@ -17,8 +17,8 @@ from flash.config.tree import Config
 from flash.errors import ConfigError, RecordingError, RunDirectoryError
 from flash.hub.recovery import HubState, TrainerStart
 from flash.observe.rundir.rundir import RunDirectory
-from flash.run.restart.hub_state import NOTHING, Restored, restored
-from flash.run.restart.journal import FileJournal, JournalPlace, journal_folder, replay_journal, set_journal_aside
+from flash.run.journal import FileJournal, JournalPlace, journal_folder, replay_journal, set_journal_aside
+from flash.run.restart import NOTHING, Restored, restored
 from flash.samples.buffer import SampleBuffer
 from flash.samples.journal import Replay
 from flash.samples.store import BufferState

@@ -15,10 +15,10 @@ import pytest
 from flash.config.tree import Config
 from flash.errors import ConfigError, RanksGoneError
 from flash.observe.rundir.rundir import RunDirectory
-from flash.run.processes.error_marker import ErrorMarker
 from flash.run.processes.hub_place import HubPlace
+from flash.run.processes.launch_state import ErrorMarker, heed_torchrun
 from flash.run.processes.launcher import HubLoop, describe_start, leave_in_order, place_in_job, resume_command
-from flash.run.processes.rendezvous import heed_torchrun, hub_place
+from flash.run.processes.rendezvous import hub_place
 
 
 def make_config(**tables: dict[str, Any]) -> Config:

@@ -15,7 +15,7 @@ import pytest
 from flash.config.learning import CriticConfig
 from flash.config.tree import Config
 from flash.errors import ConfigError, DeadlineError
-from flash.run.models.models import make_missing_model
+from flash.run.models import make_missing_model
 from flash.trainer.model.tiny_model import FINGERPRINT
 
 NAMES = ("tiny", "critic")

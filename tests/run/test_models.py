@@ -10,7 +10,7 @@ import pytest
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.observe.rundir.rundir import RunDirectory
-from flash.run.models.models import chosen_model, model_folder
+from flash.run.models import chosen_model, model_folder
 from flash.trainer import checkpoint_files
 
 CONFIG = msgspec.convert({"run": {"name": "run"}, "model": {"path": "owner/model"}, "env": {"path": "m:Env"}}, Config)

@@ -24,7 +24,7 @@ from flash.config.tree import Config
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.trackers.trackers import not_installed
 from flash.run.checks.preflight import left_as_it_was, start_problems
-from flash.run.models.models import make_missing_model
+from flash.run.models import make_missing_model
 from flash.run.processes.locks import run_lock
 from flash.trainer.checkpoint_files import MANIFEST, step_folder
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from flash.errors import ConfigError, DeadlineError, PeerLostError
-from flash.run.processes.hub_place import HUB_FILE, HubAddress, HubPlace, announce, withdraw
+from flash.run.processes.hub_place import HUB_FILE, HubAddress, HubPlace, announce, hub_token, withdraw
 from flash.run.processes.rendezvous import address_towards, find_hub
-from flash.run.processes.token import hub_token
 from tests.full_disk import SmallDisk, small_disk
 from tests.run.test_launcher import make_config
 

@@ -11,7 +11,7 @@ import pytest
 from flash.config.tree import Config
 from flash.errors import RequeueError
 from flash.observe.recorder import Recorder
-from flash.run.processes.requeue import refuse_idle_requeues
+from flash.run.restart import refuse_idle_requeues
 from flash.trainer.checkpoint_files import MANIFEST, Manifest
 from flash.types import Batch, Task
 from tests.samples.cases import trajectory

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from flash.run.processes.scratch import (
+from flash.run.processes.launch_state import (
+    SCRATCH,
     SHARED_MEMORY,
-    VARIABLE,
     remember_shared_memory,
     remove_abandoned,
     scratch_folder,
@@ -23,7 +23,7 @@ from flash.run.processes.scratch import (
 
 KILLED = """
 import os, signal, tempfile
-from flash.run.processes.scratch import scratch_folder
+from flash.run.processes.launch_state import scratch_folder
 with scratch_folder() as folder:
     (folder / "socket").touch()
     print(folder, flush=True)
@@ -52,12 +52,12 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_processes_of_the_job_find_a_folder_that_is_gone_with_the_job(temporary: Path) -> None:
     with scratch_folder(temporary) as folder:
         assert folder.parent == temporary
-        assert os.environ["TMPDIR"] == os.environ[VARIABLE] == str(folder)
+        assert os.environ["TMPDIR"] == os.environ[SCRATCH] == str(folder)
         (folder / "folder").mkdir()
         (folder / "folder" / "socket").touch()
     assert list(temporary.iterdir()) == []
     assert os.environ["TMPDIR"] == str(temporary)
-    assert VARIABLE not in os.environ
+    assert SCRATCH not in os.environ
 
 
 def test_compiled_kernels_outlive_the_job(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_the_folder_of_a_job_that_lives_stays(temporary: Path) -> None:
         other = [
             sys.executable,
             "-c",
-            "from flash.run.processes.scratch import *; remove_abandoned(Path(tempfile.gettempdir()))",
+            "from flash.run.processes.launch_state import *; remove_abandoned(Path(tempfile.gettempdir()))",
         ]
         subprocess.run(other, check=True, env=os.environ | {"TMPDIR": str(temporary)})
         assert folder.exists()
@@ -89,12 +89,12 @@ def test_a_process_keeps_the_folder_that_its_killed_launcher_left(temporary: Pat
     subprocess.run([sys.executable, "-c", KILLED], check=False)
     (left,) = temporary.iterdir()
     joined = "join_scratch_folder(); print(flush=True); sys.stdin.read()"
-    program = f"import sys; from flash.run.processes.scratch import *; {joined}"
+    program = f"import sys; from flash.run.processes.launch_state import *; {joined}"
     process = subprocess.Popen(
         [sys.executable, "-c", program],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=os.environ | {VARIABLE: str(left)},
+        env=os.environ | {SCRATCH: str(left)},
     )
     assert process.stdout is not None
     process.stdout.readline()

@@ -17,9 +17,8 @@ from flash.data.tables import read_rows
 from flash.errors import ConfigError
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.run.checks.preflight import sft_problems
-from flash.run.sft.course import Course, CourseTokens
-from flash.run.sft.rank import other_rows
-from flash.run.sft.rows import ALONE, TokenRow, TokenTable, read_tokens, tokenized
+from flash.run.sft_rank import other_rows
+from flash.run.sft_rows import ALONE, Course, CourseTokens, TokenRow, TokenTable, read_tokens, tokenized
 from flash.trainer.checkpoint_files import HUB_STATE, MANIFEST, Manifest, file_entry
 from flash.types import Message
 from tests.rollout.families import FAMILIES, family

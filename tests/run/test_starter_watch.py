@@ -17,7 +17,7 @@ os.kill(os.getpid(), 9)
 
 PROCESS = """
 import os, signal, sys, time
-from flash.run.processes.starter_watch import end_with_launcher
+from flash.run.processes.launch_state import end_with_launcher
 signal.signal(signal.SIGTERM, {handler})
 end_with_launcher({grace}, speaks=True)
 print("here", flush=True)

@@ -12,7 +12,7 @@ import pytest
 from flash.config.tree import Config
 from flash.environment.load import LoadedEnvironment
 from flash.run.checks.dry_run import try_own_answer
-from flash.run.startup import start_of_engines, tell_beginning, with_held_out_problems
+from flash.run.node_loop import start_of_engines, tell_beginning, with_held_out_problems
 from tests.hub.test_hub import Driver, make_config
 from tests.hub.test_stages import version
 

@@ -19,10 +19,10 @@ from flash.config.tree import Config, DeadlinesConfig
 from flash.errors import PeerLostError, RanksGoneError
 from flash.foreign.forking import SERVER_GONE, ForkedProcess, ForkServer
 from flash.hub import protocol as p
-from flash.run.processes.error_marker import ErrorMarker
 from flash.run.processes.forked import ProcessOrder
-from flash.run.processes.hub_place import HUB_FILE, HubAddress, HubPlace, announce, withdraw
+from flash.run.processes.hub_place import HUB_FILE, HubAddress, HubPlace, announce, hub_token, withdraw
 from flash.run.processes.launch import LOST, NAMED, Launch
+from flash.run.processes.launch_state import ErrorMarker
 from flash.run.processes.launcher import HubLoop
 from flash.run.processes.ranks import Ranks
 from flash.run.processes.supervisor import (
@@ -33,7 +33,6 @@ from flash.run.processes.supervisor import (
     SupervisedPart,
     judge,
 )
-from flash.run.processes.token import hub_token
 from flash.transport.server import Peer, serve
 from tests.run.test_join import Job
 from tests.run.test_launcher import make_config

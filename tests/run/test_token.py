@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flash.errors import ConfigError, RunDirectoryError, TransportError
-from flash.run.processes.token import hub_token, sign, verify
+from flash.run.processes.hub_place import hub_token, sign, verify
 
 GIVEN = "ab" * 32
 """As a user sets FLASH_TOKEN."""

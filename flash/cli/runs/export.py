@@ -12,7 +12,7 @@ from flash.cli.arguments import CommandParsers, check_folder_writable, run_direc
 from flash.cli.sampling import of_run
 from flash.config.load import load
 from flash.errors import ConfigError
-from flash.run.models.models import Dtype, export_model, own_dtype
+from flash.run.models import Dtype, export_model, own_dtype
 from flash.text import one_line
 from flash.trainer.checkpoint_files import MANIFEST
 

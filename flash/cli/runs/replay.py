@@ -13,8 +13,8 @@ from flash.config.load import given, load, split_arguments
 from flash.config.models import is_hub_id
 from flash.errors import ConfigError
 from flash.observe.rundir.rundir import write_atomically
-from flash.run.models.hugging_face import hub_fault
-from flash.run.models.models import make_fetched
+from flash.run.fetch import hub_fault
+from flash.run.models import make_fetched
 from flash.run.replay import Comparison, plan, refuse_idle, replay
 from flash.text import one_line
 

@@ -131,7 +131,7 @@ def _check(arguments: argparse.Namespace, config: Config | None) -> None:
 def _weights(arguments: argparse.Namespace, config: Config | None) -> Generator[Under]:
     """Yield the weights to examine. A checkpoint is written as a model folder, which exists while the context is
     open."""
-    from flash.run.models.models import chosen_model, model_folder
+    from flash.run.models import chosen_model, model_folder
     from flash.trainer.checkpoint_files import MANIFEST, read_manifest
 
     named = chosen_model(arguments.model or arguments.what)

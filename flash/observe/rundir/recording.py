@@ -4,7 +4,7 @@
 first a `RecordingHead`, then one trajectory per record. It is written under another name and renamed when it is
 complete.
 
-A record is `length u32, CRC-32 u32, msgpack`, little-endian. The journal (flash.run.restart.journal) has the same
+A record is `length u32, CRC-32 u32, msgpack`, little-endian. The journal (flash.run.journal) has the same
 records.
 """
 

@@ -7,7 +7,7 @@
     samples.jsonl                     one `SampleTimes` per trained sample: lengths, times, versions
     trajectories/step-000012.arrow    a few readable samples of each step (flash.observe.rundir.samples)
     batches/step-000012.bin           exact batch of a step (flash.observe.rundir.recording)
-    journal/                          events of samples since a checkpoint (flash.run.restart.journal)
+    journal/                          events of samples since a checkpoint (flash.run.journal)
     ledger.json, summary.json         totals
     cluster.json                      nodes, engines and failures (flash.observe.cluster)
     checkpoints/, plots/, track/      written by other packages

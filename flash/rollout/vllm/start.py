@@ -36,7 +36,7 @@ LAUNCHER_PREFIXES = ("GROUP_", "MASTER_", "ROLE_", "TORCHELASTIC_")
 """Prefixes of torchrun's other variables."""
 
 SCRATCH = "FLASH_SCRATCH"
-"""Variable with the path of the job's folder for temporary files (`flash.run.processes.scratch`)."""
+"""Variable with the path of the job's folder for temporary files (`flash.run.processes.launch_state`)."""
 
 UNLOADABLE = re.compile(r"[\s:]")
 """Characters that end a path in LD_PRELOAD, so that a path must not contain them."""

@@ -27,9 +27,9 @@ import msgspec
 from flash.config.machine import compiler, compiler_advice, count_gpus, missing_compiler
 from flash.config.tree import Config
 from flash.observe.trackers.trackers import not_installed
-from flash.run.models.fetch import described, source_of, why_not_there
-from flash.run.processes.rendezvous import RENDEZVOUS
-from flash.run.processes.token import VARIABLE as TOKEN
+from flash.run.fetch import described, source_of, why_not_there
+from flash.run.processes.hub_place import TOKEN_VARIABLE as TOKEN
+from flash.run.processes.launch_state import RENDEZVOUS
 from flash.transport.server import port_holder
 
 DEADLINE_S = 45.0

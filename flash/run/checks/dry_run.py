@@ -27,10 +27,10 @@ from flash.rollout.episode.episode import EpisodeSettings
 from flash.rollout.episode.rehearsal import rehearse
 from flash.rollout.episode.tokenizer import HfTokenizer, Tokenizer
 from flash.rollout.vllm.start import configure, engine_environment, ready_tokenizer
+from flash.run.fetch import described, source_of, why_not_there
 from flash.run.loop_watch import run_watched
-from flash.run.models.fetch import described, source_of, why_not_there
+from flash.run.node_loop import with_held_out_problems
 from flash.run.processes.supervisor import say
-from flash.run.startup import with_held_out_problems
 from flash.trainer.model import from_gguf
 from flash.trainer.model.tiny_model import is_current, save_tokenizer
 from flash.trainer.objective import try_objective

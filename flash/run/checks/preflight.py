@@ -28,14 +28,13 @@ from flash.environment.fingerprint import texts_in
 from flash.errors import ConfigError, FlashError, RunDirectoryError
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.trackers.trackers import not_installed
-from flash.run.models.fetch import check_source, source_of, why_not_there
-from flash.run.models.fetch import refuse_foreign as refuse_unfetched
-from flash.run.models.hugging_face import hub_fault
-from flash.run.models.models import tiny_models
+from flash.run.fetch import check_source, hub_fault, source_of, why_not_there
+from flash.run.fetch import refuse_foreign as refuse_unfetched
+from flash.run.journal import journal_folder
+from flash.run.models import tiny_models
 from flash.run.processes.locks import in_use
 from flash.run.processes.rendezvous import advertised_host
-from flash.run.restart.history import booked_version
-from flash.run.restart.journal import journal_folder
+from flash.run.restart import booked_version
 from flash.trainer.checkpoint_files import (
     alpha_mismatch,
     complete_checkpoints,

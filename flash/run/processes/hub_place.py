@@ -1,19 +1,158 @@
 """Place of the hub: turns a run directory, or a host and a port, into the address and the token of the hub.
 
-While a hub runs, the file `hub.json` in the run directory holds the hub's address with a proof of the token, and the
-name of the file that holds the token.
+The token authenticates the job's own processes. It lies in a file of mode 0600 in the run directory, which the hosts of
+a job share. Hosts without a shared run directory get the token in `FLASH_TOKEN`.
+
+While a hub runs, the announcement `hub.json` in the run directory holds the hub's address, the name of the token's
+file, and a proof that the writer knows the token. All users of the folder may read the announcement. They learn nothing
+there that lets them connect to the hub, and no process of the job believes what they write there.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+import hmac
+import os
+import re
+import stat
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from secrets import token_hex
 
 import msgspec
 
-from flash.errors import ConfigError
+from flash.errors import ConfigError, RunDirectoryError, TransportError
 from flash.observe.rundir.rundir import RunDirectory, write_atomically
-from flash.run.processes.token import VARIABLE, parse_token, sign, verify
+from flash.transport.auth import new_token
+
+TOKEN_VARIABLE = "FLASH_TOKEN"
+"""Environment variable with the token in hexadecimal, for hosts that share no run directory."""
+MIN_HEX_DIGITS = 32
+"""Least length of a token in hexadecimal digits: 16 bytes, since fewer could be guessed."""
+_SET_IT = f"set {TOKEN_VARIABLE} to the same random hexadecimal digits on all hosts (`openssl rand -hex 32`)"
+_TOKEN_FILE = re.compile(r"hub-[0-9a-f]{16}\.token")
+"""Pattern of the token file's name."""
+
+
+class Announcement(msgspec.Struct, frozen=True):
+    """Content of the announcement file in the run directory."""
+
+    body: bytes
+    """Encoded address of the hub."""
+    token_file: str
+    """Name of the token's file in the run directory; empty if the token is in the environment."""
+    proof: bytes
+    """HMAC-SHA256 of the body, with the token as key."""
+
+
+@contextmanager
+def hub_token(run_dir: Path, given: str | None) -> Generator[tuple[bytes, str]]:
+    """Make the token of a new hub. Yields the token and the name of its file, which exists while the block runs.
+
+    If `given`, the value of FLASH_TOKEN, is not None, it is the token. Then there is no file, and the name is empty.
+
+    Raises:
+        ConfigError: `given` is not a valid token.
+        RunDirectoryError: the file cannot be written, or other users could read it.
+    """
+    if given is not None:
+        yield parse_token(given), ""
+        return
+    token = new_token()
+    # Each incarnation of the hub uses a new file name, so no host can have cached an older file of that name.
+    path = run_dir / f"hub-{token_hex(8)}.token"
+    try:
+        _leave(path, token)
+        yield token, path.name
+    finally:
+        with suppress(OSError):  # a disk that has become read-only must not hide why the hub ends
+            path.unlink(missing_ok=True)
+
+
+def _leave(path: Path, token: bytes) -> None:
+    try:
+        for old in path.parent.glob("hub-*.token"):
+            old.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
+                raise RunDirectoryError(
+                    f"the file system of {path.parent} lets other users read the hub's token: choose another "
+                    f"run.output_dir, or {_SET_IT}"
+                )
+            file.write(token.hex())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise RunDirectoryError(f"{path} cannot be written: {error}") from error
+
+
+def sign(body: bytes, token: bytes, token_file: str) -> bytes:
+    """Return the content of an announcement file, with a proof that `token` is known."""
+    return msgspec.json.encode(Announcement(body, token_file, _proof(body, token)))
+
+
+def verify(stored: bytes, run_dir: Path, given: str | None) -> tuple[bytes, bytes]:
+    """Check the content of an announcement file, and return the announced body and the token.
+
+    Raises:
+        ConfigError: this process has no token, or a token other than the hub's.
+        TransportError: the content is not that of an announcement.
+    """
+    try:
+        found = msgspec.json.decode(stored, type=Announcement)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TransportError(
+            f"the hub's announcement cannot be read: {error}; do all hosts run the same code?"
+        ) from error
+    token = _token_of(found, run_dir, given)
+    if not hmac.compare_digest(found.proof, _proof(found.body, token)):
+        raise ConfigError(
+            f"the hub's address is not proven by the token of this host: {TOKEN_VARIABLE} differs between the hosts, "
+            "or somebody else wrote to the run directory"
+        )
+    return found.body, token
+
+
+def _token_of(found: Announcement, run_dir: Path, given: str | None) -> bytes:
+    if given is not None:
+        return parse_token(given)
+    if not found.token_file:
+        raise ConfigError(
+            f"the first host has {TOKEN_VARIABLE} set, and this one has not: set it to the same on all hosts"
+        )
+    if _TOKEN_FILE.fullmatch(found.token_file) is None:
+        raise TransportError(f"the hub's announcement names {found.token_file!r} as the file of its token")
+    path = run_dir / found.token_file
+    try:
+        return bytes.fromhex(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the hub's token cannot be read ({error}): all hosts must see the same run.output_dir, as the same user; "
+            f"where they do not, {_SET_IT}"
+        ) from error
+
+
+def parse_token(text: str) -> bytes:
+    """Return the token that `text`, the value of FLASH_TOKEN, holds.
+
+    Raises:
+        ConfigError: `text` is not a valid token.
+    """
+    try:
+        token = bytes.fromhex(text)
+    except ValueError:
+        token = b""
+    if len(token) * 2 < MIN_HEX_DIGITS:
+        raise ConfigError(
+            f"{TOKEN_VARIABLE} is no token: expected at least {MIN_HEX_DIGITS} hexadecimal digits, as `openssl "
+            "rand -hex 32` makes them"
+        )
+    return token
+
+
+def _proof(body: bytes, token: bytes) -> bytes:
+    return hmac.digest(token, b"hub" + body, "sha256")
+
 
 HUB_FILE = "hub.json"
 """Name of the file in the run directory that announces the hub."""
@@ -55,7 +194,7 @@ class HubPlace(msgspec.Struct, frozen=True):
             return msgspec.structs.replace(msgspec.json.decode(body, type=HubAddress), token=token)
         if given is None:
             raise ConfigError(
-                f"{VARIABLE} is not set: the hub at {self} is joined with the token that was given to its run"
+                f"{TOKEN_VARIABLE} is not set: the hub at {self} is joined with the token that was given to its run"
             )
         return HubAddress(self.host, self.port, parse_token(given))
 

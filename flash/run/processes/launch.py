@@ -19,7 +19,7 @@ from anyio.abc import ObjectReceiveStream, TaskGroup
 
 from flash.errors import PeerLostError, RanksGoneError
 from flash.hub import protocol as p
-from flash.run.processes.error_marker import ErrorMarker
+from flash.run.processes.launch_state import ErrorMarker
 from flash.run.processes.ranks import Ranks
 from flash.run.processes.supervisor import End, SupervisedPart
 from flash.waiting import first_error, run_apart

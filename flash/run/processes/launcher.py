@@ -1,9 +1,9 @@
-"""Launcher: starts the processes of `flash train` on this machine: a node loop, trainer ranks, or both.
+"""Launcher: starts the processes of `flash train`, `flash join` and `flash sft` on this machine.
 
-The node loop of the first node has the hub (`HubLoop`). The node loop of any other node joins the run
-(`flash.run.join`). In a job of several nodes, every node runs the same command with `FLASH_NNODES`, `FLASH_NODE_RANK`
-and `FLASH_RDZV_ENDPOINT` set. Under SLURM, launch.sh sets them. Under torchrun with one process per node, they are
-derived from torchrun's own variables.
+A machine runs a node loop, trainer ranks, or both. The node loop of the first node has the hub (`HubLoop`). The node
+loop of any other node joins the run (`JoinedLoop`), and so does the node loop of `flash join`. In a job of several
+nodes, every node runs the same command with `FLASH_NNODES`, `FLASH_NODE_RANK` and `FLASH_RDZV_ENDPOINT` set. Under
+SLURM, launch.sh sets them. Under torchrun with one process per node, they are derived from torchrun's own variables.
 
 While a launch runs on the first node, no other launch may write its run directory. Each launch owns a folder for
 temporary files. The processes of a launch end when the launch is gone.
@@ -15,33 +15,38 @@ import os
 import re
 import shlex
 import sys
+import time
+import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import anyio.to_thread
 import msgspec
 from msgspec.structs import replace
 
-from flash.config.load import dump
-from flash.config.objects import share_import_path
+from flash.config.check import advise_on_engines
+from flash.config.load import dump, flat, load
+from flash.config.objects import import_from, share_import_path
 from flash.config.tree import Config
 from flash.config.waits import grace_s
 from flash.errors import ConfigError, RunDirectoryError
+from flash.hub import protocol as p
 from flash.observe.rundir.rundir import RunDirectory
-from flash.run.join import JoinedLoop
-from flash.run.processes.error_marker import ErrorMarker
+from flash.run.models import make_missing_model
 from flash.run.processes.forked import ProcessOrder, loops_server
-from flash.run.processes.hub_place import withdraw
+from flash.run.processes.hub_place import TOKEN_VARIABLE, HubPlace, parse_token, withdraw
 from flash.run.processes.launch import Launch
+from flash.run.processes.launch_state import RENDEZVOUS, ErrorMarker, begin_launch, end_with_torchrun, scratch_folder
 from flash.run.processes.locks import exclusive_run
-from flash.run.processes.ranks import Ranks
-from flash.run.processes.rendezvous import RENDEZVOUS, advertised_host, hub_place
-from flash.run.processes.requeue import refuse_idle_requeues
-from flash.run.processes.scratch import scratch_folder
-from flash.run.processes.starter_watch import begin_launch, end_with_torchrun
-from flash.run.processes.supervisor import End, SupervisedPart, describe, judge
-from flash.run.processes.token import VARIABLE as TOKEN
-from flash.run.processes.token import parse_token
+from flash.run.processes.ranks import Ranks, run_ranks
+from flash.run.processes.rendezvous import HubSearch, advertised_host, hub_place
+from flash.run.processes.supervisor import End, SupervisedPart, describe, judge, say
+from flash.run.restart import refuse_idle_requeues
+
+if TYPE_CHECKING:
+    from flash.run.sft_rows import CourseTokens
 
 SPARE_NODE = "FLASH_SPARE_NODE"
 """Environment variable with the path of a file. The launcher creates the file if the run can go on without this node.
@@ -60,7 +65,7 @@ def place_in_job(config: Config, environment: Mapping[str, str]) -> int:
         ConfigError: the environment and cluster.nodes disagree, or a variable has an invalid value.
     """
     nodes, node = _number(environment, "FLASH_NNODES", 1), _number(environment, "FLASH_NODE_RANK", 0)
-    if (token := environment.get(TOKEN)) is not None:
+    if (token := environment.get(TOKEN_VARIABLE)) is not None:
         parse_token(token)
     if nodes != config.cluster.nodes:
         raise ConfigError(
@@ -182,3 +187,185 @@ def describe_start(config: Config) -> str:
 def counted(number: int, what: str) -> str:
     """Return a number with a noun, in the singular or the plural."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+OWN_KEYS = (
+    *("cluster.gpus_per_node", "cluster.node_cpus", "cluster.trainer_cpus"),
+    *("engine.count", "engine.memory_fraction", "engine.kv_cache_gib"),
+)
+"""Configuration keys that may differ between machines."""
+
+
+def join(place: HubPlace, overrides: Sequence[str] = ()) -> int:
+    """Run this machine's part of a run until the run is over or a signal arrives. Returns the exit code: 0 or LOST.
+
+    Args:
+        place: place of the hub.
+        overrides: `KEY=VALUE` settings for this machine; see OWN_KEYS.
+
+    Raises:
+        FlashError: there is no hub, or this machine cannot join it.
+    """
+    begin_launch()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with scratch_folder() as folder:
+        return Launch(JoinedLoop(place, folder, overrides=overrides)).run()
+
+
+class JoinedLoop(SupervisedPart):
+    """Node loop of a machine that joins a run. It restarts when it fails.
+
+    Args:
+        place: place of the hub.
+        folder: folder for the file of the configuration.
+        node: number of this machine in its job; None if no job has started it.
+        own: configuration that this machine was started with. The hub may then still have to start. None: use the hub's
+            configuration.
+        overrides: `KEY=VALUE` settings for this machine.
+    """
+
+    def __init__(
+        self,
+        place: HubPlace,
+        folder: Path,
+        node: int | None = None,
+        own: Config | None = None,
+        overrides: Sequence[str] = (),
+    ) -> None:
+        super().__init__(
+            own,
+            follows="the node loop of this node starts again, and the run goes on meanwhile",
+            without="; the run goes on without it",
+        )
+        self._place = place
+        self._folder = folder
+        self._node = node
+        self._own = own
+        self._overrides = overrides
+        self._begun = time.time()
+        self._search = HubSearch(place, os.environ.get(TOKEN_VARIABLE))
+        self._run: p.RunReply | None = None
+        """Description of the run by the last hub."""
+        self._lost = True
+        """True if the next start has to look for a hub first."""
+
+    async def once(self, restarts: int) -> tuple[End, list[str]]:
+        """Find the hub if necessary, and run one node loop. Implements `SupervisedPart.once`.
+
+        Raises:
+            FlashError: there is no hub, or this machine cannot join it.
+        """
+        first = self._run is None
+        if self._lost:
+            known = self.config
+            found = await self._search.find(known.deadlines.rendezvous if known else 0.0, self._run)
+            self._run = found and found[1]
+        run = self._run
+        if run is None or run.ending:
+            if run is not None and self._own is None and first:
+                raise ConfigError(f"the run of {self._place} is at its end: there is nothing left for a node to do")
+            say("the run is over")
+            return End.OVER, []
+        config, file = self._configure(run)
+        self.config = config
+        await anyio.to_thread.run_sync(make_missing_model, config, abandon_on_cancel=True)
+        node = config.cluster.trainer_nodes if self._node is None else self._node
+        order = ProcessOrder(node, restarts, place=self._place, digest=run.digest, begun=self._begun)
+        self.processes.fork_from(loops_server(config, node))
+        end, words = await self.loop(file, order)
+        self._lost, self._begun = end == End.WITH_PEER, time.time()
+        return end, words
+
+    async def loop(self, file: Path, order: ProcessOrder) -> tuple[End, list[str]]:
+        """Run one node loop to its end, with the configuration in `file`. Returns how it ended, and messages."""
+        ended = await self.processes.run("node", file, [order])
+        end, silent = await judge(ended, self.processes.killed, self.ending)
+        return end, [describe("the node loop", one) for one in silent]
+
+    # -- its configuration -------------------------------------------------------------------------------------------
+
+    def _configure(self, run: p.RunReply) -> tuple[Config, Path]:
+        """Return the run's configuration on this machine, and the file from which the node loop reads it.
+
+        Raises:
+            ConfigError: this machine was started with another configuration, or it cannot run an engine.
+        """
+        file = self._folder / "config.toml"
+        hubs: dict[str, Any] = tomllib.loads(run.config)
+        if self._own is not None:
+            refuse_another(tomllib.loads(dump(self._own)), hubs)
+            config = self._own
+        else:
+            if Path(run.folder).is_dir():
+                os.chdir(run.folder)
+            import_from(folder for folder in run.imports if Path(folder).is_dir())
+            file.write_text(run.config)
+            # These settings depend on the machine: whether there is a run to resume, and the number of GPUs.
+            gpus = "auto" if hubs["cluster"]["gpus_per_node"] else "0"
+            config = load(file, ["run.resume=false", f"cluster.gpus_per_node={gpus}", *self._overrides])
+        share_import_path()
+        if hubs["cluster"]["gpus_per_node"] and not config.gpus_per_node:
+            raise ConfigError("this machine has no GPU, and the engines of this run have")
+        node = config.cluster.trainer_nodes if self._node is None else self._node
+        if not config.engines_on(node):
+            raise ConfigError(
+                f"an engine wants engine.tensor_parallel = {config.engine.tensor_parallel} GPUs, and this machine has "
+                f"{config.gpus_per_node}"
+            )
+        if self._own is None:
+            advise_on_engines(config)
+        file.write_text(dump(config))
+        return config, file
+
+
+def refuse_another(own: Mapping[str, Any], hubs: Mapping[str, Any]) -> None:
+    """Raise ConfigError if two configurations differ in keys other than OWN_KEYS and `run.resume`."""
+    ours, theirs = dict(flat(own)), dict(flat(hubs))
+    for key in sorted(ours.keys() | theirs.keys()):
+        if key not in (*OWN_KEYS, "run.resume") and ours.get(key) != theirs.get(key):
+            raise ConfigError(
+                f"`{key}` is {ours.get(key, 'not set')} on this node and {theirs.get(key, 'not set')} on the hub's: "
+                "start all nodes with the same configuration"
+            )
+
+
+class SftRanks(SupervisedPart):
+    """All trainer ranks of a run. The first one writes the run directory."""
+
+    def __init__(self, config: Config, file: Path) -> None:
+        super().__init__(config, "the trainer ranks start again", failed="the trainer ranks have failed")
+        self._run, self._file = config, file
+
+    async def once(self, restarts: int) -> tuple[End, list[str]]:
+        """Run all ranks once. Implements `SupervisedPart.once`."""
+        ended = await run_ranks(self, "sft", self._run, 0, self._file, restarts)
+        end, silent = await judge(ended, self.processes.killed, self.ending)
+        return end, [describe(f"trainer rank {one.local}", one) for one in silent]
+
+
+def launch_sft(config: Config, tokens: CourseTokens) -> int:
+    """Train the rows of `tokens` to the end. Returns the exit code, as `launch` does.
+
+    Raises:
+        ConfigError: the environment and the configuration disagree.
+        RunDirectoryError: another launch writes the run directory.
+    """
+    from flash.run.sft_rows import SFT_ROWS
+
+    place_in_job(config, os.environ)
+    sys.stdout.write(f"[starting {counted(config.cluster.trainer_ranks, 'trainer rank')}]\n")
+    sys.stdout.flush()
+    for name, value in ON_ONE_MACHINE.items() | {"FLASH_NODE_RANK": "0", "OMP_NUM_THREADS": "1"}.items():
+        os.environ.setdefault(name, value)
+    share_import_path()
+    marker = ErrorMarker(config.run_dir, begin_launch())
+    with ExitStack() as stack:
+        stack.enter_context(exclusive_run(config.run_dir, grace_s(config)))
+        folder = stack.enter_context(scratch_folder())
+        file = folder / "run.toml"
+        file.write_text(dump(config), encoding="utf-8")
+        tokens.save(folder / SFT_ROWS)
+        ranks = SftRanks(config, file)
+        stack.callback(leave_in_order, config, marker, ranks)
+        end_with_torchrun()
+        return Launch(ranks, marker=marker, has_hub=True).run()

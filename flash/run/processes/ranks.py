@@ -21,10 +21,9 @@ from flash.config.tree import Config
 from flash.errors import DeadlineError, FlashError
 from flash.hub import protocol as p
 from flash.run.processes.forked import PASSIVE, ProcessOrder, ranks_server
-from flash.run.processes.hub_place import HubPlace
-from flash.run.processes.hub_search import HubSearch
+from flash.run.processes.hub_place import TOKEN_VARIABLE, HubPlace
+from flash.run.processes.rendezvous import HubSearch
 from flash.run.processes.supervisor import End, EndedProcess, SupervisedPart, describe, judge, say
-from flash.run.processes.token import VARIABLE
 from flash.transport.client import connect
 
 LOST_S = 2.0
@@ -126,7 +125,7 @@ class Ranks(SupervisedPart):
         """
         first, deadlines = self.node == 0, self._run.deadlines
         silence_s = deadlines.hub if first else None
-        search = HubSearch(self._place, os.environ.get(VARIABLE), tells=self._tells, silence_s=silence_s)
+        search = HubSearch(self._place, os.environ.get(TOKEN_VARIABLE), tells=self._tells, silence_s=silence_s)
         run: p.RunReply | None = None
         while True:
             try:
@@ -161,7 +160,7 @@ class Ranks(SupervisedPart):
         """Send a message to the hub. Returns True if a connection to the hub was made."""
         heard, deadlines = False, self._run.deadlines
         with suppress(FlashError):  # the hub may end before it replies
-            hub = self._place.find(os.environ.get(VARIABLE))
+            hub = self._place.find(os.environ.get(TOKEN_VARIABLE))
             async with connect(hub.host, hub.port, hub.token, self._name, deadlines.connect) as caller:
                 heard = True
                 await caller.call(message, deadlines.request)

@@ -1,6 +1,8 @@
 """Rendezvous of a job's processes: how they find the hub, and at which address other machines reach this machine.
 
-Nodes that join the run find the hub in the same way (`flash.run.processes.hub_place`).
+`find_hub` is the search of a trainer rank, which blocks its thread. `HubSearch` is the search of a node loop and of a
+launcher on their event loops: for the first hub of a run, and for the next one after a hub has ended. Both ask the
+place of the hub (`flash.run.processes.hub_place`) again and again until a hub answers.
 """
 
 from __future__ import annotations
@@ -9,44 +11,32 @@ import ipaddress
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
-from flash.config.tree import Config
-from flash.errors import ConfigError, DeadlineError, FlashError
-from flash.run.processes.hub_place import HubAddress, HubPlace
-from flash.run.processes.supervisor import say
-from flash.run.processes.token import VARIABLE
+import anyio
 
-RENDEZVOUS = "FLASH_RDZV_ENDPOINT"
-"""Environment variable with HOST:PORT of the first node in a job of several nodes. Each node advertises its address on
-the interface that routes to this host."""
+from flash.config.tree import Config
+from flash.errors import ConfigError, DeadlineError, FlashError, TransportError
+from flash.hub import protocol as p
+from flash.observe.rundir.rundir import RunDirectory
+from flash.run.processes.hub_place import TOKEN_VARIABLE, HubAddress, HubPlace
+from flash.run.processes.launch_state import RENDEZVOUS, ErrorMarker
+from flash.run.processes.supervisor import say
+from flash.transport.client import connect
+from flash.transport.frames import ReplyT, Request
+from flash.waiting import deadline
+
 ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 """Addresses that belong to no machine (RFC 5737, RFC 3849), so they are routed by this machine's default route."""
-RETRY_S = 0.5
+RANK_RETRY_S = 0.5
 """Seconds between two searches for the hub. A hub that starts, maybe on another machine, cannot notify this process."""
 QUIET_S = 20.0
 """Seconds of searching for the hub before a line is printed."""
 
 T = TypeVar("T")
-
-
-def heed_torchrun(environment: MutableMapping[str, str]) -> None:
-    """Set this node's number and the number of nodes from torchrun's variables, if torchrun has started this process.
-
-    Does nothing if FLASH_NNODES is set.
-
-    Raises:
-        ConfigError: torchrun has started several processes per node.
-    """
-    if "TORCHELASTIC_RUN_ID" not in environment or "FLASH_NNODES" in environment:
-        return
-    if environment["LOCAL_WORLD_SIZE"] != "1":
-        raise ConfigError("torchrun starts one `flash` per node, which starts the trainer ranks: --nproc-per-node=1")
-    environment["FLASH_NNODES"], environment["FLASH_NODE_RANK"] = environment["WORLD_SIZE"], environment["RANK"]
-    if environment["WORLD_SIZE"] != "1":
-        environment.setdefault(RENDEZVOUS, f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}")
 
 
 def hub_place(config: Config, environment: Mapping[str, str]) -> HubPlace:
@@ -56,7 +46,7 @@ def hub_place(config: Config, environment: Mapping[str, str]) -> HubPlace:
     directory. Otherwise it is the run directory.
     """
     first = config.cluster.hub_host or environment.get(RENDEZVOUS, "").rpartition(":")[0].strip("[]")
-    if VARIABLE in environment and config.cluster.hub_port and first:
+    if TOKEN_VARIABLE in environment and config.cluster.hub_port and first:
         return HubPlace(host=first, port=config.cluster.hub_port)
     return HubPlace(run_dir=str(config.run_dir.absolute()))
 
@@ -73,7 +63,7 @@ def find_hub(config: Config, token: str | None, use: Callable[[HubAddress], T], 
     Raises:
         DeadlineError: no hub was found within deadlines.rendezvous.
     """
-    place = hub_place(config, os.environ if token is None else os.environ | {VARIABLE: token})
+    place = hub_place(config, os.environ if token is None else os.environ | {TOKEN_VARIABLE: token})
     seconds = config.deadlines.rendezvous
     begun, told = time.monotonic(), False
     while True:
@@ -88,7 +78,7 @@ def find_hub(config: Config, token: str | None, use: Callable[[HubAddress], T], 
         if tells and waited >= QUIET_S and not told:
             told = True
             say(f"waiting up to {seconds:g} s for the hub of {place}: {problem}")
-        time.sleep(RETRY_S)
+        time.sleep(RANK_RETRY_S)
 
 
 def advertised_host(config: Config) -> str:
@@ -163,3 +153,97 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:  # a host name
         return False
+
+
+ASK_S = 20.0
+"""Seconds in which a hub has to describe its run, while the deadlines of the run are not known yet."""
+RETRY_S = 1.0
+"""Seconds between two searches for a hub. A hub that starts on another machine cannot notify this process."""
+
+
+async def ask(address: HubAddress, request: Request[ReplyT], seconds: float = ASK_S) -> ReplyT:
+    """Send one request to a hub as a guest, and return the reply. Raises the errors of `connect` and `Client.call`."""
+    try:
+        async with connect(address.host, address.port, address.token, f"guest-{os.getpid()}", seconds) as hub:
+            return await hub.call(request, seconds)
+    except FlashError as error:
+        if not error.fatal and not isinstance(error, DeadlineError) and address.host.startswith("127."):
+            error.args = (f"{error} (only nodes on its own machine can join, unless it has a cluster.hub_host)",)
+        raise
+
+
+class HubSearch:
+    """Search for the hubs of one run, of which there is at most one at a time.
+
+    Args:
+        place: place of the hubs.
+        token: the value of FLASH_TOKEN; None if it is not set.
+        tells: True to print a line when the search has to wait.
+        silence_s: seconds after which a hub that does not answer ends the search with an error. None: the search tries
+            again until its own time is over.
+    """
+
+    def __init__(
+        self, place: HubPlace, token: str | None, *, tells: bool = True, silence_s: float | None = None
+    ) -> None:
+        self._tells = tells
+        self._silence_s = silence_s
+        self._place = place
+        self._token = token
+        self._summary = 0
+        """Time of the last change of the run's summary when a hub last answered, as `_written` returns it."""
+
+    async def find(self, wait_s: float, before: p.RunReply | None = None) -> tuple[HubAddress, p.RunReply] | None:
+        """Wait for the hub. Returns its address and its description of the run.
+
+        Args:
+            wait_s: seconds to wait for a hub; 0: ask once, without a retry.
+            before: the run, if its hub was found before. Then None is returned if the run has ended since.
+
+        Raises:
+            DeadlineError: no hub was found in time, or the hub did not answer.
+            FlashError: this process cannot join the hub; or the run has failed; or, if `wait_s` is 0, there is no hub.
+        """
+        problem = told = ""
+        with deadline(
+            wait_s or 2 * ASK_S, f"the hub of {self._place}", lambda: f"the output of the first node ({problem})"
+        ):
+            while True:
+                address = None
+                try:
+                    address = self._place.find(self._token)
+                    run = await ask(address, p.RunRequest(p.dialect()), self._silence_s or ASK_S)
+                    self._summary = _written(self._place)
+                    return address, run
+                except FlashError as error:
+                    # Without an address the search goes on: there is no hub, or it has just ended, and the next one may
+                    # be about to start. It also goes on after a TransportError, because any process may answer at an
+                    # old address. Other errors are the hub's own answer, which would not change.
+                    silent = self._silence_s is not None and isinstance(error, DeadlineError)
+                    if wait_s == 0 or silent or (address is not None and not isinstance(error, TransportError)):
+                        raise
+                    problem = str(error)
+                    why = f": {problem}" if self._place.announced else ", which the first node starts"
+                    if self._tells and why != told:
+                        told = why
+                        say(f"waiting up to {wait_s:g} s for the hub of {self._place}{why}")
+                if before is not None and self._has_ended(before):
+                    return None
+                await anyio.sleep(RETRY_S)
+
+    def _has_ended(self, run: p.RunReply) -> bool:
+        """Return True if the run directory shows that the run has ended. Raises FlashError if the run has failed."""
+        if not self._place.run_dir:
+            return False
+        error = ErrorMarker(Path(self._place.run_dir), run.launch).message()
+        if error is not None:
+            raise FlashError(f"the run of {self._place} has failed: {error}")
+        return _written(self._place) != self._summary
+
+
+def _written(place: HubPlace) -> int:
+    """Return the time at which the summary of a run was last written, in nanoseconds; 0 if there is none."""
+    with suppress(OSError):
+        if place.run_dir:
+            return RunDirectory(Path(place.run_dir)).summary.stat().st_mtime_ns
+    return 0

@@ -20,11 +20,9 @@ from flash.config.objects import take_import_path
 from flash.config.tree import Config
 from flash.config.waits import grace_s
 from flash.errors import ConfigError, FlashError, PeerLostError
-from flash.run.processes.error_marker import ErrorMarker
 from flash.run.processes.forked import ProcessOrder
+from flash.run.processes.launch_state import LAUNCHER, ErrorMarker, end_with_launcher, join_scratch_folder
 from flash.run.processes.locks import run_lock, share
-from flash.run.processes.scratch import join_scratch_folder
-from flash.run.processes.starter_watch import LAUNCHER, end_with_launcher
 from flash.run.processes.supervisor import End
 from flash.text import OneLine, harmless
 
@@ -116,6 +114,6 @@ def _become(role: Role, order: ProcessOrder, config: Config) -> End:
 
             return run_trainer_rank(order, config)
         case "sft":
-            from flash.run.sft.rank import run_sft_rank
+            from flash.run.sft_rank import run_sft_rank
 
             return run_sft_rank(order, config)

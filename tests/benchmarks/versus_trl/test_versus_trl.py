@@ -437,7 +437,7 @@ def test_the_weights_of_both_systems_are_read_back_exactly(tmp_path, tied):
     from transformers import AutoModelForCausalLM
 
     from benchmarks.versus_trl.evaluate import load_weights
-    from flash.run.models.models import make_missing_model
+    from flash.run.models import make_missing_model
 
     config = workload("short", f"model.path={tmp_path / 'model'}", "tiny_model.warm_start_steps=0",
                       f"tiny_model.tied={str(tied).lower()}", "tiny_model.layers=1")  # fmt: skip
@@ -459,7 +459,7 @@ def test_the_weights_of_both_systems_are_read_back_exactly(tmp_path, tied):
 
 def test_an_evaluation_begins_with_the_untrained_policy_and_repeats_itself(tmp_path):
     from benchmarks.versus_trl.evaluate import accuracies
-    from flash.run.models.models import make_missing_model
+    from flash.run.models import make_missing_model
 
     config = workload("short", f"model.path={tmp_path / 'model'}", "tiny_model.warm_start_steps=0",
                       "tiny_model.layers=1", "eval.problems=8", "env.options={lag=4, length=2}")  # fmt: skip

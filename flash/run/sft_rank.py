@@ -21,9 +21,9 @@ from flash.observe.observer import Wish
 from flash.observe.recorder import Recorder
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.run.processes.forked import ProcessOrder
-from flash.run.processes.scratch import VARIABLE as SCRATCH
+from flash.run.processes.launch_state import SCRATCH
 from flash.run.processes.supervisor import End
-from flash.run.sft.course import ROWS, Course, CourseTokens
+from flash.run.sft_rows import SFT_ROWS, Course, CourseTokens
 from flash.run.trainer_rank import describe_peers, meet
 from flash.samples.batches import split_into_shards
 from flash.trainer import checkpoint
@@ -74,7 +74,7 @@ def _train(order: ProcessOrder, config: Config, told: threading.Event, stack: Ex
         newest, notes = choose_checkpoint(config.run_dir)
         chosen = [str(newest or "")]
     dist.broadcast_object_list(chosen, src=0)
-    course, trainer = Course(config, CourseTokens.load(Path(os.environ[SCRATCH]) / ROWS)), Trainer(config)
+    course, trainer = Course(config, CourseTokens.load(Path(os.environ[SCRATCH]) / SFT_ROWS)), Trainer(config)
     if chosen[0]:
         checkpoint.load(Path(chosen[0]), trainer)
     recorder = None

@@ -23,9 +23,7 @@ from flash.config.models import folders_beside, gguf_folder, is_gguf, is_hub_id
 from flash.config.tree import Config, DeadlinesConfig, TinyModelConfig
 from flash.errors import CheckpointError, ConfigError
 from flash.observe.rundir.rundir import RunDirectory
-from flash.run.models.fetch import fetch, source_of
-from flash.run.models.hugging_face import CONFIG, hub_fault
-from flash.run.models.making import making
+from flash.run.fetch import CONFIG, fetch, hub_fault, making, source_of
 from flash.trainer.checkpoint_files import (
     MANIFEST,
     STATE,

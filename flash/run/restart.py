@@ -1,0 +1,339 @@
+"""Restart of a run from its run directory: the hub's state, the records after it, and the limit of idle requeues.
+
+- `keep_hub_state` writes the state of the hub into a checkpoint, and `restored` reads it again with the journal after
+  it. A restarted run continues from the version that it had reached. The trainer ranks start from the checkpoint, and
+  train the recorded steps after it again. If records of these steps are missing, the run goes back to the last version
+  that can be reached (`reach`).
+- `RecordedHistory` implements `flash.hub.recovery.RunHistory`: the checkpoints and batches from which trainer ranks
+  restart while the hub goes on.
+- `refuse_idle_requeues` detects a job that SLURM requeues forever, because its time limit or a preemption always ends
+  it before a step.
+
+The hub and trainer rank 0 run on the same machine, and rank 0 makes the folder of the checkpoint. The hub writes its
+state there in pieces and sends only size and checksum to rank 0, for the manifest. So the state passes through no
+message, and the serialised state is never in memory as a whole.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+import zlib
+from collections.abc import Callable, Generator
+from io import FileIO
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from anyio.to_thread import run_sync
+
+from flash.config.load import dump, flat, read_recorded, recorded
+from flash.config.tree import Config
+from flash.errors import CheckpointError, ContractError, RecordingError, RequeueError
+from flash.hub.protocol import SnapshotReply
+from flash.hub.recovery import HubState, TrainerStart
+from flash.hub.trainers import why_no_retraining
+from flash.observe.cluster import read_cluster
+from flash.observe.recorder import Recorder
+from flash.observe.rundir.recording import read_batch
+from flash.observe.rundir.rundir import RunDirectory, write_atomically, writing
+from flash.run.journal import JournalPlace, forget_journal, journal_folder, replay_journal, set_journal_aside
+from flash.samples.journal import Replay
+from flash.trainer.checkpoint_files import (
+    HUB_STATE,
+    choose_checkpoint,
+    hub_state,
+    newest_complete,
+    read_manifest,
+    step_folder,
+    temporary_of,
+)
+from flash.types import Batch, Published
+from flash.weights.versions import decode_update
+
+NO_STEP = (
+    *("run.name", "run.resume", "run.log_samples", "run.output_dir", "env.folders", "train.profile"),
+    *("checkpoint.", "deadlines.", "observe.", "track.", "alarms.", "simulate."),
+)
+"""Keys, and beginnings of keys, that may change while a run is stopped: the recorded batches then still make the same
+steps. `run.steps` may change, too, if the learning rate does not depend on it."""
+
+
+class RecordedHistory:
+    """Checkpoints and batches of a run directory.
+
+    Args:
+        run_dir: the run directory, which holds the checkpoints.
+        recorder: recorder of the run, which holds the batches.
+    """
+
+    def __init__(self, run_dir: Path, recorder: Recorder) -> None:
+        self._run_dir = run_dir
+        self._recorder = recorder
+
+    async def choose_start(self, version: int) -> TrainerStart:
+        """Return the newest complete checkpoint, from which the trainer ranks start. Reads every byte of it.
+
+        Raises the errors of `choose_checkpoint`, too.
+
+        Raises:
+            RecordingError: batches since the checkpoint are missing.
+        """
+        checkpoint, notes = await run_sync(choose_checkpoint, self._run_dir)
+        for note in notes:
+            self._recorder.note(note)
+        held = read_manifest(checkpoint).version if checkpoint is not None else 0
+        recorded = await run_sync(self._recorder.batches.steps)
+        if missing := sorted(set(range(held, version)) - set(recorded)):
+            steps = ", ".join(map(str, missing))
+            raise RecordingError(
+                f"the newest checkpoint is of version {held}, and no batch of step {steps} is recorded"
+            )
+        return TrainerStart(held, str(checkpoint or ""))
+
+    async def batch(self, step: int) -> Batch:
+        """Return the batch that a step has trained. Raises RecordingError."""
+        return await run_sync(self._recorder.batches.of, step)
+
+    def same_weights(self, one: Published, other: Published) -> bool:
+        """Return True if the fingerprints of both publications are equal."""
+        return decode_update(one.update_info).fingerprint == decode_update(other.update_info).fingerprint
+
+
+class Reach(NamedTuple):
+    """Version that trainer ranks can reach from a checkpoint."""
+
+    version: int
+    why: str = ""
+    """Reason why they cannot reach a later version; empty if this is the version that the run had reached."""
+
+
+def reach(config: Config, held: int, reached: int) -> Reach:
+    """Return the version from which a restarted run can go on.
+
+    The run had reached version `reached`, and its trainer ranks hold version `held`. The ranks train the steps between
+    the two again. This needs the batch and the row of metrics of each step; the batches are read here. A step that
+    lacks one of them, and all later steps, are generated and counted again.
+    """
+    if held == reached:
+        return Reach(reached)
+    directory = RunDirectory(config.run_dir)
+    if (why := why_no_retraining(config)) is not None:
+        return Reach(held, why)
+    if changed := _changed(directory, config):
+        return Reach(held, f"the configuration has changed since: {changed}")
+    booked = _booked_steps(directory)
+    for step in range(held, reached):
+        if step not in booked:
+            return Reach(step, f"step {step} has no row in {directory.metrics.name}")
+        try:
+            read_batch(directory.batches, step)
+        except RecordingError as error:
+            return Reach(step, str(error))
+    return Reach(reached)
+
+
+def booked_version(config: Config) -> int:
+    """Return the version after the last step that has a row of metrics; 0 if there is none."""
+    return max(_booked_steps(RunDirectory(config.run_dir)), default=-1) + 1
+
+
+def is_done(config: Config) -> bool:
+    """Return True if the run has made all of its steps, its last evaluation and its summary."""
+    directory = RunDirectory(config.run_dir)
+    cluster = read_cluster(directory)
+    finished = cluster is not None and cluster.ended == "finished" and directory.has_ended()
+    return finished and booked_version(config) >= config.run.steps
+
+
+def _booked_steps(directory: RunDirectory) -> set[int]:
+    """Return the steps that have a row of metrics. Rows without a step are skipped."""
+    return {int(row["step"]) for row in directory.read_metrics() if "step" in row}
+
+
+def _changed(directory: RunDirectory, config: Config) -> str:
+    """Return the changed keys on which a step depends; empty if there are none."""
+    try:
+        had = read_recorded(directory.config)
+    except (OSError, ValueError) as error:
+        return f"{directory.config} cannot be read: {error}"
+    before, now = (dict(flat(settings)) for settings in (had, tomllib.loads(dump(recorded(config)))))
+    keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    constant = before.get("train.decay") == now.get("train.decay") == "constant"
+    return ", ".join(key for key in keys if not key.startswith(NO_STEP) and not (constant and key == "run.steps"))
+
+
+async def keep_hub_state(
+    run_dir: Path, written: Callable[[], None], version: int, pieces: Generator[bytearray]
+) -> SnapshotReply:
+    """Write the hub's state in pieces into the checkpoint that the trainer ranks are writing.
+
+    The hub serves other requests while the pieces are written.
+
+    Args:
+        run_dir: the run directory.
+        written: blocks until the records of the earlier steps are on the disk, because a run that continues from this
+            checkpoint does not repeat these steps.
+        version: version of the checkpoint.
+        pieces: the serialised state.
+
+    Raises:
+        CheckpointError: the state cannot be written.
+        FlashError: raised by `written`.
+    """
+    await run_sync(written)
+    file = temporary_of(step_folder(run_dir, version)) / HUB_STATE
+    try:
+        with await run_sync(_open, file) as stream:
+            size, crc32 = 0, 0
+            for piece in pieces:
+                crc32 = await run_sync(_write, stream, piece, crc32)
+                size += len(piece)
+            await run_sync(os.fsync, stream.fileno())
+    except OSError as error:
+        raise CheckpointError(f"the hub cannot write its state to {file}: {error}") from error
+    return SnapshotReply(size, crc32)
+
+
+class Restored(msgspec.Struct, frozen=True):
+    """State from which a restarted hub continues."""
+
+    state: HubState | None
+    """State of the previous hub; None if the hub begins without one."""
+    start: TrainerStart
+    """Checkpoint and version that the trainer ranks begin with."""
+    place: JournalPlace
+    """Place in the journal where the hub continues it."""
+    notes: list[str]
+    """Messages for the user."""
+
+
+NOTHING = Restored(None, TrainerStart(0, ""), JournalPlace(0, 0), [])
+"""State of the hub in a new run."""
+
+
+def restored(checkpoint: Path | None, config: Config) -> Restored:
+    """Return the hub's state from a checkpoint and the journal after it; without a checkpoint, from the whole journal.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or another version of Flash wrote it.
+        ConfigError: the checkpoint belongs to a run of another size.
+        RunDirectoryError: the journal is damaged, and cannot be set aside.
+    """
+    kept = None if checkpoint is None else kept_state(checkpoint, config)
+    version, number = (0, 0) if kept is None else (kept.version, kept.journal)
+    begin = TrainerStart(version, str(checkpoint or ""))
+    replay = Replay(None if kept is None else kept.buffer, version)
+    try:
+        place, notes = replay_journal(config.run_dir, version, number, replay)
+        until, why = reach(config, version, replay.reached)
+        booked = booked_version(config)
+        buffer = replay.state(until)
+    except (RecordingError, ContractError) as error:
+        with writing(journal_folder(config.run_dir)):
+            aside = set_journal_aside(config.run_dir, number)
+        start = "the beginning" if checkpoint is None else checkpoint.name
+        note = (
+            f"{error}. The run goes on from {start} alone, and generates again what was delivered since; kept: {aside}"
+        )
+        # The replay has changed the state, so it is read again.
+        kept = None if checkpoint is None else kept_state(checkpoint, config)
+        return Restored(kept, begin, JournalPlace(number, 0), [note])
+    if config.checkpoint.journal == "off":
+        forget_journal(config.run_dir)
+    if buffer is None:
+        if booked:
+            gone = "no checkpoint is left" if checkpoint is None else f"{checkpoint.name} knows of no sample"
+            notes.append(f"the run goes back from version {booked} to {version}, and does these steps again: {gone}")
+        return Restored(None, begin, place, notes)
+    if replay.delivered:
+        notes.append(f"the journal brings back {replay.delivered} samples that were delivered after version {version}")
+    if why:
+        notes.append(f"the run goes back from version {replay.reached} to {until}, and does these steps again: {why}")
+    elif booked > until:
+        notes.append(
+            f"the run goes back from version {booked} to {until}, and does these steps again: no journal tells of them"
+        )
+    return Restored(HubState(until, buffer, journal=0).belonging_to(config), begin, place, notes)
+
+
+def kept_state(checkpoint: Path, config: Config) -> HubState:
+    """Return the hub's state from a checkpoint. Raises the errors of `restored`."""
+    with hub_state(checkpoint) as data:
+        return HubState.restore(data, config)
+
+
+def _open(file: Path) -> FileIO:
+    # Unbuffered: closing the file after an error has no data to write, so it cannot fail again.
+    return file.open("wb", buffering=0)
+
+
+def _write(stream: FileIO, piece: bytearray, crc32: int) -> int:
+    """Write one piece. Returns the checksum of all pieces so far; `crc32` is the checksum of those before."""
+    written = 0
+    with memoryview(piece) as view:
+        while written < len(view):
+            written += stream.write(view[written:])
+    return zlib.crc32(piece, crc32)
+
+
+MOST_IDLE = 2
+"""Largest number of consecutive incarnations of a requeued job that may begin without progress."""
+
+REQUEUES_FILE = "requeues.json"
+"""Name of the file in the run directory."""
+
+
+class Requeues(msgspec.Struct, frozen=True):
+    """Progress of the incarnations of a requeued job."""
+
+    job: str
+    version: int
+    """Version at which the newest incarnation began; −1 if there was neither a checkpoint nor a step."""
+    idle: int
+    """Number of consecutive incarnations that began at the version of the one before, or earlier."""
+
+
+def refuse_idle_requeues(config: Config) -> None:
+    """Count this incarnation of a requeued job. No other launch of the run may be active.
+
+    Raises:
+        RequeueError: more than MOST_IDLE consecutive incarnations began without progress.
+    """
+    file = config.run_dir / REQUEUES_FILE
+    job = os.environ.get("SLURM_JOB_ID", "")
+    version = _begins_at(config)
+    before = _read_requeues(file)
+    went_nowhere = before is not None and before.job == job and version <= before.version
+    idle = before.idle + 1 if before is not None and went_nowhere else 0
+    if idle > MOST_IDLE:
+        raise RequeueError(
+            f"SLURM has requeued job {job} {idle} times without progress: {config.run_dir} "
+            f"{'has no step yet' if version < 0 else f'is still at version {version}'}. Each time the job was stopped "
+            "before it could start, train a step and keep it: give it more time (--time, or a partition that preempts "
+            "less), more of it for its end (--signal=B:TERM@SECONDS, deadlines.shutdown), or lower checkpoint.every; "
+            "then submit it again with run.resume=true"
+        )
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, msgspec.json.encode(Requeues(job, version, idle)))
+
+
+def _begins_at(config: Config) -> int:
+    """Return the version at which this incarnation begins.
+
+    Steps after the newest checkpoint count if the journal allows the run to repeat them.
+    """
+    checkpoint = newest_complete(config.run_dir)
+    version = -1 if checkpoint is None else read_manifest(checkpoint).version
+    if config.checkpoint.journal == "off":
+        return version
+    held = max(version, 0)
+    reached = booked_version(config)
+    return reach(config, held, reached).version if reached > held else version
+
+
+def _read_requeues(file: Path) -> Requeues | None:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Requeues)
+    except (OSError, msgspec.DecodeError):
+        return None
