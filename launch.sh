@@ -13,9 +13,10 @@
 #     sbatch --nodes=4 --gpus-per-node=8 launch.sh CONFIG [OVERRIDE…]
 #     sbatch --nodes=2 --gpus-per-node=8 launch.sh join RUN_DIR [OVERRIDE…]
 #
-# Makes the environment first where it is missing or out of date. Under sbatch every node of the job runs `flash train`
-# once, and a job that is preempted or reaches its time limit is stopped in order, requeued, and continues. With `join`
-# every node runs `flash join`: the job makes samples for the run of another job, and may end before it.
+# The script makes the environment first if it is missing or out of date. Under sbatch every node of the job runs
+# `flash train` once. A job that is preempted or reaches its time limit is stopped in order and requeued, and the run
+# continues. With `join` every node runs `flash join`: the job makes samples for the run of another job, and may end
+# before that run.
 set -euo pipefail
 
 # The folder of this script. Slurm runs a copy of it from a spool folder, but knows where it was submitted from.
@@ -34,27 +35,28 @@ find_root() {
     echo "$here"
 }
 
-# One `flash train` or `flash join` per node of the job; those that train meet at the first one.
+# Run one `flash train` or `flash join` on each node of the job. Nodes that train find each other at the first node.
 #
-# Slurm asks for the end in two ways: it signals this script (the time limit, by --signal above), or the ranks (preemption
-# with a grace time). Either way the ranks write a checkpoint, and what they exit with says that they were interrupted.
-# Nodes that have joined leave their run in order, which is no failure: each for itself, whatever becomes of the others.
+# A rank is here the command of one node. Slurm asks for the end in two ways: at the time limit it signals this script
+# (by --signal above), and at a preemption with a grace time it signals the ranks. In both cases the ranks write a
+# checkpoint, and their exit code says that they were interrupted. A node that has joined leaves its run in order, which
+# is no failure. It does so alone: the job kills no other node if one of them fails (`kill_all`).
 run_on_slurm() {
     local head kill_all=1 preempted="" srun_pid status=0
     if [[ $2 == join ]]; then kill_all=0; fi
     read -r head < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     export FLASH_RDZV_ENDPOINT=$head:$((10000 + SLURM_JOB_ID % 20000))
     export FLASH_NNODES=$SLURM_JOB_NUM_NODES
-    # srun does not take this from sbatch by itself.
+    # srun does not inherit this value from sbatch.
     if [[ -n ${SLURM_CPUS_PER_TASK-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
-    # Written by the first node's rank, which runs on this machine.
+    # The rank of the first node, which runs on this machine, writes this file if it was interrupted.
     FLASH_INTERRUPTED=$(mktemp -u "${TMPDIR:-/tmp}/flash-interrupted.XXXXXX")
     export FLASH_INTERRUPTED
 
-    # The ranks are signalled through scancel: srun itself would kill them, checkpoint or not.
+    # scancel signals the ranks, because srun itself would kill them before they have written a checkpoint.
     trap 'preempted=1; scancel --quiet --signal=TERM "$SLURM_JOB_ID" || true' TERM
-    # Signals reach the whole process group of a rank, this shell too. 143 is a rank that had not begun to listen. An
-    # interrupted rank counts as a good one, since srun kills the others when one is bad.
+    # Signals reach the whole process group of a rank, so this shell ignores them. Exit code 130 is an interrupted rank,
+    # 143 a rank that did not handle signals yet. Both exit with 0 here, because srun kills all ranks when one fails.
     # shellcheck disable=SC2016  # the node's own shell expands these
     srun --nodes="$FLASH_NNODES" --ntasks="$FLASH_NNODES" --ntasks-per-node=1 --kill-on-bad-exit="$kill_all" \
         bash -c '
@@ -67,7 +69,7 @@ run_on_slurm() {
             spare=""
             if [[ -e $FLASH_SPARE_NODE ]]; then spare=1; fi
             rm -f "$FLASH_SPARE_NODE"
-            # A node without trainers that has failed for good: the run goes on, and with it the job that it is of.
+            # 75: a node without trainers has failed for good. The run goes on without it, so the job does, too.
             if ((status == 75)) && [[ $2 != join ]]; then exit 0; fi
             if ((status > 128 && status != 130 && status != 143)); then
                 lost="node $SLURM_NODEID ($SLURMD_NODENAME): flash $2 was killed by signal $((status - 128))"
@@ -81,62 +83,50 @@ run_on_slurm() {
             if ((status != 130 && status != 143)); then exit "$status"; fi
             if ((SLURM_NODEID == 0)); then touch "$FLASH_INTERRUPTED"; fi' bash "$@" &
     srun_pid=$!
-    # Each signal cuts a wait short, while the ranks are still writing their checkpoint.
+    # Each signal interrupts `wait` while the ranks are still writing their checkpoint, so wait again.
     wait "$srun_pid" || status=$?
     while kill -0 "$srun_pid" 2>/dev/null; do
         status=0
         wait "$srun_pid" || status=$?
     done
-    # A rank that is interrupted because another one failed is no preemption: srun has that one's exit code.
+    # An interrupt that follows from the failure of another rank is no preemption. srun then returns the code of that
+    # failure.
     if [[ -e $FLASH_INTERRUPTED && $status == 0 ]]; then preempted=1; fi
     rm -f "$FLASH_INTERRUPTED"
     if [[ -z $preempted ]]; then return "$status"; fi
 
-    # A job that was cancelled, or that Slurm requeues by itself, is not running any more.
+    # A job that was cancelled, or that Slurm requeues by itself, is no longer in state RUNNING.
     if scontrol show job "$SLURM_JOB_ID" | grep -q 'JobState=RUNNING'; then
         echo "requeueing job $SLURM_JOB_ID"
         scontrol requeue "$SLURM_JOB_ID"
     fi
 }
 
-# What this script takes, which needs no environment.
+# Print the arguments of this script. This needs no environment.
 usage() {
     sed -n 's/^# \{0,1\}//; /^Trains a configuration/,/^set /{ /^set /q; p; }' "$root/launch.sh"
     echo
-    echo "Options: ${options[train]} of a plain start; ${options[join]} of join."
     echo "CONFIG is a file such as examples/tiny.toml, OVERRIDE such as train.async_ratio=2: docs/configuration.md has them all."
+    echo "Options are passed on to \`flash train\`, after \`join\` to \`flash join\`: docs/commands.md has them all."
     if [[ -x $root/.venv/bin/flash ]]; then
-        echo "\`.venv/bin/flash COMMAND --help\` says more, of commands train, join and others."
+        echo "\`.venv/bin/flash COMMAND --help\` says more about the commands train, join and others."
     fi
 }
 
-# Before gigabytes are fetched: an option that no command has, or a configuration that is not there. Once there is an
-# environment, the command itself says more of it.
-refuse_wrong_arguments() {
-    local known word
-    for word in "${@:2}"; do
-        if [[ $word != -* ]]; then continue; fi
-        for known in ${options[$1]}; do
-            if [[ $known == "${word%%=*}"* ]]; then continue 2; fi
-        done
-        echo "error: $1 has no option $word; ./launch.sh --help lists them" >&2
-        return 2
-    done
+# Refuse a configuration that does not exist before gigabytes are fetched. The command itself checks everything else,
+# once there is an environment.
+refuse_missing_configuration() {
     if [[ $1 != join && -n ${2-} && $2 != -* && $2 != *=* && ! -e $2 ]]; then
         echo "error: there is no configuration file $2; the smallest one is examples/tiny.toml" >&2
         return 2
     fi
 }
 
-# What to type to go on, for the hint after an interrupt.
+# The command that the user typed, for the hint how to resume after an interrupt.
 typed=("$0" "$@")
 if [[ $0 != */* ]]; then typed[0]=./$0; fi
 
 root=$(find_root)
-declare -A options=(
-    [train]="--dry-run --resume"
-    [join]="--hub"
-)
 for word in "$@"; do
     if [[ $word == -h || $word == --help ]]; then usage && exit; fi
 done
@@ -147,15 +137,16 @@ case "${1-}" in
     *) flash+=(train "$1") && shift ;;
 esac
 
-if [[ ! -x $root/.venv/bin/flash ]]; then refuse_wrong_arguments "${flash[1]}" "${flash[@]:2}" "$@"; fi
+if [[ ! -x $root/.venv/bin/flash ]]; then refuse_missing_configuration "${flash[@]:1}"; fi
 
-# As `make env` does, but not every machine has make. An environment that is there keeps its Python.
+# The same as `make env`, but not every machine has make. An existing environment keeps its Python.
 python=$root/.venv/bin/python
 "$python" -c '' 2>/dev/null || python=python3
 "${PYTHON:-$python}" "$root/scripts/install.py"
 
-# 4294967290 is the step that salloc gives to an interactive shell; any other step is one task of an srun.
-# A job id alone may be left over in an environment: a job has nodes.
+# 4294967290 is the step that salloc gives to an interactive shell. In any other step this script is one task of an srun,
+# and must not start further ones. SLURM_JOB_ID alone may be left over in an environment, so the list of nodes must be
+# set, too.
 if [[ -n ${SLURM_JOB_ID-} && -n ${SLURM_JOB_NODELIST-} && ${SLURM_STEP_ID:-4294967290} == 4294967290 ]]; then
     if [[ ${flash[1]} != join ]]; then flash+=("cluster.nodes=$SLURM_JOB_NUM_NODES"); fi
     run_on_slurm "${flash[@]}" "$@"

@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin
 import msgspec
 
 from flash.cli.main import parsers
-from flash.cli.schema import encoded
+from flash.cli.prepare import encoded_schema
 from flash.config.decode import describe, section_in, show, tables_in
 from flash.config.resuming import CONDITIONS, PARTIAL, REFUSED
 from flash.config.schema import field_docs
@@ -281,7 +281,7 @@ TABLES: Mapping[str, Callable[[], Iterator[str]]] = {
 def main() -> None:
     """Write all generated files."""
     (DOCS / "configuration.md").write_text(configuration_page(), encoding="utf-8")
-    (DOCS / "configuration.schema.json").write_text(encoded() + "\n", encoding="utf-8")
+    (DOCS / "configuration.schema.json").write_text(encoded_schema() + "\n", encoding="utf-8")
     (DOCS / "commands.md").write_text(commands_page(parsers()[0]), encoding="utf-8")
     metrics = DOCS / "metrics.md"
     metrics.write_text(metrics_page(metrics.read_text(encoding="utf-8")), encoding="utf-8")

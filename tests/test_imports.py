@@ -122,7 +122,7 @@ def test_flash_knows_of_environments_only_what_commands_say_of_sandboxes(graph: 
         for other in others
         if module.partition(".")[0] == "flash" and other.partition(".")[0] == "envs"
     }
-    assert known == {("flash.cli.doctor", "envs.sandbox.doctor")}
+    assert known == {("flash.cli.prepare", "envs.sandbox.doctor")}
 
 
 def test_environments_know_the_contract_and_the_ground(graph: dict[str, set[str]]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from benchmarks.form import Args, Row, main
 from benchmarks.real.async_vs_sync import WORKLOAD
 from benchmarks.training import PINNED, run
-from flash.cli.calibrate import predicted_step_s
+from flash.cli.simulate import predicted_step_s
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.rundir.summary import by_step
 from flash.simulate.calibrate import calibrate, measured_step_s

@@ -159,6 +159,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     doctor.add_argument(
         "--engine", metavar="URL", help="Address of the container engine. Default: DOCKER_HOST, then the usual sockets."
     )
+    sandbox.set_defaults(run=run)
     return sandbox
 
 

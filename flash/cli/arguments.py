@@ -21,16 +21,20 @@ if TYPE_CHECKING:
     from flash.run.processes.hub_place import HubPlace
 
 
+OUTPUTS = Path("outputs")
+"""Default folder of runs, which `run.output_dir` can change."""
+OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
+"""Pattern of an option in the help of a command."""
+VARIABLE = "FLASH_TYPED"
+"""Environment variable in which `launch.sh` passes the command that the user has typed, quoted for a shell."""
+
+
 class CommandParsers(Protocol):
     """Collection to which a command adds its parser."""
 
     def add_parser(self, name: str, *, help: str) -> argparse.ArgumentParser:
         """Add a command and return its parser."""
         ...
-
-
-OUTPUTS = Path("outputs")
-"""Default folder of runs, which `run.output_dir` can change."""
 
 
 def run_directory(path: Path) -> RunDirectory:
@@ -116,10 +120,6 @@ def hub_place(hub: str | None, folders: list[str]) -> HubPlace:
     return HubPlace(host=host.strip("[]"), port=int(port))
 
 
-OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
-"""Pattern of an option in the help of a command."""
-
-
 def unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str], given: Sequence[str]) -> str:
     """Return the error message for unknown arguments of a command, with a suggestion for the first of them.
 
@@ -141,10 +141,6 @@ def unknown_command(name: str, commands: Sequence[str]) -> str:
     """Return the error message for an unknown command."""
     near = nearest(name, commands)
     return f"there is no command {name}; " + (f"did you mean `flash {near}`?" if near else "`flash --help` lists them")
-
-
-VARIABLE = "FLASH_TYPED"
-"""Environment variable in which `launch.sh` passes the command that the user has typed, quoted for a shell."""
 
 
 def typed(argv: Sequence[str], environment: MutableMapping[str, str]) -> list[str]:

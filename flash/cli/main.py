@@ -1,4 +1,4 @@
-"""Command line of Flash. Each command is a module with `add_parser` and `run`.
+"""Command line of Flash. Each command is a function that adds its parser, which names the function that runs it.
 
 `main` parses and validates the arguments first. torch and vllm are imported only when something starts.
 """
@@ -25,15 +25,35 @@ from flash.text import OneLine, harmless
 
 DESCRIPTION = "Asynchronous reinforcement-learning post-training for language models."
 COMMANDS = {
-    **{name: f"flash.cli.{name}" for name in ("init", "doctor", "plan", "train", "sft", "join", "drain")},
-    "eval": "flash.cli.evaluate",
-    "rollout": "flash.cli.rollout",
-    **{name: f"flash.cli.runs.{name}" for name in ("view", "watch", "plot", "compare", "trace")},
-    **{name: f"flash.cli.runs.{name}" for name in ("track", "export", "replay", "rhythm")},
-    **{name: f"flash.cli.{name}" for name in ("simulate", "calibrate", "fetch", "schema")},
-    "sandbox": "envs.sandbox.cli",
+    "init": "flash.cli.prepare:add_init",
+    "doctor": "flash.cli.prepare:add_doctor",
+    "plan": "flash.cli.prepare:add_plan",
+    "train": "flash.cli.train:add_train",
+    "sft": "flash.cli.train:add_sft",
+    "join": "flash.cli.train:add_join",
+    "drain": "flash.cli.train:add_drain",
+    "eval": "flash.cli.sampling:add_eval",
+    "rollout": "flash.cli.sampling:add_rollout",
+    "view": "flash.cli.runs:add_view",
+    "watch": "flash.cli.runs:add_watch",
+    "plot": "flash.cli.runs:add_plot",
+    "compare": "flash.cli.runs:add_compare",
+    "trace": "flash.cli.runs:add_trace",
+    "track": "flash.cli.runs:add_track",
+    "export": "flash.cli.runs:add_export",
+    "replay": "flash.cli.runs:add_replay",
+    "rhythm": "flash.cli.runs:add_rhythm",
+    "simulate": "flash.cli.simulate:add_simulate",
+    "calibrate": "flash.cli.simulate:add_calibrate",
+    "fetch": "flash.cli.prepare:add_fetch",
+    "schema": "flash.cli.prepare:add_schema",
+    "sandbox": "envs.sandbox.cli:add_parser",
 }
-"""Module of each command, in the order of the help. Only the module of the given command is imported."""
+"""Function that adds the parser of each command, as `module:function`, in the order of the help.
+
+Only the module of the given command is imported. The function sets `run`, which carries out the parsed arguments and
+returns the exit code.
+"""
 REMOVED: dict[tuple[str, ...], str] = {
     ("profile",): '`flash profile` was removed. Set `train.profile = "3:5"` in the configuration, and `flash train` '
     "records steps 3 to 5 with torch's profiler",
@@ -52,9 +72,8 @@ def parsers(names: Iterable[str] = COMMANDS) -> tuple[argparse.ArgumentParser, d
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     parsers: dict[str, argparse.ArgumentParser] = {}
     for name in names:
-        command = import_module(COMMANDS[name])
-        parsers[name] = command.add_parser(commands)
-        parsers[name].set_defaults(run=command.run)
+        module, _, add = COMMANDS[name].partition(":")
+        parsers[name] = getattr(import_module(module), add)(commands)
     return parser, parsers
 
 

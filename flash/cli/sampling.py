@@ -1,4 +1,4 @@
-"""Common part of `flash eval` and `flash rollout`: play a model in the environment of a config, without training.
+"""`flash eval` and `flash rollout`: play a model in the environment of a configuration, without training.
 
 Both commands accept the arguments of `flash train`, with `--model` to replace `model.path`; or a run directory, with
 its configuration and newest weights; or a model together with `--env`. They write nothing to the run directory.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,13 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from flash.cli.arguments import CommandParsers, check_writable
 from flash.config.check import advise_on_engines
 from flash.config.load import load, split_arguments
 from flash.config.models import SHOWN, folders_beside, is_gguf
 from flash.config.tree import Config
 from flash.errors import ConfigError
+from flash.observe.console import best_of_lines, environment_lines, evaluation_line
 from flash.observe.rundir.rundir import RunDirectory, write_atomically
 from flash.observe.rundir.samples import Sample, readable
+from flash.observe.stats import BestOf, best_of_each
 from flash.run.models import chosen_model, make_missing_model, model_folder
 from flash.text import harmless, one_line
 from flash.trainer.checkpoint_files import MANIFEST
@@ -30,7 +34,100 @@ from flash.trainer.checkpoint_files import MANIFEST
 if TYPE_CHECKING:
     from flash.run.sampling import Sampled
 
+
 INDENT = "    "
+
+
+def add_eval(commands: CommandParsers) -> argparse.ArgumentParser:
+    parser = commands.add_parser("eval", help="Evaluate a configuration, a run or a model on held-out problems.")
+    add_options(parser)
+    parser.add_argument(
+        "--samples",
+        type=int,
+        metavar="N",
+        help="Number of answers to each problem, which gives pass@k for k up to N. Default: eval.samples.",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to this file.")
+    return parser
+
+
+def run_eval(arguments: argparse.Namespace) -> int:
+    """Evaluate with the settings of `[eval]`, in the same way as a run does. Returns 1 if answers are missing.
+
+    Prints the line that a run prints, pass@k, and the metrics of the environment.
+    """
+    from flash.run.sampling import evaluate
+
+    check_writable(arguments.json, arguments.transcripts)
+    config, model = configured(arguments)
+    if arguments.samples is not None:
+        config, model = configured(arguments, *_several(arguments.samples, config))
+    sampled, samples = sample(config, model, evaluate)
+    found = best_of_each(answers(samples))
+    if arguments.json is not None:
+        write_atomically(arguments.json, result(sampled.evaluation, found))
+    write_transcripts(arguments.transcripts, samples)
+    told = [evaluation_line(sampled.evaluation)]
+    if len(found) > 1:
+        told += best_of_lines(found, binary=sampled.evaluation["binary"] == 1)
+    sys.stdout.writelines(f"{one_line(line)}\n" for line in told + environment_lines(sampled.evaluation))
+    return told_failures(sampled)
+
+
+def _several(samples: int, config: Config) -> list[str]:
+    """Return the overrides for `samples` answers per problem.
+
+    Several greedy answers would be equal, so they are drawn at the temperature of training.
+    """
+    temperature = config.eval.temperature
+    if samples > 1 and temperature == 0:
+        temperature = config.rollout.temperature
+        sys.stderr.write(f"[answers are drawn at temperature {temperature:g}, as for training]\n")
+    return [f"eval.samples={samples}", f"eval.temperature={temperature}"]
+
+
+def answers(samples: Sequence[Sample]) -> list[list[float]]:
+    """Return the rewards of the answers to each problem."""
+    problems: dict[int, list[float]] = {}
+    for sample in samples:
+        problems.setdefault(sample.group_id, []).append(sample.reward)
+    return list(problems.values())
+
+
+def result(row: dict[str, float], found: Sequence[BestOf]) -> bytes:
+    """Return the content of the file of `--json`: the row of the evaluation, and pass@k.
+
+    If a reward is neither 0 nor 1, it is the best of k instead of pass@k.
+    """
+    each = [{"k": one.k, **one.interval._asdict()} for one in found]
+    return msgspec.json.format(msgspec.json.encode({**row, "time": time.time(), "best_of": each}), indent=2) + b"\n"
+
+
+def add_rollout(commands: CommandParsers) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        "rollout", help="Play some episodes of a configuration, a run or a model, and print their texts."
+    )
+    add_options(parser)
+    parser.add_argument("--episodes", "-n", type=int, default=4, metavar="N", help="Number of episodes. Default: 4.")
+    return parser
+
+
+def run_rollout(arguments: argparse.Namespace) -> int:
+    """Play the first training problems, sampled as in training, and print the episodes. Returns 1 if an episode
+    failed."""
+    from flash.run.sampling import roll_out
+
+    if arguments.episodes < 1:
+        raise ConfigError(f"--episodes: expected at least 1, got {arguments.episodes}")
+    check_writable(arguments.transcripts)
+    config, model = configured(arguments)
+    sampled, samples = sample(config, model, partial(roll_out, episodes=arguments.episodes))
+    write_transcripts(arguments.transcripts, samples)
+    for one in samples:
+        sys.stdout.write(transcript(one) + "\n")
+    mean = sum(one.reward for one in samples) / len(samples)
+    sys.stdout.write(f"{len(samples)} episodes, mean reward {mean:.3f}\n")
+    return told_failures(sampled)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`flash simulate`: simulate runs, and print tables, draw plots and write JSON.
+"""`flash simulate` and `flash calibrate`: simulate runs, and fit the simulation to a run.
 
 A sweep is the cartesian product of the values of its keys. Each cell is a separate simulation in a worker process. All
 cells are checked before the first one runs. torch and vllm are never imported here.
@@ -16,24 +16,31 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from flash.cli.arguments import CommandParsers, check_writable
 from flash.config.decode import suggest
 from flash.config.load import key_paths, load, split_arguments
 from flash.config.tree import Config
 from flash.errors import ConfigError
+from flash.observe.timeline import Floats
 from flash.observe.rundir.rundir import write_atomically
 from flash.simulate import tables
 from flash.simulate.bounds import bounds, quantities
+from flash.simulate.calibrate import calibrate
 from flash.simulate.report import SimReport, SweepCell
 from flash.simulate.world import simulate
 
 CLOSE = 0.02
 """Share of the best throughput that may be given up to train on younger tokens."""
 OPENING, CLOSING = "([{", ")]}"
+
+
+CALIBRATION_SEEDS = 4
+"""Number of draws of the workload over which a prediction is averaged, since one draw of a short run is noisy."""
 
 
 class Sweep(NamedTuple):
@@ -43,7 +50,7 @@ class Sweep(NamedTuple):
     values: list[str]
 
 
-def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
+def add_simulate(commands: CommandParsers) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         "simulate", help="Predict the speed of a configuration with a simulation, which needs no GPU and no model."
     )
@@ -65,7 +72,7 @@ def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
     return parser
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_simulate(arguments: argparse.Namespace) -> int:
     """Run the simulations that the arguments ask for."""
     paths, overrides = split_arguments(arguments.config)
     simulate_command(paths, overrides, sweeps=arguments.sweep, plot=arguments.plot, json=arguments.json)
@@ -207,3 +214,39 @@ def recommend(cells: Sequence[SweepCell]) -> SweepCell:
     fastest = max(cell.report.tokens_per_s for cell in cells)
     near = [cell for cell in cells if cell.report.tokens_per_s >= (1 - CLOSE) * fastest]
     return min(near, key=lambda cell: (cell.oldest, round(cell.waste, 3), -cell.report.tokens_per_s))
+
+
+def add_calibrate(commands: CommandParsers) -> argparse.ArgumentParser:
+    parser = commands.add_parser("calibrate", help="Fit a [simulate] table to what a run has measured.")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="Folder of the run, such as outputs/tiny.")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE.toml", help="File to write the table to. Default: RUN_DIR/fitted.toml."
+    )
+    return parser
+
+
+def run_calibrate(arguments: argparse.Namespace) -> int:
+    """Fit the table, write it, and predict the run."""
+    calibrate_command(arguments.run_dir, arguments.output)
+    return 0
+
+
+def calibrate_command(run_dir: Path, output: Path | None = None) -> dict[str, Any]:
+    """Fit a `[simulate]` table to a run, write it, and predict the run with it. Returns the table.
+
+    Raises:
+        ConfigError: the run has no measurements to fit to.
+    """
+    file = run_dir / "fitted.toml" if output is None else output
+    check_writable(output)
+    fitted = calibrate(run_dir)
+    write_atomically(file, fitted.toml().encode())
+    tables.print_calibration(fitted, predicted_step_s(run_dir / "config.toml", file), run_dir / "config.toml", file)
+    return fitted.table
+
+
+def predicted_step_s(*paths: Path) -> Floats:
+    """Return the simulated time of a step in seconds, once for each of CALIBRATION_SEEDS draws of the workload."""
+    seeds = [f"run.seed={seed}" for seed in range(CALIBRATION_SEEDS)]
+    configs = [load(paths, [seed], simulated=True) for seed in seeds]
+    return np.array([report.step_s for report in run_all(configs)])

@@ -1,26 +1,40 @@
-"""`flash train`: run a configuration."""
+"""Commands that start and end processes of a run: `flash train`, `flash sft`, `flash join` and `flash drain`.
+
+A machine that joins a run adds its engines to it, until the run is over or `flash drain` names its node.
+
+`carry_out` is the common part of train and sft: it checks the configuration, then tries it (`--dry-run`) or starts the
+run, and says at the end how to go on.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from flash.cli.arguments import CommandParsers
+from flash.cli.arguments import CommandParsers, add_hub_option, hub_place
 from flash.config.check import advise
-from flash.config.decode import ConfigProblem
+from flash.config.decode import ConfigProblem, refuse
 from flash.config.load import dump, load, split_arguments
 from flash.config.tree import Config
+from flash.errors import ConfigError
 from flash.observe.rundir.rundir import RunDirectory
 from flash.text import harmless
 
+if TYPE_CHECKING:
+    from flash.run.sft_rows import CourseTokens
 
-def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
+
+def add_train(commands: CommandParsers) -> argparse.ArgumentParser:
     about = "Train a model with reinforcement learning: rollouts and training run at the same time."
-    return add_run_parser(commands, "train", about, tried="Try everything except engines and training")
+    parser = add_run_parser(commands, "train", about, tried="Try everything except engines and training")
+    parser.set_defaults(run=run_train)
+    return parser
 
 
 def add_run_parser(commands: CommandParsers, name: str, about: str, *, tried: str) -> argparse.ArgumentParser:
@@ -39,7 +53,7 @@ def add_run_parser(commands: CommandParsers, name: str, about: str, *, tried: st
     return parser
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_train(arguments: argparse.Namespace) -> int:
     """Check the configuration, make its tiny model if it needs one, and train."""
     from flash.run.checks.preflight import start_problems
 
@@ -148,3 +162,106 @@ def interruptible() -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
+
+
+def add_sft(commands: CommandParsers) -> argparse.ArgumentParser:
+    about = "Fine-tune a model on a file of messages, of prompts with completions, or of texts."
+    parser = add_run_parser(commands, "sft", about, tried="Tokenize all rows")
+    parser.set_defaults(run=run_sft)
+    return parser
+
+
+def run_sft(arguments: argparse.Namespace) -> int:
+    """Check the configuration, fetch its model if it needs one, tokenize all rows, and train."""
+    from flash.run.checks.preflight import made_steps, sft_problems
+
+    tokens: list[CourseTokens] = []
+
+    def whole(config: Config) -> Config:
+        from flash.run.models import make_fetched
+        from flash.run.sft_rows import CourseTokens
+
+        interruptible()
+        if not arguments.dry_run:
+            make_fetched(config)
+        tokens.append(CourseTokens.read(config, _tell))
+        config = tokens[0].with_steps(config)
+        if problems := list(made_steps(config)):
+            raise refuse(problems)
+        return config
+
+    def tried(config: Config) -> Iterator[str]:
+        from flash.rollout.episode.tokenizer import HfTokenizer
+        from flash.run.checks.dry_run import model_described
+
+        yield from tokens[0].described(HfTokenizer(config.model))
+        yield f"steps: {config.run.steps} of {config.train.batch_size} rows"
+        yield f"model: {config.model.path}, {model_described(config)}"
+
+    def start(config: Config) -> int:
+        from flash.run.processes.launcher import launch_sft
+
+        for line in tokens[0].lines:
+            _tell(line)
+        return launch_sft(config, tokens[0])
+
+    return carry_out(arguments, sft_problems, tried, start, whole=whole)
+
+
+def _tell(line: str) -> None:
+    sys.stdout.write(f"[{harmless(line)}]\n")
+    sys.stdout.flush()
+
+
+def add_join(commands: CommandParsers) -> argparse.ArgumentParser:
+    parser = commands.add_parser("join", help="Add the engines of this machine to a run that is under way.")
+    parser.add_argument(
+        "where",
+        nargs="*",
+        metavar="RUN_DIR|KEY=VALUE",
+        help="Folder of the run, and settings of this machine alone, such as engine.count=2.",
+    )
+    add_hub_option(parser)
+    return parser
+
+
+def run_join(arguments: argparse.Namespace) -> int:
+    """Join the run and serve it until it is over or a signal arrives."""
+    from flash.run.processes.launcher import OWN_KEYS, join
+
+    overrides = [argument for argument in arguments.where if "=" in argument]
+    foreign = [override for override in overrides if override.partition("=")[0].strip() not in OWN_KEYS]
+    if foreign:
+        known = ", ".join(f"`{key}`" for key in OWN_KEYS)
+        raise ConfigError(f"`{foreign[0]}` is not a machine's own: the run has it; a node that joins may set {known}")
+    place = hub_place(arguments.hub, [argument for argument in arguments.where if "=" not in argument])
+    return join(place, overrides)
+
+
+def add_drain(commands: CommandParsers) -> argparse.ArgumentParser:
+    parser = commands.add_parser("drain", help="Let a node that has joined a run finish its samples and leave.")
+    parser.add_argument(
+        "where",
+        nargs="+",
+        metavar="RUN_DIR|NODE",
+        help="Folder of the run, and then the number of the node, which the run prints.",
+    )
+    add_hub_option(parser)
+    return parser
+
+
+def run_drain(arguments: argparse.Namespace) -> int:
+    """Ask the hub to make the node leave."""
+    import anyio
+
+    from flash.hub import protocol as p
+    from flash.run.processes.hub_place import TOKEN_VARIABLE
+    from flash.run.processes.rendezvous import ask
+
+    *folders, node = arguments.where
+    if not node.isdecimal():
+        raise ConfigError(f"expected the number of a node, as the run's output names it, got {node}")
+    place = hub_place(arguments.hub, folders)
+    anyio.run(ask, place.find(os.environ.get(TOKEN_VARIABLE)), p.DrainRequest(int(node)))
+    sys.stdout.write(f"node {node} is told to leave\n")
+    return 0

@@ -37,6 +37,34 @@ Source = PackagedModel | Path
 """Source of a model: a package, or a GGUF file."""
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""errno values of a full disk and of an exhausted quota."""
+CONFIG = "config.json"
+"""Name of a file that every model of `transformers` has."""
+PATIENCE_S = 10.0
+"""Seconds to wait for one short response of the hub."""
+NO_NETWORK = (
+    *(
+        "connection error",
+        "NewConnectionError",
+        "ConnectTimeoutError",
+        "Connection refused",
+        "Temporary failure in name resolution",
+    ),
+    *("Name or service not known", "Network is unreachable", "ProxyError", "Read timed out", "SSLError"),
+)
+"""Texts in pip's output if it reached no server. Its last lines do not show this: they are the same as for a package
+that does not exist."""
+NOT_FOUND = ("No matching distribution found", "Could not find a version")
+"""Texts in pip's output if the package does not exist."""
+CONFIGURED = f"{sys.executable} -m pip config list"
+"""Command that prints pip's configuration, with the index."""
+DOWNLOAD_S = 1800.0
+"""Seconds that pip may take. pip's own timeouts do not end a connection that is slow but never silent."""
+QUOTED_LINES = 5
+"""Most lines of pip's output that are quoted in an error message, if the cause is unknown."""
+
+
 class Record(msgspec.Struct, frozen=True):
     """Source and files of a model folder."""
 
@@ -215,10 +243,6 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-"""errno values of a full disk and of an exhausted quota."""
-
-
 @contextmanager
 def making(path: Path, what: str, wait_s: float) -> Generator[None]:
     """Allow no other process to make the model at a path while the block runs.
@@ -240,12 +264,6 @@ def making(path: Path, what: str, wait_s: float) -> Generator[None]:
     except OSError as error:
         remedy = "free some room there" if error.errno in FULL else "check that you may write there"
         raise ConfigError(f"cannot make {what}: {error}; {remedy}") from error
-
-
-CONFIG = "config.json"
-"""Name of a file that every model of `transformers` has."""
-PATIENCE_S = 10.0
-"""Seconds to wait for one short response of the hub."""
 
 
 def hub_fault(model: str, *, cache: Path | None = None, endpoint: str | None = None) -> str:
@@ -279,28 +297,6 @@ def hub_fault(model: str, *, cache: Path | None = None, endpoint: str | None = N
     except Exception as error:  # errors of a network, a proxy or a mirror, in classes of the client
         return f"{here}, and {asked} cannot be asked ({error}): {name}; without a network, one that is in the cache"
     return ""
-
-
-NO_NETWORK = (
-    *(
-        "connection error",
-        "NewConnectionError",
-        "ConnectTimeoutError",
-        "Connection refused",
-        "Temporary failure in name resolution",
-    ),
-    *("Name or service not known", "Network is unreachable", "ProxyError", "Read timed out", "SSLError"),
-)
-"""Texts in pip's output if it reached no server. Its last lines do not show this: they are the same as for a package
-that does not exist."""
-NOT_FOUND = ("No matching distribution found", "Could not find a version")
-"""Texts in pip's output if the package does not exist."""
-CONFIGURED = f"{sys.executable} -m pip config list"
-"""Command that prints pip's configuration, with the index."""
-DOWNLOAD_S = 1800.0
-"""Seconds that pip may take. pip's own timeouts do not end a connection that is slow but never silent."""
-QUOTED_LINES = 5
-"""Most lines of pip's output that are quoted in an error message, if the cause is unknown."""
 
 
 def check_pip(model: PackagedModel, python: str = sys.executable) -> None:

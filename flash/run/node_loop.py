@@ -71,6 +71,14 @@ SWITCH_S = 0.0005
 loop. With Python's default of 5 ms, these threads caused the longest pauses of the loop."""
 
 
+EVERY_S = 10.0
+"""Seconds between two lines while the activity stays the same."""
+LONG_S = 30.0
+"""Seconds after which a line explains why the engines take so long to start, since they seem to hang."""
+NEAR = 0.5
+"""Share of `deadlines.engine_start` from which the lines name this deadline."""
+
+
 def run_node_loop(order: ProcessOrder, config: Config) -> End:
     """Run the first node until the end of the run."""
     sys.setswitchinterval(SWITCH_S)
@@ -328,16 +336,6 @@ async def _served_teacher(config: Config, tokenizer: HfTokenizer) -> ServedTeach
     teacher = ServedTeacher(config.algorithm.teacher.url, config.deadlines.env_step)
     await teacher.check(config.model.max_length, len(tokenizer.inner), tokenizer.token_texts)
     return teacher
-
-
-EVERY_S = 10.0
-"""Seconds between two lines while the activity stays the same."""
-
-
-LONG_S = 30.0
-"""Seconds after which a line explains why the engines take so long to start, since they seem to hang."""
-NEAR = 0.5
-"""Share of `deadlines.engine_start` from which the lines name this deadline."""
 
 
 async def tell_beginning(hub: Hub, config: Config, tell: Callable[[str], None]) -> None:

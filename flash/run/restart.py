@@ -59,6 +59,12 @@ NO_STEP = (
 steps. `run.steps` may change, too, if the learning rate does not depend on it."""
 
 
+MOST_IDLE = 2
+"""Largest number of consecutive incarnations of a requeued job that may begin without progress."""
+REQUEUES_FILE = "requeues.json"
+"""Name of the file in the run directory."""
+
+
 class RecordedHistory:
     """Checkpoints and batches of a run directory.
 
@@ -275,13 +281,6 @@ def _write(stream: FileIO, piece: bytearray, crc32: int) -> int:
         while written < len(view):
             written += stream.write(view[written:])
     return zlib.crc32(piece, crc32)
-
-
-MOST_IDLE = 2
-"""Largest number of consecutive incarnations of a requeued job that may begin without progress."""
-
-REQUEUES_FILE = "requeues.json"
-"""Name of the file in the run directory."""
 
 
 class Requeues(msgspec.Struct, frozen=True):

@@ -53,6 +53,13 @@ TELL_S = 5.0
 """Seconds between two lines about the progress of tokenizing."""
 
 
+ARRAYS = ("tokens", "token_ends", "spans", "span_ends", "sequence_ends", "cut")
+"""Names of the arrays of a table. For each item, an array `*_ends` holds the sum of the lengths up to this item."""
+SFT_ROWS = "rows"
+"""Folder in the job's temporary folder with the tokenized rows. The launcher writes it, and the trainer ranks read
+it."""
+
+
 class Learned(NamedTuple):
     """Token sequence, with the spans of tokens that are learned."""
 
@@ -178,10 +185,6 @@ class TokenTable:
             spans = arrays["spans"][slice(*_range(arrays["span_ends"], sequence))].tolist()
             sequences.append(Learned(tokens, [Span(start, stop) for start, stop in spans]))
         return TokenRow(sequences, bool(arrays["cut"][index]))
-
-
-ARRAYS = ("tokens", "token_ends", "spans", "span_ends", "sequence_ends", "cut")
-"""Names of the arrays of a table. For each item, an array `*_ends` holds the sum of the lengths up to this item."""
 
 
 def _ends(lengths: Iterable[int]) -> Any:
@@ -447,11 +450,6 @@ def _cut(whole: Learned, most: int) -> Learned:
     """Keep the first `most` tokens, and their spans without the very first token, which no token predicts."""
     spans = [Span(max(span.start, 1), min(span.stop, most)) for span in whole.spans]
     return Learned(whole.tokens[:most], [span for span in spans if span.start < span.stop])
-
-
-SFT_ROWS = "rows"
-"""Folder in the job's temporary folder with the tokenized rows. The launcher writes it, and the trainer ranks read
-it."""
 
 
 class CourseTokens(NamedTuple):

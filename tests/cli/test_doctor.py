@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flash.cli.doctor import containers, lines
 from flash.cli.main import main
+from flash.cli.prepare import containers, finding_lines
 from flash.config.load import load
 from flash.run.checks.doctor import CHECKS, Finding
 
@@ -69,7 +69,9 @@ def test_containers_are_missing_only_where_the_environment_runs_programs_in_them
 
 
 def test_advice_stands_below_what_was_found() -> None:
-    told = list(lines([Finding("missing", "two\nlines", "do this", "port"), Finding("ok", "well", "", "machine")]))
+    told = list(
+        finding_lines([Finding("missing", "two\nlines", "do this", "port"), Finding("ok", "well", "", "machine")])
+    )
     assert told == [
         "missing     port     two",
         "                     lines",

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flash.cli.init import FILES, run_name
 from flash.cli.main import main
+from flash.cli.prepare import PROJECT_FILES, run_name
 from flash.config.check import unwise
 from flash.config.load import load
 from flash.errors import ConfigError
@@ -32,7 +32,7 @@ def test_it_writes_a_config_that_a_run_takes_and_says_how_to_go_on(
     project: tuple[Path, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, told = project
-    assert {path.name for path in folder.iterdir()} == {*FILES}
+    assert {path.name for path in folder.iterdir()} == {*PROJECT_FILES}
     assert f"cd '{folder}'" in told
     assert "flash train run.toml" in told
     assert f". {shlex.quote(sys.prefix)}/bin/activate" in told, "nothing else says where flash is"
@@ -81,7 +81,7 @@ def test_an_empty_folder_is_filled(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["init", "."]) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {*FILES}
+    assert {path.name for path in tmp_path.iterdir()} == {*PROJECT_FILES}
 
 
 @pytest.mark.parametrize(

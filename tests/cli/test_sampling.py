@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flash.cli.evaluate import answers, result
 from flash.cli.main import parse
-from flash.cli.sampling import configured
+from flash.cli.sampling import answers, configured, result
 from flash.errors import ConfigError
 from flash.observe.rundir.samples import Sample, TokenValues
 from flash.observe.stats import best_of_each

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from flash.cli.calibrate import predicted_step_s
 from flash.cli.main import UNREAD, main
 from flash.cli.simulate import (
     Sweep,
     parse_sweep,
+    predicted_step_s,
     product,
     recommend,
     resolve_key,

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from flash.cli.main import main
-from flash.cli.schema import encoded
+from flash.cli.prepare import encoded_schema
 from flash.config.load import dump, key_paths, load
 from flash.config.schema import field_docs, schema, structs
 from flash.config.section import Section
@@ -27,13 +27,13 @@ def faults(settings: Any) -> list[str]:
 
 
 def test_the_file_is_current_and_a_schema() -> None:
-    assert FILE.read_text(encoding="utf-8") == encoded() + "\n", "run `make docs`"
+    assert FILE.read_text(encoding="utf-8") == encoded_schema() + "\n", "run `make docs`"
     jsonschema.Draft7Validator.check_schema(schema())
 
 
 def test_the_command_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(encoded())
+    assert json.loads(capsys.readouterr().out) == json.loads(encoded_schema())
 
 
 @pytest.mark.parametrize("file", CONFIGURATIONS, ids=lambda file: str(file.relative_to(ROOT)))

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from flash.cli.calibrate import predicted_step_s
+from flash.cli.simulate import predicted_step_s
 from flash.config.learning import TrainConfig
 from flash.config.load import dump, load
 from flash.config.simulate import Exponential, Lognormal, SimulateConfig, Uniform, sampler

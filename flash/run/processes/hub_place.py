@@ -34,6 +34,10 @@ _TOKEN_FILE = re.compile(r"hub-[0-9a-f]{16}\.token")
 """Pattern of the token file's name."""
 
 
+HUB_FILE = "hub.json"
+"""Name of the file in the run directory that announces the hub."""
+
+
 class Announcement(msgspec.Struct, frozen=True):
     """Content of the announcement file in the run directory."""
 
@@ -152,10 +156,6 @@ def parse_token(text: str) -> bytes:
 
 def _proof(body: bytes, token: bytes) -> bytes:
     return hmac.digest(token, b"hub" + body, "sha256")
-
-
-HUB_FILE = "hub.json"
-"""Name of the file in the run directory that announces the hub."""
 
 
 class HubAddress(msgspec.Struct, frozen=True):

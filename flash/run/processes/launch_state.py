@@ -43,6 +43,24 @@ RENDEZVOUS = "FLASH_RDZV_ENDPOINT"
 the interface that routes to this host."""
 
 
+SCRATCH_PREFIX = "flash-job-"
+"""Beginning of the folder's name."""
+SCRATCH = "FLASH_SCRATCH"
+"""Environment variable with the path of the folder, for the processes of the job."""
+LONGEST_SCRATCH = 64
+"""Largest length of the folder's path in bytes, so that the paths of sockets in it fit. vLLM adds 37 bytes to it, and
+Linux allows 107."""
+SCRATCH_LOCK = "lock"
+"""Name of the lock file in the folder."""
+SHARED_NAME = re.compile(r" /dev/shm/((?:psm_|sem\.mp-)\S+)$", re.MULTILINE)
+"""Pattern of a shared-memory block or semaphore of Python's multiprocessing in a line of /proc/PID/maps."""
+SHARED_MEMORY = "shared-memory"
+"""Name of the file that lists the names that the job's engines use in /dev/shm. Nothing else distinguishes them from
+the names of other jobs."""
+ERROR_FILE = "error.json"
+"""Name of the marker file in the run directory."""
+
+
 def begin_launch() -> str:
     """Make this process the launcher of all processes that it starts, and return the name of the launch."""
     os.environ[LAUNCHER] = name = f"{os.getpid()}.{time.time_ns()}"
@@ -109,22 +127,6 @@ def _watch(starter: int, descriptor: int, grace_s: float, speaks: bool) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(grace_s)
     os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
-SCRATCH_PREFIX = "flash-job-"
-"""Beginning of the folder's name."""
-SCRATCH = "FLASH_SCRATCH"
-"""Environment variable with the path of the folder, for the processes of the job."""
-LONGEST_SCRATCH = 64
-"""Largest length of the folder's path in bytes, so that the paths of sockets in it fit. vLLM adds 37 bytes to it, and
-Linux allows 107."""
-SCRATCH_LOCK = "lock"
-"""Name of the lock file in the folder."""
-SHARED_NAME = re.compile(r" /dev/shm/((?:psm_|sem\.mp-)\S+)$", re.MULTILINE)
-"""Pattern of a shared-memory block or semaphore of Python's multiprocessing in a line of /proc/PID/maps."""
-SHARED_MEMORY = "shared-memory"
-"""Name of the file that lists the names that the job's engines use in /dev/shm. Nothing else distinguishes them from
-the names of other jobs."""
 
 
 @contextmanager
@@ -201,9 +203,6 @@ def _remove(folder: Path) -> None:
 
 
 log = logging.getLogger("flash")
-
-ERROR_FILE = "error.json"
-"""Name of the marker file in the run directory."""
 
 
 class ErrorMarker:

@@ -58,6 +58,13 @@ ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 cannot be resolved on some machines, and torch warns of each failed attempt. Values that the user has set are kept."""
 
 
+OWN_KEYS = (
+    *("cluster.gpus_per_node", "cluster.node_cpus", "cluster.trainer_cpus"),
+    *("engine.count", "engine.memory_fraction", "engine.kv_cache_gib"),
+)
+"""Configuration keys that may differ between machines."""
+
+
 def place_in_job(config: Config, environment: Mapping[str, str]) -> int:
     """Return the number of this node in the job.
 
@@ -187,13 +194,6 @@ def describe_start(config: Config) -> str:
 def counted(number: int, what: str) -> str:
     """Return a number with a noun, in the singular or the plural."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-OWN_KEYS = (
-    *("cluster.gpus_per_node", "cluster.node_cpus", "cluster.trainer_cpus"),
-    *("engine.count", "engine.memory_fraction", "engine.kv_cache_gib"),
-)
-"""Configuration keys that may differ between machines."""
 
 
 def join(place: HubPlace, overrides: Sequence[str] = ()) -> int:

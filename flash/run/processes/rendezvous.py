@@ -39,6 +39,12 @@ QUIET_S = 20.0
 T = TypeVar("T")
 
 
+ASK_S = 20.0
+"""Seconds in which a hub has to describe its run, while the deadlines of the run are not known yet."""
+RETRY_S = 1.0
+"""Seconds between two searches for a hub. A hub that starts on another machine cannot notify this process."""
+
+
 def hub_place(config: Config, environment: Mapping[str, str]) -> HubPlace:
     """Return the place where a process of the job finds the hub.
 
@@ -153,12 +159,6 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:  # a host name
         return False
-
-
-ASK_S = 20.0
-"""Seconds in which a hub has to describe its run, while the deadlines of the run are not known yet."""
-RETRY_S = 1.0
-"""Seconds between two searches for a hub. A hub that starts on another machine cannot notify this process."""
 
 
 async def ask(address: HubAddress, request: Request[ReplyT], seconds: float = ASK_S) -> ReplyT:

