@@ -1,10 +1,12 @@
 """State that all processes of one launch on this machine share.
 
-- The name of the launch stands in the environment. Each process watches the launcher, and ends when it is gone, for
-  example after `kill -9`. On the first node, the end of the launcher of `flash train` counts as an interrupt: the run
-  writes a checkpoint and ends in order. A process that does not end in time is killed with its process group. On any
-  other node all processes are killed at once, and the other nodes go on without them; trainer ranks, too, are killed at
-  once. If torchrun started the launcher, the end of torchrun sends SIGTERM to the launcher.
+A launch is one execution of `flash train`, `flash join` or `flash sft` on a machine. Its first process is the
+*launcher*, which starts the node loop and the trainer ranks.
+
+- The environment holds the name of the launch. Each process watches the launcher (`end_with_launcher`), because nothing
+  else would end the process after `kill -9` of the launcher. On the first node the end of the launcher counts as an
+  interrupt: the run writes a checkpoint and ends in order. On any other node all processes are killed at once, and the
+  run goes on without this node. If torchrun started the launcher, the launcher ends with torchrun.
 - The scratch folder holds sockets, the configuration, and temporary files of libraries. It is removed at the end of the
   launch. If the launch was killed, the next launch on the machine removes the folder, once the folder's lock shows that
   no process needs it.
@@ -41,22 +43,20 @@ of its start in Unix nanoseconds."""
 RENDEZVOUS = "FLASH_RDZV_ENDPOINT"
 """Environment variable with HOST:PORT of the first node in a job of several nodes. Each node advertises its address on
 the interface that routes to this host."""
-
-
 SCRATCH_PREFIX = "flash-job-"
-"""Beginning of the folder's name."""
+"""Beginning of the scratch folder's name, by which the next launch finds folders of killed launches."""
 SCRATCH = "FLASH_SCRATCH"
-"""Environment variable with the path of the folder, for the processes of the job."""
+"""Environment variable with the path of the scratch folder, for the processes of the launch."""
 LONGEST_SCRATCH = 64
-"""Largest length of the folder's path in bytes, so that the paths of sockets in it fit. vLLM adds 37 bytes to it, and
-Linux allows 107."""
+"""Largest length of the scratch folder's path in bytes, so that the paths of sockets in it fit. vLLM adds 37 bytes to
+it, and Linux allows 107."""
 SCRATCH_LOCK = "lock"
-"""Name of the lock file in the folder."""
+"""Name of the lock file in the scratch folder."""
 SHARED_NAME = re.compile(r" /dev/shm/((?:psm_|sem\.mp-)\S+)$", re.MULTILINE)
 """Pattern of a shared-memory block or semaphore of Python's multiprocessing in a line of /proc/PID/maps."""
 SHARED_MEMORY = "shared-memory"
-"""Name of the file that lists the names that the job's engines use in /dev/shm. Nothing else distinguishes them from
-the names of other jobs."""
+"""Name of the file in the scratch folder that lists the names that the engines of this launch use in /dev/shm. Nothing
+else distinguishes them from the names of other jobs."""
 ERROR_FILE = "error.json"
 """Name of the marker file in the run directory."""
 
@@ -70,7 +70,8 @@ def begin_launch() -> str:
 def heed_torchrun(environment: MutableMapping[str, str]) -> None:
     """Set this node's number and the number of nodes from torchrun's variables, if torchrun has started this process.
 
-    Does nothing if FLASH_NNODES is set.
+    Every command and `flash.train` call this first, so that the rest of Flash needs to know only the variables FLASH_….
+    The function does nothing if FLASH_NNODES is set, because a user's own values take precedence.
 
     Raises:
         ConfigError: torchrun has started several processes per node.
@@ -85,7 +86,10 @@ def heed_torchrun(environment: MutableMapping[str, str]) -> None:
 
 
 def end_with_torchrun() -> None:
-    """Send SIGTERM to this launcher when torchrun ends, if torchrun started it."""
+    """Send SIGTERM to this launcher when torchrun ends, if torchrun started it.
+
+    torchrun kills its children if it ends in order, but not if it is killed itself.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # If torchrun has already ended, the parent is another process, and the end of torchrun is not noticed.
         descriptor = os.pidfd_open(os.getppid())
@@ -98,10 +102,14 @@ def _terminate_after(descriptor: int) -> None:
 
 
 def end_with_launcher(grace_s: float, *, speaks: bool) -> None:
-    """Interrupt this process when its launcher is gone, and kill it `grace_s` seconds later; 0: kill it at once.
+    """Interrupt this process when its launcher is gone, and kill its process group `grace_s` seconds later.
 
-    If the launcher is gone before it can be watched, this process exits at once. If `speaks` is True, it prints a line
-    about the end of the launcher; one process of a node does that.
+    Each process that the launcher starts calls this at its beginning. If the launcher is gone already, this process
+    exits at once. A thread watches the launcher.
+
+    Args:
+        grace_s: seconds that the process has to end in order after SIGTERM; 0: it is killed at once, without SIGTERM.
+        speaks: True to print a line about the end of the launcher. One process of a node does that.
     """
     starter = int(os.environ[LAUNCHER].partition(".")[0])
     try:
@@ -115,8 +123,8 @@ def end_with_launcher(grace_s: float, *, speaks: bool) -> None:
 
 
 def _watch(starter: int, descriptor: int, grace_s: float, speaks: bool) -> None:
-    # Readable when the process ends. PR_SET_PDEATHSIG would not do: it fires when the thread that started us ends, and
-    # prints nothing.
+    # Readable when the process ends. PR_SET_PDEATHSIG of Linux is no replacement: it signals already when the thread
+    # that started this process ends, and it prints nothing.
     select.select([descriptor], [], [])
     if speaks:
         what = "leaving a checkpoint for --resume, and ending" if grace_s else "ending this node's part"
@@ -131,10 +139,11 @@ def _watch(starter: int, descriptor: int, grace_s: float, speaks: bool) -> None:
 
 @contextmanager
 def scratch_folder(beside: Path | None = None) -> Generator[Path]:
-    """Create a temporary folder for the processes that are started in the block, and remove it with its contents.
+    """Create the scratch folder for the processes that are started in the block, and remove it with its contents.
 
-    The folder lies in `beside`, or else in Python's folder for temporary files, or in /tmp if its path would be too
-    long.
+    While the block runs, TMPDIR and FLASH_SCRATCH name the folder. Folders that killed launches have left are removed
+    first. The folder lies in `beside`, or else in Python's folder for temporary files; in /tmp if its path would be too
+    long there.
     """
     base = str(beside or tempfile.gettempdir())
     short = base if len(os.fsencode(base)) < LONGEST_SCRATCH - 20 else "/tmp"
@@ -162,15 +171,16 @@ def scratch_folder(beside: Path | None = None) -> Generator[Path]:
 
 
 def join_scratch_folder() -> None:
-    """Keep the folder as long as this process lives, even if the launcher dies."""
+    """Hold a lock on the scratch folder until this process ends, so that no launch removes it if the launcher dies."""
     share(Path(os.environ[SCRATCH]) / SCRATCH_LOCK)
 
 
 def remember_shared_memory(core: int) -> None:
-    """Record the names in /dev/shm that an engine's process group uses, so that they are removed with the job.
+    """Record the names in /dev/shm that an engine's process group uses, so that they are removed with the scratch folder.
 
-    Called again, the function adds new names. `core` is the process id of the engine's core, which leads the group. If
-    the disk is full, the names are not recorded, and the engine continues.
+    An engine that is killed leaves its shared memory behind. So the engine calls this function again and again while it
+    starts, and when it serves; each call adds the names that are new. `core` is the process id of the engine's core,
+    which leads the group. If the disk is full, the names are not recorded, and the engine continues.
     """
     found: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
@@ -184,7 +194,7 @@ def remember_shared_memory(core: int) -> None:
 
 
 def remove_abandoned(base: Path) -> None:
-    """Remove the folders that killed jobs of this user have left in `base`."""
+    """Remove the scratch folders that killed launches of this user have left in the folder `base`."""
     for folder in base.glob(f"{SCRATCH_PREFIX}*"):
         with suppress(OSError):  # another launch removes it at the same time, or we have no permission
             if (
@@ -196,6 +206,7 @@ def remove_abandoned(base: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
+    """Remove a scratch folder, and the shared memory that its launch has left."""
     with suppress(FileNotFoundError):
         for name in (folder / SHARED_MEMORY).read_text().splitlines():
             Path("/dev/shm", Path(name).name).unlink(missing_ok=True)
@@ -208,7 +219,12 @@ log = logging.getLogger("flash")
 class ErrorMarker:
     """File `error.json` with the error that ended this launch, so that a restart does not repeat the error.
 
-    If the disk of the run directory is full, the file is written to the job's folder for temporary files.
+    Only processes of the first node and launchers write it. If the disk of the run directory is full, the file is
+    written to the scratch folder.
+
+    Args:
+        run_dir: the run directory.
+        launch: name of the launch, from `begin_launch`. A marker of another launch does not count.
     """
 
     def __init__(self, run_dir: Path, launch: str) -> None:
@@ -216,11 +232,11 @@ class ErrorMarker:
         self._launch = launch
 
     def stands(self) -> bool:
-        """Return True if an earlier incarnation of the same launch ended with an error that no restart can fix."""
+        """Return True if a process of this launch has ended with an error that no restart can fix."""
         return self.message() is not None
 
     def message(self) -> str | None:
-        """Return the message of the error that ended an earlier incarnation of the same launch, or None."""
+        """Return the message of the error that ended this launch; None if there is none."""
         for path in self._places():
             try:
                 row = json.loads(path.read_text())

@@ -1,7 +1,8 @@
 """Locks between the launches on a file system.
 
-They decide which launch may write a run directory, whether the owner of a temporary folder is alive, and which process
-makes first something that several processes need.
+A launch is one execution of a command that starts processes; its first process is the launcher. The locks decide which
+launch may write a run directory, whether the owner of a temporary folder is alive, and which process makes a model that
+several processes need.
 
 A launcher holds an exclusive lock on the first byte of the lock file. Each process that it started holds a shared lock
 on the second byte, so processes that a killed launcher left behind count until they have ended. The kernel releases
@@ -32,7 +33,7 @@ from flash.errors import RunDirectoryError
 log = logging.getLogger("flash")
 
 LAUNCHER, PROCESSES = 0, 1
-"""Offsets of the locked bytes in a lock file."""
+"""Offsets of the two bytes in a lock file that are locked: by the launcher, and by the processes that it started."""
 
 BUSY = (errno.EACCES, errno.EAGAIN)
 """errno values of a lock that another process holds."""
@@ -64,6 +65,8 @@ class Busy(Exception):
 def exclusive(path: Path, wait_s: float) -> Generator[None]:
     """Hold the launcher's lock while the block runs. Wait first until the processes of a killed launcher have ended.
 
+    The lock file then names this process, for the error messages of others.
+
     Raises:
         Busy: another launcher is alive, or processes of an earlier one are still alive after `wait_s` seconds.
     """
@@ -73,6 +76,8 @@ def exclusive(path: Path, wait_s: float) -> Generator[None]:
             raise Busy(_holder(descriptor))
         if not (_lock(descriptor, PROCESSES, fcntl.LOCK_EX | fcntl.LOCK_NB) or _others_end(descriptor, wait_s)):
             raise Busy(f"processes that were started by {_holder(descriptor)}, and outlived it")
+        # The exclusive lock has only shown that no process of an earlier launch is alive. The processes of this launch
+        # will share the second byte.
         _lock(descriptor, PROCESSES, fcntl.LOCK_UN)
         _sign(descriptor)
         yield
@@ -84,7 +89,7 @@ def exclusive(path: Path, wait_s: float) -> Generator[None]:
 def in_turn(path: Path, doing: str, wait_s: float) -> Generator[None]:
     """Hold the lock while the block runs, so that one process at a time runs it. Waits for another holder first.
 
-    `doing` describes the work of the holder in a log message.
+    Processes that make the same model folder use this. `doing` describes the work of the holder in a log message.
 
     Raises:
         Busy: another process still holds the lock after `wait_s` seconds.
@@ -103,7 +108,10 @@ def in_turn(path: Path, doing: str, wait_s: float) -> Generator[None]:
 
 
 def share(path: Path) -> None:
-    """Hold the shared lock of the launcher's processes until this process ends."""
+    """Hold the shared lock of the launcher's processes until this process ends.
+
+    Each process that a launcher starts calls this, so that the next launch waits for it if the launcher is killed.
+    """
     with suppress(FileNotFoundError):  # a user has removed the folder, so no lock is needed
         # A shared lock needs no permission to write. A disk that has become read-only no longer gives it.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -114,7 +122,8 @@ def share(path: Path) -> None:
 def is_free(path: Path) -> bool:
     """Return True if no launcher that holds this lock, and no process of one, is alive."""
     try:
-        # Closing the descriptor would also release a lock that this process holds, so it must hold none on this file.
+        # Closing the descriptor at the end of `exclusive` would also release a lock that this process holds on the same
+        # file, so callers must hold none.
         with exclusive(path, wait_s=0):
             return True
     except Busy:
@@ -134,7 +143,7 @@ def in_use(run_dir: Path) -> bool:
     path = run_lock(run_dir)
     try:
         return path.exists() and not is_free(path)
-    except OSError:  # not one of our files: the launch that wants the run directory reports it
+    except OSError:  # the file cannot be opened: `exclusive_run` reports that when a launch wants the run directory
         return False
 
 
@@ -162,9 +171,15 @@ def exclusive_run(run_dir: Path, wait_s: float) -> Generator[None]:
 
 
 def _lock(descriptor: int, byte: int, how: int) -> bool:
-    """Try to lock one byte. Returns False if another process holds it.
+    """Try to lock one byte without waiting. Returns False if another process holds it.
 
-    Returns True if the file system has no locks. Then a warning is logged, and nothing is protected.
+    Also returns True if the file system has no locks. Then a warning is logged, and nothing is protected: a run on such
+    a file system is better than none.
+
+    Args:
+        descriptor: the open lock file.
+        byte: LAUNCHER or PROCESSES.
+        how: flags of `fcntl.lockf`.
     """
     try:
         fcntl.lockf(descriptor, how, 1, byte)
@@ -202,11 +217,13 @@ def _gets(descriptor: int, byte: int, seconds: float) -> bool:
 
 
 def _sign(descriptor: int) -> None:
+    """Write this process into the lock file as the holder of the lock."""
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, msgspec.json.encode(Holder(os.getpid(), socket.gethostname(), time.time())), 0)
 
 
 def _holder(descriptor: int) -> str:
+    """Return a phrase for the process that holds the lock, as the lock file names it."""
     try:
         return str(msgspec.json.decode(os.pread(descriptor, 4096, 0), type=Holder))
     except msgspec.DecodeError:
