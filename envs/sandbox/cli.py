@@ -78,7 +78,7 @@ class _Parser(argparse.ArgumentParser):
         return self.prog.endswith(" run")
 
 
-def add_parser(commands: Any) -> argparse.ArgumentParser:
+def add_sandbox(commands: Any) -> argparse.ArgumentParser:
     """Add `sandbox` to the command line."""
     sandbox: argparse.ArgumentParser = commands.add_parser(
         "sandbox",
@@ -159,7 +159,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     doctor.add_argument(
         "--engine", metavar="URL", help="Address of the container engine. Default: DOCKER_HOST, then the usual sockets."
     )
-    sandbox.set_defaults(run=run)
+    sandbox.set_defaults(run=run_sandbox)
     return sandbox
 
 
@@ -211,7 +211,7 @@ def _state_folder() -> Path:
     return Path(base) / "flash" / "sandbox"
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_sandbox(arguments: argparse.Namespace) -> int:
     """Run one action and return the exit code.
 
     Raises:

@@ -20,7 +20,7 @@ from importlib import import_module
 from flash.cli.arguments import typed, unknown_arguments, unknown_command
 from flash.config.decode import show
 from flash.errors import FlashError
-from flash.run.processes.launch_state import heed_torchrun
+from flash.run.processes.launch_state import use_torchrun_variables
 from flash.text import OneLine, harmless
 
 DESCRIPTION = "Asynchronous reinforcement-learning post-training for language models."
@@ -47,7 +47,7 @@ COMMANDS = {
     "calibrate": "flash.cli.simulate:add_calibrate",
     "fetch": "flash.cli.prepare:add_fetch",
     "schema": "flash.cli.prepare:add_schema",
-    "sandbox": "envs.sandbox.cli:add_parser",
+    "sandbox": "envs.sandbox.cli:add_sandbox",
 }
 """Function that adds the parser of each command, as `module:function`, in the order of the help.
 
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     arguments.typed = typed(sys.argv, os.environ) if argv is None else ["flash", *argv]
     try:
-        heed_torchrun(os.environ)
+        use_torchrun_variables(os.environ)
         code = arguments.run(arguments)
         sys.stdout.flush()
         return code

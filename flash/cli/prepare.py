@@ -75,6 +75,7 @@ def add_init(commands: CommandParsers) -> argparse.ArgumentParser:
         "init", help="Write a small project of your own: an environment, a reward, a configuration and tests."
     )
     parser.add_argument("folder", type=Path, help="Folder of the project. It is empty, or does not exist yet.")
+    parser.set_defaults(run=run_init)
     return parser
 
 
@@ -117,6 +118,7 @@ def add_doctor(commands: CommandParsers) -> argparse.ArgumentParser:
         help="Configuration files and settings of the run, as for `flash train`. Default: any small run.",
     )
     parser.add_argument("--json", action="store_true", help="Print the findings as JSON.")
+    parser.set_defaults(run=run_doctor)
     return parser
 
 
@@ -219,6 +221,7 @@ def add_plan(commands: CommandParsers) -> argparse.ArgumentParser:
         default=80.0,
         help="Memory of one GPU, in GiB. Without GPUs: memory of one trainer rank. Default: 80.",
     )
+    parser.set_defaults(run=run_plan)
     return parser
 
 
@@ -345,6 +348,7 @@ def add_fetch(commands: CommandParsers) -> argparse.ArgumentParser:
         metavar="FOLDER",
         help=f"Folder to write. Default: {MODELS}/NAME, or FILE.hf beside the file.",
     )
+    parser.set_defaults(run=run_fetch)
     return parser
 
 

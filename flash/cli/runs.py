@@ -74,6 +74,7 @@ def add_view(commands: CommandParsers) -> argparse.ArgumentParser:
     parser.add_argument(
         "--port", type=int, default=VIEW_PORT, help=f"Port of the page. 0: any free port. Default: {VIEW_PORT}."
     )
+    parser.set_defaults(run=run_view)
     return parser
 
 
@@ -116,6 +117,7 @@ def add_watch(commands: CommandParsers) -> argparse.ArgumentParser:
         "run_dir", nargs="?", type=Path, help=f"Folder of the run. Default: the newest run in {OUTPUTS}."
     )
     parser.add_argument("--once", action="store_true", help="Print the present state once, and exit.")
+    parser.set_defaults(run=run_watch)
     return parser
 
 
@@ -140,6 +142,7 @@ def run_watch(arguments: argparse.Namespace) -> int:
 def add_plot(commands: CommandParsers) -> argparse.ArgumentParser:
     parser = commands.add_parser("plot", help="Draw the plots of a run again.")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="Folder of the run, such as outputs/tiny.")
+    parser.set_defaults(run=run_plot)
     return parser
 
 
@@ -167,6 +170,7 @@ def add_compare(commands: CommandParsers) -> argparse.ArgumentParser:
         metavar="RUN_DIR",
         help="Further runs, each of which is compared with the first one.",
     )
+    parser.set_defaults(run=run_compare)
     return parser
 
 
@@ -186,6 +190,7 @@ def add_trace(commands: CommandParsers) -> argparse.ArgumentParser:
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="Folder of the run, such as outputs/tiny.")
     parser.add_argument("--output", type=Path, metavar="FILE", help="File to write. Default: RUN_DIR/trace.json.")
+    parser.set_defaults(run=run_trace)
     return parser
 
 
@@ -209,6 +214,7 @@ def add_track(commands: CommandParsers) -> argparse.ArgumentParser:
         "--to", choices=TRACKERS, help="Name of the tracker. Default: the trackers of the run's track.to."
     )
     parser.add_argument("--project", help="Project in the tracker. Default: the run's track.project.")
+    parser.set_defaults(run=run_track)
     return parser
 
 
@@ -265,6 +271,7 @@ def add_export(commands: CommandParsers) -> argparse.ArgumentParser:
         choices=get_args(Dtype),
         help="Data type of the weights. Default: that of the model with which the run began.",
     )
+    parser.set_defaults(run=run_export)
     return parser
 
 
@@ -315,6 +322,7 @@ def add_replay(commands: CommandParsers) -> argparse.ArgumentParser:
     parser.add_argument(
         "--export", type=Path, metavar="FOLDER", help="Write the weights as a Hugging Face model folder."
     )
+    parser.set_defaults(run=run_replay)
     return parser
 
 
@@ -426,6 +434,7 @@ def add_rhythm(commands: CommandParsers) -> argparse.ArgumentParser:
         help="Draw the attention maps and signals of that response into this file.",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="Write all findings to this file.")
+    parser.set_defaults(run=run_rhythm)
     return parser
 
 

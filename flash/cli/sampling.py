@@ -48,6 +48,7 @@ def add_eval(commands: CommandParsers) -> argparse.ArgumentParser:
         help="Number of answers to each problem, which gives pass@k for k up to N. Default: eval.samples.",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to this file.")
+    parser.set_defaults(run=run_eval)
     return parser
 
 
@@ -109,6 +110,7 @@ def add_rollout(commands: CommandParsers) -> argparse.ArgumentParser:
     )
     add_options(parser)
     parser.add_argument("--episodes", "-n", type=int, default=4, metavar="N", help="Number of episodes. Default: 4.")
+    parser.set_defaults(run=run_rollout)
     return parser
 
 

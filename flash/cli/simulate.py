@@ -69,6 +69,7 @@ def add_simulate(commands: CommandParsers) -> argparse.ArgumentParser:
     )
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="Draw the result into this file.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to this file.")
+    parser.set_defaults(run=run_simulate)
     return parser
 
 
@@ -222,6 +223,7 @@ def add_calibrate(commands: CommandParsers) -> argparse.ArgumentParser:
     parser.add_argument(
         "--output", type=Path, metavar="FILE.toml", help="File to write the table to. Default: RUN_DIR/fitted.toml."
     )
+    parser.set_defaults(run=run_calibrate)
     return parser
 
 

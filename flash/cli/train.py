@@ -222,6 +222,7 @@ def add_join(commands: CommandParsers) -> argparse.ArgumentParser:
         help="Folder of the run, and settings of this machine alone, such as engine.count=2.",
     )
     add_hub_option(parser)
+    parser.set_defaults(run=run_join)
     return parser
 
 
@@ -247,6 +248,7 @@ def add_drain(commands: CommandParsers) -> argparse.ArgumentParser:
         help="Folder of the run, and then the number of the node, which the run prints.",
     )
     add_hub_option(parser)
+    parser.set_defaults(run=run_drain)
     return parser
 
 

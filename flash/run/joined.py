@@ -1,8 +1,11 @@
 """Loop of a node that has joined a run. Every node except the first has such a loop.
 
-The node connects to the hub as a guest, and the hub numbers the node and its engines. If the hub is gone, the node's
-episodes go on. The node waits for the next hub of the run, and continues there with the samples in hand. At SIGTERM the
-node leaves the run in order.
+`flash.run.processes.worker` calls `run_joined_loop` in a process that `flash.run.processes.launcher.JoinedLoop` has
+started. The loop connects to the hub as a guest (a peer that has no number yet), and the hub numbers the node and its
+engines. A `flash.rollout.node.RolloutNode` then leases tasks from the hub and delivers samples.
+
+If the hub is gone, the node's episodes go on. The node waits for the next hub of the run, and continues there with the
+samples in hand. At SIGTERM the node leaves the run in order.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from flash.hub.stages import STARTING_ENGINES
 from flash.rollout.node import RolloutNode
 from flash.rollout.scheduler import HubLink
 from flash.run.loop_watch import run_watched
-from flash.run.node_loop import EVERY_S, NodeNumbers, make_node, start_of_engines, unix_clock
+from flash.run.node_loop import STARTUP_LINE_S, NodeNumbers, explain_engine_start, make_node, unix_clock
 from flash.run.processes.forked import ProcessOrder
 from flash.run.processes.hub_place import TOKEN_VARIABLE
 from flash.run.processes.rendezvous import RETRY_S, HubSearch
@@ -46,9 +49,11 @@ def run_joined_loop(order: ProcessOrder, config: Config) -> End:
 
 
 class HubConnection:
-    """Connection to the hub that records how it ended.
+    """Connection to the hub that records how it ended, because the error of a call alone does not show it.
 
-    Calls `serves` once, when the hub knows a ready engine of this node.
+    Args:
+        caller: the connection itself.
+        serves: called once with the node's number, when the hub knows a ready engine of this node.
     """
 
     def __init__(self, caller: p.HubCaller, serves: Callable[[int], None]) -> None:
@@ -62,7 +67,10 @@ class HubConnection:
         """True if the hub knows an engine of this node that has a version."""
 
     async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
-        """Send a request to the hub and return the reply. Implements `HubCaller.call`."""
+        """Send a request to the hub and return the reply. Implements `HubCaller.call`.
+
+        Sets `over`, `lost` and `serves` by the request and its result.
+        """
         try:
             reply = await self._caller.call(request, timeout)
         except TransportError as error:
@@ -77,11 +85,12 @@ class HubConnection:
 
 
 async def _roll_out(config: Config, order: ProcessOrder, token: str | None) -> End:
+    """Run a `JoinedNode` and its signal handler. Returns how the node ended."""
     end = End.OVER  # also if a signal arrives while there is no hub
     try:
         async with sharing(config.run.name, close_s=config.deadlines.close), anyio.create_task_group() as group:
             node = JoinedNode(config, order, token)
-            group.start_soon(node.heed_signals, group.cancel_scope)
+            group.start_soon(node.handle_signals, group.cancel_scope)
             end = await node.run()
             group.cancel_scope.cancel()
     except BaseExceptionGroup as errors:  # of the task groups above: show the error with the most information
@@ -101,9 +110,13 @@ class JoinedNode:
     def __init__(self, config: Config, order: ProcessOrder, token: str | None) -> None:
         self._config = config
         self._place = order.node
+        """Number of this machine in its job."""
         self._trains = order.node < config.cluster.trainer_nodes
+        """True if this machine also has trainer ranks, so that the hub must give it the number of its place."""
         self._digest = order.digest
+        """Digest of the configuration with which this process was started."""
         self._begun = order.begun
+        """Time at which the launcher began to start this process, in Unix seconds."""
         self._search = HubSearch(order.place, token)
         self._run: p.RunReply | None = None
         """Description of the run by the last hub."""
@@ -112,6 +125,7 @@ class JoinedNode:
         self._rejoins = False
         """True if the node had running engines when it joined the present hub."""
         self._serving = False
+        """True while the node works for a hub, so that it can leave the run in order."""
         self._samples = False
         """True if the engines have started and a hub knows one of them."""
         self._news = anyio.Event()
@@ -128,7 +142,7 @@ class JoinedNode:
     async def run(self) -> End:
         """Serve hubs until the run is over, a signal arrives, or the next hub cannot use this node.
 
-        Returns how it ended.
+        Returns how it ended: OVER, or WITH_PEER if this process must be replaced by a new one to serve the next hub.
         """
         try:
             async with unwrapped_group() as tasks:
@@ -140,8 +154,10 @@ class JoinedNode:
                 await self._node.close()
 
     async def _serve_all(self, tasks: TaskGroup) -> End:
-        wait_s = 0.0
+        """Serve one hub after the other. Returns the result of `run`."""
+        wait_s = 0.0  # the launcher has just found the first hub
         while (end := await self._serve_next(tasks, wait_s)) is None:
+            # Without engines there is nothing to keep, so the launcher starts a new process for the next hub.
             if self._node is None or self._told:
                 return End.WITH_PEER
             wait_s = self._config.deadlines.rendezvous
@@ -150,7 +166,7 @@ class JoinedNode:
 
     async def _work(self) -> None:
         """Run the node from its start to its end, and record how it ended."""
-        assert self._node is not None, "it was made just now"
+        assert self._node is not None, "`_serve` has made the node before it started this task"
         try:
             await self._node.work()
         except Exception as error:  # any error: the task that talks to the hub reports it
@@ -159,12 +175,13 @@ class JoinedNode:
         self._news.set()
 
     def lose_hub(self, error: TransportError) -> None:
-        """Record that the node has lost the hub, and wake `_serve`."""
+        """Record that the node has lost the hub, and wake `_serve`. The node calls this."""
         self._lost = error
         self._news.set()
 
     def _tell_beginning(self, number: int) -> None:
-        assert self._node is not None, "without a node there is no report"
+        """Print how long the start has taken, when the hub knows the first engine. `number` is the node's number."""
+        assert self._node is not None, "without a node there is no report of engines"
         self._samples = True
         if self._rejoins:
             return  # `_serve` prints a line about it instead
@@ -173,23 +190,29 @@ class JoinedNode:
         say(f"node {number} makes samples {words}, of which its engines took {start_s:.1f} s to start")
 
     async def _tell_start(self) -> None:
-        """Print lines with the time that the start of the engines takes.
+        """Print a line every STARTUP_LINE_S seconds while the engines start, since a start can take minutes.
 
-        Waits for the clock. Ends when samples are made.
+        Waits for the clock. Ends when samples are made, or when the node has ended.
         """
         begun = anyio.current_time()
         while not self._samples and not self._ended:
             if (seconds := anyio.current_time() - begun) > 0:
-                say(f"{STARTING_ENGINES} … {seconds:.0f} s{start_of_engines(seconds, self._config)}")
-            await anyio.sleep(EVERY_S)
+                say(f"{STARTING_ENGINES} … {seconds:.0f} s{explain_engine_start(seconds, self._config)}")
+            await anyio.sleep(STARTUP_LINE_S)
 
     async def make_node(self, numbers: NodeNumbers, hub: HubConnection) -> RolloutNode:
-        """Return a rollout node. Its engines are not started yet."""
+        """Return a rollout node. Its engines are not started yet. Tests replace this method."""
         parts = (self._place, numbers, self._config, self._env, hub)
         return await make_node(*parts, unix_clock(), on_loss=self.lose_hub)
 
-    async def heed_signals(self, all_of_it: anyio.CancelScope) -> None:
-        """Leave the run in order at a signal. Without a hub, cancel `all_of_it` instead."""
+    async def handle_signals(self, all_of_it: anyio.CancelScope) -> None:
+        """Leave the run in order at a signal: finish the episodes, and take no more tasks.
+
+        Without a hub nothing could be delivered, so `all_of_it` is cancelled instead. A second Ctrl-C needs no code
+        here, because the launcher kills this process.
+
+        Consumes signals. Waits for the next one, until cancelled.
+        """
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             async for received in signals:
                 if not self._told:
@@ -207,6 +230,7 @@ class JoinedNode:
         """Look for a hub for `wait_s` seconds, and serve it. Returns how that ended; None if the hub is gone.
 
         Raises:
+            FlashError: no hub was found in time, although one was served before.
             Exception: the error that ended the node. If a restart cannot fix it, the hub has got it, too.
         """
         try:
@@ -219,8 +243,10 @@ class JoinedNode:
             say("the run is over")
             return End.OVER
         address, self._run = found
+        # The configuration has changed, which this process and its engines cannot take over.
         if self._run.digest != self._digest:
             return End.WITH_PEER
+        # The engines hold weights of a version that the run will make again, with other values.
         if self._node is not None and self._node.newest_version > self._run.version:
             say(f"the run has gone back to version {self._run.version}: this node starts again")
             return End.WITH_PEER
@@ -242,7 +268,12 @@ class JoinedNode:
     async def _serve(self, hub: HubConnection, tasks: TaskGroup) -> End:
         """Join the hub, and serve it until it has no more work or a signal arrives.
 
-        Raises the errors of `_serve_next`.
+        The first time, this makes the node and starts its tasks in `tasks`, where they outlive this hub. Later it moves
+        the node to the new hub.
+
+        Raises:
+            TransportError: the hub is gone.
+            Exception: the error that ended the node.
         """
         config, seconds = self._config, self._config.deadlines.request
         engines = config.engines_on(self._place)

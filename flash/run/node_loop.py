@@ -1,8 +1,9 @@
 """Loop of the first node: one asyncio event loop, which also runs the hub and writes the run directory.
 
-The loop opens the port of the hub: `flash.transport.server.serve` calls `flash.hub.gate.Gate.handle`, which calls
-`flash.hub.hub.Hub.handle`. It also runs a `flash.rollout.node.RolloutNode`, which connects to this hub over TCP, as
-nodes on other machines do. The loops of all other nodes are in `flash.run.joined`.
+`flash.run.processes.worker` calls `run_node_loop` in a process that the launcher has started. The loop opens the port
+of the hub: `flash.transport.server.serve` calls `flash.hub.gate.Gate.handle`, which calls `flash.hub.hub.Hub.handle`.
+It also runs a `flash.rollout.node.RolloutNode`, which connects to this hub over TCP, as nodes on other machines do. The
+loops of all other nodes are in `flash.run.joined`; they use `make_node` and `explain_engine_start` of this file.
 
 The loop ends when the hub has no more work, at the first error, or after an interrupt (SIGINT, SIGTERM). After an
 interrupt the trainer ranks finish their step and write a checkpoint within deadlines.shutdown.
@@ -36,7 +37,7 @@ from flash.hub.gate import Gate
 from flash.hub.hub import Hub
 from flash.hub.recovery import Persistence, RecoveredState
 from flash.hub.stages import STARTING_ENGINES
-from flash.observe.cluster import EVERY_S as PICTURE_S
+from flash.observe.cluster import EVERY_S as OVERVIEW_S
 from flash.observe.cluster import HubNow
 from flash.observe.recorder import Recorder
 from flash.rollout.engine import Engine
@@ -64,18 +65,15 @@ if TYPE_CHECKING:
     from flash.rollout.teacher import ServedTeacher
 
 FAREWELL_S = 0.2
-"""Seconds in which the other nodes learn that an interrupted run is over."""
-
+"""Seconds for which the hub of an interrupted run stays, so that the other nodes learn that the run is over."""
 SWITCH_S = 0.0005
 """Seconds after which Python takes the interpreter lock from another thread, such as the writer of samples, for the
 loop. With Python's default of 5 ms, these threads caused the longest pauses of the loop."""
-
-
-EVERY_S = 10.0
-"""Seconds between two lines while the activity stays the same."""
-LONG_S = 30.0
+STARTUP_LINE_S = 10.0
+"""Seconds between two lines of a start while its phase stays the same."""
+LONG_START_S = 30.0
 """Seconds after which a line explains why the engines take so long to start, since they seem to hang."""
-NEAR = 0.5
+NEAR_DEADLINE = 0.5
 """Share of `deadlines.engine_start` from which the lines name this deadline."""
 
 
@@ -102,7 +100,14 @@ def unix_clock() -> Callable[[], float]:
 
 
 async def _first_node(restarts: int, config: Config, token: str | None) -> None:
-    """Restore the run's state, and run the hub and this node until the end of the run."""
+    """Restore the run's state, and run the hub and this node until the end of the run.
+
+    A run that resumes continues from its checkpoint and journal, and so does a restarted loop (`restarts` > 0). `token`
+    is the value of FLASH_TOKEN; None if it is not set.
+
+    Raises:
+        FlashError: the run has failed, or an alarm has stopped it.
+    """
     now = unix_clock()
     resume = config.run.resume or restarts > 0
     checkpoint, notes = (
@@ -120,7 +125,7 @@ async def _first_node(restarts: int, config: Config, token: str | None) -> None:
             recorder.note(note)
         env = LoadedEnvironment(config.env.path, config.env.options)
         problems = ProblemKinds.of(config, env.kind_of, env.domains())
-        config = await with_held_out_problems(config, env, recorder.note)
+        config = await limit_held_out_problems(config, env, recorder.note)
         evaluated = {int(row["step"]) for row in recorder.directory.read_evaluations()}
         home = RunOrigin(os.getcwd(), tuple(own_folders()), os.environ[LAUNCHER])
         incarnation = recorder.directory.incarnations.begin()
@@ -141,14 +146,14 @@ async def _first_node(restarts: int, config: Config, token: str | None) -> None:
             ),
             origin=home,
         )
-        with _books_kept(hub, recorder):
+        with _totals_on_failure(hub, recorder):
             async with anyio.create_task_group() as signals:
                 # Outermost, so that a signal cannot interrupt the orderly end of a failed run and hide its error.
                 signals.start_soon(interrupt_on_signal, hub, config, recorder.note)
                 if journal is not None:
                     signals.start_soon(journal.run)
-                signals.start_soon(tell_beginning, hub, config, recorder.stage)
-                signals.start_soon(tell_cluster, hub, recorder.cluster)
+                signals.start_soon(report_startup, hub, config, recorder.stage)
+                signals.start_soon(report_cluster, hub, recorder.cluster)
                 async with _serving(hub, config, token) as address:
                     end = await _run_hub(hub, config, env, address, now, recorder.note)
                     recorder.cluster(hub.overview())
@@ -163,8 +168,11 @@ async def _first_node(restarts: int, config: Config, token: str | None) -> None:
 
 
 @contextmanager
-def _books_kept(hub: Hub, recorder: Recorder) -> Generator[None]:
-    """Write the totals of samples if the run fails in the block."""
+def _totals_on_failure(hub: Hub, recorder: Recorder) -> Generator[None]:
+    """Write the totals of samples to the run directory if the run fails in the block.
+
+    A run that ends in order writes them in `Recorder.finish`.
+    """
     try:
         yield
     except BaseException:
@@ -177,6 +185,8 @@ async def interrupt_on_signal(hub: Hub, config: Config, tell: Callable[[str], No
     """End the run in order at a signal, and print at once which work is left.
 
     At a second Ctrl-C the launcher kills all processes (`flash.run.processes.launch`).
+
+    Consumes signals. Waits for the next one, until cancelled.
     """
     told = False
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
@@ -187,8 +197,13 @@ async def interrupt_on_signal(hub: Hub, config: Config, tell: Callable[[str], No
                 told = True
 
 
-def cut_short(unfinished: str, config: Config) -> str:
-    """Return a message about the unfinished work of an interrupted run, and about the state that it keeps."""
+def describe_cut(unfinished: str, config: Config) -> str:
+    """Return a message for an interrupted run that did not end within deadlines.shutdown.
+
+    The message names the work that is lost, and the state from which the run can resume.
+
+    `unfinished`: phrase for the work, from `RunEnd.unfinished`.
+    """
     if config.checkpoint.journal != "off" and config.checkpoint.batches != "none":
         kept = "the steps before it are kept with all samples that came in, and --resume goes on there"
     elif (newest := newest_complete(config.run_dir)) is not None:
@@ -200,7 +215,14 @@ def cut_short(unfinished: str, config: Config) -> str:
 
 @asynccontextmanager
 async def _serving(hub: Hub, config: Config, given: str | None) -> AsyncGenerator[HubAddress]:
-    """Open the hub's port while the block runs, and announce its address."""
+    """Open the hub's port while the block runs, and announce its address. Yields the address.
+
+    `given` is the value of FLASH_TOKEN; None if it is not set.
+
+    Raises:
+        ConfigError: the hub cannot listen at the configured address.
+        RunDirectoryError: the token or the address cannot be written.
+    """
     host, gate = advertised_host(config), Gate(hub, config)
     with hub_token(config.run_dir, given) as (token, token_file):
         async with anyio.create_task_group() as group:
@@ -225,7 +247,10 @@ async def _serving(hub: Hub, config: Config, given: str | None) -> AsyncGenerato
 
 @contextmanager
 def naming_the_key(port: int) -> Generator[None]:
-    """Name the configuration key in the error message if the hub cannot listen."""
+    """Name the configuration key in the error message if the hub cannot listen in the block.
+
+    `port` is the configured port. If it is 0, any free port is taken, so the host must be wrong.
+    """
     try:
         yield
     except ConfigError as error:
@@ -240,14 +265,18 @@ async def _run_hub(
     now: Callable[[], float],
     tell: Callable[[str], None],
 ) -> RunEnd:
-    """Run the hub, and the engines of this node, until the end of the run. Returns why the run ended."""
+    """Run the hub, and the engines of this node, until the end of the run. Returns why the run ended.
+
+    The hub stays a little longer than the run: until all nodes have left a finished run, or for FAREWELL_S seconds.
+    Nodes that do not learn of the end would wait for the next hub.
+    """
     async with anyio.create_task_group() as group:
         if config.engines_on(0):
             group.start_soon(_roll_out_here, hub, config, env, address, now)
         with rare_garbage_collection():
             end = await hub.run()
         if end.unfinished:
-            tell(cut_short(end.unfinished, config))
+            tell(describe_cut(end.unfinished, config))
         if end.reason == "finished":
             with anyio.move_on_after(config.deadlines.request):
                 await hub.all_nodes_left()
@@ -255,13 +284,13 @@ async def _run_hub(
             await anyio.sleep(FAREWELL_S)
         group.cancel_scope.cancel()
         return end
-    raise AssertionError("cancelled from outside, and not told")
+    raise AssertionError("only this function cancels the group, after `return` has its value")
 
 
 async def _roll_out_here(
     hub: Hub, config: Config, env: LoadedEnvironment, address: HubAddress, now: Callable[[], float]
 ) -> None:
-    """Run the engines and episodes of this node."""
+    """Run the engines and episodes of this node until the hub has no more work."""
     seconds = config.deadlines.connect
     with engines_until_interrupted(hub):
         async with connect(address.host, address.port, address.token, "node-0", seconds) as caller:
@@ -270,11 +299,11 @@ async def _roll_out_here(
 
 @contextmanager
 def engines_until_interrupted(hub: Hub) -> Generator[None]:
-    """Ignore the failure of engines after the run was interrupted."""
+    """Ignore the failure of engines in the block if the run was interrupted before."""
     try:
         yield
     except* EngineError:
-        # Slurm sends a signal to all processes of a job, also to the engines.
+        # Slurm sends a signal to all processes of a job, so the engines may end before the run does.
         if hub.progress.stopping != "interrupted":
             raise
 
@@ -295,7 +324,7 @@ async def make_node(
     now: Callable[[], float],
     on_loss: Callable[[TransportError], None] | None = None,
 ) -> RolloutNode:
-    """Return a node with real engines. Nothing of it is started.
+    """Return a rollout node with real engines. Nothing of it is started.
 
     Args:
         place: number of this machine in its job, which determines its engines and GPUs.
@@ -321,14 +350,18 @@ async def make_node(
         *(config, link, engines, tokenizer, played),
         now=now,
         on_loss=on_loss,
-        status_s=PICTURE_S,
+        status_s=OVERVIEW_S,
         teacher=teacher,
         blocked_s=blocked_seconds,
     )
 
 
 async def _served_teacher(config: Config, tokenizer: HfTokenizer) -> ServedTeacher | None:
-    """Return the server of the teacher after a test with the longest sequence; None if no server holds a teacher."""
+    """Return the server of the teacher after a test with the longest sequence; None if no server holds a teacher.
+
+    A teacher is a model whose log-probs the policy learns from. The test shows before any work that the server accepts
+    the longest sequence, and that it has the policy's tokens. Raises the errors of `ServedTeacher.check`.
+    """
     if config.algorithm.teacher is None or config.algorithm.teacher.url is None:
         return None
     from flash.rollout.teacher import ServedTeacher
@@ -338,25 +371,28 @@ async def _served_teacher(config: Config, tokenizer: HfTokenizer) -> ServedTeach
     return teacher
 
 
-async def tell_beginning(hub: Hub, config: Config, tell: Callable[[str], None]) -> None:
-    """Print the activity of the run and the seconds since the start, until the first step.
+async def report_startup(hub: Hub, config: Config, tell: Callable[[str], None]) -> None:
+    """Report the phase of the run's start and the seconds since the start, until the first step.
 
-    Waits at most EVERY_S seconds for the next activity. Unblocked by the hub's progress. Produces lines.
+    Waits at most STARTUP_LINE_S seconds for the next phase. Unblocked by the hub's progress. Produces lines, with which
+    it calls `tell`.
     """
     begun = anyio.current_time()
     while (now := hub.stages.startup_phase()) is not None:
         seconds = anyio.current_time() - begun
         what = f"{now.doing}, {now.done}" if now.done else now.doing
-        why = start_of_engines(seconds, config) if now.doing == STARTING_ENGINES else ""
+        why = explain_engine_start(seconds, config) if now.doing == STARTING_ENGINES else ""
         tell(f"{what} … {seconds:.0f} s{why}")
-        with anyio.move_on_after(EVERY_S):
+        with anyio.move_on_after(STARTUP_LINE_S):
             await hub.stages.phase_ended(now.doing)
 
 
-async def with_held_out_problems(config: Config, env: LoadedEnvironment, tell: Callable[[str], None]) -> Config:
+async def limit_held_out_problems(config: Config, env: LoadedEnvironment, tell: Callable[[str], None]) -> Config:
     """Limit eval.problems to the number of held-out problems that the environment has. Returns the configuration.
 
-    Calls `tell` with a line if the number changes.
+    Held-out problems are those of evaluations, which are never trained. A data set may have fewer of them than
+    eval.problems; without the limit an evaluation would ask some of them twice. An environment whose class does not
+    know the number has no limit. Calls `tell` with a line if the number changes.
 
     Raises:
         DeadlineError: the data set was not read within deadlines.env_reset.
@@ -372,12 +408,15 @@ async def with_held_out_problems(config: Config, env: LoadedEnvironment, tell: C
     return replace(config, eval=replace(config.eval, problems=there))
 
 
-def start_of_engines(seconds: float, config: Config) -> str:
-    """Return an explanation for engines that have been starting for `seconds`, to be added to a line; may be empty."""
+def explain_engine_start(seconds: float, config: Config) -> str:
+    """Return an explanation for engines that have been starting for `seconds`, to be added to a line; may be empty.
+
+    Compilation takes minutes without any output, so users think that the run hangs.
+    """
     most = config.deadlines.engine_start
-    if seconds >= NEAR * most:
+    if seconds >= NEAR_DEADLINE * most:
         return f"; at most {most:g} s (deadlines.engine_start)"
-    if seconds < LONG_S:
+    if seconds < LONG_START_S:
         return ""
     teacher = config.algorithm.teacher
     asked = "" if teacher is None or teacher.url is None else f", or {teacher.url} does not answer yet"
@@ -386,8 +425,11 @@ def start_of_engines(seconds: float, config: Config) -> str:
     return f"; vLLM compiles, for minutes at its first start here{asked}"
 
 
-async def tell_cluster(hub: Hub, tell: Callable[[HubNow], None]) -> None:
-    """Call `tell` with an overview of the cluster at regular intervals, until cancelled. Waits only for the clock."""
+async def report_cluster(hub: Hub, tell: Callable[[HubNow], None]) -> None:
+    """Call `tell` with an overview of the cluster every OVERVIEW_S seconds, until cancelled. Waits only for the clock.
+
+    The recorder writes the overview to the run directory, where `flash view` reads it.
+    """
     while True:
         tell(hub.overview())
-        await anyio.sleep(PICTURE_S)
+        await anyio.sleep(OVERVIEW_S)

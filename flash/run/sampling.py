@@ -23,7 +23,7 @@ from flash.rollout.engine import Engine
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.rollout.scheduler import HubLink
-from flash.run.node_loop import tell_beginning, with_held_out_problems
+from flash.run.node_loop import limit_held_out_problems, report_startup
 from flash.samples.rules import ProblemKinds
 from flash.types import Canary, Failure, Outcome, Published, Trajectory
 from flash.waiting import first_error
@@ -60,7 +60,7 @@ async def evaluate(
     Raises:
         FlashError: the environment cannot be played, or the engines are gone.
     """
-    config = await with_held_out_problems(config, env, tell)
+    config = await limit_held_out_problems(config, env, tell)
     guest = _Guest(alone(config, steps=0, batch=config.rollout.group_size), env, tokenizer, engines)
     await guest.run(tell)
     (row,) = guest.observer.evaluations
@@ -138,7 +138,7 @@ class _Guest:
             async with anyio.create_task_group() as group:
                 group.start_soon(self._node.run)
                 group.start_soon(self._take)
-                group.start_soon(tell_beginning, self._hub, self._config, tell)
+                group.start_soon(report_startup, self._hub, self._config, tell)
                 await self._hub.run()
                 self.evaluated.sort(key=lambda trajectory: trajectory.task.task_id)
         except BaseExceptionGroup as errors:  # of the tasks above: show the error with the most information

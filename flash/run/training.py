@@ -1,4 +1,4 @@
-"""Training from Python: the function behind `flash train`."""
+"""Function `flash.train`: trains from Python as `flash train` does, with the same checks and the same processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flash.errors import ConfigError, FlashError, error_of
 from flash.observe.rundir.summary import Summary
 from flash.run.checks.preflight import left_as_it_was, start_problems
 from flash.run.models import make_missing_model
-from flash.run.processes.launch_state import ERROR_FILE, heed_torchrun
+from flash.run.processes.launch_state import ERROR_FILE, use_torchrun_variables
 from flash.run.processes.launcher import launch
 from flash.run.processes.supervisor import End
 
@@ -43,7 +43,7 @@ def train(config: Config, *, resume: bool = False) -> Summary | None:
     """
     if not isinstance(config, Config):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may not check types
         raise ConfigError(f"flash.train takes a flash.Config, which flash.load makes of files, got {config!r}")
-    heed_torchrun(os.environ)
+    use_torchrun_variables(os.environ)
     begun = time.time()
     with tempfile.TemporaryDirectory(prefix="flash-config-") as folder:
         file = Path(folder) / "config.toml"
@@ -63,7 +63,7 @@ def train(config: Config, *, resume: bool = False) -> Summary | None:
 
 
 def error_left(run_dir: Path, since: float) -> FlashError:
-    """Return the error that ended the run, from the marker that it has left since a time in Unix seconds."""
+    """Return the error that ended the run, from its marker `error.json`. `since`: start of the run in Unix seconds."""
     try:
         row = json.loads((run_dir / ERROR_FILE).read_text())
         # An older marker belongs to an earlier launch of the same run.

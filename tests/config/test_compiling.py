@@ -12,7 +12,7 @@ from flash.config.machine import HEADERS, missing_compiler, runs_eagerly, why_ea
 from flash.config.tree import Config
 from flash.rollout.vllm.start import engine_args, engine_variables
 from flash.run.checks.doctor import compilers
-from flash.run.node_loop import start_of_engines
+from flash.run.node_loop import explain_engine_start
 
 
 def config(*, gpus: int = 0, eager: bool = False) -> Config:
@@ -48,7 +48,7 @@ def test_without_a_compiler_engines_on_the_cpu_run_eagerly_and_it_is_told_how_to
     assert runs_eagerly(config())
     assert engine_args(config(), 0, [])["enforce_eager"] is True
     assert engine_variables(config(), {}, [0], 7)["TORCHDYNAMO_DISABLE"] == "1"
-    assert start_of_engines(40.0, config()) == "; vLLM loads the model"
+    assert explain_engine_start(40.0, config()) == "; vLLM loads the model"
     (told,) = unwise(config())
     assert told.key == "engine.enforce_eager"
     assert "torch finds no C++ compiler (g++ is not on PATH)" in told.message

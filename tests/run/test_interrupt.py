@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from flash.config.tree import CheckpointConfig, Config
-from flash.run.node_loop import cut_short, interrupt_on_signal
+from flash.run.node_loop import describe_cut, interrupt_on_signal
 from flash.trainer.checkpoint_files import Manifest
 from tests.hub.test_hub import Driver, make_config
 
@@ -46,7 +46,7 @@ def config_of(folder: Path, **checkpoint: str) -> Config:
 
 
 def test_what_was_cut_short_is_said_with_what_is_kept(tmp_path: Path) -> None:
-    said = cut_short("finishing step 12 and writing a checkpoint", config_of(tmp_path))
+    said = describe_cut("finishing step 12 and writing a checkpoint", config_of(tmp_path))
     assert said == (
         "interrupted: finishing step 12 and writing a checkpoint takes more than 60 s (deadlines.shutdown); "
         "the steps before it are kept with all samples that came in, and --resume goes on there"
@@ -58,8 +58,8 @@ def test_without_journal_or_batches_the_newest_checkpoint_is_what_is_kept(
     tmp_path: Path, checkpoint: dict[str, str]
 ) -> None:
     config = config_of(tmp_path, **checkpoint)
-    assert cut_short("x", config).endswith("; no checkpoint is there yet, and --resume begins anew")
+    assert describe_cut("x", config).endswith("; no checkpoint is there yet, and --resume begins anew")
     (config.run_dir / "checkpoints" / "step-000010").mkdir(parents=True)
     manifest = msgspec.json.encode(Manifest(version=10, skipped_steps=0, files=[]))
     (config.run_dir / "checkpoints" / "step-000010" / "manifest.json").write_bytes(manifest)
-    assert cut_short("x", config).endswith("; step-000010 is kept, and --resume goes on there")
+    assert describe_cut("x", config).endswith("; step-000010 is kept, and --resume goes on there")

@@ -53,7 +53,7 @@ class Loops(JoinedLoop):
         self.processes = Told(ends)
 
     async def run(self) -> End:
-        return await self.keep(anyio.Event())
+        return await self.keep_running(anyio.Event())
 
 
 class Job:

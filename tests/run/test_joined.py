@@ -83,7 +83,7 @@ async def test_its_engines_outlive_the_hub(job: Job, capfd: pytest.CaptureFixtur
 
     with anyio.fail_after(60):
         async with sharing("test"), anyio.create_task_group() as tasks:
-            tasks.start_soon(one.heed_signals, tasks.cancel_scope)
+            tasks.start_soon(one.handle_signals, tasks.cancel_scope)
             async with job.hub() as hub:
                 tasks.start_soon(run, tasks.cancel_scope)
                 await serves(one, hub)
@@ -108,7 +108,7 @@ async def test_it_brings_the_next_hub_what_it_was_given_by_the_one_before(
 
     with anyio.fail_after(60):
         async with sharing("test"), anyio.create_task_group() as tasks:
-            tasks.start_soon(one.heed_signals, tasks.cancel_scope)
+            tasks.start_soon(one.handle_signals, tasks.cancel_scope)
             async with job.hub(
                 persistence=Persistence(journal=journal), recovered=RecoveredState(None, {0}, hub_number=1)
             ) as hub:

@@ -16,7 +16,7 @@ from flash.config.tree import Config
 from flash.errors import ConfigError, RanksGoneError
 from flash.observe.rundir.rundir import RunDirectory
 from flash.run.processes.hub_place import HubPlace
-from flash.run.processes.launch_state import ErrorMarker, heed_torchrun
+from flash.run.processes.launch_state import ErrorMarker, use_torchrun_variables
 from flash.run.processes.launcher import HubLoop, describe_start, leave_in_order, place_in_job, resume_command
 from flash.run.processes.rendezvous import hub_place
 
@@ -38,14 +38,14 @@ def test_what_is_about_to_start_is_said() -> None:
 def test_one_process_of_torchrun_per_node_is_a_node_of_the_job() -> None:
     torchrun = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2", "RANK": "1"}
     environment = torchrun | {"MASTER_ADDR": "node7", "MASTER_PORT": "4711"}
-    heed_torchrun(environment)
+    use_torchrun_variables(environment)
     assert place_in_job(make_config(cluster={"nodes": 2}), environment) == 1
     assert environment["FLASH_RDZV_ENDPOINT"] == "node7:4711"
     said = torchrun | {"FLASH_NNODES": "1"}
-    heed_torchrun(said)
+    use_torchrun_variables(said)
     assert said == torchrun | {"FLASH_NNODES": "1"}, "what people have set themselves stays"
     with pytest.raises(ConfigError, match="--nproc-per-node=1"):
-        heed_torchrun(torchrun | {"LOCAL_WORLD_SIZE": "2"})
+        use_torchrun_variables(torchrun | {"LOCAL_WORLD_SIZE": "2"})
 
 
 def test_a_job_of_another_size_than_the_configuration_says_is_refused() -> None:
@@ -100,8 +100,8 @@ def test_an_error_that_finds_no_room_in_the_run_directory_still_ends_the_launch(
         if here is not None:
             monkeypatch.setenv("FLASH_SCRATCH", str(here))
         ErrorMarker(full, "7.1").write(ConfigError("wrong"))
-        assert ErrorMarker(full, "7.1").stands() is stands
-        assert not ErrorMarker(full, "8.1").stands()
+        assert ErrorMarker(full, "7.1").exists() is stands
+        assert not ErrorMarker(full, "8.1").exists()
     assert len(caplog.records) == 1
     assert [file.name for file in scratch.iterdir()] == ["error.json"]
 

@@ -12,7 +12,7 @@ import pytest
 from flash.config.tree import Config
 from flash.environment.load import LoadedEnvironment
 from flash.run.checks.dry_run import try_own_answer
-from flash.run.node_loop import start_of_engines, tell_beginning, with_held_out_problems
+from flash.run.node_loop import explain_engine_start, limit_held_out_problems, report_startup
 from tests.hub.test_hub import Driver, make_config
 from tests.hub.test_stages import version
 
@@ -34,7 +34,7 @@ def config_of(*, eager: bool = False) -> Config:
     ],
 )
 def test_engines_that_start_for_long_are_explained(seconds: float, eager: bool, said: str) -> None:
-    assert start_of_engines(seconds, config_of(eager=eager)) == said
+    assert explain_engine_start(seconds, config_of(eager=eager)) == said
 
 
 @pytest.mark.anyio
@@ -49,7 +49,7 @@ async def test_an_evaluation_asks_no_held_out_row_twice(tmp_path: Path, asked: i
     tools = {"notes": {"path": "envs.tools.memory:Memory"}}
     tasks = {"tasks": {"path": "envs.dataset:DatasetEnv", "options": files}, "tools": tools}
     env = LoadedEnvironment("envs.tools:ToolEnv", tasks)  # also around the environment that has the rows
-    config = await with_held_out_problems(config, env, said.append)
+    config = await limit_held_out_problems(config, env, said.append)
     assert config.eval.problems == problems
     assert said == ["evaluations ask all 3 held-out problems: there are no more, and eval.problems = 128"] * (asked > 3)
 
@@ -57,7 +57,7 @@ async def test_an_evaluation_asks_no_held_out_row_twice(tmp_path: Path, asked: i
 @pytest.mark.anyio
 async def test_problems_that_are_made_have_no_last_one() -> None:
     env, config = LoadedEnvironment("envs.arithmetic:Arithmetic", {}), make_config()
-    assert await with_held_out_problems(config, env, lambda line: None) is config
+    assert await limit_held_out_problems(config, env, lambda line: None) is config
 
 
 @pytest.mark.anyio
@@ -66,7 +66,7 @@ async def test_what_is_waited_for_is_told_with_its_seconds_and_its_reason() -> N
     driver, said = Driver(make_config()), list[str]()
     with anyio.move_on_after(50):
         async with anyio.create_task_group() as group:
-            group.start_soon(tell_beginning, driver.hub, config_of(), said.append)
+            group.start_soon(report_startup, driver.hub, config_of(), said.append)
             await anyio.sleep(25)
             await driver.hub.handle(version(0))
             await anyio.sleep_forever()

@@ -122,7 +122,7 @@ def ranks_of(config: Config, processes: Processes, node: int = 0) -> Ranks:
 
 async def kept(part: SupervisedPart) -> End:
     """How it ended first: ranks then wait for the end of the run."""
-    return await SupervisedPart.keep(part, anyio.Event())
+    return await SupervisedPart.keep_running(part, anyio.Event())
 
 
 # -- processes -------------------------------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ async def test_a_rank_whose_incarnation_is_over_is_ended_and_its_restart_counts_
     ends: list[tuple[End, list[str]]] = []
 
     async def once() -> None:
-        ends.append(await part.once(0))
+        ends.append(await part.run_once(0))
 
     with anyio.fail_after(30):
         async with anyio.create_task_group() as tasks:
@@ -322,7 +322,7 @@ async def test_a_rank_whose_incarnation_is_over_is_ended_and_its_restart_counts_
             while not part.processes.pids:  # noqa: ASYNC110 - nobody tells that it has started
                 await anyio.sleep(0.01)
             (pid,) = part.processes.pids
-            await part.hear(p.RanksReply(1, living=[], ended=[pid], causes=[pid] * causes))
+            await part.end_incarnation(p.RanksReply(1, living=[], ended=[pid], causes=[pid] * causes))
     signal_9 = "was killed by signal 9 (SIGKILL), perhaps because memory ran out: see dmesg"
     assert ends == [(end, [] if words or not causes else [f"trainer rank 0 (process {pid}) {signal_9}"])]
     assert capfd.readouterr().err == (f"flash: process {pid} of the trainer ranks {words}\n" if words else "")
@@ -338,7 +338,9 @@ async def test_a_rank_that_waited_for_a_lost_host_is_not_said_to_hang_and_the_la
             while not part.processes.pids:  # noqa: ASYNC110 - nobody tells that it has started
                 await anyio.sleep(0.01)
             (pid,) = part.processes.pids
-            await part.hear(p.RanksReply(1, living=[], ended=[pid], causes=[pid], missing="node 1 did not come"))
+            await part.end_incarnation(
+                p.RanksReply(1, living=[], ended=[pid], causes=[pid], missing="node 1 did not come")
+            )
     assert part.why == "node 1 did not come; no restart is left of cluster.max_restarts = 0"
     said, *_ = capfd.readouterr().err.splitlines()
     assert said == f"flash: process {pid} of the trainer ranks waited for others, and is killed: node 1 did not come"
@@ -495,7 +497,7 @@ async def test_ranks_that_have_left_start_again_for_a_hub_that_starts_after_that
     ends: list[End] = []
 
     async def keep() -> None:
-        ends.append(await ranks.keep(ending))
+        ends.append(await ranks.keep_running(ending))
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(keep)
@@ -546,7 +548,7 @@ async def test_a_hub_that_hangs_is_killed_from_whenever_on_and_that_restart_coun
     ends: list[tuple[End, list[str]]] = []
 
     async def once() -> None:
-        ends.append(await part.once(0))
+        ends.append(await part.run_once(0))
         tasks.cancel_scope.cancel()
 
     with anyio.fail_after(60), hub_token(config.run_dir, None) as (token, file), socket.create_server(("", 0)) as deaf:
@@ -559,7 +561,7 @@ async def test_a_hub_that_hangs_is_killed_from_whenever_on_and_that_restart_coun
             else:
                 announce(config.run_dir, HubAddress("127.0.0.1", port, token), file)
             tasks.start_soon(once)
-            tasks.start_soon(ranks.heed_hub, lambda why: part.kill_hanging(part.processes.pids, why))
+            tasks.start_soon(ranks.watch_hub, lambda why: part.kill_hanging(part.processes.pids, why))
     ((end, (told,)),) = ends
     assert end == End.FAILED
     assert told.startswith(f"the node loop hangs, and was killed: {words.format(port=port)}")

@@ -29,7 +29,7 @@ from flash.rollout.episode.tokenizer import HfTokenizer, Tokenizer
 from flash.rollout.vllm.start import configure, engine_environment, ready_tokenizer
 from flash.run.fetch import described, source_of, why_not_there
 from flash.run.loop_watch import run_watched
-from flash.run.node_loop import with_held_out_problems
+from flash.run.node_loop import limit_held_out_problems
 from flash.run.processes.supervisor import say
 from flash.trainer.model import from_gguf
 from flash.trainer.model.tiny_model import is_current, save_tokenizer
@@ -103,7 +103,7 @@ async def _play(config: Config, tokenizer: Tokenizer) -> tuple[Trajectory, list[
         with suppress(ConfigError):  # this may fail sometimes: a run tries such a sample again
             again = await rehearse(tokenizer, env.make, env.kind_of, settings, run_seed=seed, now=anyio.current_time)
             told += other_problem(played, again)
-        await with_held_out_problems(config, env, lambda line: told.append(f"eval: {line}"))
+        await limit_held_out_problems(config, env, lambda line: told.append(f"eval: {line}"))
         return played, told
 
 

@@ -1,8 +1,11 @@
 """Processes that a supervisor starts. Each is forked from a server process that has imported its modules already.
 
-A machine has one such server for its trainer ranks, and one for its node loop and the engines of that loop. A server
-starts when the first process is forked from it. It outlives this process, so the next process needs no imports, which
+A machine has one such server for its trainer ranks, and one for its node loop and the engines of that loop. A node loop
+is the event loop of a machine, with its engines and episodes, and on the first node also with the hub. A server starts
+when the first process is forked from it. It outlives that process, so that a restarted process needs no imports, which
 take seconds of CPU time. A server ends with its launch.
+
+`flash.run.processes.supervisor.Processes` starts a `JobProcess`, which calls `flash.run.processes.worker.main`.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ OF_RANKS = (OF_ALL, "flash.run.trainer_rank", "flash.trainer.loop", "flash.weigh
 OF_LOOPS = (OF_ALL, "flash.run.joined")
 """Modules that the server of node loops imports."""
 OF_ENGINES = "flash.rollout.vllm.fork_server"
-"""Module that the server of node loops imports, too, if the node has engines."""
+"""Module that the server of node loops also imports if the node has engines."""
 PASSIVE = "OMP_WAIT_POLICY"
 """Environment variable of OpenMP. With the value `passive`, threads that wait for each other sleep. Threads that spin
 would take the CPU cores of engines and other processes."""
@@ -53,9 +56,10 @@ class ProcessOrder(msgspec.Struct, frozen=True, omit_defaults=True):
     """Arguments that a process gets from its launcher, in addition to the configuration."""
 
     node: int
-    """Number of the machine in its job. A machine that joins without a job has the number of nodes with trainers."""
+    """Number of the machine in its job. A machine that joins without a job has the number of nodes with trainers, which
+    is the first number of a node that has engines only."""
     restarts: int = 0
-    """Number of times that the part of this process was restarted."""
+    """Number of counted restarts of the part that this process belongs to."""
     local: int = 0
     """Number of a trainer rank on this machine; 0 for other processes."""
     place: HubPlace = HubPlace()
@@ -88,16 +92,20 @@ class JobProcess(ForkedProcess):
         self._order = order
 
     def enter(self) -> None:
-        """Set up the new process: session, resource tracker, title, import path and output streams."""
+        """Set up the new process: session, resource tracker, title, import path and output streams.
+
+        `run` calls this first, in the new process.
+        """
         super().enter()
         os.setsid()
         use_own_resource_tracker()
         set_process_title(f"flash.run.processes.worker {self._role} {self._order.local} {self._file}")
-        # `python -m` puts the working directory on the import path, too. Output is written through, so that people see
-        # it at once and not only when a buffer is full.
+        # The environment of a user may be in the working directory, which only `python -m` puts on the import path.
+        # Output is written through, so that people see it at once and not only when a buffer is full.
         sys.path.insert(0, os.getcwd())
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+        # The server of this process has imported the modules of engines, so engines are forked from it, too.
         if OF_ENGINES in sys.modules:
             from flash.rollout.vllm.processes import SERVER
 

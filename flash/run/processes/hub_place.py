@@ -74,6 +74,7 @@ def hub_token(run_dir: Path, given: str | None) -> Generator[tuple[bytes, str]]:
 
 
 def _leave(path: Path, token: bytes) -> None:
+    """Write the token to the file `path`, and remove the token files of earlier hubs. Raises RunDirectoryError."""
     try:
         for old in path.parent.glob("hub-*.token"):
             old.unlink(missing_ok=True)
@@ -91,12 +92,20 @@ def _leave(path: Path, token: bytes) -> None:
 
 
 def sign(body: bytes, token: bytes, token_file: str) -> bytes:
-    """Return the content of an announcement file, with a proof that `token` is known."""
+    """Return the content of an announcement file: `body`, and a proof that its writer knows `token`.
+
+    `token_file` is the name of the token's file; empty if all hosts get the token in FLASH_TOKEN.
+    """
     return msgspec.json.encode(Announcement(body, token_file, _proof(body, token)))
 
 
 def verify(stored: bytes, run_dir: Path, given: str | None) -> tuple[bytes, bytes]:
     """Check the content of an announcement file, and return the announced body and the token.
+
+    Args:
+        stored: content of the file.
+        run_dir: the run directory, which also holds the token's file.
+        given: the value of FLASH_TOKEN; None if it is not set.
 
     Raises:
         ConfigError: this process has no token, or a token other than the hub's.
@@ -118,12 +127,14 @@ def verify(stored: bytes, run_dir: Path, given: str | None) -> tuple[bytes, byte
 
 
 def _token_of(found: Announcement, run_dir: Path, given: str | None) -> bytes:
+    """Return the token of the announced hub, from FLASH_TOKEN or from the announced file. Raises as `verify`."""
     if given is not None:
         return parse_token(given)
     if not found.token_file:
         raise ConfigError(
             f"the first host has {TOKEN_VARIABLE} set, and this one has not: set it to the same on all hosts"
         )
+    # Another user may have written the announcement. Its file name must not lead to a file outside the run directory.
     if _TOKEN_FILE.fullmatch(found.token_file) is None:
         raise TransportError(f"the hub's announcement names {found.token_file!r} as the file of its token")
     path = run_dir / found.token_file
@@ -155,6 +166,7 @@ def parse_token(text: str) -> bytes:
 
 
 def _proof(body: bytes, token: bytes) -> bytes:
+    """Return the HMAC-SHA256 of `body` with the token as key."""
     return hmac.digest(token, b"hub" + body, "sha256")
 
 
@@ -167,7 +179,10 @@ class HubAddress(msgspec.Struct, frozen=True):
 
 
 class HubPlace(msgspec.Struct, frozen=True):
-    """Place of a hub: either a run directory, or a host and a port."""
+    """Place where a hub can be found: either a run directory that announces it, or a host and a port.
+
+    A launcher gives the place to its processes, so that they find the hub, and later its successors.
+    """
 
     run_dir: str = ""
     host: str = ""
@@ -213,6 +228,11 @@ def withdraw(run_dir: Path) -> None:
 
 
 def _announcement(folder: Path) -> bytes:
+    """Return the content of the announcement in a run directory.
+
+    Raises:
+        ConfigError: there is none. The message has the reason.
+    """
     try:
         return (folder / HUB_FILE).read_bytes()
     except OSError:

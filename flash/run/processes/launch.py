@@ -1,9 +1,12 @@
 """Launch: runs the parts of this machine from their start to their end, and handles signals.
 
-On the first node, the node loop has the hub: it receives the signal and ends the run in order, and all other parts end
-with it. On another node with trainer ranks, a signal interrupts the whole run. On another node without trainer ranks,
-the node loop leaves the run. Processes that do not end in time are killed. A Ctrl-C after the first signal kills all
-processes at once.
+The parts are a node loop (engines and episodes, on the first node also the hub) and the trainer ranks of this machine.
+`flash.run.processes.launcher` makes them, and `SupervisedPart.keep_running` restarts each of them when it fails.
+
+On the first node, the node loop receives a signal and ends the run in order, and all other parts end with it. On
+another node with trainer ranks, a signal interrupts the whole run: the launch asks the hub for that. On another node
+without trainer ranks, the node loop leaves the run, which goes on. Processes that do not end in time are killed. A
+Ctrl-C after the first signal kills all processes at once.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from flash.run.processes.ranks import Ranks
 from flash.run.processes.supervisor import End, SupervisedPart
 from flash.waiting import first_error, run_apart
 
-HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a launch. The launch passes SIGHUP on to its processes as SIGTERM."""
+HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a launch. The launch passes SIGHUP on to its processes as SIGTERM, which they handle."""
 NAMED = 2
 """Exit code of a run that ended with a FlashError; all commands use it."""
 LOST = 75
@@ -58,10 +61,12 @@ class Launch:
         self._told = False
         """True if a signal has asked for the end of the launch."""
         self._ranks_failed = False
+        """True if the trainer ranks of this machine have failed for good."""
         self._early: list[int] = []
-        self._hear = self._early.append
-        """Function that takes the number of a signal. Python calls it in the main thread, which may not be the thread
-        of the event loop."""
+        """Numbers of the signals that arrived before the event loop ran."""
+        self._on_signal = self._early.append
+        """Function that takes the number of a signal. Python calls it in the main thread. The event loop may run in
+        another thread, so signals pass to it through a stream."""
 
     def run(self) -> int:
         """Run the parts to their end, and return the exit code. The caller must be the main thread.
@@ -71,7 +76,7 @@ class Launch:
         Raises:
             FlashError: a part has failed; see the parts.
         """
-        with self._heeding_signals():
+        with self._catching_signals():
             try:
                 return run_apart(self._run)
             except BaseExceptionGroup as group:  # raised by the task groups below
@@ -81,10 +86,11 @@ class Launch:
                     part.processes.end_server()
 
     @contextmanager
-    def _heeding_signals(self) -> Generator[None]:
+    def _catching_signals(self) -> Generator[None]:
+        """Pass signals to `_on_signal` while the block runs, and restore the handlers of the caller afterwards."""
         # nohup ignores SIGHUP, which then must not end the launch.
-        heeded = [one for one in HEEDED if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
-        before = {number: signal.signal(number, lambda heard, _: self._hear(heard)) for number in heeded}
+        handled = [one for one in HANDLED_SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
+        before = {number: signal.signal(number, lambda received, _: self._on_signal(received)) for number in handled}
         try:
             yield
         finally:
@@ -94,23 +100,26 @@ class Launch:
     async def _run(self) -> int:
         send, receive = anyio.create_memory_object_stream[int](math.inf)
         loop = asyncio.get_running_loop()
-        self._hear = lambda number: loop.call_soon_threadsafe(send.send_nowait, number)
+        self._on_signal = lambda number: loop.call_soon_threadsafe(send.send_nowait, number)
         for number in self._early:
             send.send_nowait(number)
         ending = anyio.Event()
         end = End.OVER  # also if a signal comes before any process runs
         with send, receive:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._heed, receive, ending, tasks)
-                end = await self.keep(ending)
+                tasks.start_soon(self._handle_signals, receive, ending, tasks)
+                end = await self.keep_running(ending)
                 tasks.cancel_scope.cancel()
-        self._hear = self._early.append
+        self._on_signal = self._early.append
         return self._exit_code(end)
 
-    async def _heed(self, signals: ObjectReceiveStream[int], ending: anyio.Event, tasks: TaskGroup) -> None:
+    async def _handle_signals(self, signals: ObjectReceiveStream[int], ending: anyio.Event, tasks: TaskGroup) -> None:
         """Handle signals: the first starts the end of all parts, and a later SIGINT kills them.
 
-        Consumes signals. Waits for the next one.
+        `ending` is set at the first signal, so that no part restarts. Further signals other than SIGINT have no effect,
+        because Slurm may send several.
+
+        Consumes signals. Waits for the next one, until `_run` cancels this task.
         """
         async for number in signals:
             if self._told and number == signal.SIGINT:
@@ -121,21 +130,24 @@ class Launch:
                 tasks.start_soon(self._end, signal.Signals(number), tasks.cancel_scope)
 
     def _exit_code(self, end: End) -> int:
+        """Return the exit code of the launch. `end` is the end of its node loop; OVER if it has none."""
         if self._told:
+            # A node without trainer ranks has left the run in order, which is a success.
             return End.INTERRUPTED if self._has_hub or self._ranks is not None else 0
+        # Without its ranks or its hub the run has failed. Without any other node loop it goes on.
         if self._ranks_failed or (self._has_hub and end != End.OVER):
-            return NAMED if self._marker is not None and self._marker.stands() else 1
+            return NAMED if self._marker is not None and self._marker.exists() else 1
         return 0 if end == End.OVER else LOST
 
-    async def keep(self, ending: anyio.Event) -> End:
+    async def keep_running(self, ending: anyio.Event) -> End:
         """Run the parts until all are over, or until the hub's part is over. Returns how the node loop ended."""
         end, ranks_over = End.OVER, anyio.Event()
         async with anyio.create_task_group() as tasks:
             if self._ranks is not None:
                 tasks.start_soon(self._keep_ranks, self._ranks, ending, ranks_over)
-                tasks.start_soon(self._heed_hub, self._ranks, ending)
+                tasks.start_soon(self._watch_hub, self._ranks, ending)
             if self._loop is not None:
-                end = await self._loop.keep(ending)
+                end = await self._loop.keep_running(ending)
             if self._has_hub:
                 self._mark(self._loop, PeerLostError)
             if self._ranks is not None:
@@ -155,40 +167,55 @@ class Launch:
         ranks.processes.kill_all()
 
     def _mark(self, part: SupervisedPart | None, kind: type[PeerLostError]) -> None:
-        """Write the error that ended `part` to the marker, if no process has written one."""
-        if part is not None and part.why and self._marker is not None and not self._marker.stands():
+        """Write the error that ended `part` to the marker, if no process has written one.
+
+        `kind` is the class of the error that the marker then names.
+        """
+        if part is not None and part.why and self._marker is not None and not self._marker.exists():
             self._marker.write(kind(part.why))
 
     async def _keep_ranks(self, ranks: Ranks, ending: anyio.Event, over: anyio.Event) -> None:
-        """Keep the trainer ranks running. If they fail for good, report that to the hub, or end this machine's part."""
-        end = await ranks.keep(ending)
+        """Keep the trainer ranks running, and set `over` when they are over.
+
+        If they fail for good, the hub ends the run with their error. If no hub can be reached, this machine's part of
+        the run is ended instead.
+        """
+        end = await ranks.keep_running(ending)
         if end != End.OVER and not ending.is_set():
             self._ranks_failed = True
             self._mark(ranks, RanksGoneError)
             said = self._marker and self._marker.message()
             message = said or f"the trainer ranks of node {ranks.node} cannot go on: their output says why"
-            if not await ranks.tell_hub(p.Fatal(RanksGoneError.__name__, message)):
+            if not await ranks.send_to_hub(p.Fatal(RanksGoneError.__name__, message)):
                 ending.set()
                 if self._loop is not None:
                     self._loop.processes.signal(signal.SIGTERM)
         over.set()
 
-    async def _heed_hub(self, ranks: Ranks, ending: anyio.Event) -> None:
-        await ranks.heed_hub(self._hub_hangs)
+    async def _watch_hub(self, ranks: Ranks, ending: anyio.Event) -> None:
+        """Watch the hub until the run is over, and then end the ranks, except on the hub's own machine.
+
+        There `keep_running` ends them, after the node loop with the hub has ended.
+        """
+        await ranks.watch_hub(self._hub_hangs)
         if not self._has_hub:
             ending.set()
             ranks.processes.kill_all()
 
     def _hub_hangs(self, why: str) -> None:
-        """Kill the process that has the hub, because the hub does not answer.
+        """Kill the process that has the hub, because the hub does not answer. `why` describes how it was noticed.
 
-        Only the hub's own machine can do this.
+        The node loop with the hub then restarts. Does nothing on other machines, which cannot kill that process.
         """
         if self._has_hub and self._loop is not None:
             self._loop.kill_hanging(self._loop.processes.pids, why)
 
     async def _end(self, number: signal.Signals, all_of_it: anyio.CancelScope) -> None:
-        """End the running parts in order after a signal, and kill processes that do not end in time."""
+        """End the running parts in order after a signal, and kill processes that do not end in time.
+
+        `all_of_it` is cancelled if no process runs. Otherwise this task waits until `_run` cancels it, because all
+        parts are over, or until the time for the end is over.
+        """
         if not any(part.processes.pids for part in self._parts):
             all_of_it.cancel()
             return
@@ -197,7 +224,7 @@ class Launch:
                 self._loop.processes.signal(signal.SIGTERM if number == signal.SIGHUP else number)
                 await anyio.sleep_forever()
             ranks = self._ranks
-            if ranks and await ranks.tell_hub(p.Interrupt(f"node {ranks.node} received {number.name}")):
+            if ranks and await ranks.send_to_hub(p.Interrupt(f"node {ranks.node} received {number.name}")):
                 await anyio.sleep_forever()
         self._kill()  # the time is over, or no hub can end the run
 

@@ -67,7 +67,7 @@ def begin_launch() -> str:
     return name
 
 
-def heed_torchrun(environment: MutableMapping[str, str]) -> None:
+def use_torchrun_variables(environment: MutableMapping[str, str]) -> None:
     """Set this node's number and the number of nodes from torchrun's variables, if torchrun has started this process.
 
     Every command and `flash.train` call this first, so that the rest of Flash needs to know only the variables FLASH_….
@@ -176,7 +176,7 @@ def join_scratch_folder() -> None:
 
 
 def remember_shared_memory(core: int) -> None:
-    """Record the names in /dev/shm that an engine's process group uses, so that they are removed with the scratch folder.
+    """Record the names in /dev/shm that an engine uses, so that they are removed with the scratch folder.
 
     An engine that is killed leaves its shared memory behind. So the engine calls this function again and again while it
     starts, and when it serves; each call adds the names that are new. `core` is the process id of the engine's core,
@@ -231,7 +231,7 @@ class ErrorMarker:
         self._path = run_dir / ERROR_FILE
         self._launch = launch
 
-    def stands(self) -> bool:
+    def exists(self) -> bool:
         """Return True if a process of this launch has ended with an error that no restart can fix."""
         return self.message() is not None
 

@@ -1,12 +1,16 @@
 """Launcher: starts the processes of `flash train`, `flash join` and `flash sft` on this machine.
 
-A machine runs a node loop, trainer ranks, or both. The node loop of the first node has the hub (`HubLoop`). The node
-loop of any other node joins the run (`JoinedLoop`), and so does the node loop of `flash join`. In a job of several
-nodes, every node runs the same command with `FLASH_NNODES`, `FLASH_NODE_RANK` and `FLASH_RDZV_ENDPOINT` set. Under
-SLURM, launch.sh sets them. Under torchrun with one process per node, they are derived from torchrun's own variables.
+A machine runs a node loop, trainer ranks, or both. A node loop is the event loop with the engines and episodes of a
+machine. On the first node it also has the hub (`HubLoop`). The node loop of any other node joins the run
+(`JoinedLoop`), and so does the node loop of `flash join`. The functions `launch`, `join` and `launch_sft` make these
+parts and give them to `flash.run.processes.launch.Launch`, which runs them to their end.
+
+In a job of several nodes, every node runs the same command with `FLASH_NNODES`, `FLASH_NODE_RANK` and
+`FLASH_RDZV_ENDPOINT` set. Under SLURM, launch.sh sets them. Under torchrun with one process per node, they are derived
+from torchrun's own variables.
 
 While a launch runs on the first node, no other launch may write its run directory. Each launch owns a folder for
-temporary files. The processes of a launch end when the launch is gone.
+temporary files. The processes of a launch end when its launcher is gone.
 """
 
 from __future__ import annotations
@@ -62,11 +66,11 @@ OWN_KEYS = (
     *("cluster.gpus_per_node", "cluster.node_cpus", "cluster.trainer_cpus"),
     *("engine.count", "engine.memory_fraction", "engine.kv_cache_gib"),
 )
-"""Configuration keys that may differ between machines."""
+"""Configuration keys that may differ between the machines of a run, because they describe the machine."""
 
 
 def place_in_job(config: Config, environment: Mapping[str, str]) -> int:
-    """Return the number of this node in the job.
+    """Return the number of this node in the job, from the environment.
 
     Raises:
         ConfigError: the environment and cluster.nodes disagree, or a variable has an invalid value.
@@ -100,18 +104,25 @@ def resume_command(command: Sequence[str]) -> str:
 
 
 class HubLoop(SupervisedPart):
-    """Node loop of the first node, with the hub. When it restarts, its engines and the trainer ranks restart too."""
+    """Node loop of the first node, with the hub. When it restarts, its engines and the trainer ranks restart too.
+
+    Args:
+        config: the run's configuration.
+        file: file from which the process reads the configuration.
+    """
 
     def __init__(self, config: Config, file: Path) -> None:
         super().__init__(config, "the node loop starts again, with its engines and the trainer ranks")
         self._file = file
         self._run = config
 
-    async def once(self, restarts: int) -> tuple[End, list[str]]:
-        """Run the node loop once. Implements `SupervisedPart.once`."""
+    async def run_once(self, restarts: int) -> tuple[End, list[str]]:
+        """Run the node loop once. Implements `SupervisedPart.run_once`."""
         self.processes.fork_from(loops_server(self._run, 0))
         ended = await self.processes.run("hub", self._file, [ProcessOrder(0, restarts)])
         end, silent = await judge(ended, self.processes.killed, self.ending)
+        # `judge` blames a peer, because it does not count a process that this supervisor has killed. But the hub itself
+        # hangs, so the restart must count.
         if self.hung and end == End.WITH_PEER:
             return End.FAILED, [f"the node loop hangs, and was killed: {self.hang}"]
         return end, [describe("the node loop", one) for one in silent]
@@ -171,7 +182,10 @@ def launch(config: Config) -> int:
 
 
 def leave_in_order(config: Config, marker: ErrorMarker, loop: SupervisedPart) -> None:
-    """Withdraw the hub's announcement, and write a summary if the hub could not because of an error or a signal."""
+    """Withdraw the hub's announcement, and write a summary if the hub could not because of an error or a signal.
+
+    Called at the end of a launch that has the hub, or the ranks of `flash sft` as `loop`.
+    """
     from flash.observe.recorder import write_summary
 
     withdraw(config.run_dir)
@@ -183,7 +197,7 @@ def leave_in_order(config: Config, marker: ErrorMarker, loop: SupervisedPart) ->
 
 
 def describe_start(config: Config) -> str:
-    """Return a line about the processes that this node is about to start."""
+    """Return a line about the processes that this node is about to start, for the user."""
     # It takes seconds until these processes can print anything.
     node = int(os.environ.get("FLASH_NODE_RANK", "0"))
     trainers, engines = config.cluster.trainer_ranks_on(node), config.engines_on(node)
@@ -197,7 +211,9 @@ def counted(number: int, what: str) -> str:
 
 
 def join(place: HubPlace, overrides: Sequence[str] = ()) -> int:
-    """Run this machine's part of a run until the run is over or a signal arrives. Returns the exit code: 0 or LOST.
+    """Join a run, for `flash join`: run a node loop on this machine until the run is over or a signal arrives.
+
+    Returns the exit code: 0, or LOST if the node loop has failed and the run goes on without it.
 
     Args:
         place: place of the hub.
@@ -213,7 +229,11 @@ def join(place: HubPlace, overrides: Sequence[str] = ()) -> int:
 
 
 class JoinedLoop(SupervisedPart):
-    """Node loop of a machine that joins a run. It restarts when it fails.
+    """Node loop of a machine that joins a run: every node of a job but the first, and every node of `flash join`.
+
+    Each start asks the hub for the run's configuration first, and starts `flash.run.joined` with it. A node loop that
+    dies is restarted up to cluster.max_restarts times. It is also restarted, without being counted, if it cannot serve
+    the next hub with its running engines. Trainer ranks do not restart with it, not even those of its own machine.
 
     Args:
         place: place of the hub.
@@ -243,20 +263,23 @@ class JoinedLoop(SupervisedPart):
         self._own = own
         self._overrides = overrides
         self._begun = time.time()
+        """Time at which the present start of the node loop began, in Unix seconds."""
         self._search = HubSearch(place, os.environ.get(TOKEN_VARIABLE))
         self._run: p.RunReply | None = None
         """Description of the run by the last hub."""
         self._lost = True
-        """True if the next start has to look for a hub first."""
+        """True if the next start has to look for a hub first: at the first start, and after a hub was lost."""
 
-    async def once(self, restarts: int) -> tuple[End, list[str]]:
-        """Find the hub if necessary, and run one node loop. Implements `SupervisedPart.once`.
+    async def run_once(self, restarts: int) -> tuple[End, list[str]]:
+        """Find the hub if necessary, and run one node loop. Implements `SupervisedPart.run_once`.
 
         Raises:
             FlashError: there is no hub, or this machine cannot join it.
         """
         first = self._run is None
         if self._lost:
+            # `flash join` has no configuration at first. It asks once, so that its user sees at once that there is no
+            # hub.
             known = self.config
             found = await self._search.find(known.deadlines.rendezvous if known else 0.0, self._run)
             self._run = found and found[1]
@@ -272,17 +295,10 @@ class JoinedLoop(SupervisedPart):
         node = config.cluster.trainer_nodes if self._node is None else self._node
         order = ProcessOrder(node, restarts, place=self._place, digest=run.digest, begun=self._begun)
         self.processes.fork_from(loops_server(config, node))
-        end, words = await self.loop(file, order)
-        self._lost, self._begun = end == End.WITH_PEER, time.time()
-        return end, words
-
-    async def loop(self, file: Path, order: ProcessOrder) -> tuple[End, list[str]]:
-        """Run one node loop to its end, with the configuration in `file`. Returns how it ended, and messages."""
         ended = await self.processes.run("node", file, [order])
         end, silent = await judge(ended, self.processes.killed, self.ending)
+        self._lost, self._begun = end == End.WITH_PEER, time.time()
         return end, [describe("the node loop", one) for one in silent]
-
-    # -- its configuration -------------------------------------------------------------------------------------------
 
     def _configure(self, run: p.RunReply) -> tuple[Config, Path]:
         """Return the run's configuration on this machine, and the file from which the node loop reads it.
@@ -319,7 +335,11 @@ class JoinedLoop(SupervisedPart):
 
 
 def refuse_another(own: Mapping[str, Any], hubs: Mapping[str, Any]) -> None:
-    """Raise ConfigError if two configurations differ in keys other than OWN_KEYS and `run.resume`."""
+    """Raise ConfigError if two configurations differ in keys other than OWN_KEYS and `run.resume`.
+
+    Each node of a job reads its own configuration files, which may have been edited between two starts. `own` is this
+    node's configuration, `hubs` that of the hub, both as tables.
+    """
     ours, theirs = dict(flat(own)), dict(flat(hubs))
     for key in sorted(ours.keys() | theirs.keys()):
         if key not in (*OWN_KEYS, "run.resume") and ours.get(key) != theirs.get(key):
@@ -330,21 +350,24 @@ def refuse_another(own: Mapping[str, Any], hubs: Mapping[str, Any]) -> None:
 
 
 class SftRanks(SupervisedPart):
-    """All trainer ranks of a run. The first one writes the run directory."""
+    """All trainer ranks of `flash sft`, which runs on one machine. The first rank writes the run directory."""
 
     def __init__(self, config: Config, file: Path) -> None:
         super().__init__(config, "the trainer ranks start again", failed="the trainer ranks have failed")
         self._run, self._file = config, file
 
-    async def once(self, restarts: int) -> tuple[End, list[str]]:
-        """Run all ranks once. Implements `SupervisedPart.once`."""
+    async def run_once(self, restarts: int) -> tuple[End, list[str]]:
+        """Run all ranks once. Implements `SupervisedPart.run_once`."""
         ended = await run_ranks(self, "sft", self._run, 0, self._file, restarts)
         end, silent = await judge(ended, self.processes.killed, self.ending)
         return end, [describe(f"trainer rank {one.local}", one) for one in silent]
 
 
 def launch_sft(config: Config, tokens: CourseTokens) -> int:
-    """Train the rows of `tokens` to the end. Returns the exit code, as `launch` does.
+    """Train the rows of `tokens` to the end, for `flash sft`. Returns the exit code: 0, 1, NAMED or INTERRUPTED.
+
+    The ranks need neither a hub nor engines. The launch counts them as the part with the hub (`has_hub`), because their
+    end is the end of the run.
 
     Raises:
         ConfigError: the environment and the configuration disagree.

@@ -1,9 +1,11 @@
 """Trainer ranks of a machine, and how their launcher starts and ends them.
 
-Rank 0 opens a store in which all ranks meet, and the hub gives its address to the other ranks. When a rank of any
-machine dies or hangs, the incarnation of all ranks is over, and the hub reports that to the launchers. A rank may then
-be blocked in a collective, or hang itself, so its launcher kills it. All ranks restart, each on its own machine, and
-report to the hub as the next incarnation.
+Each trainer rank is a process that trains a part of every batch. All trainer ranks between two restarts are an
+*incarnation*. Rank 0 opens a store in which all ranks meet, and the hub gives the store's address to the other ranks.
+
+When a rank of any machine dies or hangs, the incarnation of all ranks is over, and the hub reports that to the
+launchers. A rank may then be blocked in a collective (an operation of all ranks), or hang itself, so its launcher kills
+it. All ranks restart, each on its own machine, and report to the hub as the next incarnation.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ from flash.transport.client import connect
 
 LOST_S = 2.0
 """Seconds that ranks have to exit by themselves after the hub is gone, or after they caused the end of their
-incarnation. Their own exit explains more than a kill."""
+incarnation. Ranks that exit by themselves print an error message that explains more than a kill."""
 LOOK_S = 0.05
-"""Seconds between two checks whether they have exited."""
+"""Seconds between two checks whether these ranks have exited."""
 RANKS_FAILED = "the trainer ranks have failed"
-"""Reason for the end of the run if no process had an error message."""
+"""Reason for the end of the run if neither a process nor the hub has an error message."""
 RETRY_S = 1.0
 """Seconds before the next search for the hub."""
 
@@ -40,7 +42,16 @@ RETRY_S = 1.0
 async def run_ranks(
     part: SupervisedPart, role: Literal["trainer", "sft"], config: Config, node: int, file: Path, restarts: int
 ) -> list[EndedProcess]:
-    """Start the trainer ranks of a node as processes of this part, and wait until all have ended."""
+    """Start the trainer ranks of a node as processes of `part`, and wait until all have ended. Returns their results.
+
+    Args:
+        part: the part that supervises the ranks; of a run, or of `flash sft`.
+        role: role of the processes: "trainer" in a run, "sft" for `flash sft`.
+        config: the run's configuration.
+        node: number of the machine in its job.
+        file: file from which the ranks read the configuration.
+        restarts: number of counted restarts.
+    """
     here = range(config.cluster.trainer_ranks_on(node))
     # torchrun sets the same variables, and libraries read them.
     variables = [
@@ -65,7 +76,7 @@ class Ranks(SupervisedPart):
         node: number of the machine in its job.
         file: file from which the ranks read the configuration.
         place: place of the hub.
-        tells: True to print a line while the hub is searched for; False if a node loop of this machine does it.
+        tells: True to print a line while the hub is searched for. False if a node loop of this machine prints it.
     """
 
     def __init__(self, config: Config, node: int, file: Path, place: HubPlace, *, tells: bool = False) -> None:
@@ -77,17 +88,17 @@ class Ranks(SupervisedPart):
         self._place = place
         self._tells = tells
         self.hub_came = anyio.Event()
-        """Set when a hub is found. `keep` waits for the next hub with a new event."""
+        """Set when a hub is found. `keep_running` waits for the next hub with a new event."""
 
-    async def keep(self, ending: anyio.Event) -> End:
-        """Keep the ranks running. Implements `SupervisedPart.keep`.
+    async def keep_running(self, ending: anyio.Event) -> End:
+        """Keep the ranks running. Extends `SupervisedPart.keep_running`.
 
-        Ranks that have ended in order start again if a hub starts after that. Such a hub replaces one that was killed
-        after its ranks had left and before its own end. It has the last version, but no process holds the weights of
-        that version, so it would wait for ranks.
+        Ranks that have ended in order start again if a hub starts after that. Such a hub replaces a hub that was killed
+        between the end of its ranks and its own end. The new hub has the last version, but no process holds the weights
+        of that version, so it waits for ranks.
         """
         while True:
-            end = await super().keep(ending)
+            end = await super().keep_running(ending)
             # Without a shared run directory, this host cannot learn that the run is over. So ranks on a host other than
             # the hub's do not start again.
             if end != End.OVER or ending.is_set() or (self.node > 0 and not self._place.run_dir):
@@ -101,22 +112,24 @@ class Ranks(SupervisedPart):
                 return end
             say("the hub has started again at the end of the run: so do the trainer ranks")
 
-    async def once(self, restarts: int) -> tuple[End, list[str]]:
-        """Run all ranks once. Implements `SupervisedPart.once`."""
+    async def run_once(self, restarts: int) -> tuple[End, list[str]]:
+        """Run all ranks once. Implements `SupervisedPart.run_once`."""
         ended = await run_ranks(self, "trainer", self._run, self.node, self._file, restarts)
         end, silent = await judge(ended, self.processes.killed, self.ending)
         if end == End.FAILED and not silent and not self._place.announced:
-            return End.WITH_PEER, []  # they have ended with the hub, which reports its own end
+            return End.WITH_PEER, []  # the ranks have failed because the hub has ended, which reports its own end
+        # `judge` does not count ranks that were killed. But these ranks hung by themselves, so the restart must count.
         if end == End.WITH_PEER and self.hung:
             return End.FAILED, []
         first = self.node * self._run.cluster.trainer_ranks
         return end, [describe(f"trainer rank {first + one.local}", one) for one in silent]
 
-    async def heed_hub(self, on_silence: Callable[[str], object]) -> None:
+    async def watch_hub(self, on_silence: Callable[[str], object]) -> None:
         """Watch the hub, and end processes of an incarnation that is over. Return when the run is over.
 
-        Calls `on_silence` with the reason if the hub does not answer for deadlines.hub, or is not found for
-        deadlines.rendezvous. This happens only on the hub's own machine, where the hub can be killed.
+        The launcher connects to the hub as a *messenger*, a peer that only asks for news about ranks. On the hub's own
+        machine, `on_silence` is called with the reason if the hub does not answer for deadlines.hub, or is not found
+        for deadlines.rendezvous. Only there can the hub be killed.
 
         Consumes news about the ranks. Waits for the hub, and then for the next hubs. Ends processes.
 
@@ -135,7 +148,7 @@ class Ranks(SupervisedPart):
                     raise
                 if isinstance(error, DeadlineError):
                     on_silence(str(error))
-                await anyio.sleep(RETRY_S)  # the node loop reports the reason
+                await anyio.sleep(RETRY_S)  # without a message, because the node loop reports the reason
                 continue
             if found is None:
                 return
@@ -149,28 +162,31 @@ class Ranks(SupervisedPart):
                         news = await caller.call(p.RanksRequest(self.node, after), deadlines.hub)
                         if news.number != after:
                             after, living = news.number, news.living
-                            await self.hear(news)
+                            await self.end_incarnation(news)
             except FlashError as error:  # the hub has ended, and with it the incarnations of its ranks; or it hangs
                 if isinstance(error, DeadlineError):
                     on_silence(str(error))
                 await anyio.sleep(LOST_S)
                 self.processes.kill(living)
 
-    async def tell_hub(self, message: p.Fatal | p.Interrupt) -> bool:
-        """Send a message to the hub. Returns True if a connection to the hub was made."""
-        heard, deadlines = False, self._run.deadlines
+    async def send_to_hub(self, message: p.Fatal | p.Interrupt) -> bool:
+        """Send the hub the error of this machine's ranks, or an interrupt. Both end the run.
+
+        Returns True if a connection to the hub was made. The caller then leaves the end of the run to the hub.
+        """
+        connected, deadlines = False, self._run.deadlines
         with suppress(FlashError):  # the hub may end before it replies
             hub = self._place.find(os.environ.get(TOKEN_VARIABLE))
             async with connect(hub.host, hub.port, hub.token, self._name, deadlines.connect) as caller:
-                heard = True
+                connected = True
                 await caller.call(message, deadlines.request)
-        return heard
+        return connected
 
-    async def hear(self, news: p.RanksReply) -> None:
-        """End the processes of an incarnation that is over.
+    async def end_incarnation(self, news: p.RanksReply) -> None:
+        """End the processes of an incarnation that is over, as `news` from the hub names them.
 
-        Processes that caused the end get some time to exit by themselves. Their restart counts, because their own
-        failure ended them.
+        Processes that caused the end get LOST_S seconds to exit by themselves, and are then killed as hanging. Their
+        restart counts, because their own failure ended them. All other processes are killed at once.
         """
         causes = self.processes.pids & set(news.causes)
         self.processes.kill(set(news.ended) - causes)
@@ -186,5 +202,6 @@ class Ranks(SupervisedPart):
 
 
 async def _then_cancel(event: anyio.Event, tasks: TaskGroup) -> None:
+    """Cancel the tasks when an event is set."""
     await event.wait()
     tasks.cancel_scope.cancel()

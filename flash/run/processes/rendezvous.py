@@ -32,9 +32,10 @@ from flash.waiting import deadline
 ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 """Addresses that belong to no machine (RFC 5737, RFC 3849), so they are routed by this machine's default route."""
 RANK_RETRY_S = 0.5
-"""Seconds between two searches for the hub. A hub that starts, maybe on another machine, cannot notify this process."""
+"""Seconds between two searches of `find_hub`. A hub that starts, maybe on another machine, cannot notify this
+process."""
 QUIET_S = 20.0
-"""Seconds of searching for the hub before a line is printed."""
+"""Seconds of searching for the hub before `find_hub` prints a line."""
 
 T = TypeVar("T")
 
@@ -42,7 +43,7 @@ T = TypeVar("T")
 ASK_S = 20.0
 """Seconds in which a hub has to describe its run, while the deadlines of the run are not known yet."""
 RETRY_S = 1.0
-"""Seconds between two searches for a hub. A hub that starts on another machine cannot notify this process."""
+"""Seconds between two searches of `HubSearch`, for the same reason."""
 
 
 def hub_place(config: Config, environment: Mapping[str, str]) -> HubPlace:
@@ -59,6 +60,8 @@ def hub_place(config: Config, environment: Mapping[str, str]) -> HubPlace:
 
 def find_hub(config: Config, token: str | None, use: Callable[[HubAddress], T], *, tells: bool = True) -> T:
     """Wait for the hub of a run, call `use` with its address until it succeeds, and return the result of `use`.
+
+    A trainer rank calls this to connect to the hub.
 
     Args:
         config: the run's configuration.
@@ -90,6 +93,8 @@ def find_hub(config: Config, token: str | None, use: Callable[[HubAddress], T], 
 def advertised_host(config: Config) -> str:
     """Return the address at which the other processes and nodes of the job reach this machine.
 
+    The hub, the store of the trainer ranks and the senders of weights listen at this address.
+
     Raises:
         ConfigError: the job has several nodes, and the first one's name or this machine's address cannot be found.
     """
@@ -115,6 +120,8 @@ def _resolve(host: str, port: int) -> Sequence[tuple[Any, ...]]:
 
 def address_towards(endpoint: str, resolve: Resolve = _resolve) -> str:
     """Return this machine's address on the route to `endpoint`, HOST:PORT or [ADDRESS]:PORT of the first node.
+
+    `resolve` finds the addresses of a name; tests replace it.
 
     Raises:
         ConfigError: the host cannot be resolved, or only loopback addresses of this machine are found.
@@ -148,6 +155,7 @@ def address_towards(endpoint: str, resolve: Resolve = _resolve) -> str:
 
 
 def _own_address(family: int, place: tuple[Any, ...]) -> str:
+    """Return this machine's address on the interface that routes to the socket address `place`. Raises OSError."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         # Connecting a datagram socket sends nothing: it only chooses the interface that routes to the peer.
         probe.connect(place)
@@ -162,7 +170,11 @@ def _is_loopback(host: str) -> bool:
 
 
 async def ask(address: HubAddress, request: Request[ReplyT], seconds: float = ASK_S) -> ReplyT:
-    """Send one request to a hub as a guest, and return the reply. Raises the errors of `connect` and `Client.call`."""
+    """Connect to a hub as a guest, send one request, and return the reply. A guest is a peer without a part in the run.
+
+    Raises:
+        FlashError: see `connect` and `Client.call`. If the hub's address is a loopback address, the message says so.
+    """
     try:
         async with connect(address.host, address.port, address.token, f"guest-{os.getpid()}", seconds) as hub:
             return await hub.call(request, seconds)
@@ -173,14 +185,14 @@ async def ask(address: HubAddress, request: Request[ReplyT], seconds: float = AS
 
 
 class HubSearch:
-    """Search for the hubs of one run, of which there is at most one at a time.
+    """Search for the hubs of one run, of which there is at most one at a time. A hub that ends may have a successor.
 
     Args:
         place: place of the hubs.
         token: the value of FLASH_TOKEN; None if it is not set.
         tells: True to print a line when the search has to wait.
-        silence_s: seconds after which a hub that does not answer ends the search with an error. None: the search tries
-            again until its own time is over.
+        silence_s: seconds after which a hub that is announced but does not answer ends the search with an error. None:
+            the search tries again until its own time is over.
     """
 
     def __init__(
@@ -232,7 +244,11 @@ class HubSearch:
                 await anyio.sleep(RETRY_S)
 
     def _has_ended(self, run: p.RunReply) -> bool:
-        """Return True if the run directory shows that the run has ended. Raises FlashError if the run has failed."""
+        """Return True if the run directory shows that the run has ended since a hub last answered.
+
+        Without a shared run directory this cannot be known; then the search goes on until its time is over. `run` is
+        the description of the run by its last hub. Raises FlashError if the run has failed.
+        """
         if not self._place.run_dir:
             return False
         error = ErrorMarker(Path(self._place.run_dir), run.launch).message()

@@ -1,9 +1,12 @@
 """Supervisor of the processes of one machine: starts, watches, restarts and ends them.
 
-A machine has a node loop, trainer ranks, or both. Each of the two is a `SupervisedPart` with its own count of restarts.
-A subclass decides which processes to start, and how to interpret their exit codes. Every process is a child of the
-launcher in a session of its own. So a terminal's signals reach it only through the launcher, and it can be killed with
-all processes that it has started.
+The *launcher* is the process of the command itself. A machine has a *node loop* (the event loop with engines and
+episodes, on the first node also with the hub), trainer ranks, or both. Each of the two is a `SupervisedPart` with its
+own count of restarts. A subclass decides which processes to start, and how to interpret their exit codes. Every process
+is a child of the launcher in a session of its own. So a terminal's signals reach it only through the launcher, and it
+can be killed with all processes that it has started.
+
+`flash.run.processes.launch.Launch` keeps the parts of a machine running, and ends them together.
 
 Law: a part that was asked to end never starts again.
 """
@@ -69,11 +72,15 @@ class NotStartedError(Exception):
 
 
 class Processes:
-    """Group of processes that start together. When one of them fails, the others are ended."""
+    """Group of processes that start together. When one of them fails, the others are ended.
+
+    Lifecycle: `fork_from` names a server, and `run` starts the processes and waits until all have ended; both may be
+    called again for a restart. `end_server` is the last call.
+    """
 
     linger_s = 10.0
-    """Seconds after the first failure until the remaining processes are killed. They notice the failure and exit; a
-    process that hangs does not."""
+    """Seconds after the first failure until the remaining processes are killed. A process that does not hang notices
+    the failure and exits before."""
 
     def __init__(self) -> None:
         self._server: ForkServer | None = None
@@ -91,7 +98,10 @@ class Processes:
         return {process.pid or 0 for process in self._living.values()}
 
     def fork_from(self, server: ForkServer) -> None:
-        """Fork later processes from `server`. If the present server has the same environment variables, it is kept."""
+        """Fork later processes from `server`.
+
+        If the present server has the same environment variables, it is kept, because its modules are imported already.
+        """
         if self._server is None or self._server.variables != server.variables:
             self.end_server()
             self._server = server
@@ -129,11 +139,14 @@ class Processes:
 
     def process(self, role: str, file: Path, order: ProcessOrder, variables: Mapping[str, str]) -> ForkedProcess:
         """Return a new process that is not started yet. Tests replace this method."""
-        assert self._server is not None, "it was named before"
+        assert self._server is not None, "`fork_from` names the server before `run`"
         return JobProcess(self._server, role, file, order, variables)
 
     async def _begin(self, process: ForkedProcess) -> None:
-        """Start a process. This takes seconds if the server has to import its modules first."""
+        """Start a process, in a thread. This takes seconds if the server has to import its modules first.
+
+        If this task is cancelled, the server is killed: only then does the thread end.
+        """
         self._begins = True
         try:
             await anyio.to_thread.run_sync(process.start, abandon_on_cancel=True)
@@ -146,9 +159,10 @@ class Processes:
     async def _follow(
         self, number: int, process: ForkedProcess, ended: list[EndedProcess], failing: anyio.Event
     ) -> None:
-        """Wait until a process has ended, and add its result to `ended`.
+        """Wait until a process has ended, and add its result to `ended`. Sets `failing` if it did not end in order.
 
-        If this task is cancelled, kill the process.
+        A process that still runs when this task is cancelled, or when its server is gone, is killed. If the server is
+        gone, the exit code of the process cannot be known.
         """
         self._living[number] = process
         if self._told is not None:
@@ -166,28 +180,32 @@ class Processes:
             failing.set()
 
     async def _end_rest(self, failing: anyio.Event) -> None:
+        """Wait until a process has failed, and kill the others `linger_s` seconds later. `run` cancels this task."""
         await failing.wait()
         await anyio.sleep(self.linger_s)
         self.kill(self.pids)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to all processes, and to each process that starts later.
+        """Send a signal to all processes of the group, and to each process that starts later.
 
-        Processes that they have started do not get it.
+        Their child processes, such as the processes of engines, do not get it.
         """
         self._told = number
         for process in self._living.values():
             _send(process, number)
 
     def kill_all(self) -> None:
-        """Kill all processes and all that they have started. A process that is about to start is killed, too."""
+        """Kill all processes with their child processes. A process that is about to start is killed, too."""
         self._told = signal.SIGKILL
         self.kill(self.pids)
         if self._begins:
             self.end_server()
 
     def kill(self, pids: Collection[int]) -> None:
-        """Kill the processes with these process ids and all that they have started. Ignores ids of other processes."""
+        """Kill the processes with these process ids, and their child processes. Ignores ids of other processes.
+
+        The ids are recorded in `killed`, because `judge` does not count processes that this supervisor has killed.
+        """
         for process in self._living.values():
             if (pid := process.pid) is not None and pid in pids:
                 self.killed.add(pid)
@@ -195,14 +213,14 @@ class Processes:
 
 
 class SupervisedPart(ABC):
-    """A part of the work of a machine. It is restarted when it fails.
+    """Part of the work of a machine, for example its trainer ranks. It is restarted when it fails.
 
     Args:
         config: the run's configuration; None if it is not known yet.
-        follows: sentence that is printed before a restart.
-        failed: reason for the final failure if no process has an error message; empty if the error was reported
-            already.
-        without: text that is added to the line that is printed when no restart is left.
+        follows: sentence that is printed before a restart, for example "the trainer ranks start again".
+        failed: reason for the final failure if `run_once` returns no message; empty if the error was reported already.
+        without: text that is added to the line that is printed when no restart is left, for example that the run goes
+            on without this node.
     """
 
     def __init__(self, config: Config | None, follows: str, failed: str = "", without: str = "") -> None:
@@ -216,6 +234,7 @@ class SupervisedPart(ABC):
         self.hang = ""
         """Reason why a process is considered to hang; empty if no process hung."""
         self.ending = anyio.Event()
+        """Event that is set when the part must end, and not restart."""
         self.restarts = 0
         """Number of counted restarts."""
         self.why = ""
@@ -229,32 +248,35 @@ class SupervisedPart(ABC):
         return grace_s(self.config)
 
     def kill_hanging(self, pids: Collection[int], why: str = "") -> None:
-        """Kill processes of this part that hang; `why` is the reason for this verdict.
+        """Kill processes of this part that hang. `why` is the reason why they are considered to hang.
 
-        The part then counts as failed.
+        The process ids and the reason stay in `hung` and `hang`, so that `run_once` counts the end as a failure.
         """
         self.hung.update(pids)
         self.hang = why
         self.processes.kill(pids)
 
     @abstractmethod
-    async def once(self, restarts: int) -> tuple[End, list[str]]:
+    async def run_once(self, restarts: int) -> tuple[End, list[str]]:
         """Run the processes of the part once, and return how they ended.
 
-        Also returns a sentence for each process that ended without an error message. `restarts` is the number of
-        restarts before this run.
+        Also returns a sentence for each process that ended without an error message, for example because a signal
+        killed it. `restarts` is the number of counted restarts before this run. Raises NotStartedError.
         """
 
-    async def keep(self, ending: anyio.Event) -> End:
-        """Restart the part until it is over, cannot go on, or `ending` is set. Returns how it ended.
+    async def keep_running(self, ending: anyio.Event) -> End:
+        """Run the part, and restart it until it is over, cannot go on, or `ending` is set. Returns how it ended.
 
-        Consumes the results of `once`. Waits for the next one. Produces the next processes.
+        A restart counts only if the part itself has failed, and not if it has lost its hub or another rank. `why` is
+        set if no restart is left and nobody has reported the error.
+
+        Consumes the results of `run_once`. Waits for the next result. Produces the next processes.
         """
         self.ending, self.restarts = ending, 0
         while True:
             self.hung.clear()
             try:
-                end, words = await self.once(self.restarts)
+                end, words = await self.run_once(self.restarts)
             except NotStartedError as error:
                 await anyio.sleep(RETRY_S)
                 end, words = End.FAILED, [str(error)]
@@ -281,11 +303,18 @@ async def judge(
 ) -> tuple[End, list[EndedProcess]]:
     """Combine the exit codes of processes that started together into one result.
 
-    Also returns the processes that ended without an error message. Killed processes do not count, because another
-    process caused their end.
+    Also returns the processes that ended without an error message, whose end the caller must report. That list is empty
+    unless the result is FAILED.
+
+    Args:
+        ended: all processes of the start.
+        killed: ids of processes that the supervisor has killed. They do not count, because another process caused their
+            end.
+        ending: event of the part that is set when the launcher ends it. This function only waits for it.
     """
     own = [one for one in ended if one.pid not in killed]
-    # A signal that ended a process may also have been sent to the launcher, which then sets `ending`.
+    # A signal that ended a process may also have been sent to the launcher, which then sets `ending`. The caller must
+    # see that before it decides about a restart.
     if any(one.code in (-signal.SIGTERM, -signal.SIGINT) for one in own):
         with anyio.move_on_after(TOLD_S):
             await ending.wait()
@@ -313,6 +342,7 @@ def say(words: str) -> None:
 
 
 def _send(process: ForkedProcess, number: signal.Signals) -> None:
+    """Send a signal to a process."""
     with suppress(ProcessLookupError):  # it has ended
         os.kill(process.pid or 0, number)
 

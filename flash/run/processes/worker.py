@@ -1,8 +1,8 @@
-"""Entry point of a supervised process.
+"""Entry point of a supervised process, called by `flash.run.processes.forked.JobProcess` in the new process.
 
-The process is a node loop with the hub, a joined node loop, or a trainer rank of a run or of `flash sft`.
-The exit code is an `End`. If the process belongs to the first node and fails with an error that no restart can fix, it
-writes that error to `error.json` in the run directory.
+The process is a node loop with the hub, a joined node loop, or a trainer rank of a run or of `flash sft`. The exit code
+is an `End`, with which the supervisor decides about a restart. If the process belongs to the first node and fails with
+an error that no restart can fix, it writes that error to `error.json` in the run directory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,13 @@ Role = Literal["hub", "node", "trainer", "sft"]
 
 
 def main(role: str, file: Path, order: ProcessOrder) -> int:
-    """Run a supervised process, and return its exit code, an `End`. `role` is a `Role`."""
+    """Run a supervised process, and return its exit code, an `End`.
+
+    Args:
+        role: a `Role`.
+        file: file with the configuration.
+        order: further arguments from the launcher.
+    """
     begin_logging()
     raise_descriptor_limit()
     take_import_path()
@@ -43,11 +49,13 @@ def main(role: str, file: Path, order: ProcessOrder) -> int:
     except FlashError as error:
         complain(error)
         return End.FINAL
+    # A joined node writes nothing to the run directory, and must not keep the next launch of the run waiting.
     if role != "node":
         share(run_lock(config.run_dir))
     end_with_launcher(grace_s(config) if order.node == 0 else 0, speaks=role in ("hub", "node"))
     marker = ErrorMarker(config.run_dir, os.environ[LAUNCHER])
-    if marker.stands():
+    # Another process of this launch has failed for good, so this restart would be of no use.
+    if marker.exists():
         return End.FINAL
     try:
         return _become(cast(Role, role), order, config)
