@@ -30,9 +30,9 @@ from flash.config.models import is_hub_id
 from flash.config.tree import Config, ModelConfig, TrackerName
 from flash.errors import ConfigError, FlashError
 from flash.observe.comparison import differences, read_run, results, table
-from flash.observe.timeline import trace
 from flash.observe.rhythm import RhythmSeen, coupling_lines, head_lines, response_lines
 from flash.observe.rundir.rundir import RunDirectory, write_atomically
+from flash.observe.timeline import trace
 from flash.observe.trackers.trackers import Tracking, held, not_installed, settings
 from flash.run.fetch import hub_fault
 from flash.run.models import Dtype, export_model, make_fetched, own_dtype

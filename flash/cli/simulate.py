@@ -26,8 +26,8 @@ from flash.config.decode import suggest
 from flash.config.load import key_paths, load, split_arguments
 from flash.config.tree import Config
 from flash.errors import ConfigError
-from flash.observe.timeline import Floats
 from flash.observe.rundir.rundir import write_atomically
+from flash.observe.timeline import Floats
 from flash.simulate import tables
 from flash.simulate.bounds import bounds, quantities
 from flash.simulate.calibrate import calibrate

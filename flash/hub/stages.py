@@ -1,8 +1,8 @@
 """The stages of a run: what the run waits for, the deadline of the wait, and where to look if the deadline passes.
 
 `RunStages` finds the stage from the state of the other parts of the hub, and changes nothing. `Hub.run` watches that no
-stage outlives its deadline, and `flash.run.node_loop` shows people the phases before the first step. An *incarnation* is
-the set of trainer ranks that run from one restart of the ranks to the next.
+stage outlives its deadline, and `flash.run.node_loop` shows people the phases before the first step. An *incarnation*
+is the set of trainer ranks that run from one restart of the ranks to the next.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from flash.errors import ConfigError, EnvError
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.service import tools
 from flash.service.fields import ApiError
-from flash.types import ASSISTANT, Message, Outcome, Span, Task, Trajectory, Turn, VersionRun
+from flash.types import ASSISTANT, Batch, Message, Outcome, Span, Task, Trajectory, Turn, VersionRun
 
 ALONE = 2000
 """Number of rows from which several processes tokenize. Their start takes some five seconds."""
