@@ -25,13 +25,13 @@ from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.observe.console import best_of_lines, environment_lines, evaluation_line
 from flash.observe.rundir.rundir import RunDirectory, write_atomically
-from flash.observe.rundir.samples import Sample, readable
 from flash.observe.stats import BestOf, best_of_each
 from flash.run.models import chosen_model, make_missing_model, model_folder
 from flash.text import harmless, one_line
 from flash.trainer.checkpoint_files import MANIFEST
 
 if TYPE_CHECKING:
+    from flash.observe.rundir.samples import Sample
     from flash.run.sampling import Sampled
 
 
@@ -260,6 +260,7 @@ def sample(config: Config, named: str | None, play: Any) -> tuple[Sampled, list[
         play: plays the episodes, such as `flash.run.sampling.evaluate`.
     """
     from flash.environment.load import LoadedEnvironment
+    from flash.observe.rundir.samples import readable
     from flash.rollout.vllm.engine import FixedEngine
     from flash.rollout.vllm.start import ready_tokenizer
     from flash.run.loop_watch import run_watched

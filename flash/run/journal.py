@@ -1,5 +1,9 @@
 """Journal in files: `journal/000003-step-000020.log` in the run directory, one file from each checkpoint to the next.
 
+The journal has the events of samples since a checkpoint: what was leased, delivered and trained. The hub records each
+event in a `FileJournal`. When a run starts again, `flash.run.restart.restored` calls `replay_journal`, which applies
+the events to the state of the checkpoint.
+
 A file is a sequence of records (`flash.observe.rundir.recording`): a `JournalHead`, followed by events
 (`flash.samples.journal`). Files are numbered over all incarnations of a run, and each checkpoint stores the number of
 the file that follows it. A crash can leave an incomplete record at the end of a file; it is cut off. A damaged record
@@ -31,7 +35,7 @@ from flash.trainer.checkpoint_files import sync_to_disk
 
 _NAME = re.compile(r"([0-9]{6,})-step-([0-9]{6,})\.log")
 _DAMAGED = "damaged-"
-"""Beginning of the names of damaged files that are kept for people."""
+"""Beginning of the names of damaged files, which are kept so that people can examine them."""
 
 
 class JournalHead(msgspec.Struct, frozen=True, array_like=True):
@@ -60,18 +64,21 @@ class JournalPlace(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Data to be written to one file."""
+    """Data to be appended to one file."""
 
     number: int
+    """Number of the file."""
     version: int
+    """Version of the checkpoint that the file follows."""
     data: bytearray
 
 
 class FileJournal:
-    """Writer of a journal. Its `run` must run as a task.
+    """Writer of a journal. The owner runs `run` as a task; `flash.run.node_loop` does.
 
-    Events that are recorded during a write belong to the next write. So a slow disk delays only requests that wait for
-    `written`. A full disk delays nothing: the user gets a message, and the writer tries again at the next checkpoint.
+    The hub records events with `record`, and calls `begin` at each checkpoint. Events that are recorded during a write
+    belong to the next write. So a slow disk delays only requests that wait for `written`. A full disk delays nothing:
+    the user gets a message, and the writer tries again at the next checkpoint.
 
     Args:
         run_dir: the run directory.
@@ -87,11 +94,16 @@ class FileJournal:
         self._files = _Files(run_dir, to_disk)
         self._tell = tell
         self._failing = False
+        """True if the last write has failed."""
         self._next_number = place.number
         self._recorded = self._written = place.events
+        """Numbers of the run's events that were recorded, and that were written."""
         self._parts: list[_Part] = []
+        """Data for the next write. The last part is that of the present file."""
         self._wake = anyio.Event()
+        """Event that is set when there is something to write."""
         self._progress = anyio.Event()
+        """Event that is set after each write."""
         self.begin(version)
 
     def record(self, event: Event) -> None:
@@ -137,6 +149,7 @@ class FileJournal:
             self._files.close()
 
     def _say(self, problem: OSError | None, version: int) -> None:
+        """Report the first failure of a series of writes, and the first success after it."""
         if problem is not None and not self._failing:
             self._tell(
                 f"the journal cannot be written: {problem}. The run goes on, and the next checkpoint tries again; a "
@@ -155,13 +168,19 @@ class _Files:
         self._folder = journal_folder(run_dir)
         self._to_disk = to_disk
         self._number = -1
+        """Number of the present file."""
         self._out: FileIO | None = None
+        """Present file; None before the first write, and after an error."""
         self._end = 0
+        """Size of the present file in bytes, without an incomplete record."""
         self._problem: OSError | None = None
         """Error after which nothing more is written to this file, because a file must not have a gap."""
 
     def write(self, parts: list[_Part]) -> OSError | None:
-        """Append data to the files. Returns the error of the last file; None if it has none."""
+        """Append data to the files. Returns the error of the last file; None if it has none.
+
+        An error ends the writing of its file; the next file is tried again. The writer calls this in a thread.
+        """
         for part in parts:
             try:
                 if part.number != self._number:
@@ -174,6 +193,7 @@ class _Files:
         return self._problem
 
     def _open(self, part: _Part) -> None:
+        """Start the file of `part`, and delete files that are of no use any more. Raises OSError."""
         self.close()
         self._number, self._end, self._problem = part.number, 0, None
         self._folder.mkdir(exist_ok=True)
@@ -184,13 +204,14 @@ class _Files:
             sync_to_disk(self._folder)
 
     def _forget(self) -> None:
-        """Delete the files that no checkpoint needs."""
+        """Delete the files from before the oldest checkpoint, which no restart can need."""
         kept = checkpointed(RunDirectory(self._run_dir).checkpoints)
         for file, version in _files(self._folder).values():
             if kept and version < kept[0]:
                 file.unlink(missing_ok=True)
 
     def _append(self, out: FileIO, data: bytearray) -> None:
+        """Write data to the end of the present file, and to the disk if `to_disk` is set. Raises OSError."""
         file = Path(os.fsdecode(out.name))
         # Records in a deleted file would be lost, and a restart would miss them.
         if not (file.exists() and os.path.samestat(file.stat(), os.fstat(out.fileno()))):
@@ -211,6 +232,7 @@ class _Files:
         self.close()
 
     def close(self) -> None:
+        """Close the present file, if there is one. Errors are ignored: an unbuffered file has nothing left to write."""
         if self._out is not None:
             with suppress(OSError):
                 self._out.close()
@@ -228,7 +250,8 @@ def journal_folder(run_dir: Path) -> Path:
 def replay_journal(run_dir: Path, version: int, number: int, replay: Replay) -> tuple[JournalPlace, list[str]]:
     """Apply the events after a checkpoint to `replay`. Returns the place where the journal is continued, and messages.
 
-    An incomplete record at the end of a file is cut off. Files that do not continue the ones before them are deleted.
+    Changes the files: an incomplete record at the end of a file, which a crash has left, is cut off. Files that do not
+    continue the ones before them are deleted, because a gap is between them.
 
     Args:
         run_dir: the run directory.
@@ -267,7 +290,8 @@ def replay_journal(run_dir: Path, version: int, number: int, replay: Replay) -> 
 def set_journal_aside(run_dir: Path, number: int) -> str:
     """Rename the files of a damaged journal from file `number` on, so that people can examine them.
 
-    Files that were renamed before are kept, too. Returns the new names.
+    The restarted run then begins a new journal with the same numbers. Files that were renamed before are kept, too.
+    Returns the new names, separated by commas. Raises OSError.
     """
     names: list[str] = []
     for later, (file, _) in sorted(_files(journal_folder(run_dir)).items()):
@@ -292,16 +316,22 @@ def _files(folder: Path) -> dict[int, tuple[Path, int]]:
 
 
 class _Reader:
-    """Reader of one file. `cut` is the number of bytes of an incomplete record that were removed from its end."""
+    """Reader of one file. Call `head` first, then `events`.
+
+    Args:
+        file: path of the file.
+        replay: applies the events.
+    """
 
     def __init__(self, file: Path, replay: Replay) -> None:
         self.file = file
         self.cut = 0
+        """Number of bytes of an incomplete record that were cut off at the end of the file. Known after `events`."""
         self._replay = replay
         self._records = self._read()
 
     def head(self) -> JournalHead | None:
-        """Return the first record; None if the file is empty."""
+        """Return the first record; None if the file is empty. Raises RecordingError."""
         for offset, record in self._records:
             try:
                 return _HEADS.decode(record)
@@ -310,7 +340,7 @@ class _Reader:
         return None
 
     def events(self) -> int:
-        """Apply all events, and return their number."""
+        """Apply all remaining records as events, and return their number. Raises RecordingError."""
         count = 0
         for offset, record in self._records:
             try:
@@ -321,13 +351,14 @@ class _Reader:
         return count
 
     def _misfit(self, offset: int, error: Exception) -> RecordingError:
+        """Return the error for a record that is whole, but has no meaning at this place."""
         return RecordingError(
             f"{self.file} does not fit the checkpoint that it follows, as when another version of Flash wrote it: at "
             f"byte {offset}, {type(error).__name__}: {error}"
         )
 
     def _read(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the records, each with its offset in bytes."""
+        """Yield the records, each with its offset in bytes. Raises RecordingError if the file cannot be read."""
         try:
             with self.file.open("rb") as source:
                 yield from self._read_from(source)
@@ -335,6 +366,7 @@ class _Reader:
             raise RecordingError(f"{self.file} cannot be read: {error.strerror or error}") from error
 
     def _read_from(self, source: BinaryIO) -> Iterator[tuple[int, bytes]]:
+        """Yield the records of the open file. Cuts off an incomplete record at its end, and sets `cut`."""
         records, offset = read_frames(source), 0
         while True:
             try:

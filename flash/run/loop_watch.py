@@ -4,7 +4,8 @@ A user's `async def step` that computes or sleeps without `await` stops every ot
 watch, a peer would be declared dead because its messages are not read. While the loop is known to be blocked, its clock
 stands still, so no deadline of this process expires. `WatchedLoop.lost_s` is the difference to the wall time.
 
-Lifecycle: call `run_watched` instead of `anyio.run`. One daemon thread checks the loop's heartbeat until the loop ends.
+Lifecycle: call `run_watched` instead of `anyio.run`; node loops, `flash eval` and `flash rollout` do. The loop runs a
+*heartbeat*, a callback every TICK_S seconds. One daemon thread checks these heartbeats until the loop ends.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ TICK_S = 0.2
 """Seconds between two heartbeats, and between two checks of the heartbeat."""
 
 STILL_S = 15.0
-"""Seconds between further messages about a loop that stays blocked. Peers may kill its process because of the block."""
+"""Seconds between further messages about a loop that stays blocked. They show why a peer may kill the process."""
 
 SLOW_S = 60.0
-"""Seconds after a block in which a user's coroutines are resumed one by one, with turns of the loop in between."""
+"""Seconds after a block in which a user's coroutines are resumed one by one (`WatchedLoop.turn`), with turns of the
+loop in between. A turn is one pass of the loop over the callbacks that are ready."""
 
 TURNS_BETWEEN = 10
 """Number of turns of the loop between two such coroutines. A message needs fewer turns from its arrival to the
@@ -50,15 +52,16 @@ LEFTOVERS_S = 1.0
 class Blocks:
     """Detector of blocks: decides from checks every TICK_S seconds when a loop is blocked, and by which code.
 
-    Pure state without a clock. Invariant: each interval without heartbeats is reported at the place that was seen most
-    often in it. Time is measured by the number of checks, because no check runs while the whole process is stopped.
+    Pure state without a clock. A *place* is a line of code, as file and line number. Invariant: each interval without
+    heartbeats is reported once, with the place that was seen most often in it. Time is measured by the number of
+    checks, because no check runs while the whole process is stopped, and the loop is not to blame then.
     """
 
     def __init__(self) -> None:
         self._looks = 0
         """Number of checks since the last heartbeat."""
-        # Number of checks at each place since the last heartbeat.
         self._seen: Counter[str] = Counter()
+        """Number of checks at each place since the last heartbeat."""
         self._place = ""
         """Place that was reported for this interval; empty if it was not reported."""
         self.counts: Counter[str] = Counter()
@@ -86,7 +89,8 @@ class Blocks:
         if self._place:
             again = f"{self._place} still blocks the event loop, for {seconds:g} s"
             return again if seconds % STILL_S == 0 else None
-        # A loop that waits for events is not blocked. It has no heartbeat because its process gets no CPU time.
+        # A loop that waits for events in at least half of the checks is not blocked. It has no heartbeat because its
+        # process gets no CPU time.
         if seconds < BLOCKED_S - TICK_S or 2 * self._seen.total() < self._looks:
             return None
         self._place = self._seen.most_common(1)[0][0]
@@ -94,6 +98,7 @@ class Blocks:
         return self._message()
 
     def _message(self) -> str | None:
+        """Return the message about a new interval; None if its place was reported often enough already."""
         count = self.counts[self._place]
         if not is_logged(count):
             return None
@@ -114,16 +119,21 @@ class WatchedLoop(asyncio.SelectorEventLoop):
         """Time on the loop's clock while it stands still; None while it runs."""
         self.blocks = Blocks()
         self._state = threading.Lock()
+        """Lock of `blocks`, `lost_s` and `_stopped_at`, which the loop and the watching thread change."""
         self._over = threading.Event()
+        """Event that is set when the loop is closed, and ends the watching thread."""
         self._slow_until = 0.0
+        """Time on the loop's clock until which a user's coroutines are resumed one by one."""
         self._turns = asyncio.Lock()
+        """Lock of the coroutine that is resumed next."""
         super().__init__()
 
     async def turn(self) -> None:
-        """Wait until a user's coroutine may be resumed.
+        """Wait until a user's coroutine may be resumed. Returns at once unless the loop was blocked a moment ago.
 
-        If 64 coroutines that block for a second each were resumed in one turn of the loop, the messages of peers would
-        stay unread for more than a minute. Peers would then pass their deadlines.
+        `flash.environment.calls` waits for this before each step of a user's coroutine. If 64 coroutines that block for
+        a second each were resumed in one turn of the loop, the messages of peers would stay unread for more than a
+        minute. Peers would then pass their deadlines.
         """
         if self.time() < self._slow_until:
             async with self._turns:
@@ -136,7 +146,10 @@ class WatchedLoop(asyncio.SelectorEventLoop):
         return time.monotonic() - self.lost_s if stopped is None else stopped
 
     def watch(self, tell: Callable[[str], None]) -> None:
-        """Start to watch the loop. Must be called in the loop's thread. `tell` is called in another thread."""
+        """Start to watch the loop. Must be called in the loop's thread.
+
+        `tell` is called with each message for people, in the watching thread, because the loop's thread is blocked.
+        """
         threading.Thread(
             target=self._watch, args=(threading.get_ident(), tell), name="flash loop watch", daemon=True
         ).start()
@@ -148,6 +161,7 @@ class WatchedLoop(asyncio.SelectorEventLoop):
         super().close()
 
     def _beat(self) -> None:
+        """Handle a heartbeat: let the clock run again if it stands still. Schedules the next heartbeat."""
         with self._state:
             self.blocks.beats()
             if self._stopped_at is not None:
@@ -157,9 +171,10 @@ class WatchedLoop(asyncio.SelectorEventLoop):
         self.call_later(TICK_S, self._beat)
 
     def _watch(self, thread: int, tell: Callable[[str], None]) -> None:
-        """Check the loop every TICK_S seconds.
+        """Check every TICK_S seconds which line the loop's thread executes. `thread` is the id of that thread.
 
-        Waits for the clock. Unblocked by the end of the loop. Produces messages.
+        Stops the loop's clock when the loop is found to be blocked. Waits for the clock. Unblocked by the end of the
+        loop. Produces messages, with which it calls `tell`.
         """
         while not self._over.wait(TICK_S):
             frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
@@ -175,7 +190,10 @@ class WatchedLoop(asyncio.SelectorEventLoop):
 
 
 def blocked_seconds() -> float:
-    """Return the seconds in which the running loop was known to be blocked; 0 for a loop that is not watched."""
+    """Return the seconds in which the running loop was known to be blocked; 0 for a loop that is not watched.
+
+    Nodes report these seconds to the hub.
+    """
     loop = asyncio.get_running_loop()
     return loop.lost_s if isinstance(loop, WatchedLoop) else 0.0
 
@@ -183,10 +201,14 @@ def blocked_seconds() -> float:
 def run_watched(
     tell: Callable[[str], None], function: Callable[[*ArgsT], Awaitable[ResultT]], *args: *ArgsT
 ) -> ResultT:
-    """Run a coroutine function to its end, as `anyio.run` does, on a watched loop.
+    """Run a coroutine function to its end, as `anyio.run` does, on a watched loop. Returns its result.
 
-    Tasks that user code left behind cannot delay the end of the loop, even if they ignore their cancellation. `tell` is
-    called in another thread, with a message for people, when the loop is blocked.
+    Tasks that user code left behind cannot delay the end of the loop, even if they ignore their cancellation.
+
+    Args:
+        tell: called in another thread, with a message for people, when the loop is blocked.
+        function: the coroutine function.
+        args: its arguments.
     """
 
     async def main() -> ResultT:
@@ -200,9 +222,9 @@ def run_watched(
 
 
 async def _end_leftovers() -> None:
-    """Cancel the other tasks of this loop.
+    """Cancel the other tasks of this loop, and wait at most LEFTOVERS_S seconds for them.
 
-    Tasks that do not end in time are unregistered, so the loop does not wait for them.
+    Tasks that do not end in time are unregistered, so that asyncio does not wait for them.
     """
     left: set[asyncio.Task[Any]] = {one for one in asyncio.all_tasks() if one is not asyncio.current_task()}
     for task in left:

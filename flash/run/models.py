@@ -1,8 +1,10 @@
-"""Models that a command begins with.
+"""Models that a command begins with, or writes.
 
-`make_missing_model` makes missing tiny and fetched models. `chosen_model` and the functions after it find the model
-that the user has named to `flash eval`, `flash rollout` or `flash export`: a model folder, a hub id, a GGUF file, a
-run, or a checkpoint.
+- `make_missing_model` makes the models that a configuration asks for and that do not exist yet: a *tiny model*, which
+  is made from the settings of `[tiny_model]` for a first try on a CPU, or a fetched one (`flash.run.fetch`).
+- `chosen_model` and `model_folder` find the model that the user has named to `flash eval`, `flash rollout` or `flash
+  rhythm`: a model folder, a hub id, a GGUF file, a run, or a checkpoint.
+- `export_model` writes the weights of a run as a model folder, for `flash export`.
 """
 
 from __future__ import annotations
@@ -67,9 +69,9 @@ def make_fetched(config: Config) -> None:
 
 
 def tiny_models(config: Config) -> Iterator[tuple[str, Path, TinyModelConfig]]:
-    """Yield the tiny models that a configuration asks for.
+    """Yield the tiny models that a configuration asks for: the policy, and the critic of some objectives.
 
-    Each has the key with its path, the folder, and its settings.
+    Yields for each the key of its path in the configuration, the path of its folder, and its settings.
     """
     tiny, critic = config.tiny_model, config.critic
     if tiny is None:
@@ -93,7 +95,7 @@ def _make_missing(path: Path, tiny: TinyModelConfig, config: Config) -> None:
         return
     with making(path, f"the tiny model {path}", config.deadlines.rendezvous):
         changed = changed_parts(path, *wanted)
-        if not changed:
+        if not changed:  # another process has made it while this one waited
             return
         if path.exists():
             sys.stdout.write(f"tiny model: {path} is made anew, since it was made from other {' and '.join(changed)}\n")
@@ -200,7 +202,11 @@ def own_dtype(model: str) -> Dtype | None:
 
 
 def _round(folder: Path, dtype: Dtype) -> None:
-    """Store the float32 weights of a model folder in another precision. Trainers keep and write float32."""
+    """Store the float32 weights of a model folder in another precision. Trainers keep and write float32.
+
+    Changes the weight files, `config.json`, and the total size in the index of the weights. Tensors of other data types
+    stay as they are.
+    """
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -234,7 +240,20 @@ def _no_model(path: Path) -> str:
 
 
 def _write_out(checkpoint: Path, config: Config, folder: Path, *, merged: bool) -> None:
-    """Write the policy of a checkpoint, and its tokenizer, to a model folder or to a folder of adapters."""
+    """Write the policy of a checkpoint, and its tokenizer, to a model folder or to a folder of adapters.
+
+    Adapters are the small matrices that a run with `[lora]` trains in place of the model's own weights.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        config: configuration of the run. Its model gives the architecture and the tokenizer.
+        folder: the folder to write.
+        merged: True to write the whole model if the checkpoint holds adapters.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or does not fit the configuration.
+        ConfigError: the run's model cannot be loaded.
+    """
     from flash.foreign.peft import config_in
     from flash.foreign.transformers import hidden_progress_bars, make_weights_readable
     from flash.rollout.episode.tokenizer import HfTokenizer
@@ -277,7 +296,10 @@ def _write_out(checkpoint: Path, config: Config, folder: Path, *, merged: bool) 
 
 
 def _check_base(checkpoint: Path, model: PreTrainedModel, config: Config) -> None:
-    """Raise CheckpointError if the adapters were not trained with the weights of `model`."""
+    """Raise CheckpointError if the adapters of a checkpoint were not trained on the weights of `model`.
+
+    Merged with other weights, adapters would give a model that was never trained.
+    """
     from flash.weights.image import Fingerprint
 
     fingerprint = Fingerprint()
@@ -288,7 +310,11 @@ def _check_base(checkpoint: Path, model: PreTrainedModel, config: Config) -> Non
 
 
 def _read(checkpoint: Path, tensors: dict[str, Any], config: Config) -> None:
-    """Read the given tensors of the policy from a checkpoint, and nothing else that it holds."""
+    """Read the policy's weights from a checkpoint into `tensors`, by name. Moments and other models are not read.
+
+    Raises:
+        CheckpointError: the checkpoint has no weights of these names and shapes.
+    """
     import torch.distributed.checkpoint.state_dict_loader as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 

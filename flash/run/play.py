@@ -27,7 +27,7 @@ from flash.rollout.episode.phases import Phases
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.run.loop_watch import WatchedLoop
 from flash.samples.rules import ProblemKinds
-from flash.types import Completion, Failure, Lease, Observation, Outcome, Task, Tool, Trajectory, VersionRun
+from flash.types import Completion, Failure, Lease, Observation, Outcome, Task, Tool, VersionRun
 from flash.waiting import deadline
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Played(msgspec.Struct, frozen=True):
     """Result of an episode."""
 
     shown: list[str]
-    """Text that the environment showed before each answer."""
+    """Texts that the environment showed, one before each answer."""
     rewards: list[float]
     """Reward of each answer."""
     metrics: dict[str, float]
@@ -95,7 +95,7 @@ os.register_at_fork(after_in_child=_loop.cache_clear)  # a forked child has the 
 
 
 async def _played(config: Config, answers: Sequence[str], seed: int) -> Played:
-    """Prepare the environment and play the episode, on the loop of `_loop`."""
+    """Prepare the environment and play the episode, on the loop of `_loop`. Raises the errors of `play`."""
     env = LoadedEnvironment(config.env.path, config.env.options)
     problems = ProblemKinds.of(config, env.kind_of, env.domains())
     settings = msgspec.structs.replace(
@@ -110,22 +110,18 @@ async def _played(config: Config, answers: Sequence[str], seed: int) -> Played:
         result = await player.play(Lease(0, task, 0), EpisodeProgress())
     if isinstance(result, Failure):
         raise EnvError(result.message)
-    return _described(result)
-
-
-def _described(played: Trajectory) -> Played:
-    turns = played.turns
+    turns = result.turns
     return Played(
         [turn.observation for turn in turns],
         [turn.reward for turn in turns],
-        played.env_metrics(),
+        result.env_metrics(),
         [turn.note for turn in turns],
-        played.outcome is Outcome.TRUNCATED,
+        result.outcome is Outcome.TRUNCATED,
     )
 
 
 class _Answers:
-    """Responder that returns the given answers, one after the other."""
+    """Stand-in for the model: it returns the given answers, one after the other."""
 
     def __init__(self, answers: Sequence[str]) -> None:
         self._left = list(answers)
@@ -140,7 +136,7 @@ class _Answers:
 
 
 class _Characters(Tokenizer):
-    """Tokenizer with one token per character."""
+    """Tokenizer with one token per character, so that no model is needed."""
 
     def render(self, observation: Observation, tools: Sequence[Tool] = ()) -> list[int]:
         return [ord(character) for character in text_of(observation)]

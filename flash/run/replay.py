@@ -72,12 +72,12 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def plan(run_dir: Path, first: int | None, last: int | None) -> ReplayPlan:
-    """Find batches and checkpoints for the versions from `first` to `last`.
+    """Find batches and checkpoints with which the versions from `first` to `last` can be trained again.
 
     If `first` or `last` is None, it is the first or the last possible version.
 
     Raises:
-        ConfigError: some are missing. The message names those that exist.
+        ConfigError: a batch or a checkpoint is missing. The message names those that exist.
     """
     steps = set(recorded_steps(RunDirectory(run_dir).batches))
     if not steps:
@@ -111,7 +111,7 @@ def plan(run_dir: Path, first: int | None, last: int | None) -> ReplayPlan:
 
 
 def refuse_idle(file: Path, config: Config, named: Collection[str]) -> None:
-    """Raise ConfigError if some settings would have no effect.
+    """Refuse settings that would have no effect, so that a user does not take an unchanged result for theirs.
 
     Args:
         file: configuration file of the run.
@@ -143,7 +143,7 @@ def replay(
     comparison: Callable[[Comparison], None],
     export: Path | None = None,
 ) -> None:
-    """Train the recorded batches again.
+    """Train the recorded batches of a plan again, for `flash replay`.
 
     Args:
         config: the run's configuration, maybe with other settings for training.
@@ -181,7 +181,10 @@ def replay(
 
 @contextmanager
 def _one_rank(config: Config) -> Generator[None]:
-    """Provide a process group of this process alone, with the seed and the number of threads of a rank of the run."""
+    """Provide a process group of this process alone, with the seed and the number of threads of a rank of the run.
+
+    With another number of threads, sums on the CPU have another order, and the weights differ by rounding.
+    """
     import torch
 
     from flash.trainer.mesh import process_group_backend
@@ -196,12 +199,14 @@ def _one_rank(config: Config) -> Generator[None]:
 
 
 def _weights(trainer: Trainer) -> dict[str, Any]:
+    """Return the policy's whole weights on the CPU, by name."""
     from flash.trainer.model.model import named_full_tensors
 
     return {name: tensor.detach().cpu() for name, tensor in named_full_tensors(trainer.model)}
 
 
 def _compare(trainer: Trainer, path: Path, begun: dict[str, Any]) -> Comparison:
+    """Compare the trainer's weights with a checkpoint. `begun`: the weights at the beginning of the replay, by name."""
     from flash.trainer import checkpoint
 
     ours, theirs = _weights(trainer), checkpoint.read_weights(path, trainer)

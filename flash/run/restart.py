@@ -55,8 +55,9 @@ NO_STEP = (
     *("run.name", "run.resume", "run.log_samples", "run.output_dir", "env.folders", "train.profile"),
     *("checkpoint.", "deadlines.", "observe.", "track.", "alarms.", "simulate."),
 )
-"""Keys, and beginnings of keys, that may change while a run is stopped: the recorded batches then still make the same
-steps. `run.steps` may change, too, if the learning rate does not depend on it."""
+"""Keys, and beginnings of keys, on which a training step does not depend. If only these have changed while a run was
+stopped, its recorded batches still make the same steps. `run.steps` may change, too, if the learning rate does not
+depend on it."""
 
 
 MOST_IDLE = 2
@@ -66,7 +67,9 @@ REQUEUES_FILE = "requeues.json"
 
 
 class RecordedHistory:
-    """Checkpoints and batches of a run directory.
+    """Checkpoints and batches of a run directory, from which trainer ranks restart while the hub goes on.
+
+    Implements `flash.hub.recovery.RunHistory`.
 
     Args:
         run_dir: the run directory, which holds the checkpoints.
@@ -80,10 +83,11 @@ class RecordedHistory:
     async def choose_start(self, version: int) -> TrainerStart:
         """Return the newest complete checkpoint, from which the trainer ranks start. Reads every byte of it.
 
-        Raises the errors of `choose_checkpoint`, too.
+        The ranks train the recorded batches again from there up to `version`, the version that the run has reached.
 
         Raises:
             RecordingError: batches since the checkpoint are missing.
+            CheckpointError: all checkpoints are damaged; see `choose_checkpoint`.
         """
         checkpoint, notes = await run_sync(choose_checkpoint, self._run_dir)
         for note in notes:
@@ -102,12 +106,15 @@ class RecordedHistory:
         return await run_sync(self._recorder.batches.of, step)
 
     def same_weights(self, one: Published, other: Published) -> bool:
-        """Return True if the fingerprints of both publications are equal."""
+        """Return True if the fingerprints of both publications are equal.
+
+        The hub compares the weights of a step that was trained again with those of the first time.
+        """
         return decode_update(one.update_info).fingerprint == decode_update(other.update_info).fingerprint
 
 
 class Reach(NamedTuple):
-    """Version that trainer ranks can reach from a checkpoint."""
+    """Result of `reach`: the version that trainer ranks can reach from a checkpoint."""
 
     version: int
     why: str = ""
@@ -117,9 +124,14 @@ class Reach(NamedTuple):
 def reach(config: Config, held: int, reached: int) -> Reach:
     """Return the version from which a restarted run can go on.
 
-    The run had reached version `reached`, and its trainer ranks hold version `held`. The ranks train the steps between
-    the two again. This needs the batch and the row of metrics of each step; the batches are read here. A step that
-    lacks one of them, and all later steps, are generated and counted again.
+    The trainer ranks train the steps from `held` to `reached` again. This needs the batch and the row of metrics of
+    each step, and the same configuration; the batches are read here, because one may be damaged. A step that lacks one
+    of them, and all later steps, are generated and counted again.
+
+    Args:
+        config: configuration of the restarted run.
+        held: version of the checkpoint that the ranks start from.
+        reached: version that the run had reached.
     """
     if held == reached:
         return Reach(reached)
@@ -158,7 +170,7 @@ def _booked_steps(directory: RunDirectory) -> set[int]:
 
 
 def _changed(directory: RunDirectory, config: Config) -> str:
-    """Return the changed keys on which a step depends; empty if there are none."""
+    """Return the keys that have changed since the run was started and on which a step depends; empty if none have."""
     try:
         had = read_recorded(directory.config)
     except (OSError, ValueError) as error:
@@ -174,7 +186,8 @@ async def keep_hub_state(
 ) -> SnapshotReply:
     """Write the hub's state in pieces into the checkpoint that the trainer ranks are writing.
 
-    The hub serves other requests while the pieces are written.
+    The hub calls this when rank 0 asks for its state (`flash.hub.recovery.Persistence.save_state`), and serves other
+    requests while the pieces are written. Returns size and checksum for the manifest of the checkpoint.
 
     Args:
         run_dir: the run directory.
@@ -215,11 +228,14 @@ class Restored(msgspec.Struct, frozen=True):
 
 
 NOTHING = Restored(None, TrainerStart(0, ""), JournalPlace(0, 0), [])
-"""State of the hub in a new run."""
+"""Restored state of a new run: there is none."""
 
 
 def restored(checkpoint: Path | None, config: Config) -> Restored:
     """Return the hub's state from a checkpoint and the journal after it; without a checkpoint, from the whole journal.
+
+    A damaged journal is set aside, and the run goes on from the checkpoint alone. The run also goes back if its last
+    steps cannot be trained again (`reach`). In both cases a note says which work is repeated.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or another version of Flash wrote it.
@@ -245,6 +261,7 @@ def restored(checkpoint: Path | None, config: Config) -> Restored:
         # The replay has changed the state, so it is read again.
         kept = None if checkpoint is None else kept_state(checkpoint, config)
         return Restored(kept, begin, JournalPlace(number, 0), [note])
+    # From now on the journal would lack this incarnation, so a later restart could not use it.
     if config.checkpoint.journal == "off":
         forget_journal(config.run_dir)
     if buffer is None:
@@ -264,12 +281,13 @@ def restored(checkpoint: Path | None, config: Config) -> Restored:
 
 
 def kept_state(checkpoint: Path, config: Config) -> HubState:
-    """Return the hub's state from a checkpoint. Raises the errors of `restored`."""
+    """Return the hub's state from a checkpoint. Raises CheckpointError and ConfigError as `restored` does."""
     with hub_state(checkpoint) as data:
         return HubState.restore(data, config)
 
 
 def _open(file: Path) -> FileIO:
+    """Open the state's file for writing. Raises OSError."""
     # Unbuffered: closing the file after an error has no data to write, so it cannot fail again.
     return file.open("wb", buffering=0)
 
@@ -284,7 +302,10 @@ def _write(stream: FileIO, piece: bytearray, crc32: int) -> int:
 
 
 class Requeues(msgspec.Struct, frozen=True):
-    """Progress of the incarnations of a requeued job."""
+    """Content of the file `requeues.json`: the progress of the incarnations of a requeued job.
+
+    An incarnation is here one start of the job by SLURM.
+    """
 
     job: str
     version: int
@@ -294,7 +315,10 @@ class Requeues(msgspec.Struct, frozen=True):
 
 
 def refuse_idle_requeues(config: Config) -> None:
-    """Count this incarnation of a requeued job. No other launch of the run may be active.
+    """Count this incarnation of a requeued job, and refuse it if the job makes no progress.
+
+    Without this limit, a job that is always stopped before it completes a step would use a cluster forever. The caller
+    holds the lock of the run directory, because this function writes to it.
 
     Raises:
         RequeueError: more than MOST_IDLE consecutive incarnations began without progress.
@@ -332,6 +356,7 @@ def _begins_at(config: Config) -> int:
 
 
 def _read_requeues(file: Path) -> Requeues | None:
+    """Return the record of the incarnations before this one; None if there is none, or if it is damaged."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=Requeues)
     except (OSError, msgspec.DecodeError):

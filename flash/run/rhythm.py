@@ -1,7 +1,11 @@
 """Rhythm of attention in a text or in recorded samples, measured as training does it, but without training.
 
-The model runs on the CPU in float32, in this process alone. Heads are classified by the responses that are examined
-here; a run classifies them by a whole batch, or by its first batch.
+With `algorithm.rhythm`, the advantage of a token is multiplied if it is a *plan* (where the distance that the model
+looks back changes most) or an *anchor* (to which later tokens attend most); `algorithms.rhythm` has the formulas. The
+command `flash rhythm` calls this module to show which tokens are chosen, and why.
+
+The model runs on the CPU in float32, in this process alone. Attention heads are classified by the responses that are
+examined here; a run classifies them by a whole batch, or by its first batch.
 """
 
 from __future__ import annotations
@@ -192,7 +196,13 @@ def look_at(
 
 
 def _part(signals: Signals, length: int, begin: int) -> slice:
-    """Return the range of the sequence's tokens that are drawn, with a few tokens of the prompt."""
+    """Return the range of the sequence's tokens that are drawn: up to MAP_TOKENS, from MAP_PROMPT before token `begin`.
+
+    Args:
+        signals: signals of the response, which have the positions of its tokens in the sequence.
+        length: number of tokens of the sequence.
+        begin: index of a response token.
+    """
     start = max(int(signals.position_R[begin]) - MAP_PROMPT, 0)
     return slice(start, min(start + MAP_TOKENS, length))
 

@@ -1,7 +1,7 @@
-"""Rollouts without training: one model, a hub, and a node with its engines, all in this process.
+"""Rollouts without training, for `flash eval` and `flash rollout`: a hub and a node with its engines, in this process.
 
-Hub, scheduler, episodes, proxy and engines are the same as in a run. A stand-in replaces the trainer: it announces the
-model as version 0, takes the batch if there is one, and leaves.
+Hub, scheduler, episodes, proxy and engines are the same as in a run. A stand-in replaces the trainer rank: it announces
+the model as version 0, takes the batch if there is one, and leaves.
 """
 
 from __future__ import annotations
@@ -53,9 +53,14 @@ class Sampled(msgspec.Struct, frozen=True):
 async def evaluate(
     config: Config, env: LoadedEnvironment, tokenizer: Tokenizer, engines: MakeEngines, tell: Tell
 ) -> Sampled:
-    """Evaluate a model on the held-out problems of `[eval]`, as a run does.
+    """Evaluate a model on the held-out problems of `[eval]`, as a run does. Held-out problems are never trained.
 
-    `tell` is called with lines about the progress.
+    Args:
+        config: configuration with the model, the environment and `[eval]`.
+        env: the environment.
+        tokenizer: the model's tokenizer.
+        engines: makes the engines.
+        tell: called with lines about the progress.
 
     Raises:
         FlashError: the environment cannot be played, or the engines are gone.
@@ -75,13 +80,14 @@ async def evaluate(
 async def roll_out(
     config: Config, episodes: int, env: LoadedEnvironment, tokenizer: Tokenizer, engines: MakeEngines, tell: Tell
 ) -> Sampled:
-    """Play one episode of each of the first training problems, with the sampling of training.
+    """Play one episode of each of the first `episodes` training problems, with the sampling of training.
 
-    `tell` is called with lines about the progress.
+    The episodes are the batch of a single step, which the stand-in takes. The other arguments are those of `evaluate`.
 
     Raises:
         FlashError: the environment cannot be played or always fails, or the engines are gone.
     """
+    # One sample of each problem, and all of them: no sample more is started, and none is filtered out.
     one = msgspec.structs.replace(
         config.rollout,
         group_size=1,
@@ -98,9 +104,12 @@ async def roll_out(
 
 
 def alone(config: Config, *, steps: int, batch: int) -> Config:
-    """Return a configuration for one machine.
+    """Return a configuration for this machine alone, in which all devices serve engines.
 
-    All of its devices serve engines, for `steps` steps that train nothing.
+    Args:
+        config: configuration of a run, maybe for several nodes.
+        steps: number of steps, each of which takes a batch and trains nothing.
+        batch: number of samples of a batch.
     """
     replace = msgspec.structs.replace
     return replace(
@@ -116,13 +125,18 @@ def alone(config: Config, *, steps: int, batch: int) -> Config:
 
 
 class _Guest:
-    """Stand-in for the only trainer rank, and observer of the hub."""
+    """Stand-in for the only trainer rank, and observer of the hub.
+
+    Call `run` once. Then `observer`, `evaluated` and `given_up` have the results. Arguments: see `evaluate`.
+    """
 
     def __init__(self, config: Config, env: LoadedEnvironment, tokenizer: Tokenizer, engines: MakeEngines) -> None:
         self._config = config
         self.observer = MemoryObserver()
         self.evaluated: list[Trajectory] = []
+        """Trajectories of held-out problems, in the order of the tasks."""
         self._failed: dict[tuple[str, int], Failure] = {}
+        """Last failure of each task, by split and number of the task."""
         now = anyio.current_time
         # Rollouts need no evaluation before the first step, so version 0 counts as evaluated.
         evaluated = (0,) if config.run.steps else ()
@@ -145,13 +159,18 @@ class _Guest:
             raise first_error(errors) from None
 
     def given_up(self, played: Sequence[Trajectory], split: str) -> list[Failure]:
-        """Return the last failure of each task of a split that never succeeded."""
+        """Return the last failure of each task that never succeeded.
+
+        Args:
+            played: the successful samples.
+            split: "train" or "eval", because tasks of both have the same numbers.
+        """
         done = {trajectory.task.task_id for trajectory in played}
         failed = (one for (of, task), one in sorted(self._failed.items()) if of == split and task not in done)
         return list(failed)
 
     async def _take(self) -> None:
-        """Announce the model, take the batches, and leave."""
+        """Announce the model, take the batches, and leave: the requests that a trainer rank makes."""
         hub, deadlines = InProcessCaller(self._hub), self._config.deadlines
         await hub.call(p.PublishRequest(Published(0, "tcp", b"", Canary([], []))), timeout=deadlines.engine_start)
         for step in range(self._config.run.steps):
@@ -161,6 +180,7 @@ class _Guest:
         await hub.call(p.Goodbye(0, []), timeout=waits.leaving_s(self._config))
 
     def _saw(self, request: msgspec.Struct, reply: msgspec.Struct) -> None:
+        """Record the results that the node delivers to the hub. Called with each request of the node and its reply."""
         if isinstance(request, p.DeliverRequest):
             results = [ended.result for ended in request.ended]
             for one in results:

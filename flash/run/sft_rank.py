@@ -1,4 +1,12 @@
-"""Rank of `flash sft`: trains the batches of a course. All ranks make the same calls in the same order."""
+"""Process of one trainer rank of `flash sft`: trains the batches of a course, without a hub and without engines.
+
+`flash.run.processes.worker` calls `run_sft_rank` in a process that the launcher has started. A *course*
+(`flash.run.sft_rows.Course`) decides which rows of the data set each step trains. Trainer, checkpoints and run
+directory are the same as in other runs. The first rank writes the run directory.
+
+Invariant: all ranks make the same calls in the same order, since each step and each decision is a collective, an
+operation in which all ranks take part.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +47,7 @@ TOLD = (
     *("loss", "entropy", "grad_norm", "learning_rate", "skipped_steps", "loss_scale"),
     *("tokens", "trained_tokens", "shared_token_share", "memory_gib", "mfu"),
 )
-"""Metrics of a step that have a meaning for rows that no engine has sampled."""
+"""Metrics of a step that have a meaning for rows that no engine has sampled, and are reported."""
 MARK = b"sft"
 """First bytes of the checkpoint file that holds the hub's state in other runs. The digest of the rows follows them."""
 WISHES: Mapping[Wish | None, int] = {None: 0, "checkpoint": 1, "stop": 2}
@@ -47,7 +55,10 @@ WISHES: Mapping[Wish | None, int] = {None: 0, "checkpoint": 1, "stop": 2}
 
 
 def run_sft_rank(order: ProcessOrder, config: Config) -> End:
-    """Train until no batch is left. A signal ends the training early, with a checkpoint."""
+    """Train until no batch is left. A signal ends the training early, with a checkpoint. Returns the exit code.
+
+    The ranks meet in a store in the scratch folder, because no hub could give them an address.
+    """
     told = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: told.set())
@@ -66,7 +77,11 @@ def run_sft_rank(order: ProcessOrder, config: Config) -> End:
 
 
 def _train(order: ProcessOrder, config: Config, told: threading.Event, stack: ExitStack) -> End:
-    """Restore this rank from the newest checkpoint if the run resumes or restarts, and run its training loop."""
+    """Restore this rank from the newest checkpoint if the run resumes or restarts, and run its training loop.
+
+    Only the first rank looks for the checkpoint, and tells the others, so that all of them choose the same one. `stack`
+    closes the recorder and the profiler.
+    """
     resumes, chosen, first = config.run.resume or order.restarts > 0, [""], order.local == 0
     tokenizer = HfTokenizer(config.model)
     notes: list[str] = []
@@ -94,6 +109,8 @@ def _train(order: ProcessOrder, config: Config, told: threading.Event, stack: Ex
 
 def other_rows(folder: Path, course: Course) -> str:
     """Return a message if the checkpoint's steps have learned other rows than those of `course`; else an empty one.
+
+    The data set may have been changed while the run was stopped. The run goes on, since this may be intended.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
@@ -169,7 +186,11 @@ class SftLoop:
         return self._end(interrupted=not finished)
 
     def _step(self, batch: Batch, said: dict[str, float]) -> Wish | None:
-        """Train one batch and report its metrics. Returns the wish of the alarms that these metrics cause."""
+        """Train one batch, and report its metrics on the first rank.
+
+        Returns the wish of the alarms that these metrics cause: a checkpoint, the end of the run, or None. Other ranks
+        return None. `said` has metrics of the batch that are known already.
+        """
         begun = time.perf_counter()
         shard = self._dealt(batch)
         self._meter.begin()
@@ -202,7 +223,10 @@ class SftLoop:
         return run_to_end(split_into_shards(batch, mesh.data_shards, self._config.train.minibatches))[mesh.data_shard]
 
     def _agreed(self, wish: Wish | None) -> int:
-        """Agree with all ranks on the next action, since a signal may have reached only some of them."""
+        """Return the priority of the strongest wish of all ranks, as `WISHES` has it. `wish`: the wish of this rank.
+
+        A signal may have reached only some ranks, and only the first one has alarms.
+        """
         asked = WISHES["stop" if self._told.is_set() else wish]
         most = torch.tensor(asked, device=self._trainer.mesh.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)

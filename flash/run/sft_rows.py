@@ -68,7 +68,7 @@ class Learned(NamedTuple):
 
 
 class TokenRow(NamedTuple):
-    """Row of a data set as token sequences."""
+    """Row of a data set as token sequences. A conversation may need several sequences, see the law above."""
 
     sequences: list[Learned]
     """Sequences of the row, each with at least one token to learn."""
@@ -78,7 +78,8 @@ class TokenRow(NamedTuple):
     def trajectories(self, place: int, version: int) -> Iterator[Trajectory]:
         """Yield a trajectory for each sequence, as samples of the step that trains `version`.
 
-        `place` is the number of the row in the course.
+        The trainer takes only trajectories, which engines sample in other runs. `place` is the number of the row in the
+        course; it takes the place of the group's number.
         """
         for member, (tokens, spans) in enumerate(self.sequences):
             count = sum(span.stop - span.start for span in spans)
@@ -96,7 +97,7 @@ class TokenRow(NamedTuple):
 
 
 class TokenTable:
-    """Table of rows as arrays, which trainer ranks map into memory.
+    """Table of rows as arrays, which trainer ranks map into memory, so that a large table exists once on a machine.
 
     Args:
         arrays: the arrays by name; `ARRAYS` lists the names.
@@ -196,7 +197,7 @@ def _range(ends: Any, index: int) -> tuple[int, int]:
 
 
 class _Part(NamedTuple):
-    """Chunk of rows, tokenized."""
+    """Tokenized chunk of rows, as a worker process returns it."""
 
     table: TokenTable
     too_long: list[str]
@@ -316,7 +317,10 @@ def _counted(examples: Iterable[_Example | ConfigError], faults: list[str], shap
 
 
 def _tokenized_parts(examples: Iterator[_Example], model: ModelConfig) -> Generator[_Part]:
-    """Tokenize the examples chunk by chunk: in this process if there are few, else in one process per CPU core."""
+    """Tokenize the examples chunk by chunk: in this process if there are few, else in one process per CPU core.
+
+    At most two chunks per process are read ahead, so that a large file is never in memory as a whole.
+    """
     first = list(islice(examples, ALONE))
     if len(first) < ALONE:
         if first:
@@ -360,7 +364,10 @@ def _tokenize_in_worker(chunk: list[_Example]) -> _Part:
 
 
 def _tokenize(examples: Sequence[_Example], tokenizer: HfTokenizer, most: int) -> _Part:
-    """Tokenize examples, and sort out the rows that are left out and the invalid ones. `most` limits each sequence."""
+    """Tokenize examples, and separate the rows that are learned from those left out and from invalid ones.
+
+    `most`: number of tokens after which a sequence is cut.
+    """
     controls = [str(one) for one in tokenizer.inner.added_tokens_decoder.values() if one.special]
     rows: list[TokenRow] = []
     too_long, unlearned, with_controls, faults = list[str](), list[str](), list[str](), list[str]()
@@ -396,9 +403,11 @@ def tokenized(example: Conversation | Text, place: str, tokenizer: HfTokenizer, 
 
 
 def _sequences(example: Conversation | Text, place: str, tokenizer: HfTokenizer) -> Iterator[Learned]:
-    """Yield the sequences of a row.
+    """Yield the sequences of a row, which may have no spans to learn.
 
-    Raises EnvError if the chat template fails, and ConfigError for a wrong message or tool.
+    Raises:
+        EnvError: the chat template fails.
+        ConfigError: a message or a tool is invalid.
     """
     if isinstance(example, Text):
         if not example.completion.strip():
@@ -412,6 +421,7 @@ def _sequences(example: Conversation | Text, place: str, tokenizer: HfTokenizer)
         offered = tools.offered(msgspec.convert(example.tools, list[tools.GivenTool]))
     except (ApiError, msgspec.ValidationError) as error:
         raise ConfigError(f"{place}: {error}") from None
+    # One sequence grows with each answer as long as the template renders earlier turns unchanged.
     growing, tokenizer = Learned([], []), tokenizer.with_arguments(example.template)
     # An engine always gets some message before it answers, so an answer that begins a conversation is not learned.
     for index in range(max(example.shown, 1), len(messages)):
@@ -453,7 +463,11 @@ def _cut(whole: Learned, most: int) -> Learned:
 
 
 class CourseTokens(NamedTuple):
-    """Tokenized rows of a run: those to learn and those held out. Rows without a token to learn are left out."""
+    """Tokenized rows of a run. Rows without a token to learn are left out.
+
+    Lifecycle: `read` makes the tokens in the process of `flash sft`, `save` writes them to the scratch folder, and each
+    trainer rank maps them into memory with `load`.
+    """
 
     data: TokenTable
     held_out: TokenTable | None
@@ -488,7 +502,7 @@ class CourseTokens(NamedTuple):
         return replace(config, run=replace(config.run, steps=steps))
 
     def described(self, tokenizer: HfTokenizer) -> Iterator[str]:
-        """Yield lines for the user: the numbers of rows, and the tokens of the first row."""
+        """Yield lines for a dry run: the numbers of rows, and the first row with its learned tokens in brackets."""
         yield from self.lines
         if ends := tokenizer.missing_ends():
             yield f"model: {ends}"
@@ -508,6 +522,7 @@ class Course:
         self._order = lru_cache(maxsize=2)(self._shuffled)
 
     def _shuffled(self, epoch: int) -> Int64Array:
+        """Return the numbers of all rows in the order of an epoch, which follows only from `run.seed` and `epoch`."""
         return np.random.default_rng([self._config.run.seed, epoch]).permutation(len(self._tokens.data))
 
     def digest(self) -> str:
@@ -533,6 +548,7 @@ class Course:
 
 
 def _batch(step: int, rows: dict[int, TokenRow]) -> Batch:
+    """Return rows as a batch of a step. `rows`: by their place in the course."""
     return Batch(step, step, [one for place, row in rows.items() for one in row.trajectories(place, step)], [])
 
 

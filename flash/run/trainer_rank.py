@@ -70,7 +70,8 @@ def run_trainer_rank(order: ProcessOrder, config: Config) -> End:
                 store = reach_store(host, int(port), config.deadlines.rendezvous)
             _train(order.local, config, index, store, incarnation, hub, stack)
         except Exception as error:  # supervised boundary: any error that ends a rank is reported to the hub
-            # Reported before this process ends: then the other ranks lose this rank and have errors of their own.
+            # The error is reported before this process ends. After that the other ranks lose this rank, and their own
+            # errors would hide the cause.
             report_error(hub, index, error, config.deadlines.request, describe_peers(index, config))
             # These errors only follow from the loss of the hub or of another rank, whose own error counts.
             caused_by_peer = isinstance(error, PeerLostError) or collective_failed(error)
@@ -94,8 +95,8 @@ def _open_store(config: Config) -> tuple[Store, str]:
 def send_heartbeats(hub: BlockingClient, rank: int) -> None:
     """Send heartbeats to the hub until the incarnation of this rank is over. Runs in a thread of its own.
 
-    The thread does not end the process when the incarnation is over: torch may block the main thread then, so the
-    launcher kills the process.
+    The hub answers each heartbeat after a while, and ends the incarnation if a rank sends none. The thread does not end
+    the process when the incarnation is over: torch may block the main thread then, so the launcher kills the process.
     """
     from flash.hub.protocol import RankHeartbeat
 
@@ -109,7 +110,14 @@ def _enter(
 ) -> tuple[BlockingClient, IncarnationReply]:
     """Connect to a hub, report this rank, and return the connection and the starting point of the incarnation.
 
-    The connection is closed with `stack`. `store` is the address of rank 0's store; empty for other ranks.
+    `find_hub` calls this again with the next address if it raises FlashError.
+
+    Args:
+        index: number of this rank among all trainer ranks.
+        config: the run's configuration.
+        store: HOST:PORT of rank 0's store; empty for other ranks.
+        stack: closes the connection.
+        address: address of the hub.
     """
     from flash.hub import protocol as p
     from flash.transport.client import BlockingClient
@@ -139,8 +147,15 @@ def describe_peers(index: int, config: Config) -> str:
 def report_error(hub: BlockingClient, index: int, error: Exception, seconds: float, peers: str) -> None:
     """Report the error that ends this rank to the hub, which shows it and ends the run or the incarnation.
 
-    If the hub does not react within `seconds`, the error is logged here. `peers` names the ranks of a failed
-    collective, because neither gloo nor NCCL names the rank for which the collective has waited.
+    Does nothing if the rank has only lost the hub. If the hub does not react in time, the error is logged here.
+
+    Args:
+        hub: connection to the hub.
+        index: number of this rank.
+        error: the error.
+        seconds: time limit for the report.
+        peers: phrase for the other ranks of a failed collective (an operation of all ranks). Neither gloo nor NCCL
+            names the rank for which the collective has waited.
     """
     from flash.hub import protocol as p
 
@@ -171,7 +186,17 @@ def _train(
     hub: BlockingClient,
     stack: ExitStack,
 ) -> None:
-    """Build the trainer and run its loop until no batch is left. `stack` closes the process group and the files."""
+    """Build the trainer and run its loop until no batch is left.
+
+    Args:
+        local: number of this rank on its machine, which chooses its GPU.
+        config: the run's configuration.
+        index: number of this rank among all trainer ranks.
+        store: store in which the ranks meet.
+        incarnation: the hub's reply, with the checkpoint to start from.
+        hub: connection to the hub.
+        stack: closes the process group and the files.
+    """
     # Garbage collection is off until all long-lived objects exist: it would take a fifth of the time of a start.
     gc.disable()
     from flash.rollout.episode.tokenizer import HfTokenizer
@@ -199,7 +224,11 @@ def _train(
 
 
 def meet(local: int, config: Config, index: int, store: Store, stack: ExitStack) -> None:
-    """Set this rank's device and seed, and join the process group of the trainer ranks until `stack` is closed."""
+    """Set this rank's device and seed, and join the process group of the trainer ranks until `stack` is closed.
+
+    Ranks that train the same shard get the same seed. Blocks until all ranks have joined. The arguments are those of
+    `_train`.
+    """
     import torch
     import torch.distributed as dist
     import transformers

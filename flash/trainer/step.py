@@ -341,7 +341,7 @@ class Trainer:
     def mean_loss(self, shard: Shard) -> float:
         """Return the mean of −log-prob over the tokens of a batch that could be trained now, over all ranks.
 
-        A collective. Nothing is trained. Supervised training (`flash.run.sft.rank`) calls this for its held-out
+        A collective. Nothing is trained. Supervised training (`flash.run.sft_rank`) calls this for its held-out
         examples.
 
         Raises:

@@ -484,7 +484,7 @@ async def test_ranks_that_cannot_go_on_are_told_to_the_hub_as_an_error_for_which
     gone = pytest.RaisesExc(RanksGoneError, match=r"trainer rank 0 .* no restart is left")
     with pytest.RaisesGroup(gone, flatten_subgroups=True):
         async with job.hub() as hub, anyio.create_task_group() as tasks:
-            tasks.start_soon(launch.keep, anyio.Event())
+            tasks.start_soon(launch.keep_running, anyio.Event())
             with anyio.fail_after(10):
                 await hub.run()
     assert RanksGoneError.fatal
