@@ -14,7 +14,6 @@ from typing import Any
 
 import anyio
 import msgspec
-from flash.run.models.models import make_missing_model
 
 from benchmarks.form import ROOT, WORKLOADS, Row
 from benchmarks.gpu.sizes import MODELS, Part, Sizes, Skipped, mixture_model, random_model, weight_bytes
@@ -22,6 +21,7 @@ from benchmarks.real.engine_efficiency import config_for, measure
 from benchmarks.training import Measured, train
 from flash.config.load import load
 from flash.rollout.episode.tokenizer import HfTokenizer
+from flash.run.models import make_missing_model
 
 TINY = WORKLOADS / "gpu_check.toml"
 TINY_MODEL = MODELS / "gpu-check-tiny"
