@@ -54,7 +54,7 @@ from flash.http.connections import HttpLimits
 from flash.http.server import HttpAddress, open_socket, serving
 from flash.service.app import make_app
 from flash.service.chat import PolicyAnswer
-from flash.service.fields import ApiError, before
+from flash.service.fields import ApiError, before_stop
 from flash.service.sessions import EpisodeSession, EpisodeSessions, PendingCall
 from flash.service.tools import is_well_formed
 from flash.types import ASSISTANT, Message, Observation
@@ -237,28 +237,28 @@ class Agent:
         self._pending = await self._asked()
         if self._pending is None:
             raise EnvError(f"the agent ended before it had asked anything{self._run.why}")
-        return self._pending.shown, {}
+        return self._pending.observation, {}
 
     async def step(self, action: str) -> StepResult:
         """Answer the agent's request and return its next one. Judge the agent's answer if it has ended."""
         self._session.answer(self._answer(action))
         self._pending = await self._asked()
         if self._pending is not None:
-            return self._pending.shown, 0.0, False, False, self._counted({})
+            return self._pending.observation, 0.0, False, False, self._counted({})
         return await self._judged()
 
     def _answer(self, action: str) -> PolicyAnswer:
         """Return the last response in the form that the agent gets. Also counts the tool calls in it."""
         assert self._pending is not None
-        asked, said = self._pending.call.asked, self._episode.last
+        asked, said = self._pending.call.request, self._episode.last
         self._cut = said.cut
         scored = self._episode.scored() if asked.logprobs else None
-        if isinstance(self._pending.shown, str):
-            content, stop = before(action, asked.stop)
+        if isinstance(self._pending.observation, str):
+            content, stop = before_stop(action, asked.stop)
             message = Message(ASSISTANT, content)
         else:
             spoken = self._episode.spoken(calling=asked.calling)
-            content, stop = before(spoken.message.content, asked.stop)
+            content, stop = before_stop(spoken.message.content, asked.stop)
             message, calls = msgspec.structs.replace(spoken.message, content=content), spoken.message.tool_calls
             self._calls += len(calls) + spoken.malformed
             self._malformed += spoken.malformed + sum(not is_well_formed(call, asked.tools) for call in calls)
@@ -285,7 +285,7 @@ class Agent:
     async def _asked(self) -> PendingCall | None:
         """Wait for the next request that can be answered; refuse the others. Returns None when the agent has ended."""
         while (pending := await self._session.next_call()) is not None:
-            asked, place = pending.call.asked, pending.place
+            asked, place = pending.call.request, pending.place
             self._episode.go_on(place.branch, place.answers)
             self._episode.comes(pending.call.name)
             refusal = await self._refusal(pending)
@@ -302,11 +302,11 @@ class Agent:
 
     def _expect(self, pending: PendingCall) -> None:
         """Announce a queued request to the episode, so that requests sent in parallel are sampled in parallel."""
-        asked, place = pending.call.asked, pending.place
+        asked, place = pending.call.request, pending.place
         hear = pending.call.add if asked.stream else None
         self._episode.expect(
             Expected(
-                *(pending.call.name, pending.shown, place.branch, place.answers, asked.tools, asked.template),
+                *(pending.call.name, pending.observation, place.branch, place.answers, asked.tools, asked.template),
                 tokens=asked.max_tokens,
                 stop=asked.stop,
                 hear=hear,
@@ -328,16 +328,16 @@ class Agent:
             return ApiError(400, message, "branches_exhausted", "messages")
         try:
             if not pending.place.answers:
-                self._episode.offer(pending.call.asked.tools)
+                self._episode.offer(pending.call.request.tools)
         except EnvError as error:
             return ApiError(400, str(error), "unsupported_parameter", "tools")
         try:
             if not pending.place.answers:
-                self._episode.template(pending.call.asked.template)
+                self._episode.template(pending.call.request.template)
         except EnvError as error:
             return ApiError(400, str(error), "unsupported_parameter", "chat_template_kwargs")
         try:
-            shown = pending.shown
+            shown = pending.observation
             await self._episode.prepare(shown)
             room = self._episode.room(shown)
         except EnvError as error:

@@ -20,7 +20,7 @@ from envs.judging.options import JudgePool
 from envs.sandbox.api import Spec
 from envs.sandbox.sandbox import Sandbox
 from flash.environment import shared
-from flash.service.tools import Function, described
+from flash.service.tools import Function, as_tool
 from flash.types import Tool
 
 SANDBOX = "sandbox"
@@ -99,7 +99,7 @@ class Runner(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def tool(self) -> Tool:
         """The function in the form that chat templates take."""
-        return described(Function(self.name, self.description, self.parameters))
+        return as_tool(Function(self.name, self.description, self.parameters))
 
 
 @runtime_checkable
@@ -117,8 +117,8 @@ class Toolset(Protocol):
 
 def schema(**properties: str) -> dict[str, Any]:
     """Return a schema whose arguments are all required texts. Each keyword is an argument with its description."""
-    described = {name: {"type": "string", "description": meaning} for name, meaning in properties.items()}
-    return {"type": "object", "properties": described, "required": list(properties)}
+    as_tool = {name: {"type": "string", "description": meaning} for name, meaning in properties.items()}
+    return {"type": "object", "properties": as_tool, "required": list(properties)}
 
 
 async def within(seconds: float, answer: Awaitable[str]) -> str:

@@ -216,7 +216,7 @@ def spoken(messages: Iterable[Given], place: str) -> list[Message]:
     try:
         return messages_of(msgspec.convert(list(messages), list[ChatMessage]))
     except ApiError as error:
-        raise ConfigError(f"{place}, {error.said['error']['param']}: {error}") from None
+        raise ConfigError(f"{place}, {error.content['error']['param']}: {error}") from None
     except msgspec.ValidationError as error:
         raise ConfigError(f"{place}: {error}") from None
 

@@ -1,16 +1,19 @@
 """The HTTP application of the service: chat completions, completions, responses, models, and the agent's own reward.
 
-Each request carries the key of an episode as its bearer token. The body of a request without a valid key is not read.
-The server bounds the number of connections, and how slowly clients may send requests and read answers: see
-`flash.http`.
+`envs.agent` makes the application once for each node and serves it with `flash.http`. An agent, whose code is not part
+of Flash, sends it the requests that it would send to OpenAI. Each request has the key of its episode as bearer token.
+The application finds the episode's session by the key and makes a `Call` there. The environment of the episode takes
+the call, lets the policy sample, and answers it.
+
+The body of a request without a valid key is not read. `flash.http` bounds the number of connections, and how slowly
+clients may send requests and read answers. `fields.ApiError` is the response to a request that is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, aclosing
-from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -31,13 +34,28 @@ from flash.service.sessions import Call, EpisodeSession, EpisodeSessions
 from flash.types import Piece
 from flash.waiting import unwrapped_group
 
+BODY_BYTES = 16 << 20
+"""Largest body of a request, in bytes: far longer than any context."""
+READ_BYTES = 1 << 16
+"""Longest body, in bytes, that is decoded on the event loop. The worst case is a body of messages of one letter each,
+which takes some milliseconds. Longer bodies are decoded in a thread."""
+RETRIES = "x-stainless-retry-count"
+"""Header in which OpenAI's clients send how often they have sent a request before."""
 
-class EventFormat(Protocol):
-    """An encoder of the events of one request.
+_T = TypeVar("_T")
+_Handler = Callable[[Request, EpisodeSession], Awaitable[Response]]
 
-    For each answer, counted from 0: `begin`, any number of `piece`, then `said`. The last call is `end`, or `fail` if
-    an answer cannot be finished.
+
+class AnswerFormat(Protocol):
+    """An encoder of the answers to one request, in the format of one API: as one body, or as server-sent events.
+
+    Events of a stream, for each answer, counted from 0: `begin`, any number of `piece`, then `finish`. The last call is
+    `end`, or `fail` if an answer cannot be finished.
     """
+
+    def body(self, answers: Sequence[PolicyAnswer]) -> bytes:
+        """Encode all answers as one body."""
+        ...
 
     def begin(self, index: int) -> bytes:
         """Encode the beginning of an answer."""
@@ -47,7 +65,7 @@ class EventFormat(Protocol):
         """Encode a new piece of an answer."""
         ...
 
-    def said(self, answer: PolicyAnswer, index: int) -> bytes:
+    def finish(self, answer: PolicyAnswer, index: int) -> bytes:
         """Encode the end of an answer."""
         ...
 
@@ -60,76 +78,19 @@ class EventFormat(Protocol):
         ...
 
 
-class EventStream(StreamingResponse):
-    """An HTTP response that streams the answers to one request.
-
-    Args:
-        calls: one call for each answer. The first has a piece or an outcome already.
-        events: encoder of the events.
-        ended: called with each answer before its end is sent.
-        waits: closed when the stream has ended or the client has left.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self, calls: Sequence[Call], events: EventFormat, ended: Callable[[PolicyAnswer], None], waits: ExitStack
-    ) -> None:
-        self._lines = _lines(calls, events, ended)
-        super().__init__(self._lines, headers={"cache-control": "no-store"})
-        self._waits = waits
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream, and close `waits` at its end."""
-        with self._waits:
-            async with aclosing(self._lines):
-                await super().__call__(scope, receive, send)
-
-
-async def _lines(
-    calls: Sequence[Call], events: EventFormat, ended: Callable[[PolicyAnswer], None]
-) -> AsyncGenerator[bytes]:
-    answers: list[PolicyAnswer] = []
-    try:
-        for index, call in enumerate(calls):
-            yield events.begin(index)
-            async with aclosing(call.pieces()) as pieces:
-                async for piece in pieces:
-                    yield events.piece(piece, index)
-            answers.append(await call.answer())
-            ended(answers[-1])
-            yield events.said(answers[-1], index)
-    except ApiError as error:
-        yield events.fail(error)
-        return
-    yield events.end(answers)
-
-
-BODY_BYTES = 16 << 20
-"""Largest body of a request, in bytes: far longer than any context."""
-
-READ_BYTES = 1 << 16
-"""Longest body, in bytes, that is decoded on the event loop. The worst case is a body of messages of one letter each,
-which takes some milliseconds. Longer bodies are decoded in a thread."""
-
-RETRIES = "x-stainless-retry-count"
-"""Header in which OpenAI's clients send how often they have sent a request before."""
-
-_T = TypeVar("_T")
-_Handler = Callable[[Request, EpisodeSession], Awaitable[Response]]
-
-
 def make_app(sessions: EpisodeSessions) -> Starlette:
     """Return the ASGI application that serves the sessions of a node."""
 
-    def known(handler: _Handler) -> Callable[[Request], Awaitable[Response]]:
+    def with_session(handler: _Handler) -> Callable[[Request], Awaitable[Response]]:
+        """Return an endpoint that finds the session of a request's key, and answers every refusal as the API does."""
+
         async def handle(request: Request) -> Response:
             try:
                 return await handler(request, _session(sessions, request))
             except ApiError as error:
-                return _refusal(error)
+                return _error_response(error)
             except HTTPException as error:
-                return _refusal(ApiError(error.status_code, f"The request is refused: {error.detail}."))
+                return _error_response(ApiError(error.status_code, f"The request is refused: {error.detail}."))
             except ClientDisconnect:
                 return Response(status_code=400)  # The client has left, so nobody reads this response.
 
@@ -137,108 +98,142 @@ def make_app(sessions: EpisodeSessions) -> Starlette:
 
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", known(_chat), methods=["POST"]),
-            Route("/v1/completions", known(_complete), methods=["POST"]),
-            Route("/v1/responses", known(_respond), methods=["POST"]),
-            Route("/v1/episode/reward", known(_reward), methods=["POST"]),
-            Route("/v1/models", known(_models), methods=["GET"]),
-            Route("/v1/models/{name:path}", known(_model), methods=["GET"]),
+            Route("/v1/chat/completions", with_session(_chat), methods=["POST"]),
+            Route("/v1/completions", with_session(_complete), methods=["POST"]),
+            Route("/v1/responses", with_session(_respond), methods=["POST"]),
+            Route("/v1/episode/reward", with_session(_reward), methods=["POST"]),
+            Route("/v1/models", with_session(_models), methods=["GET"]),
+            Route("/v1/models/{name:path}", with_session(_model), methods=["GET"]),
         ],
-        exception_handlers={HTTPException: _unknown, Exception: _broken},
+        exception_handlers={HTTPException: _unknown_url, Exception: _internal_error},
     )
+    # At most one thread decodes long bodies at a time.
     app.state.reading = anyio.CapacityLimiter(1)
     return app
 
 
-async def _read(request: Request, read: Callable[[bytes], _T]) -> _T:
-    """Read the body of a request and decode it with `read`, in a thread if it is long. Raises ApiError."""
-    body = await _body(request)
-    if len(body) <= READ_BYTES:
-        return read(body)
-    limiter = request.app.state.reading
-    return await anyio.to_thread.run_sync(read, body, abandon_on_cancel=True, limiter=limiter)
+def _session(sessions: EpisodeSessions, request: Request) -> EpisodeSession:
+    """Return the session of the key in a request's `Authorization` header. Raises ApiError if there is none."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    session = sessions.of_key(key.strip() if scheme.lower() == "bearer" else "")
+    # This marks the connection as one with a valid token: without it, the server may end the connection at any time to
+    # make room for a newer one (`flash.http.connections`).
+    request.scope.setdefault("state", {})["token"] = True
+    return session
+
+
+# -- endpoints -------------------------------------------------------------------------------------------------------
 
 
 async def _chat(request: Request, session: EpisodeSession) -> Response:
-    asked = await _read(request, chat.read)
-
-    def form(name: str) -> _Form:
-        events = chat.ChatEvents(name, with_usage=asked.with_usage)
-        return _Form(events, lambda answers: chat.completion(answers, name), lambda _: None)
-
-    return await _answered(request, session, asked, form)
+    """Answer a request for chat completions. Nothing is kept for later requests: each sends the whole conversation."""
+    agent_request = await _read(request, chat.read)
+    return await _answered(
+        request,
+        session,
+        agent_request,
+        lambda name: chat.ChatFormat(name, with_usage=agent_request.with_usage),
+        lambda *_: None,
+    )
 
 
 async def _complete(request: Request, session: EpisodeSession) -> Response:
-    wanted = await _read(request, lambda body: completions.read(body, session.kept))
-    asked = wanted.asked
+    """Answer a request for completions. Text and answer are kept, so that a longer text can continue from there."""
+    agent_request, text = await _read(request, lambda body: completions.read(body, session.earlier))
 
-    def form(name: str) -> _Form:
-        events = completions.CompletionEvents(name, with_usage=asked.with_usage)
-        return _Form(events, lambda answers: completions.completion(answers, name), keep)
+    def keep(answer: PolicyAnswer, _: str) -> None:
+        session.earlier.add_text(text, agent_request.messages, answer.message, answer.stop)
 
-    def keep(answer: PolicyAnswer) -> None:
-        session.kept.answered(wanted.text, asked.messages, answer.message, answer.stop)
+    def format_for(name: str) -> AnswerFormat:
+        return completions.CompletionFormat(name, with_usage=agent_request.with_usage)
 
-    return await _answered(request, session, asked, form)
+    return await _answered(request, session, agent_request, format_for, keep)
 
 
 async def _respond(request: Request, session: EpisodeSession) -> Response:
-    wanted = await _read(request, lambda body: responses.read(body, session.kept.responses))
+    """Answer a request for a response. The conversation is kept under the response's id (`previous_response_id`)."""
+    given = await _read(request, lambda body: responses.read(body, session.earlier.responses))
 
-    def form(name: str) -> _Form:
-        def keep(answer: PolicyAnswer) -> None:
-            session.kept.responses[responses.name_of(name)] = [*wanted.said, answer.message]
+    def keep(answer: PolicyAnswer, name: str) -> None:
+        session.earlier.responses[responses.response_id(name)] = [*given.messages, answer.message]
 
-        whole = partial(responses.response, name=name, wanted=wanted)
-        return _Form(responses.ResponseEvents(name, wanted), whole, keep)
-
-    return await _answered(request, session, wanted.asked, form)
+    return await _answered(request, session, given.request, lambda name: responses.ResponseFormat(name, given), keep)
 
 
-class _Form(NamedTuple):
-    """Functions that encode the answers to one request in the format of its API."""
+class _OwnReward(msgspec.Struct):
+    """Body of a request with which an agent ends its episode."""
 
-    events: EventFormat
-    """Encodes a stream of server-sent events."""
-    whole: Callable[[Sequence[PolicyAnswer]], bytes]
-    """Encodes all answers as one body."""
-    keep: Callable[[PolicyAnswer], None]
-    """Called with each answer before the client has all of it, so that the next request can refer to the answer."""
+    reward: float
+
+
+_own_reward = msgspec.json.Decoder(_OwnReward)
+
+
+async def _reward(request: Request, session: EpisodeSession) -> Response:
+    """End the episode with the reward that the agent gives itself."""
+    own = decoded(_own_reward, await _body(request))
+    session.reward_with(own.reward)
+    return _json(msgspec.json.encode({"object": "episode.reward", "reward": own.reward}))
+
+
+async def _models(request: Request, _: EpisodeSession) -> Response:
+    return _json(chat.models())
+
+
+async def _model(request: Request, _: EpisodeSession) -> Response:
+    return _json(chat.model(request.path_params["name"]))
+
+
+# -- answers ---------------------------------------------------------------------------------------------------------
 
 
 async def _answered(
-    request: Request, session: EpisodeSession, asked: AgentRequest, form: Callable[[str], _Form]
+    request: Request,
+    session: EpisodeSession,
+    agent_request: AgentRequest,
+    format_for: Callable[[str], AnswerFormat],
+    keep: Callable[[PolicyAnswer, str], None],
 ) -> Response:
-    """Make the calls of a request and return its HTTP response, as one body or as a stream.
+    """Make the calls of a request, one for each answer, and return its HTTP response, as one body or as a stream.
+
+    Args:
+        request: the HTTP request.
+        session: the session of its episode.
+        agent_request: the decoded body.
+        format_for: returns the format of the answers, given the name of the first call.
+        keep: called with each answer, and the name of the first call, before the client has all of the answer. So the
+            client's next request can refer to the answer.
 
     Raises:
         ApiError: the request is refused, or the episode ends before the answer has begun.
         ClientDisconnect: the client left before the response began.
     """
     key, retries = request.headers.get("idempotency-key") or None, request.headers.get(RETRIES)
-    again = None if retries is None else retries != "0"
+    retry = None if retries is None else retries != "0"
     calls: list[Call] = []
     with ExitStack() as waits:
-        for one in asked.each():
-            calls.append(session.call(one, key and f"{key} {one.choice}", again=again))
+        for one in agent_request.each():
+            calls.append(session.call(one, key and f"{key} {one.choice}", retry=retry))
             waits.enter_context(calls[-1].waited_for())
             # A request may ask for many answers to a long conversation: other requests run in between.
             await anyio.lowlevel.checkpoint()
-        events, whole, keep = form(calls[0].name)
-        if asked.stream:
-            await _here(request, calls[0].begun)
-            return EventStream(calls, events, keep, waits.pop_all())
+        name = calls[0].name
+        answer_format = format_for(name)
+        if agent_request.stream:
+            # A stream begins only with its first piece, so that a refusal before that still has its own HTTP status.
+            await _while_connected(request, calls[0].begun)
+            # `pop_all` hands the waits over to the stream: they end when the stream ends, and not here.
+            return EventStream(calls, answer_format, lambda answer: keep(answer, name), waits.pop_all())
         answers: list[PolicyAnswer] = []
         for call in calls:
-            await _here(request, call.answer)
+            await _while_connected(request, call.answer)
             answers.append(await call.answer())
-            keep(answers[-1])
-        return _json(whole(answers))
+            keep(answers[-1], name)
+        return _json(answer_format.body(answers))
 
 
-async def _here(request: Request, wait: Callable[[], Awaitable[object]]) -> None:
-    """Run `wait` until it returns. Raises ClientDisconnect if the client leaves before."""
+async def _while_connected(request: Request, wait: Callable[[], Awaitable[object]]) -> None:
+    """Run `wait` until it returns. Raises ClientDisconnect, and cancels `wait`, if the client leaves before."""
 
     async def watch(scope: anyio.CancelScope) -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -253,50 +248,66 @@ async def _here(request: Request, wait: Callable[[], Awaitable[object]]) -> None
     raise ClientDisconnect
 
 
-class _Earned(msgspec.Struct):
-    reward: float
+class EventStream(StreamingResponse):
+    """An HTTP response that streams the answers to one request as server-sent events, while they are sampled.
+
+    Args:
+        calls: one call for each answer. The first has a piece or an outcome already.
+        events: format of the events.
+        keep: called with each answer before its end is sent.
+        waits: closed when the stream has ended or the client has left.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, calls: Sequence[Call], events: AnswerFormat, keep: Callable[[PolicyAnswer], None], waits: ExitStack
+    ) -> None:
+        self._events = _events(calls, events, keep)
+        super().__init__(self._events, headers={"cache-control": "no-store"})
+        self._waits = waits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream. Close the generator and `waits` at its end, also if the client has left."""
+        with self._waits:
+            async with aclosing(self._events):
+                await super().__call__(scope, receive, send)
 
 
-_earned = msgspec.json.Decoder(_Earned)
+async def _events(
+    calls: Sequence[Call], events: AnswerFormat, keep: Callable[[PolicyAnswer], None]
+) -> AsyncGenerator[bytes]:
+    """Yield the encoded events of all answers, one answer after the other. Waits for the pieces of each call."""
+    answers: list[PolicyAnswer] = []
+    try:
+        for index, call in enumerate(calls):
+            yield events.begin(index)
+            async with aclosing(call.pieces()) as pieces:
+                async for piece in pieces:
+                    yield events.piece(piece, index)
+            answers.append(await call.answer())
+            keep(answers[-1])
+            yield events.finish(answers[-1], index)
+    except ApiError as error:
+        yield events.fail(error)  # The HTTP status was sent already, so the error is an event.
+        return
+    yield events.end(answers)
 
 
-async def _reward(request: Request, session: EpisodeSession) -> Response:
-    earned = decoded(_earned, await _body(request))
-    session.reward_with(earned.reward)
-    return _json(msgspec.json.encode({"object": "episode.reward", "reward": earned.reward}))
+# -- bodies and errors -----------------------------------------------------------------------------------------------
 
 
-async def _models(request: Request, _: EpisodeSession) -> Response:
-    return _json(chat.models())
-
-
-async def _model(request: Request, _: EpisodeSession) -> Response:
-    return _json(chat.model(request.path_params["name"]))
-
-
-async def _unknown(request: Request, error: Exception) -> Response:
-    """Return an error of Starlette, such as an unknown path, in the format of the API."""
-    assert isinstance(error, HTTPException)
-    place = f"{request.method} {request.url.path[:200]}"
-    if error.status_code == 405:
-        return _refusal(ApiError(405, f"This URL is not asked in this way: {place}.", "method_not_allowed"))
-    return _refusal(ApiError(error.status_code, f"Unknown request URL: {place}.", "unknown_url"))
-
-
-async def _broken(request: Request, error: Exception) -> Response:
-    """Return the response to a request that failed by a bug of Flash. The server logs the traceback."""
-    return _refusal(ApiError(500, f"The service failed: {type(error).__name__}.", "internal_error"))
-
-
-def _session(sessions: EpisodeSessions, request: Request) -> EpisodeSession:
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    session = sessions.of_key(key.strip() if scheme.lower() == "bearer" else "")
-    # The server treats connections without a valid token differently (`flash.http.connections`).
-    request.scope.setdefault("state", {})["token"] = True
-    return session
+async def _read(request: Request, read: Callable[[bytes], _T]) -> _T:
+    """Read the body of a request and decode it with `read`, in a thread if it is long. Raises ApiError."""
+    body = await _body(request)
+    if len(body) <= READ_BYTES:
+        return read(body)
+    limiter = request.app.state.reading
+    return await anyio.to_thread.run_sync(read, body, abandon_on_cancel=True, limiter=limiter)
 
 
 async def _body(request: Request) -> bytes:
+    """Return the body of a request. Raises ApiError if it is compressed, and HTTPException if it is too large."""
     if (coding := request.headers.get("content-encoding", "identity")) != "identity":
         raise ApiError(415, f"Bodies are not compressed here, but this one is {coding[:100]!r}.")
     return await read_body(request, BODY_BYTES)
@@ -306,5 +317,19 @@ def _json(content: bytes) -> Response:
     return Response(content, media_type="application/json", headers={"cache-control": "no-store"})
 
 
-def _refusal(error: ApiError) -> Response:
+def _error_response(error: ApiError) -> Response:
     return Response(error.body, status_code=error.status, media_type="application/json")
+
+
+async def _unknown_url(request: Request, error: Exception) -> Response:
+    """Return an error that Starlette raises before an endpoint runs, such as an unknown path, as the API does."""
+    assert isinstance(error, HTTPException)
+    place = f"{request.method} {request.url.path[:200]}"
+    if error.status_code == 405:
+        return _error_response(ApiError(405, f"This URL is not asked in this way: {place}.", "method_not_allowed"))
+    return _error_response(ApiError(error.status_code, f"Unknown request URL: {place}.", "unknown_url"))
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    """Return the response to a request that failed by a bug of Flash. The server logs the traceback."""
+    return _error_response(ApiError(500, f"The service failed: {type(error).__name__}.", "internal_error"))

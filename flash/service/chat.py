@@ -1,7 +1,10 @@
 """Chat completions of the OpenAI API: requests are decoded, and answers are encoded as one body or as a stream.
 
+`app` decodes a body with `read` and encodes the answers with a `ChatFormat`. `AgentRequest` and `PolicyAnswer` are the
+requests and answers of all three APIs. `flash sft` reads the messages of its rows with `messages_of`.
+
 The run's configuration alone decides how tokens are sampled. Sampling settings that a request may name, such as
-`temperature`, do not change it (`fields.heed_drawn`). A field that would forbid or force tokens is refused.
+`temperature`, do not change it; a difference is logged. A field that would forbid or force tokens is refused.
 """
 
 from __future__ import annotations
@@ -15,21 +18,21 @@ import msgspec
 
 from flash.service import tools
 from flash.service.fields import (
-    MASKED,
     MODEL,
-    TOP,
+    WHY_NO_GRAMMAR,
+    WHY_NO_TOP_LOGPROBS,
     ApiError,
-    AskedSampling,
     ContentPart,
+    RequestedSampling,
     StreamOptions,
     check_limit,
     check_model,
     check_pieces,
     choices,
     decoded,
-    drawn,
     refuse_given,
     refuse_unserved,
+    requested_sampling,
     stops,
     text_of,
     unsupported,
@@ -65,42 +68,47 @@ class AgentRequest(msgspec.Struct, frozen=True):
     """Stop texts: the answer ends before the first of them."""
     choices: int = 1
     """Number of answers that the agent wants."""
-    drawn: tuple[tuple[str, float], ...] = ()
+    sampling: tuple[tuple[str, float], ...] = ()
     """Sampling settings that the agent names, and their values. They do not change how the answer is sampled."""
     choice: int = 0
     """Number of this answer among the `choices`, counted from 0."""
     common: bytes = b""
-    """Digest of the content that all choices share. Empty: not computed yet. `each` computes it once for all choices,
-    since to hash megabytes takes milliseconds."""
+    """Digest of the content that all choices share; empty if it is not computed yet. `each` computes it once for all
+    choices, because hashing megabytes takes milliseconds."""
     size: int = 0
-    """Bytes of the encoded request. `each` sets it for the first choice only, since all choices share the content; else
-    0."""
+    """Bytes of the encoded request for the first choice, else 0, because all choices share the content. Set by
+    `each`."""
 
     @property
     def form(self) -> list[dict[str, Any]]:
-        """Tools, and the arguments of the chat template if there are any. All requests of one branch have the same."""
+        """Tools, and the arguments of the chat template if there are any. Both change the beginning of the prompt, so
+        all requests of one branch of the conversation have the same (`history`)."""
         return [*self.tools, self.template] if self.template else list(self.tools)
 
     def each(self) -> list[AgentRequest]:
-        """Return one request for each answer that the agent wants."""
-        shown = self._shown()
-        common, size = _digest(shown), len(shown)
+        """Return one request for each answer that the agent wants, with `choice`, `common` and `size` set."""
+        content = self._content()
+        common, size = _digest(content), len(content)
         return [
             msgspec.structs.replace(self, choice=choice, common=common, size=0 if choice else size)
             for choice in range(self.choices)
         ]
 
     def digest(self) -> bytes:
-        """Return a digest that is equal for requests with the same content and the same `choice`."""
-        return (self.common or _digest(self._shown())) + bytes([self.choice])
+        """Return a digest that is equal for requests with the same content and the same `choice`.
 
-    def _shown(self) -> bytes:
-        shown = self.messages, self.tools, self.template, self.calling, self.parallel
-        return msgspec.json.encode((*shown, self.max_tokens, self.logprobs, self.stop))
+        Sessions find by it the earlier call that a request repeats.
+        """
+        return (self.common or _digest(self._content())) + bytes([self.choice])
+
+    def _content(self) -> bytes:
+        """Return the fields that determine the answer, encoded. `stream` only changes how the answer is sent."""
+        fields = self.messages, self.tools, self.template, self.calling, self.parallel
+        return msgspec.json.encode((*fields, self.max_tokens, self.logprobs, self.stop))
 
 
-def _digest(shown: bytes) -> bytes:
-    return blake2b(shown, digest_size=16).digest()
+def _digest(content: bytes) -> bytes:
+    return blake2b(content, digest_size=16).digest()
 
 
 class PolicyAnswer(msgspec.Struct, frozen=True):
@@ -144,11 +152,11 @@ class ChatMessage(msgspec.Struct):
     """Weight of an answer in a row for `flash sft`; 0: the answer is not trained."""
 
 
-class _Format(msgspec.Struct):
+class _ResponseFormat(msgspec.Struct):
     type: str = "text"
 
 
-class _Body(AskedSampling, kw_only=True):
+class _ChatBody(RequestedSampling, kw_only=True):
     """Fields of a request's body that the service reads. All other fields are ignored."""
 
     model: str
@@ -166,10 +174,10 @@ class _Body(AskedSampling, kw_only=True):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
-    response_format: _Format | None = None
+    response_format: _ResponseFormat | None = None
 
 
-_decoder = msgspec.json.Decoder(_Body)
+_decoder = msgspec.json.Decoder(_ChatBody)
 
 
 def read(body: bytes) -> AgentRequest:
@@ -178,46 +186,48 @@ def read(body: bytes) -> AgentRequest:
     Raises:
         ApiError: the body is not JSON or not such a request, names another model, or asks for something unsupported.
     """
-    asked = decoded(_decoder, body)
-    check_model(asked.model)
-    check_pieces(_pieces(asked), "messages")
-    _refuse_the_rest(asked)
-    if not asked.messages:
+    given = decoded(_decoder, body)
+    check_model(given.model)
+    check_pieces(_pieces(given), "messages")
+    _refuse_unsupported(given)
+    if not given.messages:
         raise ApiError(400, "There are no messages.", None, "messages")
-    check_limit(asked.max_tokens, "max_tokens")
-    check_limit(asked.max_completion_tokens, "max_completion_tokens")
-    limits = [limit for limit in (asked.max_tokens, asked.max_completion_tokens) if limit is not None]
+    check_limit(given.max_tokens, "max_tokens")
+    check_limit(given.max_completion_tokens, "max_completion_tokens")
+    limits = [limit for limit in (given.max_tokens, given.max_completion_tokens) if limit is not None]
     return AgentRequest(
-        messages=messages_of(asked.messages),
+        messages=messages_of(given.messages),
         max_tokens=min(limits, default=None),
-        stream=bool(asked.stream),
-        with_usage=asked.stream_options is not None and bool(asked.stream_options.include_usage),
-        tools=tools.offered(asked.tools or []),
-        template=asked.chat_template_kwargs or {},
-        calling=tools.may_call(asked.tool_choice),
-        parallel=asked.parallel_tool_calls is not False,
-        logprobs=bool(asked.logprobs),
-        stop=stops(asked.stop),
-        choices=choices(asked.n),
-        drawn=drawn(asked),
+        stream=bool(given.stream),
+        with_usage=given.stream_options is not None and bool(given.stream_options.include_usage),
+        tools=tools.offered(given.tools or []),
+        template=given.chat_template_kwargs or {},
+        calling=tools.may_call(given.tool_choice),
+        parallel=given.parallel_tool_calls is not False,
+        logprobs=bool(given.logprobs),
+        stop=stops(given.stop),
+        choices=choices(given.n),
+        sampling=requested_sampling(given),
     )
 
 
-def _pieces(asked: _Body) -> Iterator[Sequence[Any]]:
-    yield asked.messages
-    yield asked.tools or ()
-    for message in asked.messages:
+def _pieces(given: _ChatBody) -> Iterator[Sequence[Any]]:
+    """Yield all lists of a request that may be long, for `check_pieces`."""
+    yield given.messages
+    yield given.tools or ()
+    for message in given.messages:
         yield message.tool_calls or ()
         yield message.content if isinstance(message.content, list) else ()
 
 
-def _refuse_the_rest(asked: _Body) -> None:
-    refuse_unserved(asked)
-    refuse_given({"logit_bias": asked.logit_bias, "functions": asked.functions})
-    if asked.top_logprobs:
-        raise unsupported("top_logprobs", TOP)
-    if asked.response_format is not None and asked.response_format.type != "text":
-        raise unsupported("response_format", MASKED)
+def _refuse_unsupported(given: _ChatBody) -> None:
+    """Raise ApiError for a field that would change how the answer is sampled or shown, and that is not supported."""
+    refuse_unserved(given)
+    refuse_given({"logit_bias": given.logit_bias, "functions": given.functions})
+    if given.top_logprobs:
+        raise unsupported("top_logprobs", WHY_NO_TOP_LOGPROBS)
+    if given.response_format is not None and given.response_format.type != "text":
+        raise unsupported("response_format", WHY_NO_GRAMMAR)
 
 
 def messages_of(given: list[ChatMessage]) -> list[Message]:
@@ -239,6 +249,7 @@ def messages_of(given: list[ChatMessage]) -> list[Message]:
 
 
 def _message(given: ChatMessage, place: str) -> Message:
+    """Return one message in the form of the episode. `place` is its place in the request, for error messages."""
     if given.role not in ROLES or given.function_call:
         known = ", ".join(ROLES)
         raise ApiError(400, f"Roles are {known}, and calls are `tool_calls`.", "unsupported_parameter", place)
@@ -253,22 +264,12 @@ def _message(given: ChatMessage, place: str) -> Message:
     )
 
 
-def completion(answers: Sequence[PolicyAnswer], name: str) -> bytes:
-    """Return the body of an HTTP response with all answers. `name` is the name of the first call."""
-    choices: list[dict[str, Any]] = []
-    for index, answer in enumerate(answers):
-        message = {"role": ASSISTANT, "content": None, "refusal": None, **_said(answer.message)}
-        scored = {"logprobs": _logprobs(answer), "finish_reason": _finish(answer)}
-        choices.append({"index": index, "message": message, **scored})
-    return msgspec.json.encode({**_head(name, "chat.completion"), "choices": choices, "usage": usage(answers)})
-
-
-class ChoiceEvents:
-    """Base of the encoders whose server-sent events have `choices`.
+class ChoiceFormat:
+    """Base of the two formats whose bodies and server-sent events have `choices`, one for each answer.
 
     Args:
         head: fields that every event has.
-        with_usage: if True, the token counts are the last event before the end.
+        with_usage: True if the token counts are the last event before the end of the stream.
     """
 
     def __init__(self, head: dict[str, Any], *, with_usage: bool) -> None:
@@ -282,17 +283,33 @@ class ChoiceEvents:
 
     def fail(self, error: ApiError) -> bytes:
         """Encode an error that ends the stream before the answers are complete."""
-        return _event(error.said)
+        return _event(error.content)
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         return _event({**self._head, "choices": choices, **more})
 
 
-class ChatEvents(ChoiceEvents):
-    """Encodes chat completions as server-sent events. Calls and log-probs are sent at the end of each answer."""
+class ChatFormat(ChoiceFormat):
+    """Format of chat completions. In a stream, calls and log-probs are sent at the end of each answer.
 
-    def __init__(self, name: str, *, with_usage: bool) -> None:
+    Args:
+        name: name of the first call, which becomes part of the completion's id.
+        with_usage: True if a stream ends with the token counts.
+    """
+
+    def __init__(self, name: str, *, with_usage: bool = False) -> None:
         super().__init__(_head(name, "chat.completion.chunk"), with_usage=with_usage)
+        self._name = name
+
+    def body(self, answers: Sequence[PolicyAnswer]) -> bytes:
+        """Encode all answers as one body."""
+        choices: list[dict[str, Any]] = []
+        for index, answer in enumerate(answers):
+            message = {"role": ASSISTANT, "content": None, "refusal": None, **_message_fields(answer.message)}
+            end = {"logprobs": _logprobs(answer), "finish_reason": _finish_reason(answer)}
+            choices.append({"index": index, "message": message, **end})
+        head = _head(self._name, "chat.completion")
+        return msgspec.json.encode({**head, "choices": choices, "usage": usage(answers)})
 
     def begin(self, index: int) -> bytes:
         """Encode the beginning of an answer."""
@@ -301,15 +318,15 @@ class ChatEvents(ChoiceEvents):
     def piece(self, piece: Piece, index: int) -> bytes:
         """Encode a new piece of an answer."""
         delta = {"content": piece.content} if piece.content else {}
-        return self._event(_choice(index, delta | _thought(piece.reasoning)))
+        return self._event(_choice(index, delta | _reasoning_fields(piece.reasoning)))
 
-    def said(self, answer: PolicyAnswer, index: int) -> bytes:
+    def finish(self, answer: PolicyAnswer, index: int) -> bytes:
         """Encode the end of an answer: its calls, its log-probs and its finish reason."""
-        calls = enumerate(tools.shown(answer.message.tool_calls))
+        calls = enumerate(tools.encoded_calls(answer.message.tool_calls))
         events = [self._event(_choice(index, {"tool_calls": [{"index": place, **call}]})) for place, call in calls]
         if answer.logprobs is not None:
             events.append(self._event(_choice(index, {}, logprobs=_logprobs(answer))))
-        events.append(self._event(_choice(index, {}, finish_reason=_finish(answer))))
+        events.append(self._event(_choice(index, {}, finish_reason=_finish_reason(answer))))
         return b"".join(events)
 
 
@@ -319,21 +336,22 @@ def _event(content: dict[str, Any]) -> bytes:
 
 
 def _choice(index: int, delta: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+    """Return the `choices` of an event: `delta` is new in the answer `index`. `more` replaces other fields."""
     return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}]
 
 
-def _said(message: Message) -> dict[str, Any]:
+def _message_fields(message: Message) -> dict[str, Any]:
     """Return the non-empty parts of a message: content, reasoning and calls. A message without calls has a content."""
-    said: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if message.content or not message.tool_calls:
-        said["content"] = message.content
-    said |= _thought(message.reasoning)
+        fields["content"] = message.content
+    fields |= _reasoning_fields(message.reasoning)
     if message.tool_calls:
-        said["tool_calls"] = tools.shown(message.tool_calls)
-    return said
+        fields["tool_calls"] = tools.encoded_calls(message.tool_calls)
+    return fields
 
 
-def _thought(reasoning: str) -> dict[str, Any]:
+def _reasoning_fields(reasoning: str) -> dict[str, Any]:
     """Return the reasoning, if there is any, under both names that clients read."""
     return {"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else {}
 
@@ -358,19 +376,22 @@ def _model() -> dict[str, Any]:
 
 
 def _head(name: str, kind: str) -> dict[str, Any]:
+    """Return the fields at the beginning of a body or event. `kind` is its type."""
     return {"id": f"chatcmpl-{name}", "object": kind, "created": int(time.time()), "model": MODEL}
 
 
 def _logprobs(answer: PolicyAnswer) -> dict[str, Any] | None:
+    """Return the log-probs of an answer's tokens in the format of the API; None if the agent did not ask for them."""
     if answer.logprobs is None:
         return None
-    told = [
+    tokens = [
         {"token": text, "logprob": value, "bytes": None, "top_logprobs": list[Any]()} for text, value in answer.logprobs
     ]
-    return {"content": told, "refusal": None}
+    return {"content": tokens, "refusal": None}
 
 
-def _finish(answer: PolicyAnswer) -> str:
+def _finish_reason(answer: PolicyAnswer) -> str:
+    """Return why an answer ended, in the words of the API."""
     if answer.cut:
         return "length"
     return "tool_calls" if answer.message.tool_calls else "stop"
@@ -378,5 +399,5 @@ def _finish(answer: PolicyAnswer) -> str:
 
 def usage(answers: Sequence[PolicyAnswer]) -> dict[str, int]:
     """Return the token counts of the answers to one request. The prompt that they share counts once."""
-    prompt, said = answers[0].prompt_tokens, sum(answer.tokens for answer in answers)
-    return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
+    prompt, sampled = answers[0].prompt_tokens, sum(answer.tokens for answer in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}

@@ -1,4 +1,9 @@
-"""Fields that the requests of all APIs have in common, the checks of their values, and the error responses."""
+"""Request fields that all APIs have in common, the checks of their values, and `ApiError`, the response of a refusal.
+
+`chat`, `completions` and `responses` decode the bodies of their requests with these functions. The run's configuration
+alone decides how answers are sampled, because training needs the probabilities of the tokens under these settings. So a
+request's own sampling settings are ignored with a warning, and fields that would forbid or force tokens are refused.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +26,24 @@ class ApiError(Exception):
     Args:
         status: HTTP status. OpenAI's clients do not retry after 400, 401, 404 and 413.
         message: error message for people.
-        code: name of the error for programs; None: it has none.
-        param: the request field that is wrong; None: no single field is wrong.
+        code: name of the error for programs; None if it has no name.
+        param: name of the wrong request field; None if no single field is wrong.
     """
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         kind = "invalid_request_error" if status < 500 else "server_error"
-        self.said = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.content = {"error": {"message": message, "type": kind, "param": param, "code": code}}
         """Body of the response, before it is encoded as JSON."""
 
     @property
     def body(self) -> bytes:
         """Body of the response, as JSON."""
-        return msgspec.json.encode(self.said)
+        return msgspec.json.encode(self.content)
 
 
-def in_short(value: object) -> str:
+def shortened(value: object) -> str:
     """Return a short representation of a value from a client. The time does not grow with the size of the value."""
     return repr(value[:100]) if isinstance(value, str) else _SHORT.repr(value)
 
@@ -48,14 +53,14 @@ def unsupported(name: str, why: str = "leave it out") -> ApiError:
     return ApiError(400, f"`{name}` is not supported here: {why}.", "unsupported_parameter", name)
 
 
-MASKED = (
+WHY_NO_GRAMMAR = (
     "it would forbid tokens while the answer is sampled, and training, which knows nothing of them, would take the "
     "probabilities of the others wrongly (docs/agents.md, 'Nothing is sampled under a grammar'); leave it out, "
     "ask for the form in words, check what comes, and ask again or reward it so"
 )
 """Reason why nothing is sampled under a grammar, as part of an error message."""
 
-TOP = "the run keeps the log-probs of sampled tokens, and of no others"
+WHY_NO_TOP_LOGPROBS = "the run keeps the log-probs of sampled tokens, and of no others"
 """Reason why an answer has no log-probs of tokens that were not sampled, as part of an error message."""
 
 
@@ -108,7 +113,7 @@ def invalid(error: msgspec.ValidationError, place: str = "") -> ApiError:
 
 
 def _missing(message: str) -> str | None:
-    """Return the name of the missing field if the error message is about one."""
+    """Return the name of the missing field if msgspec's error message is about one, else None."""
     parts = message.split("`")
     return parts[1] if "missing required field" in message else None
 
@@ -145,7 +150,7 @@ MOST_CHOICES = 128
 
 
 def choices(n: int | None) -> int:
-    """Return the number of answers that the request wants. Raises ApiError if it is not supported."""
+    """Return the number of answers that the request wants: `n`, or 1 without it. Raises ApiError if it is too large."""
     if n is not None and not 1 <= n <= MOST_CHOICES:
         raise ApiError(400, f"`n` is from 1 to {MOST_CHOICES}.", None, "n")
     return n or 1
@@ -167,7 +172,7 @@ def stops(given: str | list[str] | None) -> tuple[str, ...]:
     return texts
 
 
-def before(text: str, stop: Sequence[str]) -> tuple[str, str]:
+def before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
     """Return the part of `text` before the first stop text in it, and that stop text.
 
     A text without a stop text is returned whole, with an empty stop text.
@@ -204,7 +209,7 @@ class Unserved(msgspec.Struct, kw_only=True):
     web_search_options: Any = None
 
 
-class AskedSampling(Unserved, kw_only=True):
+class RequestedSampling(Unserved, kw_only=True):
     """Unsupported fields, arguments of the chat template, and fields for the sampling of an answer.
 
     The run's configuration decides how answers are sampled, whatever values a request gives.
@@ -222,27 +227,28 @@ class AskedSampling(Unserved, kw_only=True):
 
 
 NEUTRAL = {"frequency_penalty": 0.0, "presence_penalty": 0.0}
-"""Values of the sampling settings that no run can change."""
+"""Sampling settings that a run's configuration does not have, with the values that have no effect."""
 
 
-def drawn(body: AskedSampling) -> tuple[tuple[str, float], ...]:
-    """Return names and values of the sampling settings that a request gives."""
+def requested_sampling(body: RequestedSampling) -> tuple[tuple[str, float], ...]:
+    """Return names and values of the sampling settings that a request gives, for `warn_of_ignored_sampling`."""
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", *NEUTRAL)
     return tuple((name, value) for name in names if (value := getattr(body, name)) is not None)
 
 
-def heed_drawn(asked: Iterable[tuple[str, float]], sampling: Sampling) -> None:
-    """Log a warning for each sampling setting of a request that differs from the run's and so has no effect."""
+def warn_of_ignored_sampling(requested: Iterable[tuple[str, float]], sampling: Sampling) -> None:
+    """Log a warning for each sampling setting of a request that differs from the run's, since it has no effect."""
     # This is a warning and not an error: agents are other people's code, and they may set these fields anyway.
-    for name, value in asked:
+    for name, value in requested:
         own = NEUTRAL[name] if name in NEUTRAL else getattr(sampling, name)
+        # In a request, a negative `top_k` means that all tokens may be sampled; in the run's settings, 0 means that.
         if value != own and not (name == "top_k" and value < own == 0):
-            _tell(name, value, own)
+            _warn_once(name, value, own)
 
 
 @lru_cache(1024)
-def _tell(name: str, value: float, own: float) -> None:
-    """Log one warning. The cache makes sure that each value is reported only once."""
+def _warn_once(name: str, value: float, own: float) -> None:
+    """Log a warning that a setting has no effect. The cache makes sure that each value is reported only once."""
     where = (
         "" if name in NEUTRAL else f" (rollout.{name}{', in evaluations eval.temperature' * (name == 'temperature')})"
     )
@@ -255,7 +261,10 @@ def refuse_unserved(body: Unserved) -> None:
 
 
 def refuse_given(fields: dict[str, Any]) -> None:
-    """Raise ApiError for the first field with a value that is true. `fields` maps names to values."""
+    """Raise ApiError for the first unsupported field whose value is not empty, zero, False or None.
+
+    `fields` maps names to values.
+    """
     for name, value in fields.items():
         if value:
             raise unsupported(name)

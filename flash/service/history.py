@@ -6,8 +6,10 @@ messages. Any other request begins a new branch after the last answer that it sh
 The policy's sampled tokens never change: a message of the request that says the same as an answer is replaced by the
 answer. The prompt shows the tools before all messages, so all requests of a branch have the same tools.
 
-Clients may repeat the history in another form with the same meaning. `by_place` therefore renames calls by their
-places, `in_order` sorts the results of calls, and `says_the_same` compares two messages.
+Clients may repeat the history in another form with the same meaning. Therefore `number_calls` replaces the ids of calls
+by numbers, `sort_results` sorts the results of calls, and `says_the_same` compares two messages.
+
+The *tools* of a request are here its `form`: its tools, and the arguments of the chat template if it has any.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ READ_LETTERS = 1 << 18
 """Most characters of a call's arguments that are parsed. Parsing megabytes takes seconds, during which the node does
 nothing else."""
 
-THINK, THOUGHT = "<think>", "</think>"
+THINK, THINK_END = "<think>", "</think>"
 """Marks before and after reasoning inside a content, as models and clients write them."""
 
 
@@ -47,21 +49,21 @@ class Continuation(NamedTuple):
 class _Branch:
     """Branch of an episode: the messages that the policy has seen and the answers that it gave, in order."""
 
-    def __init__(self, said: Sequence[Message], answers: Sequence[int], tools: Sequence[Tool]) -> None:
-        self.said = list(said)
+    def __init__(self, messages: Sequence[Message], answers: Sequence[int], tools: Sequence[Tool]) -> None:
+        self.messages = list(messages)
         """Messages and answers, with the ids of calls that the policy has seen."""
         self.tools = list(tools)
         self.answers = list(answers)
-        """Places of the policy's answers in `said`, ascending."""
-        self._placed: list[Message] | None = None
-        """Result of `by_place(said)`; None if it is not computed yet."""
+        """Places of the policy's answers in `messages`, ascending."""
+        self._numbered: list[Message] | None = None
+        """Result of `number_calls(messages)`; None if it is not computed yet."""
 
     def add(self, messages: Iterable[Message]) -> None:
         """Append messages to the branch."""
-        self.said += messages
-        self._placed = None
+        self.messages += messages
+        self._numbered = None
 
-    def shared(self, placed: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+    def shared(self, numbered: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """Return the places in a request after each message of this branch that the request repeats.
 
         The first place is 0, before any message; the number of repeated messages is one less than that of places. A
@@ -70,30 +72,33 @@ class _Branch:
         places = [0]
         if not _same_tools(tools, self.tools):
             return places
-        if self._placed is None:
-            self._placed = by_place(self.said)
-        for known in self._placed:
+        if self._numbered is None:
+            self._numbered = number_calls(self.messages)
+        for known in self._numbered:
             start = places[-1]
-            if start == len(placed):
+            if start == len(numbered):
                 break
-            length = _repeats(known, placed, start)
+            length = _repeats(known, numbered, start)
             if not length:
                 break
             places.append(start + length)
         return places
 
-    def shown_after(self, kept: int, messages: Sequence[Message], placed: Sequence[Message]) -> list[Message]:
-        """Return messages that follow the first `kept` messages of this branch.
+    def with_known_ids(self, kept: int, messages: Sequence[Message], numbered: Sequence[Message]) -> list[Message]:
+        """Return the messages of a request that follow the first `kept` messages of this branch.
 
-        The results of calls get the ids that the policy has seen. `placed` is the result of `by_place` for `messages`.
+        The client may have renamed the ids of calls. So the results of calls get the ids that the policy has seen.
+        `numbered` is the result of `number_calls` for `messages`.
         """
-        ids = [call.id for message in self.said[:kept] for call in message.tool_calls]
-        shown = list(messages)
-        for index, message in enumerate(placed):
+        ids = [call.id for message in self.messages[:kept] for call in message.tool_calls]
+        renamed = list(messages)
+        for index, message in enumerate(numbered):
             place = message.tool_call_id
             if message.role == TOOL and place.isdecimal() and int(place) < len(ids):
-                shown[index] = msgspec.structs.replace(shown[index], tool_call_id=ids[int(place)], name=message.name)
-        return shown
+                renamed[index] = msgspec.structs.replace(
+                    renamed[index], tool_call_id=ids[int(place)], name=message.name
+                )
+        return renamed
 
 
 class History:
@@ -104,15 +109,17 @@ class History:
 
     def place(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Continuation:
         """Return the place at which a request continues. `tools` is the `form` of the request."""
-        messages = in_order(messages)
-        placed = by_place(messages)
-        places = [branch.shared(placed, tools) for branch in self._branches]
+        messages = sort_results(messages)
+        numbered = number_calls(messages)
+        places = [branch.shared(numbered, tools) for branch in self._branches]
         shared = [len(one) - 1 for one in places]
-        whole = [number for number, branch in enumerate(self._branches) if shared[number] == len(branch.said)]
+        # Branches of which the request repeats all messages: it continues the longest of them.
+        whole = [number for number, branch in enumerate(self._branches) if shared[number] == len(branch.messages)]
         if whole:
             number = max(whole, key=shared.__getitem__)
             kept, answers = shared[number], len(self._branches[number].answers)
         else:
+            # Otherwise a new branch begins, after the last answer that the request shares with any branch.
             given = [bisect_left(branch.answers, shared[number]) for number, branch in enumerate(self._branches)]
             begins = [
                 branch.answers[count - 1] + 1 if count else 0
@@ -121,7 +128,7 @@ class History:
             number = max(range(len(begins)), key=begins.__getitem__)
             kept, answers = begins[number], given[number]
         start = places[number][kept]
-        added = self._branches[number].shown_after(kept, messages[start:], placed[start:])
+        added = self._branches[number].with_known_ids(kept, messages[start:], numbered[start:])
         return Continuation(number, answers, not whole, added)
 
     def answer(self, place: Continuation, message: Message, tools: Sequence[Tool] = ()) -> None:
@@ -129,10 +136,10 @@ class History:
         branch = self._branches[place.branch]
         if place.begins:
             until = branch.answers[place.answers - 1] + 1 if place.answers else 0
-            branch = _Branch(branch.said[:until], branch.answers[: place.answers], [])
+            branch = _Branch(branch.messages[:until], branch.answers[: place.answers], [])
             self._branches.append(branch)
         branch.tools = list(tools)
-        branch.answers.append(len(branch.said) + len(place.added))
+        branch.answers.append(len(branch.messages) + len(place.added))
         branch.add([*place.added, message])
 
 
@@ -152,37 +159,40 @@ class EarlierAnswers:
         Agents often write the stop text of an answer behind it. It is removed from the rest, because the policy has
         sampled it already.
         """
-        known = max(
-            (said for said in list(self._texts) if len(said) < len(text) and text.startswith(said)), key=len, default=""
-        )
-        said, stop = self._texts[known]
-        return [*said, Message(TEXT, text[len(known) :].removeprefix(stop))]
+        # The keys are copied, because this runs in a thread for long texts, while the event loop may add one.
+        earlier = (one for one in list(self._texts) if len(one) < len(text) and text.startswith(one))
+        known = max(earlier, key=len, default="")
+        messages, stop = self._texts[known]
+        return [*messages, Message(TEXT, text[len(known) :].removeprefix(stop))]
 
-    def answered(self, text: str, parts: list[Message], answer: Message, stop: str) -> None:
+    def add_text(self, text: str, parts: list[Message], answer: Message, stop: str) -> None:
         """Record the answer to a text, whose messages are `parts`. `stop` is the stop text that ended it, or empty."""
         self._texts[text + answer.content] = [*parts, answer], stop
 
 
-def in_order(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with the results of parallel calls in the order of the calls."""
+def sort_results(messages: Sequence[Message]) -> list[Message]:
+    """Return messages with successive results of calls in the order of the calls.
+
+    Nothing is sorted if a result belongs to no known call.
+    """
     # Chat templates that do not show the ids of calls identify a result by its position alone.
     ordered, start = list(messages), 0
     if not any(message.role == TOOL for message in messages):
         return ordered
-    placed = by_place(messages)
-    for stop in range(len(placed) + 1):
-        if stop < len(placed) and placed[stop].role == TOOL:
+    numbered = number_calls(messages)
+    for stop in range(len(numbered) + 1):
+        if stop < len(numbered) and numbered[stop].role == TOOL:
             continue
-        places = [message.tool_call_id for message in placed[start:stop]]
+        places = [message.tool_call_id for message in numbered[start:stop]]
         if len(places) > 1 and all(place.isdecimal() for place in places):
-            order = sorted(range(start, stop), key=lambda at: int(placed[at].tool_call_id))
+            order = sorted(range(start, stop), key=lambda at: int(numbered[at].tool_call_id))
             ordered[start:stop] = [ordered[at] for at in order]
         start = stop + 1
     return ordered
 
 
 def _repeats(known: Message, messages: Sequence[Message], start: int) -> int:
-    """Return the number of messages from `start` on that together say the same as `known`; 0 if they do not."""
+    """Return how many messages, from `start` on, together say the same as `known`; 0 if no number of them does."""
     message = messages[start]
     if known == message or says_the_same(known, message):
         return 1
@@ -209,7 +219,7 @@ def _follows(last: Message, more: Message) -> bool:
     return not (last.content or last.tool_calls)
 
 
-def by_place(messages: Sequence[Message]) -> list[Message]:
+def number_calls(messages: Sequence[Message]) -> list[Message]:
     """Return messages in which the id of each call is its number in the conversation, counted from 0.
 
     A result gets the number of its call. A result belongs to the newest message with calls of its id; if that message
@@ -218,7 +228,7 @@ def by_place(messages: Sequence[Message]) -> list[Message]:
     """
     if not any(message.tool_calls or message.role == TOOL for message in messages):
         return list(messages)
-    placed: list[Message] = []
+    numbered: list[Message] = []
     waiting: dict[str, list[tuple[int, str]]] = {}
     count = 0
     for message in messages:
@@ -237,8 +247,8 @@ def by_place(messages: Sequence[Message]) -> list[Message]:
                 message = msgspec.structs.replace(message, tool_call_id=str(place), name=name or message.name)
             else:
                 message = msgspec.structs.replace(message, tool_call_id=f"?{message.tool_call_id}")
-        placed.append(message)
-    return placed
+        numbered.append(message)
+    return numbered
 
 
 def says_the_same(known: Message, message: Message) -> bool:
@@ -247,7 +257,7 @@ def says_the_same(known: Message, message: Message) -> bool:
     White space at the beginning and end of a text is ignored, except in completions. An assistant's reasoning may be
     missing, or be part of the content between `<think>` and `</think>`. The arguments of a call are compared as JSON
     values, so spaces, escapes and the order of keys are ignored; arguments longer than `READ_LETTERS` are compared as
-    text. The ids of calls are ignored. Results are compared by the ids that `by_place` gives.
+    text. The ids of calls are ignored. Results are compared by the ids that `number_calls` gives.
     """
     if message.role != known.role:
         return False
@@ -265,17 +275,17 @@ def says_the_same(known: Message, message: Message) -> bool:
         "",
         known.reasoning.strip(),
     ):
-        thought, said = _thought_and_said(message)
-        known_thought, known_said = _thought_and_said(known)
-        if said != known_said or thought not in ("", known_thought):
+        reasoning, content = _reasoning_and_content(message)
+        known_reasoning, known_content = _reasoning_and_content(known)
+        if content != known_content or reasoning not in ("", known_reasoning):
             return False
     return all(map(_same_call, known.tool_calls, message.tool_calls))
 
 
-def _thought_and_said(message: Message) -> tuple[str, str]:
+def _reasoning_and_content(message: Message) -> tuple[str, str]:
     """Return an assistant's reasoning, from its own field and from the content, and the rest of the content."""
     content = message.content.strip()
-    before, mark, after = content.partition(THOUGHT)
+    before, mark, after = content.partition(THINK_END)
     reasoning = message.reasoning.strip()
     if not mark and not content.startswith(THINK):
         return reasoning, content
@@ -288,14 +298,16 @@ def _same_tools(tools: Sequence[Tool], others: Sequence[Tool]) -> bool:
     """Return True if two requests offer the same functions, in any order."""
     if len(tools) != len(others):
         return False
-    return list(tools) == list(others) or sorted(map(_written, tools)) == sorted(map(_written, others))
+    return list(tools) == list(others) or sorted(map(_encoded, tools)) == sorted(map(_encoded, others))
 
 
-def _written(tool: Tool) -> bytes:
+def _encoded(tool: Tool) -> bytes:
+    """Encode a tool with sorted keys, so that equal tools are equal bytes."""
     return msgspec.json.encode(tool, order="deterministic")
 
 
 def _same_call(one: ToolCall, other: ToolCall) -> bool:
+    """Return True if two calls have the same function and arguments. Ids are ignored."""
     if one.name != other.name:
         return False
     if one.arguments == other.arguments:

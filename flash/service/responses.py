@@ -1,7 +1,12 @@
-"""The Responses API of OpenAI: requests are decoded, and answers are encoded. Both consist of items.
+"""The Responses API of OpenAI: requests are decoded, and answers are encoded. Both consist of *items*.
 
-The session keeps, for each response of the episode, the conversation up to its end, so that a later request can name
-the response in `previous_response_id`. Nothing else is stored.
+An item is a message, the reasoning before it, a call of a function, or the result of a call. A message of the episode
+(`flash.types.Message`) holds reasoning, content and calls together, so several items become one message, and one answer
+becomes several items.
+
+`app` decodes a body with `read` and encodes the answer with a `ResponseFormat`. The session keeps, for each response of
+the episode, the conversation up to its end, so that a later request can name the response in `previous_response_id`.
+Nothing else is stored.
 """
 
 from __future__ import annotations
@@ -15,64 +20,64 @@ import msgspec
 from flash.service import tools
 from flash.service.chat import ROLES, AgentRequest, PolicyAnswer
 from flash.service.fields import (
-    MASKED,
     MODEL,
+    WHY_NO_GRAMMAR,
     ApiError,
-    AskedSampling,
     ContentPart,
+    RequestedSampling,
     check_limit,
     check_model,
     check_pieces,
     decoded,
-    drawn,
-    in_short,
     invalid,
     refuse_given,
     refuse_unserved,
+    requested_sampling,
+    shortened,
     text_of,
     unsupported,
 )
 from flash.service.tools import as_json
 from flash.types import ASSISTANT, TOOL, Message, Piece, Tool, ToolCall
 
-THOUGHT, MESSAGE = "reasoning", "message"
+REASONING, MESSAGE = "reasoning", "message"
 """Item types of reasoning and of a message's content."""
 
 Event = tuple[str, dict[str, Any]]
 """Type of a server-sent event, and the other fields of its body."""
 
 
-# -- read ------------------------------------------------------------------------------------------------------------
+# -- items of requests -----------------------------------------------------------------------------------------------
 
 
-class _Spoken(msgspec.Struct):
+class _MessageItem(msgspec.Struct):
     role: str
     content: str | list[ContentPart] | None = None
 
 
-class _Called(msgspec.Struct):
+class _CallItem(msgspec.Struct):
     call_id: str
     name: str
     arguments: str | dict[str, Any] | None = ""
     """Arguments as JSON text. Some clients send the JSON object itself."""
 
 
-class _Returned(msgspec.Struct):
+class _ResultItem(msgspec.Struct):
     call_id: str
     output: str | list[ContentPart]
 
 
-class _Thought(msgspec.Struct):
+class _ReasoningItem(msgspec.Struct):
     summary: list[ContentPart] | None = None
     content: list[ContentPart] | None = None
 
 
-_Item = _Spoken | _Called | _Returned | _Thought
+_Item = _MessageItem | _CallItem | _ResultItem | _ReasoningItem
 _ITEMS: dict[str, type[_Item]] = {
-    MESSAGE: _Spoken,
-    "function_call": _Called,
-    "function_call_output": _Returned,
-    THOUGHT: _Thought,
+    MESSAGE: _MessageItem,
+    "function_call": _CallItem,
+    "function_call_output": _ResultItem,
+    REASONING: _ReasoningItem,
 }
 
 
@@ -99,7 +104,7 @@ class _Messages:
     def add(self, item: _Item, place: str) -> None:
         """Add the next item. `place` is the item's place in the request, for error messages."""
         match item:
-            case _Spoken(role):
+            case _MessageItem(role):
                 if role not in ROLES or role == TOOL:
                     raise ApiError(400, f"There is no role {role[:100]!r} here.", None, place)
                 message = Message(ROLES[role], text_of(item.content, place))
@@ -107,12 +112,12 @@ class _Messages:
                     self._assistant(message)
                 else:
                     self.made.append(message)
-            case _Thought():
+            case _ReasoningItem():
                 self._assistant(Message(ASSISTANT, "", text_of(item.content or item.summary, place)))
-            case _Called(call_id, name, arguments):
+            case _CallItem(call_id, name, arguments):
                 self._names[call_id] = name
                 self._assistant(Message(ASSISTANT, "", "", (ToolCall(call_id, name, as_json(arguments)),)))
-            case _Returned(call_id, output):
+            case _ResultItem(call_id, output):
                 name = self._names.get(call_id, "")
                 self.made.append(Message(TOOL, text_of(output, place), tool_call_id=call_id, name=name))
 
@@ -137,41 +142,45 @@ def _follows(last: Message, more: Message) -> bool:
 
 
 def _item(item: dict[str, Any], place: str) -> _Item:
+    """Decode an item by its type; an item without a type is a message. Raises ApiError.
+
+    `place` is the item's place in the request, for error messages.
+    """
     kind = item.get("type") or MESSAGE
     if not isinstance(kind, str) or kind not in _ITEMS:
         known = ", ".join(_ITEMS)
-        raise ApiError(400, f"Items are {known}, but this is {in_short(kind)}.", "unsupported_parameter", place)
+        raise ApiError(400, f"Items are {known}, but this is {shortened(kind)}.", "unsupported_parameter", place)
     try:
         return msgspec.convert(item, _ITEMS[kind])
     except msgspec.ValidationError as error:
         raise invalid(error, place) from error
 
 
-# -- written ---------------------------------------------------------------------------------------------------------
+# -- items of answers ------------------------------------------------------------------------------------------------
 
 
-def items(answer: PolicyAnswer, name: str) -> Iterator[dict[str, Any]]:
+def items_of(answer: PolicyAnswer, name: str) -> Iterator[dict[str, Any]]:
     """Yield an item for the reasoning, for the content and for each call of an answer. `name` is the `Call`'s name."""
     message, status = answer.message, "incomplete" if answer.cut else "completed"
     if message.reasoning:
-        yield thought(name, message.reasoning, status)
+        yield reasoning_item(name, message.reasoning, status)
     if message.content or not message.tool_calls:
-        yield spoken(name, message.content, status)
+        yield message_item(name, message.content, status)
     for index, call in enumerate(message.tool_calls):
         called = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
         yield {"type": "function_call", "id": f"fc_{name}_{index}", "status": status, **called}
 
 
-def thought(name: str, text: str, status: str) -> dict[str, Any]:
+def reasoning_item(name: str, text: str, status: str) -> dict[str, Any]:
     """Return the item of an answer's reasoning."""
     part = {"type": "reasoning_text", "text": text}
-    return {"type": THOUGHT, "id": f"rs_{name}", "summary": [], "content": [part], "status": status}
+    return {"type": REASONING, "id": f"rs_{name}", "summary": [], "content": [part], "status": status}
 
 
-def spoken(name: str, text: str, status: str) -> dict[str, Any]:
+def message_item(name: str, text: str, status: str) -> dict[str, Any]:
     """Return the item of an answer's content."""
-    said = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-    return {"type": MESSAGE, "id": f"msg_{name}", "role": ASSISTANT, "status": status, "content": [said]}
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": MESSAGE, "id": f"msg_{name}", "role": ASSISTANT, "status": status, "content": [part]}
 
 
 def text_in(item: dict[str, Any]) -> str:
@@ -179,7 +188,7 @@ def text_in(item: dict[str, Any]) -> str:
     return item["arguments"] if "arguments" in item else item["content"][0]["text"]
 
 
-def begins(item: dict[str, Any], index: int) -> Iterator[Event]:
+def begin_events(item: dict[str, Any], index: int) -> Iterator[Event]:
     """Yield the events at the beginning of an item, which is still empty. `index` is its place among the items."""
     empty = {key: [] for key in ("content", "summary") if key in item} | (
         {"arguments": ""} if "arguments" in item else {}
@@ -190,13 +199,13 @@ def begins(item: dict[str, Any], index: int) -> Iterator[Event]:
         yield "response.content_part.added", {**_place(item, index), "part": part}
 
 
-def goes_on(item: dict[str, Any], index: int, text: str) -> Event:
+def delta_event(item: dict[str, Any], index: int, text: str) -> Event:
     """Return the event that adds `text` to an item."""
     kind = "function_call_arguments" if "arguments" in item else item["content"][0]["type"]
     return f"response.{kind}.delta", {**_place(item, index), "delta": text, **_scores(kind)}
 
 
-def ends(item: dict[str, Any], index: int) -> Iterator[Event]:
+def end_events(item: dict[str, Any], index: int) -> Iterator[Event]:
     """Yield the events at the end of an item."""
     place = _place(item, index)
     if "arguments" in item:
@@ -210,39 +219,45 @@ def ends(item: dict[str, Any], index: int) -> Iterator[Event]:
 
 
 def _place(item: dict[str, Any], index: int) -> dict[str, Any]:
+    """Return the fields by which an event names its item, and the item's only content part if it has one."""
     return {"output_index": index, "item_id": item["id"]} | ({"content_index": 0} if "content" in item else {})
 
 
 def _scores(kind: str) -> dict[str, Any]:
+    """Return the field for log-probs, which only events about output text have. The service gives none here."""
     return {"logprobs": []} if kind == "output_text" else {}
 
 
-class ResponsesCall(msgspec.Struct, frozen=True):
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+class ResponsesRequest(msgspec.Struct, frozen=True):
     """A request of an agent through OpenAI's Responses API."""
 
-    asked: AgentRequest
-    said: list[Message]
-    """Messages of the request without its instructions, since each request sends its own instructions."""
+    request: AgentRequest
+    """The request in the form of all APIs."""
+    messages: list[Message]
+    """Messages of the conversation without instructions, because each request sends its own instructions."""
     previous: str | None
     """Id of the response that the request continues; None if it names none."""
 
 
-class _Tool(msgspec.Struct):
+class _ResponsesTool(msgspec.Struct):
     type: str
     name: str = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
-class _Format(msgspec.Struct):
+class _TextFormat(msgspec.Struct):
     type: str = "text"
 
 
 class _Text(msgspec.Struct):
-    format: _Format | None = None
+    format: _TextFormat | None = None
 
 
-class _Body(AskedSampling, kw_only=True):
+class _ResponsesBody(RequestedSampling, kw_only=True):
     """Fields of a request's body that the service reads. All other fields are ignored."""
 
     model: str
@@ -251,7 +266,7 @@ class _Body(AskedSampling, kw_only=True):
     previous_response_id: str | None = None
     max_output_tokens: int | None = None
     stream: bool | None = None
-    tools: list[_Tool] | None = None
+    tools: list[_ResponsesTool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     text: _Text | None = None
@@ -263,10 +278,10 @@ class _Body(AskedSampling, kw_only=True):
     include: list[str] | None = None
 
 
-_decoder = msgspec.json.Decoder(_Body)
+_decoder = msgspec.json.Decoder(_ResponsesBody)
 
 
-def read(body: bytes, earlier: Mapping[str, Sequence[Message]]) -> ResponsesCall:
+def read(body: bytes, earlier: Mapping[str, Sequence[Message]]) -> ResponsesRequest:
     """Decode the body of a request.
 
     Args:
@@ -292,29 +307,30 @@ def read(body: bytes, earlier: Mapping[str, Sequence[Message]]) -> ResponsesCall
         }
     )
     if given.text is not None and given.text.format is not None and given.text.format.type != "text":
-        raise unsupported("text.format", MASKED)
+        raise unsupported("text.format", WHY_NO_GRAMMAR)
     before: Sequence[Message] = ()
     if given.previous_response_id is not None:
         if given.previous_response_id not in earlier:
             message = f"This episode has no response {given.previous_response_id[:100]!r}."
             raise ApiError(400, message, "previous_response_not_found", "previous_response_id")
         before = earlier[given.previous_response_id]
-    said = [*before, *_messages(given.input, before)]
+    messages = [*before, *_messages(given.input, before)]
     instructions = [Message("system", given.instructions)] if given.instructions else []
-    asked = AgentRequest(
-        messages=instructions + said,
+    request = AgentRequest(
+        messages=instructions + messages,
         max_tokens=given.max_output_tokens,
         stream=bool(given.stream),
         tools=_offered(given.tools or []),
         template=given.chat_template_kwargs or {},
         calling=tools.may_call(given.tool_choice),
         parallel=given.parallel_tool_calls is not False,
-        drawn=drawn(given),
+        sampling=requested_sampling(given),
     )
-    return ResponsesCall(asked, said, given.previous_response_id)
+    return ResponsesRequest(request, messages, given.previous_response_id)
 
 
-def _pieces(given: _Body) -> Iterator[Sequence[Any]]:
+def _pieces(given: _ResponsesBody) -> Iterator[Sequence[Any]]:
+    """Yield all lists of a request that may be long, for `check_pieces`."""
     yield given.tools or ()
     items = given.input if isinstance(given.input, list) else []
     yield items
@@ -322,7 +338,8 @@ def _pieces(given: _Body) -> Iterator[Sequence[Any]]:
         yield from (value for value in item.values() if isinstance(value, list))
 
 
-def _offered(given: Sequence[_Tool]) -> tuple[Tool, ...]:
+def _offered(given: Sequence[_ResponsesTool]) -> tuple[Tool, ...]:
+    """Return the tools of a request in the format of chat templates. Raises ApiError if one is not a function."""
     functions = [tools.Function(tool.name, tool.description, tool.parameters) for tool in given]
     return tools.offered(
         [tools.GivenTool(tool.type, function) for tool, function in zip(given, functions, strict=True)]
@@ -330,6 +347,7 @@ def _offered(given: Sequence[_Tool]) -> tuple[Tool, ...]:
 
 
 def _messages(given: str | list[dict[str, Any]], before: Sequence[Message]) -> list[Message]:
+    """Return the input of a request as messages. A text is a message of the user. Raises ApiError."""
     if isinstance(given, str):
         return [Message("user", given)]
     if not given:
@@ -340,89 +358,99 @@ def _messages(given: str | list[dict[str, Any]], before: Sequence[Message]) -> l
 # -- the answer ------------------------------------------------------------------------------------------------------
 
 
-_NOTHING = PolicyAnswer(Message(ASSISTANT, ""), cut=False, prompt_tokens=0, tokens=0)
+_NO_ANSWER = PolicyAnswer(Message(ASSISTANT, ""), cut=False, prompt_tokens=0, tokens=0)
 
 
-def name_of(name: str) -> str:
+def response_id(name: str) -> str:
     """Return the id of the response to the call with this name."""
     return f"resp_{name}"
 
 
-def response(answers: Sequence[PolicyAnswer], name: str, wanted: ResponsesCall) -> bytes:
-    """Return the body of an HTTP response with the only answer."""
-    (answer,) = answers
-    return msgspec.json.encode(_response(answer, name, wanted))
+class ResponseFormat:
+    """Format of a response: a body, or a stream of events about the items of its only answer.
 
+    In a stream, the items of reasoning and content are sent while they are sampled, and calls at the end. An answer has
+    at most one item of reasoning and one of content.
 
-class ResponseEvents:
-    """Encodes a response as server-sent events. Calls are sent at its end."""
+    Args:
+        name: name of the call, which becomes part of the ids of the response and its items.
+        given: the request.
+    """
 
-    def __init__(self, name: str, wanted: ResponsesCall) -> None:
+    def __init__(self, name: str, given: ResponsesRequest) -> None:
         self._name = name
-        self._wanted = wanted
+        self._given = given
         self._number = 0
-        self._told: dict[str, str] = {}
+        """Number of the next event, counted from 0."""
+        self._sent: dict[str, str] = {}
         """Text that was sent so far, by the types of the items that have begun and in their order."""
         self._done: set[str] = set()
         """Types of the items whose end was sent."""
 
+    def body(self, answers: Sequence[PolicyAnswer]) -> bytes:
+        """Encode the response as one body."""
+        (answer,) = answers
+        return msgspec.json.encode(_response(answer, self._name, self._given))
+
     def begin(self, index: int) -> bytes:
         """Encode the beginning of the response."""
-        begun = _response(_NOTHING, self._name, self._wanted)
+        begun = _response(_NO_ANSWER, self._name, self._given)
         begun |= {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-        return self._events([("response.created", {"response": begun}), ("response.in_progress", {"response": begun})])
+        return self._encoded([("response.created", {"response": begun}), ("response.in_progress", {"response": begun})])
 
     def piece(self, piece: Piece, index: int) -> bytes:
         """Encode a new piece of the answer. Content ends the item of the reasoning; later reasoning has no event."""
         events: list[Event] = []
-        if piece.reasoning and MESSAGE not in self._told:
-            events += self._more(thought(self._name, piece.reasoning, "completed"), piece.reasoning)
+        if piece.reasoning and MESSAGE not in self._sent:
+            events += self._delta_events(reasoning_item(self._name, piece.reasoning, "completed"), piece.reasoning)
         if piece.content:
-            if told := self._told.get(THOUGHT):
-                events += self._all(thought(self._name, told, "completed"))
-            events += self._more(spoken(self._name, piece.content, "completed"), piece.content)
-        return self._events(events)
+            if sent := self._sent.get(REASONING):
+                events += self._rest_events(reasoning_item(self._name, sent, "completed"))
+            events += self._delta_events(message_item(self._name, piece.content, "completed"), piece.content)
+        return self._encoded(events)
 
-    def said(self, answer: PolicyAnswer, index: int) -> bytes:
-        """Return no event, since `end` encodes the rest of the only answer."""
+    def finish(self, answer: PolicyAnswer, index: int) -> bytes:
+        """Return no event, because `end` encodes the rest of the only answer."""
         return b""
 
     def end(self, answers: Sequence[PolicyAnswer]) -> bytes:
         """Encode the rest of the answer, the ends of its items, and the whole response."""
         (answer,) = answers
-        whole = _response(answer, self._name, self._wanted)
-        begun = list(self._told)
+        whole = _response(answer, self._name, self._given)
+        begun = list(self._sent)
         whole["output"].sort(key=lambda item: begun.index(item["type"]) if item["type"] in begun else len(begun))
-        events = [event for index, item in enumerate(whole["output"]) for event in self._all(item, index)]
-        return self._events([*events, (f"response.{whole['status']}", {"response": whole})])
+        events = [event for index, item in enumerate(whole["output"]) for event in self._rest_events(item, index)]
+        return self._encoded([*events, (f"response.{whole['status']}", {"response": whole})])
 
     def fail(self, error: ApiError) -> bytes:
         """Encode an error that ends the stream before the answer is complete."""
-        return self._events([("error", {key: error.said["error"][key] for key in ("code", "message", "param")})])
+        return self._encoded([("error", {key: error.content["error"][key] for key in ("code", "message", "param")})])
 
-    def _more(self, item: dict[str, Any], text: str) -> Iterator[Event]:
+    def _delta_events(self, item: dict[str, Any], text: str) -> Iterator[Event]:
         """Yield the events that add `text` to an item, and before them the events of its beginning if it is new."""
         kind = item["type"]
-        if kind not in self._told:
-            self._told[kind] = ""
-            yield from begins(item, len(self._told) - 1)
-        self._told[kind] += text
-        yield goes_on(item, list(self._told).index(kind), text)
+        if kind not in self._sent:
+            self._sent[kind] = ""
+            yield from begin_events(item, len(self._sent) - 1)
+        self._sent[kind] += text
+        yield delta_event(item, list(self._sent).index(kind), text)
 
-    def _all(self, item: dict[str, Any], index: int = 0) -> Iterator[Event]:
+    def _rest_events(self, item: dict[str, Any], index: int = 0) -> Iterator[Event]:
         """Yield the events for the part of an item that was not sent yet, which may be all of it, and for its end."""
-        kind, told = item["type"], self._told.get(item["type"])
+        kind, sent = item["type"], self._sent.get(item["type"])
         if kind in self._done:
             return
-        if told is None:
-            yield from begins(item, index)
-        if rest := text_in(item)[len(told or "") :]:
-            yield goes_on(item, index, rest)
-        if told is not None:
+        if sent is None:
+            yield from begin_events(item, index)
+        if rest := text_in(item)[len(sent or "") :]:
+            yield delta_event(item, index, rest)
+        # Calls are not marked, because an answer may have several of them, all of one type.
+        if sent is not None:
             self._done.add(kind)
-        yield from ends(item, index)
+        yield from end_events(item, index)
 
-    def _events(self, events: Iterable[Event]) -> bytes:
+    def _encoded(self, events: Iterable[Event]) -> bytes:
+        """Encode events, numbered in the order in which they are sent."""
         lines: list[bytes] = []
         for kind, more in events:
             content = msgspec.json.encode({"type": kind, "sequence_number": self._number, **more})
@@ -431,26 +459,27 @@ class ResponseEvents:
         return b"".join(lines)
 
 
-def _response(answer: PolicyAnswer, name: str, wanted: ResponsesCall) -> dict[str, Any]:
-    asked = wanted.asked
+def _response(answer: PolicyAnswer, name: str, given: ResponsesRequest) -> dict[str, Any]:
+    """Return a response as an object of the API. Fields that the service does not support have their neutral values."""
+    request = given.request
     return {
-        "id": name_of(name),
+        "id": response_id(name),
         "object": "response",
         "created_at": int(time.time()),
         "status": "incomplete" if answer.cut else "completed",
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if answer.cut else None,
         "instructions": None,
-        "max_output_tokens": asked.max_tokens,
+        "max_output_tokens": request.max_tokens,
         "model": MODEL,
-        "output": list(items(answer, name)),
-        "parallel_tool_calls": asked.parallel,
-        "previous_response_id": wanted.previous,
+        "output": list(items_of(answer, name)),
+        "parallel_tool_calls": request.parallel,
+        "previous_response_id": given.previous,
         "temperature": None,
         "text": {"format": {"type": "text"}},
-        "tool_choice": "auto" if asked.calling else "none",
+        "tool_choice": "auto" if request.calling else "none",
         "tools": [
-            {"type": "function", "parameters": None, "strict": False, **tool["function"]} for tool in asked.tools
+            {"type": "function", "parameters": None, "strict": False, **tool["function"]} for tool in request.tools
         ],
         "top_p": None,
         "truncation": "disabled",

@@ -1,7 +1,7 @@
 """EpisodeSession: the calls of one episode, between the agent that makes them and the environment that answers them.
 
-The agent's side uses `call` once for each request, and waits for the pieces and the answer of the `Call`. The
-environment's side uses `next_call`, then `answer` or `refuse`, and `end` at last.
+The agent's side is `app`: it uses `call` once for each request, and waits for the pieces and the answer of the `Call`.
+The environment's side is `envs.agent`: it uses `next_call`, then `answer` or `refuse`, and `end` at last.
 
 A call is open until it has an answer. Several calls may be open; they are answered one after the other, in the order of
 their arrival. A request that repeats an earlier one gets the answer of that call, even if the answer is not there yet.
@@ -9,7 +9,11 @@ A request with an idempotency key repeats the call of that key. Without a key, e
 two exceptions: the client of the earlier call left without the answer, or a header of the request marks it as a retry
 (OpenAI's clients set this header).
 
-Law: every call ends. The owner of the environment bounds the time of an episode, and `end` refuses all open calls.
+Law of calls: every call ends. The owner of the environment bounds the time of an episode, and `end` refuses all open
+calls.
+Law of pieces: the *pieces* of an answer, which an agent receives while it is sampled and at its end, together are the
+message of the answer without its calls. A piece that was sent is never taken back: vLLM's parsers may read the whole
+text differently from its beginning, and then the message contains the pieces as they were sent.
 """
 
 from __future__ import annotations
@@ -28,13 +32,13 @@ import msgspec
 
 from flash.sampling import PLAIN, Sampling
 from flash.service.chat import AgentRequest, PolicyAnswer
-from flash.service.fields import ApiError, before, heed_drawn, unsupported
+from flash.service.fields import ApiError, before_stop, unsupported, warn_of_ignored_sampling
 from flash.service.history import TEXT, Continuation, EarlierAnswers, History
 from flash.types import ASSISTANT, Message, Observation, Piece
 
 
 class AnswerDeltas:
-    """Pieces of one answer.
+    """Pieces of one answer, and the part of its content that is held back. Pure state.
 
     Args:
         stop: stop texts. The content ends before the first one, which the agent does not receive.
@@ -52,45 +56,52 @@ class AnswerDeltas:
 
     def add(self, piece: Piece) -> None:
         """Take a newly sampled piece, and send the part of it that cannot belong to a stop text."""
-        self._tell(Piece(self._certain(piece.content), piece.reasoning))
+        self._send(Piece(self._sendable(piece.content), piece.reasoning))
 
-    def _certain(self, content: str) -> str:
-        """Return the part of the new content that can be sent, and hold back a possible beginning of a stop text."""
+    def _sendable(self, content: str) -> str:
+        """Return the part of the content that can be sent now: earlier held content and new content.
+
+        A possible beginning of a stop text is held back. Nothing is sent from the first stop text on.
+        """
         if self._stopped:
             return ""
-        content, found = before(self._held + content, self._stop)
+        content, found = before_stop(self._held + content, self._stop)
         if found:
             self._stopped = True
             return content
-        held = max((_begun(content, stop) for stop in self._stop), default=0)
+        held = max((_begun_stop(content, stop) for stop in self._stop), default=0)
         at = len(content) - held
         self._held = content[at:]
         return content[:at]
 
     def finish(self, message: Message) -> Message:
-        """Send the rest of the answer, whose message is `message`. Returns the message as it was sent."""
+        """Send the rest of the complete answer. Returns its message with content and reasoning as they were sent."""
         rest = Piece(_rest(self._content, message.content), _rest(self._reasoning, message.reasoning))
-        self._tell(rest)
+        self._send(rest)
         return msgspec.structs.replace(message, content=self._content, reasoning=self._reasoning)
 
-    def _tell(self, piece: Piece) -> None:
+    def _send(self, piece: Piece) -> None:
+        """Add a piece to those that the agent gets, unless it is empty."""
         if piece.content or piece.reasoning:
             self._content += piece.content
             self._reasoning += piece.reasoning
             self.pieces.append(piece)
 
 
-def _begun(text: str, stop: str) -> int:
+def _begun_stop(text: str, stop: str) -> int:
     """Return the number of letters at the end of `text` that may be the beginning of the stop text."""
     longest = min(len(stop) - 1, len(text))  # A stop text may be far longer than the answer.
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
 
 
-def _rest(told: str, whole: str) -> str:
-    """Return the end of `whole` that was not sent yet. Parsers may strip the white space at the beginning."""
-    if whole.startswith(told):
-        return whole[len(told) :]
-    begun, stripped = told.lstrip(), whole.lstrip()
+def _rest(sent: str, whole: str) -> str:
+    """Return the end of `whole` that was not sent yet; empty if `whole` begins otherwise than the text that was sent.
+
+    White space at the beginning does not matter, because vLLM's parsers may strip it from the whole text.
+    """
+    if whole.startswith(sent):
+        return whole[len(sent) :]
+    begun, stripped = sent.lstrip(), whole.lstrip()
     return stripped[len(begun) :] if stripped.startswith(begun) else ""
 
 
@@ -110,26 +121,31 @@ OVER = "The episode of this key is over."
 class Call:
     """A request of the agent, and its answer. Requests that repeat it share the call."""
 
-    def __init__(self, name: str, asked: AgentRequest, key: bytes | None) -> None:
+    def __init__(self, name: str, request: AgentRequest, key: bytes | None) -> None:
         self.name = name
         """Name that no other call of the service has."""
-        self.asked = asked
+        self.request = request
         """The request. Its content is dropped when the call ends."""
         self.key = key
         """Digest of the request's idempotency key; None if it has none."""
-        self.digest = asked.digest()
-        self.size = asked.size
+        self.digest = request.digest()
+        """Digest of the content, equal for equal requests."""
+        self.size = request.size
+        """Bytes of the request, which count for `OPEN_BYTES`."""
         self.waiting = 0
         """Number of requests that wait for the answer, or for the rest of it."""
-        self.told = False
+        self.delivered = False
         """True if a request has got the answer."""
-        self._deltas = AnswerDeltas(asked.stop)
+        self._deltas = AnswerDeltas(request.stop)
         self._outcome: PolicyAnswer | ApiError | None = None
         self._news = anyio.Event()
 
     @contextmanager
     def waited_for(self) -> Generator[None]:
-        """Count one request that waits for the answer during the block."""
+        """Count one request that waits for the answer during the block.
+
+        A call without such a request has lost its client, so a later equal request may be its retry.
+        """
         self.waiting += 1
         try:
             yield
@@ -142,7 +158,7 @@ class Call:
             await self._news.wait()
         if isinstance(self._outcome, ApiError):
             raise self._outcome
-        self.told = True
+        self.delivered = True
         return self._outcome
 
     async def begun(self) -> None:
@@ -158,11 +174,11 @@ class Call:
         Raises:
             ApiError: the call is refused, or the episode ends before the answer is complete.
         """
-        told, pieces = 0, self._deltas.pieces
+        sent, pieces = 0, self._deltas.pieces
         while True:
-            while told < len(pieces):
-                told += 1
-                yield pieces[told - 1]
+            while sent < len(pieces):
+                sent += 1
+                yield pieces[sent - 1]
             if self._outcome is not None:
                 break
             await self._news.wait()
@@ -172,26 +188,28 @@ class Call:
     def add(self, piece: Piece) -> None:
         """Add a newly sampled piece of the answer."""
         self._deltas.add(piece)
-        self._tell()
+        self._notify()
 
     def answered(self, answer: PolicyAnswer) -> PolicyAnswer:
         """Complete the call with its answer. Returns the answer with the message that the agent receives."""
-        told = msgspec.structs.replace(answer, message=self._deltas.finish(answer.message))
-        self._end(told)
-        return told
+        delivered = msgspec.structs.replace(answer, message=self._deltas.finish(answer.message))
+        self._end(delivered)
+        return delivered
 
     def refused(self, error: ApiError) -> None:
         """End the call with an error instead of an answer."""
         self._end(error)
 
     def _end(self, outcome: PolicyAnswer | ApiError) -> None:
+        """Set the outcome, drop the content of the request, and wake all that wait."""
         self._outcome = outcome
         # The call is kept for a client that sends the request again, but its content is not: each request of an episode
         # repeats the whole conversation, so the contents of all requests together would grow quadratically.
-        self.asked = msgspec.structs.replace(self.asked, messages=[], tools=(), template={})
-        self._tell()
+        self.request = msgspec.structs.replace(self.request, messages=[], tools=(), template={})
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
+        """Wake all that wait for news of this call. An event can be set only once, so a new one replaces it."""
         news, self._news = self._news, anyio.Event()
         news.set()
 
@@ -204,14 +222,14 @@ class PendingCall(NamedTuple):
     """Branch and place of the call in the history."""
 
     @property
-    def shown(self) -> Observation:
+    def observation(self) -> Observation:
         """Observation that the policy gets: the messages that the call adds, or one text for a completion."""
         added = self.place.added
         texts = [message.content for message in added if message.role == TEXT]
         return "".join(texts) if texts and len(texts) == len(added) else added
 
 
-def _ignored(pending: PendingCall) -> None:
+def _ignore_queued(pending: PendingCall) -> None:
     """Do nothing: the environment does not prepare calls in advance."""
 
 
@@ -224,11 +242,11 @@ class EpisodeSession:
     """
 
     def __init__(self, *, rewarding: bool = False, sampling: Sampling = PLAIN) -> None:
-        self.kept = EarlierAnswers()
+        self.earlier = EarlierAnswers()
         """Conversations up to earlier answers, which later requests may refer to."""
         self.reward: float | None = None
         """Reward that the agent gave itself, which ended the episode; None if it gave none."""
-        self.queued: Callable[[PendingCall], None] = _ignored
+        self.queued: Callable[[PendingCall], None] = _ignore_queued
         """Called with each call that arrives while another one is open. The place of the call is the one in the present
         history; later answers may change it."""
         self._rewarding = rewarding
@@ -246,13 +264,13 @@ class EpisodeSession:
 
     # -- the agent's side --------------------------------------------------------------------------------------------
 
-    def call(self, asked: AgentRequest, key: str | None = None, *, again: bool | None = None) -> Call:
+    def call(self, request: AgentRequest, key: str | None = None, *, retry: bool | None = None) -> Call:
         """Return the call of a request: a new one, or the earlier one that the request repeats.
 
         Args:
-            asked: the request.
+            request: the request.
             key: idempotency key; all requests with one key are one call. None: the request has none.
-            again: True if the client marks the request as a retry, False if it marks it as a first try; None if it does
+            retry: True if the client marks the request as a retry, False if it marks it as a first try; None if it does
                 neither.
 
         Raises:
@@ -260,18 +278,18 @@ class EpisodeSession:
                 or the episode has ended.
         """
         self._check_open()
-        heed_drawn(asked.drawn, self._sampling)
-        if asked.messages[-1].role == ASSISTANT:
+        warn_of_ignored_sampling(request.sampling, self._sampling)
+        if request.messages[-1].role == ASSISTANT:
             raise ApiError(400, "The last message must not be the assistant's own.", None, "messages")
         digest = None if key is None else blake2b(key.encode("utf-8", "surrogatepass")).digest()
-        call = Call(secrets.token_hex(12), asked, digest)
+        call = Call(secrets.token_hex(12), request, digest)
         if digest is not None:
-            known = self._known(digest, call)
+            known = self._call_of_key(digest, call)
             if known.digest != call.digest:
                 raise ApiError(400, "An earlier request with this idempotency key asked for something else.")
         else:
             alike = self._by_content.get(call.digest, [])
-            known = _made_again(alike, again)
+            known = _repeated_call(alike, retry)
             if known is None:
                 self._check_room(call)
                 known = call
@@ -280,17 +298,19 @@ class EpisodeSession:
             self._open.append(call)
             self._news.set()
             if len(self._open) > 1:
-                self.queued(PendingCall(call, self._history.place(asked.messages, asked.form)))
+                self.queued(PendingCall(call, self._history.place(request.messages, request.form)))
         return known
 
-    def _known(self, key: bytes, call: Call) -> Call:
-        """Return the earlier call with this idempotency key. If there is none, store `call` under the key."""
+    def _call_of_key(self, key: bytes, call: Call) -> Call:
+        """Return the earlier call with this idempotency key. If there is none, store `call` under the key, and return
+        it. Raises ApiError if too many calls are open."""
         if key not in self._by_key:
             self._check_room(call)
             self._by_key[key] = call
         return self._by_key[key]
 
     def _check_room(self, more: Call) -> None:
+        """Raise ApiError if one more call would be too much. A single call is accepted whatever its size."""
         size = more.size + sum(call.size for call in self._open)
         if len(self._open) >= MOST_OPEN or (self._open and size > OPEN_BYTES):
             message = f"{len(self._open)} requests of this episode wait for their answers already."
@@ -318,22 +338,29 @@ class EpisodeSession:
         self.agent_ended()
 
     def _check_open(self) -> None:
+        """Raise ApiError if the episode has ended, by `end` or by a reward of the agent."""
         if self._ended or self.reward is not None:
             raise ApiError(401, OVER, "invalid_api_key")
 
     def agent_ended(self) -> None:
-        """Record that the agent needs no more answers: `next_call` returns None from now on."""
+        """Record that the agent needs no more answers: `next_call` returns None from now on.
+
+        Called when the agent's program or function has returned, and after a reward of its own.
+        """
         self._agent_over = True
         self._news.set()
 
     # -- the environment's side --------------------------------------------------------------------------------------
 
     async def next_call(self) -> PendingCall | None:
-        """Wait for the oldest open call and return it; None when the agent has ended."""
+        """Wait for the oldest open call and return it; None when the agent has ended.
+
+        The call stays open and is returned again until `answer` or `refuse`.
+        """
         while not self._agent_over:
             if self._open:
                 call = self._open[0]
-                self._pending = PendingCall(call, self._history.place(call.asked.messages, call.asked.form))
+                self._pending = PendingCall(call, self._history.place(call.request.messages, call.request.form))
                 return self._pending
             self._news = anyio.Event()
             await self._news.wait()
@@ -342,9 +369,9 @@ class EpisodeSession:
     def answer(self, answer: PolicyAnswer) -> None:
         """Answer the call that `next_call` has returned, and add the answer to the history."""
         assert self._pending is not None, "no call was taken"
-        place, form = self._pending.place, self._pending.call.asked.form
-        told = self._take_first().answered(answer)
-        self._history.answer(place, told.message, form)
+        place, form = self._pending.place, self._pending.call.request.form
+        delivered = self._take_first().answered(answer)
+        self._history.answer(place, delivered.message, form)
 
     def refuse(self, error: ApiError) -> None:
         """Refuse the oldest open call. The history does not change, and an equal request becomes a new call."""
@@ -353,6 +380,7 @@ class EpisodeSession:
         call.refused(error)
 
     def _take_first(self) -> Call:
+        """Remove the oldest open call and return it."""
         self._pending = None
         return self._open.popleft()
 
@@ -363,22 +391,22 @@ class EpisodeSession:
             self.refuse(ApiError(401, OVER, "invalid_api_key"))
 
 
-def _made_again(alike: Sequence[Call], again: bool | None) -> Call | None:
+def _repeated_call(alike: Sequence[Call], retry: bool | None) -> Call | None:
     """Return the call of the same content that a request without a key repeats; None for a new call.
 
     Args:
         alike: calls of the same content, the oldest first.
-        again: True if the client marks the request as a retry, False if it marks it as a first try; None if it does
+        retry: True if the client marks the request as a retry, False if it marks it as a first try; None if it does
             neither.
     """
-    if again is False:
+    if retry is False:
         return None
     # A client that retries has left its first request, so a call that a request still waits for is from another client.
     left = [call for call in alike if not call.waiting]
-    lost = [call for call in left if not call.told]
+    lost = [call for call in left if not call.delivered]
     if lost:
-        return lost[0]
-    return left[-1] if left and again else None
+        return lost[0]  # Its client left without the answer, so an equal request is taken for its retry.
+    return left[-1] if left and retry else None
 
 
 class EpisodeSessions:

@@ -1,4 +1,8 @@
-"""Functions that an agent lets the policy call, as requests describe them and as messages call them."""
+"""Functions that an agent lets the policy call: their descriptions in requests, and the calls in messages.
+
+A *tool* in the format of chat templates (`flash.types.Tool`) is `{"type": "function", "function": {...}}`. `chat` and
+`responses` use these functions for requests, `flash sft` for its rows, and `envs.tools` for its own tools.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from flash.service.fields import MASKED, ApiError, in_short, unsupported
+from flash.service.fields import WHY_NO_GRAMMAR, ApiError, shortened, unsupported
 from flash.types import Tool, ToolCall
 
 
@@ -58,17 +62,17 @@ def offered(given: Sequence[GivenTool]) -> tuple[Tool, ...]:
             )
         if tool.type != "function":
             raise unsupported("tools", f"there are only functions, but one is {tool.type[:100]!r}")
-    return tuple(described(tool.function) for tool in given if tool.function is not None)
+    return tuple(as_tool(tool.function) for tool in given if tool.function is not None)
 
 
-def described(function: Function) -> Tool:
-    """Return a function in the format of chat templates."""
-    shown: dict[str, Any] = {"name": function.name}
+def as_tool(function: Function) -> Tool:
+    """Return a function in the format of chat templates. A missing description or schema is left out."""
+    description: dict[str, Any] = {"name": function.name}
     if function.description is not None:
-        shown["description"] = function.description
+        description["description"] = function.description
     if function.parameters is not None:
-        shown["parameters"] = function.parameters
-    return {"type": "function", "function": shown}
+        description["parameters"] = function.parameters
+    return {"type": "function", "function": description}
 
 
 def may_call(choice: Any) -> bool:
@@ -82,8 +86,8 @@ def may_call(choice: Any) -> bool:
     if choice == "none":
         return False
     if choice == "required" or isinstance(choice, Mapping):
-        raise unsupported("tool_choice", f"to force a call {MASKED}; there are `auto` and `none`")
-    raise ApiError(400, f"`tool_choice` must be `auto` or `none`, but is {in_short(choice)}.", None, "tool_choice")
+        raise unsupported("tool_choice", f"to force a call {WHY_NO_GRAMMAR}; there are `auto` and `none`")
+    raise ApiError(400, f"`tool_choice` must be `auto` or `none`, but is {shortened(choice)}.", None, "tool_choice")
 
 
 def calls_of(given: Sequence[GivenCall]) -> tuple[ToolCall, ...]:
@@ -95,11 +99,11 @@ def calls_of(given: Sequence[GivenCall]) -> tuple[ToolCall, ...]:
 
 
 def as_json(arguments: str | dict[str, Any] | None) -> str:
-    """Return the arguments of a call as JSON text."""
+    """Return the arguments of a call as JSON text; missing arguments are an empty text."""
     return msgspec.json.encode(arguments).decode() if isinstance(arguments, dict) else arguments or ""
 
 
-def shown(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+def encoded_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
     """Return calls in the format of an API's answer."""
     return [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -108,7 +112,10 @@ def shown(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
 
 
 def is_well_formed(call: ToolCall, tools: Sequence[Tool]) -> bool:
-    """Return True if a call names one of the functions in `tools`, and its arguments are a JSON object."""
+    """Return True if a call names one of the functions in `tools`, and its arguments are a JSON object.
+
+    `envs.agent` counts the calls of the policy that are not well formed. The function's schema is not checked.
+    """
     if all(tool["function"]["name"] != call.name for tool in tools):
         return False
     try:

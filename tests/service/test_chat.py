@@ -12,8 +12,8 @@ import pytest
 
 from flash.sampling import Sampling
 from flash.service import completions, fields, responses
-from flash.service.chat import AgentRequest, ChatEvents, PolicyAnswer, completion, read
-from flash.service.fields import ApiError, before
+from flash.service.chat import AgentRequest, ChatFormat, PolicyAnswer, read
+from flash.service.fields import ApiError, before_stop
 from flash.service.history import EarlierAnswers
 from flash.service.sessions import EpisodeSession
 from flash.service.tools import is_well_formed
@@ -39,7 +39,7 @@ def refusal(given: bytes) -> tuple[int, dict[str, Any]]:
 def test_a_request_is_read_with_what_it_takes_for_how_answers_are_drawn() -> None:
     asked = read(body(temperature=0.2, top_p=0.5, seed=3, user="me", n=1, tools=[], stop=None, whatever={"a": [1]}))
     assert (asked.messages, asked.max_tokens, asked.stream) == ([Message("user", "hello")], None, False)
-    assert asked.drawn == (("temperature", 0.2), ("top_p", 0.5))
+    assert asked.sampling == (("temperature", 0.2), ("top_p", 0.5))
 
 
 def test_an_answer_that_a_client_has_written_down_in_its_own_way_is_read_as_it_was() -> None:
@@ -80,8 +80,8 @@ def test_a_tool_in_the_form_of_responses_is_refused_with_the_form_that_it_must_h
     "read",
     [
         lambda fields: read(body(**fields)),
-        lambda fields: completions.read(body(prompt="hello", **fields), EarlierAnswers()).asked,
-        lambda fields: responses.read(body(input="hello", **fields), {}).asked,
+        lambda fields: completions.read(body(prompt="hello", **fields), EarlierAnswers())[0],
+        lambda fields: responses.read(body(input="hello", **fields), {}).request,
     ],
     ids=["chat", "completions", "responses"],
 )
@@ -91,7 +91,7 @@ def test_answers_are_drawn_as_the_run_says_which_an_agent_that_asks_otherwise_is
     read: Callable[[dict[str, Any]], AgentRequest],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    fields._tell.cache_clear()
+    fields._warn_once.cache_clear()
     for _ in range(2):
         EpisodeSession(sampling=Sampling(0.7, top_k=20)).call(read(given))
     told = [record.getMessage() for record in caplog.records]
@@ -110,7 +110,7 @@ def test_answers_are_drawn_as_the_run_says_which_an_agent_that_asks_otherwise_is
 def test_what_is_told_names_the_key_that_would_do_it_if_there_is_one(
     given: dict[str, Any], told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fields._tell.cache_clear()
+    fields._warn_once.cache_clear()
     EpisodeSession().call(read(body(**given)))
     assert [record.getMessage().endswith(told) for record in caplog.records] == [True]
 
@@ -265,7 +265,7 @@ def test_an_answer_may_end_at_up_to_four_texts(given: Any, stop: tuple[str, ...]
     ],
 )
 def test_what_stands_before_the_first_stop_is_shown(text: str, stop: tuple[str, ...], shown: tuple[str, str]) -> None:
-    assert before(text, stop) == shown
+    assert before_stop(text, stop) == shown
 
 
 @pytest.mark.parametrize(("n", "choices"), [(None, 1), (1, 1), (3, 3)])
@@ -303,7 +303,7 @@ ANSWER = PolicyAnswer(Message("assistant", "four 🙂"), cut=True, prompt_tokens
 
 
 def test_an_answer_counts_its_tokens_and_says_that_it_was_cut() -> None:
-    told = msgspec.json.decode(completion([ANSWER], "1"))
+    told = msgspec.json.decode(ChatFormat("1").body([ANSWER]))
     assert told["object"] == "chat.completion"
     assert told["choices"][0]["message"]["content"] == ANSWER.message.content
     assert told["choices"][0]["finish_reason"] == "length"
@@ -315,11 +315,11 @@ CALLING = PolicyAnswer(Message("assistant", "", "hm", CALLS), cut=False, prompt_
 
 
 def test_calls_and_reasoning_are_told_in_one_piece_and_in_events_alike() -> None:
-    choice = msgspec.json.decode(completion([CALLING], "1"))["choices"][0]
+    choice = msgspec.json.decode(ChatFormat("1").body([CALLING]))["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == (None, "hm")
     assert choice["message"]["tool_calls"][0] == CALL
-    events = told_in(ChatEvents("1", with_usage=False), CALLING).split(b"\n\n")[:-2]
+    events = told_in(ChatFormat("1", with_usage=False), CALLING).split(b"\n\n")[:-2]
     deltas = [msgspec.json.decode(event.removeprefix(b"data: "))["choices"][0]["delta"] for event in events]
     assert [delta["reasoning"] for delta in deltas if "reasoning" in delta] == ["h", "m"]
     told = [call for delta in deltas for call in delta.get("tool_calls", [])]
@@ -332,7 +332,7 @@ def test_log_probs_are_those_that_were_recorded() -> None:
     answer = PolicyAnswer(
         Message("assistant", "ñ!"), cut=False, prompt_tokens=7, tokens=2, logprobs=[("ñ", -0.5), ("!", 0.0)]
     )
-    told = msgspec.json.decode(completion([answer], "1"))["choices"][0]["logprobs"]["content"]
+    told = msgspec.json.decode(ChatFormat("1").body([answer]))["choices"][0]["logprobs"]["content"]
     assert [(token["token"], token["logprob"], token["top_logprobs"]) for token in told] == [
         ("ñ", -0.5, []),
         ("!", 0.0, []),
@@ -341,7 +341,7 @@ def test_log_probs_are_those_that_were_recorded() -> None:
 
 @pytest.mark.parametrize("with_usage", [False, True])
 def test_a_stream_says_the_same_in_events(with_usage: bool) -> None:
-    *events, last = told_in(ChatEvents("1", with_usage=with_usage), ANSWER).removesuffix(b"\n\n").split(b"\n\n")
+    *events, last = told_in(ChatFormat("1", with_usage=with_usage), ANSWER).removesuffix(b"\n\n").split(b"\n\n")
     assert last == b"data: [DONE]"
     chunks = [msgspec.json.decode(event.removeprefix(b"data: ")) for event in events]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]

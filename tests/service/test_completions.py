@@ -7,16 +7,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from flash.service.chat import PolicyAnswer
-from flash.service.completions import CompletionEvents, CompletionRequest, completion, read
+from flash.service.chat import AgentRequest, PolicyAnswer
+from flash.service.completions import CompletionFormat, read
 from flash.service.fields import ApiError
 from flash.service.history import TEXT, EarlierAnswers
 from flash.types import Message
 from tests.service.told import told_in
 
 
-def wanted(kept: EarlierAnswers | None = None, **fields: Any) -> CompletionRequest:
-    return read(msgspec.json.encode({"model": "policy", "prompt": "one", **fields}), kept or EarlierAnswers())
+def wanted(kept: EarlierAnswers | None = None, **fields: Any) -> AgentRequest:
+    return read(msgspec.json.encode({"model": "policy", "prompt": "one", **fields}), kept or EarlierAnswers())[0]
 
 
 def text(content: str) -> Message:
@@ -25,22 +25,22 @@ def text(content: str) -> Message:
 
 def test_a_text_goes_on_from_the_longest_that_it_begins_with() -> None:
     kept, two, four = EarlierAnswers(), Message("assistant", " two"), Message("assistant", " four")
-    assert wanted(kept).asked.messages == [text("one")]
-    kept.answered("one", [text("one")], two, "")
+    assert wanted(kept).messages == [text("one")]
+    kept.add_text("one", [text("one")], two, "")
     second = wanted(kept, prompt="one two three")
-    assert second.asked.messages == [text("one"), two, text(" three")]
-    kept.answered("one two three", second.asked.messages, four, "")
+    assert second.messages == [text("one"), two, text(" three")]
+    kept.add_text("one two three", second.messages, four, "")
     parts = [text("one"), two, text(" three"), four]
-    assert wanted(kept, prompt=["one two three four five"]).asked.messages == [*parts, text(" five")]
-    assert wanted(kept).asked.messages == [text("one")], "the same again is the same"
-    assert wanted(kept, prompt="one too").asked.messages == [text("one too")]
+    assert wanted(kept, prompt=["one two three four five"]).messages == [*parts, text(" five")]
+    assert wanted(kept).messages == [text("one")], "the same again is the same"
+    assert wanted(kept, prompt="one too").messages == [text("one too")]
 
 
 def test_the_text_that_ended_an_answer_is_not_shown_again() -> None:
     kept, look = EarlierAnswers(), Message("assistant", " look")
-    kept.answered("one", [text("one")], look, "\nResult:")
-    assert wanted(kept, prompt="one look\nResult: 4").asked.messages == [text("one"), look, text(" 4")]
-    assert wanted(kept, prompt="one look, two").asked.messages == [text("one"), look, text(", two")]
+    kept.add_text("one", [text("one")], look, "\nResult:")
+    assert wanted(kept, prompt="one look\nResult: 4").messages == [text("one"), look, text(" 4")]
+    assert wanted(kept, prompt="one look, two").messages == [text("one"), look, text(", two")]
 
 
 ANSWER = PolicyAnswer(
@@ -49,8 +49,8 @@ ANSWER = PolicyAnswer(
 
 
 def test_an_answer_says_its_text_and_its_log_probs() -> None:
-    assert wanted(logprobs=0).asked.logprobs
-    (choice,) = msgspec.json.decode(completion([ANSWER], "1"))["choices"]
+    assert wanted(logprobs=0).logprobs
+    (choice,) = msgspec.json.decode(CompletionFormat("1").body([ANSWER]))["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("ñ!", "length")
     assert choice["logprobs"] == {
         "tokens": ["ñ", "!"],
@@ -61,8 +61,8 @@ def test_an_answer_says_its_text_and_its_log_probs() -> None:
 
 
 def test_a_stream_says_the_same() -> None:
-    asked = wanted(stream=True, stream_options={"include_usage": True}).asked
-    *events, last = told_in(CompletionEvents("1", with_usage=asked.with_usage), ANSWER).split(b"\n\n")[:-1]
+    asked = wanted(stream=True, stream_options={"include_usage": True})
+    *events, last = told_in(CompletionFormat("1", with_usage=asked.with_usage), ANSWER).split(b"\n\n")[:-1]
     chunks = [msgspec.json.decode(event.removeprefix(b"data: ")) for event in events]
     assert last == b"data: [DONE]"
     assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == "ñ!"

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from flash.rollout.episode.tokenizer import INCOMPLETE, ResponseReader
-from flash.service.fields import before
+from flash.service.fields import before_stop
 from flash.service.sessions import AnswerDeltas
 from flash.types import Message, Piece
 from tests.envs.agents import BYTES
@@ -25,7 +25,7 @@ def test_the_pieces_are_the_answer_whatever_ends_it(seed: int) -> None:
     dice = random.Random(seed)
     text = "".join(dice.choices(LETTERS, k=dice.randrange(30)))
     stops = ["".join(dice.choices(LETTERS, k=dice.randrange(1, 4))) for _ in range(dice.randrange(3))]
-    content, _ = before(text, stops)
+    content, _ = before_stop(text, stops)
     deltas, told = AnswerDeltas(stops), ""
     for piece in cut_at_random(text, dice):
         deltas.add(Piece(piece))

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash.service.chat import PolicyAnswer, completion, read
+from flash.service.chat import ChatFormat, PolicyAnswer, read
 from flash.service.history import Continuation, History
 from flash.types import Message, ToolCall
 
@@ -187,7 +187,7 @@ class Client:
         asked = read(self.request())
         place = self.history.place(asked.messages, asked.tools)
         self.history.answer(place, answer, asked.tools)
-        told = json.loads(completion([PolicyAnswer(answer, cut=False, prompt_tokens=1, tokens=1)], "1"))
+        told = json.loads(ChatFormat("1").body([PolicyAnswer(answer, cut=False, prompt_tokens=1, tokens=1)]))
         results = [f"result {len(self.turns)} {index}" for index in range(len(answer.tool_calls))]
         self.turns.append((told["choices"][0]["message"], results))
         return place

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from flash.service.chat import PolicyAnswer
 from flash.service.fields import ApiError
-from flash.service.responses import ResponseEvents, ResponsesCall, read, response
+from flash.service.responses import ResponseFormat, ResponsesRequest, read
 from flash.types import Message, Piece, ToolCall
 from tests.service.told import told_in
 
@@ -21,16 +21,16 @@ SAID = Message("assistant", "two", "hm", CALLS)
 ANSWER = PolicyAnswer(SAID, cut=False, prompt_tokens=7, tokens=3)
 
 
-def wanted(earlier: dict[str, list[Message]] | None = None, **fields: Any) -> ResponsesCall:
+def wanted(earlier: dict[str, list[Message]] | None = None, **fields: Any) -> ResponsesRequest:
     return read(msgspec.json.encode({"model": "policy", "input": "hello", **fields}), earlier or {})
 
 
 def told(answer: PolicyAnswer = ANSWER, **fields: Any) -> dict[str, Any]:
-    return msgspec.json.decode(response([answer], "1", wanted(**fields)))
+    return msgspec.json.decode(ResponseFormat("1", wanted(**fields)).body([answer]))
 
 
 def test_a_text_is_what_a_user_says_after_the_instructions() -> None:
-    asked = wanted(instructions="be brief", max_output_tokens=5, tools=[ADD], parallel_tool_calls=False).asked
+    asked = wanted(instructions="be brief", max_output_tokens=5, tools=[ADD], parallel_tool_calls=False).request
     assert asked.messages == [Message("system", "be brief"), Message("user", "hello")]
     function = {key: ADD[key] for key in ("name", "description", "parameters")}
     assert asked.tools == ({"type": "function", "function": function},)
@@ -48,7 +48,7 @@ def test_what_was_answered_comes_back_as_one_message_though_it_is_several_items(
         {"role": "assistant", "content": "six"},
         {"role": "user", "content": "go on"},
     ]
-    assert wanted(input=given).asked.messages == [
+    assert wanted(input=given).request.messages == [
         Message("user", "one"),
         SAID,
         Message("tool", "3", tool_call_id="c1", name="add"),
@@ -67,7 +67,7 @@ def test_items_that_other_programs_have_written_down_are_read() -> None:
         {"type": "function_call_output", "call_id": "c", "output": "3"},
         {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
     ]
-    assert wanted(input=given).asked.messages == [
+    assert wanted(input=given).request.messages == [
         Message("user", "one"),
         Message("assistant", "", tool_calls=(ToolCall("c", "add", '{"a":1}'),)),
         Message("tool", "3", tool_call_id="c", name="add"),
@@ -77,7 +77,7 @@ def test_items_that_other_programs_have_written_down_are_read() -> None:
 
 def test_a_response_and_its_events_have_every_field_that_the_official_client_promises() -> None:
     Response.model_validate(told(tools=[ADD]), strict=True)
-    events = ResponseEvents("1", wanted(tools=[ADD]))
+    events = ResponseFormat("1", wanted(tools=[ADD]))
     told_of = [
         events.begin(0),
         events.piece(Piece("", "hm"), 0),
@@ -94,8 +94,8 @@ def test_a_response_of_the_episode_may_be_named_instead_of_said_again() -> None:
     before = [Message("user", "one"), SAID]
     result = {"type": "function_call_output", "call_id": "c2", "output": "4"}
     named = wanted({"resp_1": before}, previous_response_id="resp_1", instructions="be brief", input=[result])
-    assert named.said == [*before, Message("tool", "4", tool_call_id="c2", name="add")]
-    assert named.asked.messages == [Message("system", "be brief"), *named.said]
+    assert named.messages == [*before, Message("tool", "4", tool_call_id="c2", name="add")]
+    assert named.request.messages == [Message("system", "be brief"), *named.messages]
     with pytest.raises(ApiError, match="no response 'resp_2'"):
         wanted({"resp_1": before}, previous_response_id="resp_2")
 
@@ -149,7 +149,7 @@ def test_an_answer_that_was_cut_is_incomplete() -> None:
     "answer", [ANSWER, PolicyAnswer(Message("assistant", ""), cut=True, prompt_tokens=1, tokens=1)]
 )
 def test_a_stream_says_the_same_in_events(answer: PolicyAnswer) -> None:
-    events = [event.split(b"\ndata: ") for event in told_in(ResponseEvents("1", wanted()), answer).split(b"\n\n")[:-1]]
+    events = [event.split(b"\ndata: ") for event in told_in(ResponseFormat("1", wanted()), answer).split(b"\n\n")[:-1]]
     said = [msgspec.json.decode(data) for _, data in events]
     assert [kind.removeprefix(b"event: ").decode() for kind, _ in events] == [one["type"] for one in said]
     assert [one["sequence_number"] for one in said] == list(range(len(said)))

@@ -45,7 +45,7 @@ class Agent:
 
     async def ask(self, request: AgentRequest, key: str | None = None, again: bool | None = None) -> None:
         try:
-            call = self._session.call(request, key, again=again)
+            call = self._session.call(request, key, retry=again)
             with call.waited_for():
                 got = await call.answer()
         except ApiError as error:
@@ -350,13 +350,13 @@ def test_the_end_refuses_what_is_open_and_what_comes() -> None:
 @pytest.mark.parametrize("keyed", [True, False])
 def test_an_episode_has_so_many_open_calls_and_forgets_each_that_is_refused(keyed: bool) -> None:
     session = EpisodeSession()
-    calls = [session.call(asked(*user("x")), f"key {n}" if keyed else None, again=False) for n in range(MOST_OPEN)]
+    calls = [session.call(asked(*user("x")), f"key {n}" if keyed else None, retry=False) for n in range(MOST_OPEN)]
     assert len({id(call) for call in calls}) == MOST_OPEN
     with pytest.raises(ApiError) as caught:
-        session.call(asked(*user("x")), "another key" if keyed else None, again=False)
+        session.call(asked(*user("x")), "another key" if keyed else None, retry=False)
     assert caught.value.status == 429
     session.refuse(ApiError(400, "no"))
-    again = session.call(asked(*user("x")), "another key" if keyed else None, again=False)
+    again = session.call(asked(*user("x")), "another key" if keyed else None, retry=False)
     assert again not in calls
     session.end()
     with pytest.raises(ApiError, match="over"):
@@ -370,7 +370,7 @@ def test_open_calls_of_an_episode_have_so_many_bytes_together_and_answered_ones_
         session.call(msgspec.structs.replace(asked(*user("x")), size=size))
     assert caught.value.status == 429
     session.refuse(ApiError(400, "no"))
-    assert calls[0].asked.messages == []
+    assert calls[0].request.messages == []
     session.call(msgspec.structs.replace(asked(*user("x")), size=size))
     session.end()
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from flash.service.app import EventFormat
+from flash.service.app import AnswerFormat
 from flash.service.chat import PolicyAnswer
 from flash.service.sessions import AnswerDeltas
 from flash.types import Piece
 
 
-def told_in(events: EventFormat, answer: PolicyAnswer) -> bytes:
+def told_in(events: AnswerFormat, answer: PolicyAnswer) -> bytes:
     """The whole of a stream: letter by letter what was thought, then what was said but its end, and that at last."""
     deltas = AnswerDeltas(())
     for letter in answer.message.reasoning:
@@ -18,4 +18,4 @@ def told_in(events: EventFormat, answer: PolicyAnswer) -> bytes:
     assert deltas.finish(answer.message) == answer.message
     lines = [events.begin(0)]
     lines += [events.piece(piece, 0) for piece in deltas.pieces]
-    return b"".join([*lines, events.said(answer, 0), events.end([answer])])
+    return b"".join([*lines, events.finish(answer, 0), events.end([answer])])
