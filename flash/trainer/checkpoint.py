@@ -1,18 +1,18 @@
-"""Write and load checkpoints, and write the Hugging Face export.
+"""Writes and loads checkpoints, and writes the Hugging Face export.
 
 `flash.trainer.loop` calls `save` and `export_hf`; `flash.run.trainer_rank` calls `load` when a run resumes.
 `flash.run.sft_rank` calls all of these for supervised training, and `flash.run.replay` reads checkpoints.
 
-A checkpoint is written to a temporary folder beside its own, whose name begins with `.tmp-`. It holds:
-- the model, the optimizer and the other tensors that the trainer keeps (critics, the average of the weights). They are
-  written by torch.distributed.checkpoint, so that any number of ranks can load them;
+A checkpoint is written to a temporary folder, whose name begins with `.tmp-`, beside its final folder. It holds:
+- the model, the optimizer and the other tensors that the trainer keeps (critics, the average of the weights).
+  torch.distributed.checkpoint writes these tensors, so that any number of ranks can load them;
 - the random states of each data shard (the ranks that train the same samples);
 - the state of the hub, which holds the samples and the progress of the run;
 - a manifest with size and CRC of every file, which is written last.
 Then the folder is renamed. Whatever happens before the renaming, the previous checkpoint stays the newest one.
 
-All public functions are collectives, and a failure on one rank is raised on all ranks. The trainer ranks share the run
-directory.
+All public functions are collectives (all ranks must call them in the same order), and a failure on one rank is raised
+on all ranks. The trainer ranks share the run directory.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ which has no hub, passes one that writes a file of its own."""
 EXPORTED_BYTES = 5 * 10**9
 """Largest file of an export in bytes, unless a single tensor is larger. Rank 0 holds one file's tensors at a time."""
 REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
-"""System errors of a write that free disk space would not help against."""
+"""System errors of a write that was not permitted, so that more free disk space would not help."""
 NOT_WRITABLE = "check that you may write there, and that its disk is not mounted read-only"
 """Advice of an error message after one of the errors `REFUSED`."""
 
@@ -113,7 +113,8 @@ def save(run_dir: Path, trainer: Trainer, write_hub_state: WriteHubState, *, kee
     aside = temporary_of(folder)
     with _removed_on_failure(aside, lambda fault: f"cannot write {folder}: {fault}; {_remedy(fault, folder, trainer)}"):
         # The folder must exist before any rank writes into it, and each file must be complete before the manifest
-        # describes it. So all ranks wait for each other after each of these calls, also after work of rank 0 alone.
+        # describes the file. So all ranks wait for each other after each of these calls, also after work of rank 0
+        # alone.
         _on_all_ranks(lambda: make_empty(aside, aside.parent.glob(TMP + "*")) if rank == 0 else None, aside)
         _on_all_ranks(lambda: _write_rng(aside, trainer.mesh.data_shard) if trainer.mesh.leads_shard else None, aside)
         try:
@@ -146,7 +147,7 @@ def save(run_dir: Path, trainer: Trainer, write_hub_state: WriteHubState, *, kee
 def load(path: Path, trainer: Trainer) -> None:
     """Load a checkpoint into the trainer, on any number of ranks. A collective.
 
-    If it raises while it reads the tensors, some of the trainer's tensors may have been changed.
+    If reading the tensors fails, some of the trainer's tensors may have been changed.
 
     Raises:
         CheckpointError: on every rank, if a file is damaged, the model is another one, or the checkpoint has other
@@ -170,7 +171,8 @@ def load(path: Path, trainer: Trainer) -> None:
     trainer.skipped_steps = manifest.skipped_steps
     if trainer.lag is not None:
         trainer.lag.rates, trainer.lag.disagreement_sums = dict(manifest.rates), manifest.apart
-    # With another dtype now, the factor is 1 and stays 1. A manifest without scales leaves the first values.
+    # Only float16 has an active scale; in other dtypes the factor stays 1, whatever the checkpoint has. If the manifest
+    # has no scales, the scales keep their first values.
     if trainer.scale.active:
         for scale, (value, finite) in zip(_scales(trainer), manifest.scales, strict=False):
             scale.value, scale.finite = value, finite
@@ -196,7 +198,7 @@ def read_weights(path: Path, trainer: Trainer) -> dict[str, Tensor]:
 def _read(path: Path, state: dict[str, Any], extras: tuple[str, ...] | None = None) -> Manifest:
     """Fill the tensors of `state` from a checkpoint, and return the checkpoint's manifest. A collective.
 
-    All files are checked first, each by one of the ranks.
+    First the ranks check all files; each file is read by one rank.
 
     Args:
         path: folder of the checkpoint.
@@ -272,7 +274,7 @@ def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path, most_bytes: 
 def _weight_files(sizes: dict[str, int], most_bytes: int) -> dict[str, list[str]]:
     """Divide tensors into weight files of at most `most_bytes` bytes, and return the names of each file's tensors.
 
-    The order is that of the model. Files have the names that transformers expects.
+    The order of the tensors does not change. Files have the names that transformers expects.
 
     Args:
         sizes: bytes of each tensor, by name.
@@ -325,9 +327,9 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:
-    """Return all tensors of the trainer that a checkpoint holds, by the names that they have in it.
+    """Return all tensors of the trainer that a checkpoint holds, by their names in the checkpoint.
 
-    They are sharded and share memory with the trainer's tensors, so that loading into them changes the trainer.
+    The tensors are sharded and share memory with the trainer's tensors, so that loading into them changes the trainer.
     """
     state = _get_state(trainer.model, trainer.optimizer)
     for name, critic in _critics(trainer).items():
@@ -357,8 +359,10 @@ def _extras(trainer: Trainer) -> tuple[str, ...]:
 
 
 def _rhythm_heads(trainer: Trainer) -> Tensor | None:
-    """Return the attention heads that rhythm has chosen, or will choose, once for the whole run; None without such a
-    choice. Rhythm multiplies advantages by a factor that it computes from attention (`flash.trainer.rhythm`)."""
+    """Return the tensor of the attention heads that rhythm chooses once for the whole run; None without such a choice.
+
+    Rhythm multiplies advantages by a factor that it computes from attention (`flash.trainer.rhythm`).
+    """
     return None if trainer.rhythm is None else trainer.rhythm.kinds_2N
 
 
@@ -373,7 +377,7 @@ def _scales(trainer: Trainer) -> list[LossScale]:
 
 
 def _get_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the weights of a model and the state of its optimizer (moments and counters), which share its memory.
+    """Return the weights of a model and the state of its optimizer (moments and counters), without a copy.
 
     An optimizer that has not made an update yet gets moments of zero.
     """
@@ -387,7 +391,7 @@ def _get_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _without_frozen(model: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
-    """Return the weights without the frozen base of a model with adapters, which stays as it is at `model.path`."""
+    """Return the weights without the frozen base of a model with adapters, which can be loaded from `model.path`."""
     if config_in(model) is None:
         return weights
     every = model.named_parameters(remove_duplicate=False)
@@ -405,7 +409,8 @@ def _put_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) ->
     # The state of a model with adapters lacks the frozen base, which strict loading would refuse.
     partly = StateDictOptions(strict=False)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=partly)
-    # Loading has replaced the options by those of the checkpoint. The run may have been resumed with other ones.
+    # Loading has replaced the options by the checkpoint's. Restore the options of the configuration, which may have
+    # changed when the run was resumed.
     for group, own in zip(optimizer.param_groups, options, strict=True):
         group.update(own)
 
@@ -429,7 +434,8 @@ def _write_rng(folder: Path, shard: int) -> None:
 def _read_rng(folder: Path, shard: int) -> None:
     """Restore the random states of this process from the file of its data shard.
 
-    A run may resume with more data shards than it had. A shard without a file keeps the state of its own seed.
+    A run may resume with more data shards than it had. A shard without a file keeps the random state that the rank's
+    seed gave it.
     """
     file = folder / _rng_name(shard)
     if not file.exists():
@@ -448,9 +454,9 @@ def _rng_name(shard: int) -> str:
 def _on_all_ranks(work: Callable[[], T], about: Path) -> list[T]:
     """Run `work` on each rank, and return the results of all ranks, in the order of the ranks. A collective.
 
-    A rank that raised alone would leave the others waiting in their next collective. So a failure is raised on all.
-    For work of rank 0 alone, the other ranks pass a function that does nothing, and wait here until rank 0 is done.
-    `about` is the path that the error message begins with.
+    A rank that raised alone would leave the others waiting in their next collective. So a failure is raised on all
+    ranks. For work of rank 0 alone, the other ranks pass a function that does nothing, and wait here until rank 0 has
+    finished. `about` is the path that the error message begins with.
 
     Raises:
         CheckpointError: on every rank, if `work` raised on any rank. The message has the failures of all ranks.
@@ -476,7 +482,7 @@ def _on_all_ranks(work: Callable[[], T], about: Path) -> list[T]:
 def _removed_on_failure(aside: Path, describe: Callable[[str], str]) -> Generator[None]:
     """Remove the temporary folder `aside` on rank 0 if the block raises a CheckpointError.
 
-    A CheckpointError is then raised with the message that `describe` makes of the first one. Any other error passes and
+    The CheckpointError is replaced by one with the message that `describe` returns for it. Any other error passes and
     leaves the folder, which the next write to the same place removes.
     """
     try:
@@ -490,7 +496,8 @@ def _removed_on_failure(aside: Path, describe: Callable[[str], str]) -> Generato
 def _seal(aside: Path, rank: int, mesh: TrainerMesh) -> list[FileEntry]:
     """Force the files that this rank has written to the disk, and return their manifest entries.
 
-    These are the rank's files of torch.distributed.checkpoint, and on some ranks the random states and torch's index.
+    The files are the rank's files of torch.distributed.checkpoint, the random states if the rank leads its data shard,
+    and on rank 0 the index of torch's files.
     """
     own = [*(aside / STATE).glob(f"__{rank}_*")]
     if mesh.leads_shard:
@@ -503,7 +510,7 @@ def _seal(aside: Path, rank: int, mesh: TrainerMesh) -> list[FileEntry]:
 
 
 def _commit(aside: Path, folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, and then rename the folder: from this moment on the checkpoint counts."""
+    """Write the manifest, and then rename the folder, which makes the checkpoint count."""
     (aside / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
     for path in (aside / MANIFEST, aside / STATE, aside):
         sync_to_disk(path)

@@ -1,12 +1,13 @@
-"""Find, check and replace the files of checkpoints, without torch. `flash.trainer.checkpoint` writes and loads them.
+"""Finds, checks and replaces the files of checkpoints. `flash.trainer.checkpoint` writes and loads their tensors.
 
-The hub, the launcher and commands find the checkpoint from which a run resumes with this module; they import no torch.
+The hub, the launcher and commands use this module to find the checkpoint from which a run resumes. It does not import
+torch, which would make them start slowly.
 
 A checkpoint is a folder such as `step-000020`. Its manifest names every file with its size and CRC-32. The folder is
 written under another name and then renamed, so a folder with such a name was complete once. `step-000020.replaced` is
-an older checkpoint of the same version, which exists only while a newer one replaces it. It counts if the newer one is
-missing. `damaged-step-000020` is a damaged checkpoint that a resumed run did not use. It is kept so that people can
-look at it. `.tmp-step-000020` is a checkpoint that is being written, or that a killed process left.
+an older checkpoint of the same version, which exists only while a newer one replaces it. The older one counts if the
+newer one is missing. `damaged-step-000020` is a damaged checkpoint that a resumed run did not use. People may want to
+look at it, so it is kept. `.tmp-step-000020` is a checkpoint that is being written, or that a killed process left.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ TMP = ".tmp-"
 REPLACED = ".replaced"
 """Suffix of the name of a folder while another one replaces it."""
 _NAME = re.compile(rf"step-([0-9]{{6,}})({re.escape(REPLACED)})?")
-"""Name of a checkpoint's folder: the version, and the suffix of a folder that is being replaced."""
+"""Pattern of the names of checkpoints' folders: the version, and the suffix of a folder that is being replaced."""
 ASIDE = ".making-"
 """Part of the name of the temporary folder in which `atomic_folder` works."""
 READ_SIZE = 1 << 20
@@ -84,7 +85,8 @@ class Manifest(msgspec.Struct, frozen=True):
     apart: tuple[float, float] = (0.0, 0.0)
     """Sums for the disagreement of engine and trainer: `flash.trainer.optimizer.LagLimiter.disagreement_sums`."""
     base: tuple[int, ...] = ()
-    """Fingerprint of the weights that adapters were trained on; empty without adapters. Adapters fit no others."""
+    """Fingerprint of the weights that adapters were trained on, because adapters fit no other weights; empty without
+    adapters."""
     alpha: float | None = None
     """`lora.alpha` that adapters were trained with. None without adapters, and in checkpoints of versions of Flash that
     did not record it."""
@@ -112,7 +114,8 @@ def temporary_of(folder: Path) -> Path:
 def choose_checkpoint(run_dir: Path) -> ChosenCheckpoint:
     """Return the newest undamaged checkpoint, from which a resumed run starts.
 
-    Every byte of it is read and compared with its checksums. Newer damaged checkpoints are renamed to `damaged-…`.
+    Every file of the checkpoint is read and compared with its checksum. Newer damaged checkpoints are renamed to
+    `damaged-…`.
 
     Raises:
         CheckpointError: there are checkpoints, and all are damaged.
@@ -153,8 +156,8 @@ def _set_aside(folder: Path, fault: str, instead: Path) -> str:
 def newest_complete(run_dir: Path) -> Path | None:
     """Return the newest checkpoint whose files all have the sizes of the manifest; None if there is none.
 
-    The files are not read, so this is fast, but damage that keeps the size is not found. Whoever then loads the
-    checkpoint checks it (`choose_checkpoint`, `check_files`).
+    The files are not read, so this is fast, but damage that keeps the size is not found. The code that later loads the
+    checkpoint compares the checksums (`choose_checkpoint`, `check_files`).
     """
     found = complete_checkpoints(run_dir)
     return found[0] if found else None
@@ -168,13 +171,13 @@ def complete_checkpoints(run_dir: Path) -> list[Path]:
 def damaged_checkpoints(run_dir: Path) -> list[str]:
     """Return a phrase for the fault of each checkpoint that `complete_checkpoints` leaves out, newest first.
 
-    Messages to people name these faults, so that nobody looks for a checkpoint in vain.
+    Messages to users name these faults, so that a user knows why a checkpoint is not used.
     """
     return list(filter(None, map(_fault_of_sizes, _folders(run_dir))))
 
 
 def _folders(run_dir: Path) -> list[Path]:
-    """Return the folders of all checkpoints, newest first. A replaced one comes after the one that replaces it.
+    """Return the folders of all checkpoints, newest first. A replaced checkpoint comes after its replacement.
 
     Folders with other names, such as temporary and damaged ones, are left out.
     """
@@ -231,14 +234,15 @@ def hub_state(path: Path) -> Generator[memoryview]:
 
 
 def check_files(folder: Path, entries: Iterable[FileEntry]) -> None:
-    """Read files, several at a time, and compare their checksums with the manifest's.
+    """Read files, several at a time, and compare their checksums with the entries of the manifest.
 
     Raises:
         CheckpointError: a file cannot be read, or differs from what was written. The message names all such files.
     """
 
     def fault_of(entry: FileEntry) -> str:
-        # The fault of one file as a phrase; empty if there is none. Computing a CRC lets other threads run.
+        # Return the fault of one file as a phrase; empty if there is none. Threads help, because computing a CRC
+        # releases Python's lock.
         file = folder / entry.path
         try:
             found = crc32_of(file)
@@ -298,7 +302,7 @@ def alpha_mismatch(path: Path, manifest: Manifest, alpha: float | None) -> str:
 def make_empty(aside: Path, leftovers: Iterable[Path] = ()) -> None:
     """Make an empty folder `aside`. An earlier folder of this name, and the folders `leftovers`, are removed first.
 
-    Killed processes left them, and they may be what fills the disk.
+    Killed processes have left these folders, which may fill the disk.
     """
     for folder in {*leftovers, aside}:
         if folder.exists():
@@ -338,7 +342,7 @@ def prune(run_dir: Path, keep: int) -> None:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Force a file's content, or a folder's list of entries, to the disk, where a crash of the machine spares it."""
+    """Force a file's content, or a folder's list of entries, to the disk. It then survives a crash of the machine."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -350,8 +354,8 @@ def sync_to_disk(path: Path) -> None:
 def atomic_folder(path: Path) -> Generator[Path]:
     """Yield a new folder. It replaces `path` if the block succeeds, and is removed if the block raises.
 
-    Models that a run makes or fetches are written in this way, so that nobody finds half a model. The new folder is
-    inside a temporary folder beside `path`. The temporary folder is always removed.
+    Models that a run makes or downloads are written in this way, so that no process finds half a model. The new folder
+    is inside a temporary folder beside `path`. The temporary folder is always removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}{ASIDE}", dir=path.parent) as scratch:
@@ -366,7 +370,7 @@ def atomic_folder(path: Path) -> Generator[Path]:
 def remove_leftovers(path: Path) -> None:
     """Remove temporary folders that killed processes left in `atomic_folder(path)`.
 
-    Must not be called while another process may be inside of `atomic_folder(path)`.
+    Do not call this while another process may be inside of `atomic_folder(path)`: its folder would be removed.
     """
     for left in path.parent.glob(f".{glob.escape(path.name)}{ASIDE}*"):
         shutil.rmtree(left, ignore_errors=True)

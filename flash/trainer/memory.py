@@ -1,13 +1,13 @@
-"""Compute the memory that a trainer rank needs, by running its step on tensors without data; used by `flash plan`.
+"""Computes the memory that a trainer rank needs, by running its step on tensors without data; used by `flash plan`.
 
 The model is made, divided, sharded and run by the code that trains it. Inside the block `counted()` tensors have a
-shape and no data, and the bytes of those that are alive are counted. There, the device "cpu" stands for the rank's own
-device and "meta" for the host's memory. The other ranks do not exist (`flash.foreign.torch.absent_ranks`), so that a
+shape and no data, and the bytes of living tensors are counted. In this block, the device "cpu" stands for the rank's
+own device and "meta" for the host's memory. The other ranks do not exist (`flash.foreign.torch.absent_ranks`), so a
 layout of 512 ranks needs one process.
 
-The numbers are those of a real run, with three exceptions. Activations are those of the CPU's kernels; a GPU's fused
-kernels keep less. Experts that are divided over ranks are assumed to get equally many tokens. If all decoder layers are
-alike, only a few are run, and each of the others is counted like the last one that was run.
+The numbers equal the numbers of a real run, with three exceptions. Activations are counted for the CPU's kernels; a
+GPU's fused kernels keep less. Experts that are divided over ranks are assumed to get equally many tokens. If all
+decoder layers are alike, only a few are run, and each further layer is counted like the last of these.
 
 A *micro-batch* is the input of one forward and backward pass. *Moments* are the tensors that the optimizer keeps for
 each weight. *Pinned* memory is memory of the host from which a GPU copies fast. A *kept set* has the tokens that a
@@ -41,10 +41,10 @@ from flash.trainer.optimizer import make_optimizer
 from flash.trainer.packing import in_one_row
 
 FEW = 3
-"""Number of decoder layers that are run. One is too few, because the first layer differs from the others: its input
-needs no gradient."""
+"""Number of decoder layers that are run if all are alike. One is too few, because the first layer differs from the
+others: its input needs no gradient."""
 HOST = "meta"
-"""Device that stands for the host's memory. Tensors on it are not counted as memory of the rank's device."""
+"""Device that stands for the host's memory. Tensors on this device are not counted as memory of the rank's device."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class RankMemory:
     loading: int
     """Weights when the run begins. With adapters, the base is then held in float32 in addition."""
     host: int
-    """Bytes in the host's memory, because of `train.offload`. If it names the weights, all that a rank keeps between
-    steps is here, and the fields above are 0 except `parameters` and `at_work`."""
+    """Bytes in the host's memory, because of `train.offload`. If `train.offload` names the weights, everything that a
+    rank keeps between steps is on the host, and the fields above are 0 except `parameters` and `at_work`."""
 
     @property
     def total(self) -> int:
@@ -79,8 +79,8 @@ class RankMemory:
 def rank_memory(config: Config, ranks: int, few: int = FEW) -> RankMemory:
     """Return the memory of one of `ranks` trainer ranks, for a micro-batch filled with the longest sequences.
 
-    Makes a default process group and destroys it; there must be none. Needs `config.json` of the model, no weights.
-    `flash plan` also calls this for changed configurations, to propose one that fits.
+    The function makes a default process group and destroys it; there must be none before. It needs `config.json` of the
+    model and no weights. `flash plan` also calls this for changed configurations, to propose one that fits.
 
     Args:
         config: the run.
@@ -117,7 +117,7 @@ def rank_memory(config: Config, ranks: int, few: int = FEW) -> RankMemory:
 
 
 def _offloaded_inputs(config: Config, policy: PreTrainedModel) -> int:
-    """Return the bytes that the inputs of all decoder layers take on the host; 0 if they are not kept there.
+    """Return the bytes that the inputs of all decoder layers take on the host; 0 if they stay on the device.
 
     With `activations` in `train.offload`, a layer's input waits on the host until the backward pass computes the layer
     again.
@@ -140,11 +140,11 @@ def _work_bytes(config: Config, mesh: TrainerMesh, policy: PreTrainedModel, few:
     ]
     copied = 0
     if mesh.offloads:
-        # Weights are copied from the host in their own dtype and then cast to the run's. If the run is in float32, all
-        # copies of a layer exist at once. Otherwise only one does, because each is cast before the next one is copied.
+        # Weights are copied from the host in their own dtype and then cast to the run's dtype. In a float32 run, all
+        # copies of a layer exist at once. Otherwise one copy exists at a time, because it is cast before the next one.
         copied_at_once = sum if config.model.dtype == "float32" else max
         copied = max((copied_at_once(sizes) for layer in layers if (sizes := _shard_sizes(layer))), default=0)
-    # More than one set of shapes: a model with unlike layers, for example of dense layers and layers with experts.
+    # Layers with different shapes are unlike, for example dense layers and layers with experts.
     unlike = len({tuple(parameter.shape for parameter in layer.parameters()) for layer in layers}) > 1
     if unlike or len(layers) <= few + 1:
         return _step_bytes(config, mesh, len(layers)) + copied
@@ -162,14 +162,14 @@ def _step_bytes(config: Config, mesh: TrainerMesh, layers: int) -> int:
     lengths = [min(longest, tokens - start) for start in range(0, tokens, longest)]
     # All tokens differ, so that no sequences share a beginning, which would be computed only once.
     packed = in_one_row(np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1]))
-    # All tokens but the first of each sequence are predicted; `before_T` is the place of the token before each.
+    # All tokens but the first of each sequence are predicted. `before_T` has the place before each predicted token.
     before_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
     target_T = np.arange(len(before_T))
     model = _sharded_policy(config, mesh, recompute=recompute_mode(config.train, HOST), layers=layers)
     with counted() as count:
         model.to_empty(device="cpu")  # still without data; "cpu" stands for the rank's device
-        # A first update, so that moments exist, as they do from the second step on, and gradients, as they do from the
-        # second micro-batch of a step on.
+        # Make a first update, so that moments exist, as in every step but the first, and gradients, as in every
+        # micro-batch of a step but the first.
         optimizer = make_optimizer(model, config.train, HOST)
         _update_once(model, optimizer)
         result = token_logprobs(model, packed, before_T, target_T, kept=_kept_sets(config, len(before_T)))
@@ -199,7 +199,7 @@ def _update_once(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def _new_moment_bytes(model: nn.Module, train: TrainConfig) -> tuple[int, int]:
     """Return the bytes of the moments that the optimizer will keep for a model: on the device and on the host.
 
-    The model comes without memory, and has tensors without data afterwards.
+    The given model has no memory. Afterwards it has tensors without data.
     """
     with counted():
         model.to_empty(device="cpu")
@@ -227,8 +227,8 @@ def _pinned_size(size: int) -> int:
 def _other_bytes(config: Config, mesh: TrainerMesh) -> tuple[int, int]:
     """Return the bytes of all tensors that a rank keeps beside the policy: on the device and on the host.
 
-    These are a moving average of the policy's weights, the reference of a KL, the teacher, and the critics with their
-    gradients and moments.
+    The tensors are a moving average of the policy's weights, the reference of a KL, the teacher, and the critics with
+    their gradients and moments.
     """
     method = resolve_method(config, make_objective(config.algorithm))
     device, host = 0, 0

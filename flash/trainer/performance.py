@@ -8,7 +8,7 @@ that a step computes, and never ends the run: if a trace cannot be written, a wa
 A *micro-batch* is the input of one forward and backward pass: some sequences, one after another. A *data shard* is the
 part of a batch that one rank trains, or several ranks that compute the same sequences together.
 
-Shape legend: U = computed tokens of a micro-batch: a prefix that several sequences share is computed once. R = trainer
+Shape legend: U = computed tokens of a micro-batch (a prefix that several sequences share is computed once), R = trainer
 ranks.
 """
 
@@ -58,8 +58,8 @@ PEAKS: dict[str, float] = {
 
 The comments name the source: the number in NVIDIA's data sheet, or `tables` of other projects that agree with each
 other. Data sheets often give only the peak with sparsity, which is twice the peak for dense matrices. The names are
-regular expressions, and the first one that is found counts. A card without a confirmed number is left out, and its runs
-have no `mfu`.
+regular expressions, and the first match counts. A card without a confirmed number is left out, and runs on it report no
+`mfu`.
 """
 TRACES = "profile"
 """Name of the folder inside the run's folder that holds the traces."""
@@ -138,14 +138,14 @@ class ModelArithmetic:
         """
         total = 0.0
         for micro in micro_batches:
-            if micro is DUMMY:  # it only keeps the numbers of micro-batches of the ranks equal
+            if micro is DUMMY:  # a dummy only makes the ranks have equally many micro-batches
                 continue
-            # Without the tokens of shared prefixes that another sequence of the micro-batch computes.
+            # `place_U` leaves out tokens of shared prefixes that another sequence of the micro-batch computes.
             place_U = micro.computed.place_U
-            # The forward pass, and the gradients of the layers' inputs, which cost as much.
+            # Count the forward pass, and the gradients of the layers' inputs, which cost as much.
             total += 2 * (self.trained + self.frozen) * len(place_U) * (2 if backward else 1)
             total += 2 * self.output * len(micro.before_T) * (2 if backward else 1)
-            if backward:  # gradients of trained weights
+            if backward:  # count the gradients of trained weights
                 total += 2 * self.trained * len(place_U) + 2 * self.output * self.output_trained * len(micro.before_T)
             seen_U = micro.position_P[place_U] + 1
             # Layers of equal size are counted together.
@@ -156,7 +156,7 @@ class ModelArithmetic:
 
 
 class StepMeter:
-    """Measures the memory of the trainer ranks in a step, and the share of the cards' peak arithmetic that is used.
+    """Measures the memory of the trainer ranks in a step, and the share of the cards' peak arithmetic that a step uses.
 
     In each step all ranks call `begin`, then `finish`.
 
@@ -171,7 +171,7 @@ class StepMeter:
         self._begun = 0.0
 
     def begin(self) -> None:
-        """Begin to measure a step. On a GPU, torch's record of the largest allocated memory starts again from here."""
+        """Begin to measure a step. On a GPU, torch's record of the largest allocated memory is reset."""
         if self._cuda:
             torch.cuda.reset_peak_memory_stats()
         self._begun = time.perf_counter()
@@ -185,7 +185,7 @@ class StepMeter:
             flops: the FLOPs of the step on the samples of this rank. Ranks of one data shard have the same samples, so
                 only one of them is counted.
         """
-        # A step reads its metrics from the GPU, so the GPU has finished it by now.
+        # A step ends by reading metrics from the GPU, so the GPU has finished all work of the step by now.
         seconds = time.perf_counter() - self._begun
         memory = torch.cuda.max_memory_allocated() if self._cuda else resident_bytes()
         own = [float(memory), seconds, flops if self._mesh.leads_shard else 0.0, self._peak]

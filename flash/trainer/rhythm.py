@@ -1,13 +1,14 @@
-"""Observe the policy's attention at the start of a step, and multiply token advantages by it (`algorithms.rhythm`).
+"""Observes the policy's attention at the start of a step, and multiplies token advantages by factors computed from it.
 
 The advantages of *anchors*, to which later tokens attend, and of *plans*, at which the distance that the policy looks
 back changes, are multiplied by a factor. `flash.trainer.step` runs a forward pass with a `RhythmWatch`. In each layer
 `packed_attention` gives the watch the queries and keys as the model made them, whatever kernel computes the attention.
-The watch computes the attention weights of the chosen layers once more, only for action tokens (those that the policy
-sampled), one block of them at a time. It keeps two numbers per head and token: WAAD (windowed average attention
-distance) and FAI (future attention influence). Both are linear in the attention weights, so the mean over local or
-global heads can be taken after all ranks have reported the spans of their heads. The sequences of a micro-batch never
-influence one another. `flash rhythm` shows the same signals with `observe_responses` and `attention_maps`.
+The watch computes the attention weights of the chosen layers once more, only for action tokens (tokens that the policy
+sampled), one block of rows at a time. It keeps two numbers per head and token, which `algorithms.rhythm` defines: WAAD
+(windowed average attention distance: how far the token looks back) and FAI (future attention influence: how much later
+tokens look at it). Both are linear in the attention weights, so the mean over local or global heads can be taken after
+all ranks have reported the spans of their heads. The sequences of a micro-batch never influence one another. `flash
+rhythm` shows the same signals with `observe_responses` and `attention_maps`.
 
 *Local* heads look back the shortest distance (their *span*), *global* heads the longest. Heads are *settled* if they
 were chosen for the whole run. A *row* of attention weights belongs to the token that attends, a *column* to the token
@@ -80,8 +81,8 @@ class HeadSignals:
 class RhythmWatch:
     """Callback that observes the attention of one forward pass over one micro-batch.
 
-    It is an `AttentionWatch` (`flash.trainer.model.packed`): the model calls it once in each layer. `RhythmPass` makes
-    it, and reads the results after the pass.
+    The model calls it once in each layer, as an `AttentionWatch` (`flash.trainer.model.packed`). `RhythmPass` makes the
+    watch, and reads the results after the pass.
     """
 
     micro: MicroBatch
@@ -102,10 +103,10 @@ class RhythmWatch:
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, scaling: float | None, sliding_window: int | None
     ) -> None:
-        """Compute the signals of one layer. `AttentionWatch` explains the arguments.
+        """Compute the signals of one layer from its queries and keys, and store them in `signals`.
 
-        The results are in `signals`, except for a layer that is not to be observed. A layer without a number is noted
-        in `unnumbered`.
+        A layer that is not to be observed is only counted. A layer without a number is noted in `unnumbered`.
+        `AttentionWatch` in `flash.trainer.model.packed` explains the arguments.
         """
         layer = layer_number(module)
         if layer is None:
@@ -120,7 +121,7 @@ class RhythmWatch:
             all_heads = slice(None)
             self.signals[layer] = self._signals(query, key, all_heads, all_heads, sliding_window, attend)
             return
-        # Compute only the heads that were chosen, and the key head that each of them shares with its neighbours.
+        # Compute only the chosen heads. Neighbouring heads of queries share a head of keys.
         local, far = (torch.from_numpy(heads).to(query.device) for heads in self.kinds[layer])
         observed = torch.cat([local, far])
         queries_per_key = len(query) // len(key)
@@ -158,9 +159,10 @@ class RhythmWatch:
             influence_HT=query_HPD.new_zeros(len(query_HPD[far]), action_tokens),
         )
         responses = [(one, blocks(one.position_R, window)) for one in trained_responses(self.micro)]
-        # All blocks use the same memory: allocating memory of this size would take longer than the arithmetic.
+        # All blocks use the same memory, because allocating memory for each block would take longer than the
+        # arithmetic.
         scratch = make_scratch(query_HPD, chain.from_iterable(row_blocks for _, row_blocks in responses))
-        # A layer may have none of the chosen heads.
+        # Without a chosen head in this layer, there is nothing to compute.
         for response, row_blocks in responses if len(query_HPD) else ():
             self._add_response(
                 HeadSignals(found.span_H, found.waad_HT[:, response.tokens], found.influence_HT[:, response.tokens]),
@@ -188,19 +190,20 @@ class RhythmWatch:
         """Write the signals of one sequence into `found`. Memory holds the weights of one block of rows at a time.
 
         Args:
-            found: views of the results: its spans are added to, and its WAAD and FAI of this sequence are set.
+            found: views of the results. The spans of this sequence are added to the spans, and its WAAD and FAI are
+                set.
             query_HLD: queries of the sequence.
             key_HLD: keys of the sequence.
-            local: as in `_signals`.
-            far: as in `_signals`.
+            local: the heads whose WAAD is computed, as a slice of the heads.
+            far: the heads whose FAI is computed, as a slice of the heads.
             position_R: places of the action tokens in the sequence.
             row_blocks: division of the action tokens into blocks.
-            attend: as in `_signals`.
+            attend: computes the attention weights for a block of rows.
         """
         options = self.options
         row_R = torch.from_numpy(position_R).to(query_HLD.device)
         place_L = torch.arange(query_HLD.shape[1], device=query_HLD.device)
-        # One sum for each column: the rows of a block also add to the columns of tokens in earlier blocks.
+        # Keep one sum for each column, because the rows of a block also add to columns of earlier blocks.
         received_HL = query_HLD.new_zeros(len(found.influence_HT), query_HLD.shape[1])
         for block in row_blocks:
             rows, columns = row_R[block.rows], place_L[block.seen]
@@ -211,7 +214,8 @@ class RhythmWatch:
             found.span_H += spans(weights, rows, columns).double().sum(-1)
             found.waad_HT[:, block.rows] = windowed_distance(weights[local], rows, columns, options.window)
             first = block.seen.start
-            # Only columns from `farthest` before the lowest row to `nearest` before the highest can count for FAI.
+            # FAI needs only the columns from `farthest` places before the lowest row to `nearest` places before the
+            # highest row.
             late = slice(max(lowest - options.farthest, first), max(highest - options.nearest, first) + 1)
             inside = slice(late.start - first, late.stop - first)
             received_HL[:, late] += future_influence(
@@ -315,8 +319,8 @@ class RhythmPass:
                 "global at once; choose more layers"
             )
         self.kinds_2N: Tensor | None = torch.zeros(2, count) if options.heads == "first" else None
-        """1 for each local head (row 0) and global head (row 1) of the whole run; all 0 until they are chosen. None if
-        the heads are chosen in each step. Checkpoints hold this tensor."""
+        """1 for each local head (row 0) and global head (row 1) of the whole run; all 0 until these heads are chosen.
+        None if heads are chosen in each step. Checkpoints hold this tensor."""
         self._step_kinds: HeadKinds | None = None
         """Heads chosen in this step, by number among the N heads."""
         self.tally = np.zeros(count + 3)
@@ -327,14 +331,15 @@ class RhythmPass:
     def settled(self) -> bool:
         """True if the local and global heads were chosen for the whole run, so that no other head is observed.
 
-        It stays False in a run that chooses its heads in each step.
+        Always False in a run that chooses its heads in each step.
         """
         return self.kinds_2N is not None and bool(self.kinds_2N.any())
 
     def watch(self, micro: MicroBatch) -> RhythmWatch:
         """Return a watch for one forward pass over this micro-batch.
 
-        It observes all heads of the chosen layers or, if the heads are settled, only these.
+        The watch observes all heads of the chosen layers. If the local and global heads are settled, it observes only
+        these heads.
         """
         if not self.settled:
             return RhythmWatch(micro, self._layers, self._options)
@@ -359,8 +364,8 @@ class RhythmPass:
     def choose_heads(self, mesh: TrainerMesh) -> None:
         """Choose the local and the global heads by their spans over all ranks. Does nothing if the heads are settled.
 
-        A collective unless the heads are settled. Must be called after this rank has collected all of its
-        micro-batches. With `heads = "first"`, a batch without any row does not settle the heads.
+        A collective unless the heads are settled. Call this after this rank has collected all of its micro-batches.
+        With `heads = "first"`, a batch without any trained response does not settle the heads, because it has no spans.
         """
         if self.settled:
             return
@@ -378,7 +383,7 @@ class RhythmPass:
     def heads(self) -> list[LayerHead]:
         """Return all heads of the chosen layers, with their mean spans over this rank's part of the step.
 
-        Must be called after `choose_heads`.
+        Call this after `choose_heads`.
         """
         (span_N, _), (local, far) = self._spans(self.tally), self._kinds()
         numbered = [(layer, head) for layer, count in self._heads_of_layer.items() for head in range(count)]
@@ -388,7 +393,7 @@ class RhythmPass:
         ]
 
     def multiply(self, advantage_T: FloatArray, signals: MicroSignals, micro: MicroBatch) -> FloatArray:
-        """Return the advantages multiplied by γ (`algorithms.rhythm`), float64 [T].
+        """Return the advantages multiplied by γ, the factor of `algorithms.rhythm.multiplier`; float64 [T].
 
         Advantages whose sign is not one of `Rhythm.signs`, and sequences without a token to train, do not change. The
         multiplied tokens are counted for `report`.
@@ -416,7 +421,8 @@ class RhythmPass:
         }
 
     def _kinds(self) -> HeadKinds:
-        """Return the local and global heads, by number among the N heads: of the run if settled, else of the step."""
+        """Return the local and global heads, by number among the N heads: chosen for the run if settled, else for the
+        step."""
         if self.kinds_2N is not None and self.settled:
             return HeadKinds(*(row.nonzero().flatten().numpy() for row in self.kinds_2N))
         assert self._step_kinds is not None, "heads are chosen before they are used"
@@ -444,8 +450,8 @@ def observe_responses(
 ) -> tuple[list[LayerHead], list[ResponseSignals]]:
     """Return the heads, chosen over all these responses, and the signals of each response in the micro-batches' order.
 
-    `flash rhythm` calls this. The signals are those of a training step that begins with a forward pass. Entropies are
-    of the distributions that the tokens were sampled from. `model` comes from `shard_model`, with this `mesh`.
+    `flash rhythm` calls this. A training step computes the same signals. Entropies are of the distributions that the
+    tokens were sampled from. `model` comes from `shard_model`, with this `mesh`.
 
     Raises:
         ConfigError: the attention of the chosen layers cannot be observed, or they have fewer than two heads.
@@ -470,11 +476,11 @@ def observe_responses(
 
 
 class MapWatch:
-    """Callback that observes one forward pass over one sequence, and sums the attention maps of its local heads and of
-    its global heads, for `attention_maps`. It is an `AttentionWatch`, as `RhythmWatch` is."""
+    """Callback that observes one forward pass over one sequence, and sums the attention maps of the local heads and of
+    the global heads, for `attention_maps`. The model calls it in each layer, as an `AttentionWatch`."""
 
     def __init__(self, heads: Sequence[LayerHead], part: slice) -> None:
-        """Observe those of `heads` that are local or global. `part` is the slice of the sequence whose map is drawn."""
+        """Observe the local and global heads among `heads`. `part` is the slice of the sequence whose map is drawn."""
         self._heads = heads
         self._part = part
         size = part.stop - part.start
@@ -483,7 +489,7 @@ class MapWatch:
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, scaling: float | None, sliding_window: int | None
     ) -> None:
-        """Add the maps of one layer. `AttentionWatch` explains the arguments."""
+        """Add the maps of one layer, from its queries and keys. `AttentionWatch` explains the arguments."""
         here = [head for head in self._heads if head.layer == layer_number(module) and head.kind]
         if not here:
             return
