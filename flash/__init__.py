@@ -1,6 +1,7 @@
 """Flash: asynchronous reinforcement-learning post-training for language models.
 
-This module has the public names for users. Each is imported on first use, so that `import flash` does not need torch:
+This module has the public names for users. Each name is imported on first use, so that `import flash` does not need
+torch:
 
     import flash
 

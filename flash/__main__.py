@@ -16,12 +16,13 @@ def run(command: Callable[[], int] | None = None) -> None:
     """Run a command and end the process with its exit code, even if code of the user still blocks a thread.
 
     At exit, Python waits for all threads. A thread that was abandoned at its deadline, with an environment or agent
-    that does not return, may never end. The process then ends without it. While the command is imported and after it
-    has ended, an interrupt (SIGINT) ends the process without a traceback.
+    that does not return, may never end. The process then ends without waiting for that thread. While the command is
+    imported and after it has ended, an interrupt (SIGINT) ends the process without a traceback.
 
     `command`: the function to run, for tests. None: the command line.
     """
-    # False if the process ignores SIGINT, like a background process of a shell script. Then it must go on ignoring it.
+    # False if the process ignores SIGINT, like a background process of a shell script. Such a process must go on
+    # ignoring SIGINT.
     handles_sigint = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if handles_sigint:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

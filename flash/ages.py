@@ -1,6 +1,6 @@
 """Ages of tokens, in policy versions. All arithmetic with ages is here.
 
-The age of a token is the version that the trainer holds, less the version of the policy that sampled the token. α is
+The age of a token is the version that the trainer holds minus the version of the policy that sampled the token. α is
 `train.async_ratio`, the asynchronous ratio. The step that trains version n uses tokens of the versions n − ⌈α⌉ … n, or
 older ones if `train.max_token_age` allows more. Ages are whole numbers: with α = 0.5, a sample that begins half a step
 early is one version old.
@@ -29,7 +29,7 @@ def window(async_ratio: float) -> int:
 
 
 def max_age(async_ratio: float, max_token_age: int | None) -> int:
-    """Return the largest age of a trained token: `max_token_age`, or ⌈α⌉ if that is None."""
+    """Return the largest age of a trained token: `max_token_age`, or ⌈α⌉ if `max_token_age` is None."""
     return window(async_ratio) if max_token_age is None else max_token_age
 
 

@@ -1,8 +1,8 @@
 """Branches of a trajectory, and common beginnings of sequences.
 
 An episode may have several *branches*: histories of messages that the environment or an agent continues separately. The
-tokens of a trajectory are those of its branches, one after the other. The trainer trains each branch as a sequence of
-its own, and each action token (a token that the policy sampled) belongs to exactly one branch.
+tokens of a trajectory are the tokens of its branches, one branch after the other. The trainer trains each branch as a
+sequence of its own, and each action token (a token that the policy sampled) belongs to exactly one branch.
 
 Sequences that begin with the same tokens, branches or not, form a tree. A trainer rank computes each token of such a
 tree once.
@@ -75,8 +75,9 @@ def count_trained_branches(trajectory: Trajectory, min_version: int) -> int:
 def split_branches(trajectory: Trajectory) -> list[Trajectory]:
     """Return each branch as a trajectory of its own, with the reward of the whole trajectory.
 
-    The trainer packs these trajectories, and a teacher on a server scores them. Positions and turns are those of the
-    branch alone. `lost_tokens` is 0 if there are several branches, so that lost tokens are not counted several times.
+    The trainer packs these trajectories, and a teacher on a server scores them. Positions count from the first token of
+    the branch, and `turns` has only the turns of the branch. `lost_tokens` is 0 if there are several branches, so that
+    lost tokens are not counted several times.
     """
     if len(trajectory.branches) == 1:
         return [trajectory]

@@ -35,9 +35,10 @@
         ├── ProtocolError    a peer sent what the protocol does not allow, and was disconnected
         └── DeadlineError    a wait took longer than its deadline (also a TimeoutError)
 
-A message says what was wrong, what was expected and what to do. It can be sent and printed, whatever text it quotes.
-`FlashError.fatal` tells the launcher whether a restart of the processes can help: a wrong configuration stays wrong, a
-lost peer may come back. An error that a process reports to another one is rebuilt there by `error_of`.
+A message says what was wrong, what was expected and what to do. It can always be sent and printed, even if it quotes
+text that UTF-8 cannot encode. `FlashError.fatal` tells the launcher whether a restart of the processes can help: a
+wrong configuration stays wrong, a lost peer may come back. An error that a process reports to another one is rebuilt
+there by `error_of`.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class ConfigError(FlashError, ValueError):
 
 
 class CheckpointError(FlashError):
-    """A checkpoint could not be written or read; the previous one is untouched."""
+    """A checkpoint could not be written or read. The previous checkpoint is unchanged."""
 
 
 class RunDirectoryError(FlashError):
@@ -89,7 +90,7 @@ class WeightsError(FlashError):
 
 
 class VersionGoneError(WeightsError):
-    """A worker of an engine requested a version of the weights so late that the trainer holds only newer ones."""
+    """A worker of an engine requested a version of the weights so late that the trainer holds only newer versions."""
 
 
 class ContractError(FlashError):
@@ -161,7 +162,7 @@ class EngineRefusal(EngineError):
 
 
 class PoisonError(EngineError):
-    """Several engines died under the same request, one after the other. It is given to no other engine."""
+    """Several engines died under the same request, one after the other. The request is given to no other engine."""
 
 
 class EngineDeadError(EngineError):
@@ -212,7 +213,7 @@ class DeadlineError(TransportError, TimeoutError):
     """A wait took longer than its deadline.
 
     Args:
-        waited_for: noun phrase for what was waited for.
+        waited_for: noun phrase for the awaited event.
         seconds: the deadline, counted from the beginning of the wait.
         look_at: where the user can find the cause.
     """

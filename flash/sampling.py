@@ -1,10 +1,10 @@
 """Sampling: the distribution from which tokens are drawn, and the data that the trainer needs to compute it again.
 
-Law: engine and trainer both report the log-prob of a token under the distribution from which the token was drawn.
+Invariant: engine and trainer both report the log-prob of a token under the distribution from which the token was drawn.
 
 Sampling settings such as `top_k` leave tokens out of the distribution. The tokens that remain are the *kept set*, which
 includes the drawn token. The trainer cannot compute the set again exactly, because its log-probs differ slightly from
-the engine's. So the engine sends the kept set of each drawn token along (`Kept`), and the trainer normalises over it.
+the engine's. So the engine sends the kept set of each drawn token (`Kept`), and the trainer normalises over this set.
 
 In a mixture-of-experts model, a small difference may also choose other experts. The experts that the engine chose for
 each token can travel as *routes* (`Routes`), and the trainer then uses the same experts.
@@ -45,8 +45,8 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of a token and the number that is added to its logit, before everything else."""
     repetition_penalty: float = 1.0
-    """Penalty of all tokens that the context has, in the prompt or in responses. Their logits are divided by it if they
-    are positive, and multiplied by it if not, after `logit_bias`."""
+    """Penalty of all tokens that occur in the context, in the prompt or in responses. After `logit_bias`, a positive
+    logit of such a token is divided by this number, and any other logit is multiplied by it."""
 
     @property
     def has_kept_sets(self) -> bool:
@@ -64,7 +64,7 @@ PLAIN = Sampling()
 class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Kept sets of some consecutive sampled tokens: for each, the tokens that could have been drawn.
 
-    A kept set also has the drawn token itself. It is not stored, because it is known.
+    A kept set also contains the drawn token. That token is not stored, because it is known.
     """
 
     ids: bytes = b""
@@ -134,8 +134,8 @@ def join_kept(parts: Iterable[Kept]) -> Kept:
 class Routes(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Routes: the experts that the engine chose for each of some consecutive tokens in each decoder layer.
 
-    An expert that is not known has a number with all bits set. This is so where a layer has no experts, or where the
-    engine has not reported them. The trainer then chooses the expert itself.
+    An expert that is not known has a number with all bits set. An expert is not known where a layer has no experts, or
+    where the engine has not reported them. The trainer then chooses the expert itself.
     """
 
     ids: bytes

@@ -1,7 +1,7 @@
 """Foreign text: text of guests, models, files and other services, made harmless for terminals and logs.
 
 *Foreign* text comes from outside of Flash and may contain anything: escape sequences that move the cursor or rename the
-window, line breaks that imitate a line of ours, marks that reverse the reading direction. Everything of it that a
+window, line breaks that imitate a line of ours, marks that reverse the reading direction. All foreign text that a
 command prints or a log records passes through this module.
 """
 

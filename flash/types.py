@@ -1,8 +1,8 @@
 """Types that cross a boundary between processes: frozen structs, encoded by msgspec, with arrays as raw bytes.
 
-A `Task` asks for one sample. A node holds a `Lease` on it while its *episode* runs, in which an environment and the
-model take turns, and answers with a `Trajectory` or a `Failure`. The hub forms the `Batch` of a step and splits it
-among the trainer ranks, each of which gets a `Shard`. The ranks report each token's part in the loss as
+A `Task` asks for one sample. A node holds a `Lease` of the task while the *episode* runs, in which an environment and
+the model take turns. The node answers with a `Trajectory` or a `Failure`. The hub forms the `Batch` of a step and
+splits it among the trainer ranks, each of which gets a `Shard`. The ranks report each token's part in the loss as
 `TrainedSample`, and announce new weights as `Published`.
 
 *Version* n is the weights after n training steps. An *action token* is a token that the policy sampled; all other
@@ -12,8 +12,9 @@ tokens are prompts and observations. An episode may have *branches*, that is, se
 Token arrays are little-endian bytes: int32 ids, float32 log-probs. Policy versions are run-length encoded over the
 action tokens. Shape legend: T = all tokens of a trajectory, A = its action tokens.
 
-Structs of which there is at least one per sample are hidden from the garbage collector (`gc=False`). They cannot be
-part of a cycle, and to look through a hundred thousand of them would stop the hub for half a second.
+Structs of which there is at least one per sample are hidden from the garbage collector (`gc=False`). Such structs
+cannot be part of a reference cycle, and looking through a hundred thousand of them would stop the hub for half a
+second.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ TOOL = "tool"
 class Outcome(StrEnum):
     """The end of an attempt at a task, and the reason under which the ledger counts tasks and tokens.
 
-    `OK` and `TRUNCATED` are outcomes of trajectories. All others carry no reward. An episode never ends with `STALE` or
+    `OK` and `TRUNCATED` are outcomes of trajectories. All other outcomes have no reward. An episode never ends with
+    `STALE` or
     `FILTERED`: these two are only reasons of the hub.
     """
 
@@ -67,7 +69,8 @@ class Outcome(StrEnum):
     ENGINE_ERROR = "engine_error"
     """An engine could not serve a request."""
     ENGINE_KILLED = "engine_killed"
-    """Several engines died under the same request, so it is given to no other engine, which it might kill, too."""
+    """Several engines died under the same request. It is given to no other engine, because it might kill that engine,
+    too."""
     STALE = "stale"
     """The tokens are too old to be trained."""
     CANCELLED = "cancelled"
@@ -78,7 +81,7 @@ class Outcome(StrEnum):
 
 RETRIED = frozenset({Outcome.ENV_ERROR, Outcome.ENV_TIMEOUT, Outcome.REWARD_ERROR, Outcome.ENGINE_ERROR})
 """Failures of the infrastructure, which are tried again at most `rollout.retries` times. A cancelled task is always
-tried again. A task whose prompt is too long is never tried again: it would fail again, as would all tasks of its group.
+tried again. A task whose prompt is too long is never tried again, because it would fail again.
 """
 
 
@@ -99,20 +102,20 @@ class Task(msgspec.Struct, frozen=True, gc=False):
     attempt: int = 0
     """Number of earlier attempts that failed."""
     kind: str = ""
-    """Kind of the problem: a name that the environment gives it, such as that of one environment of a mixture. Empty if
-    the environment has no kinds."""
+    """Kind of the problem: a name that the environment gives it, such as the name of one environment of a mixture.
+    Empty if the environment has no kinds."""
     sampling: Sampling = PLAIN
     """Distribution from which the responses are sampled."""
 
 
 class Lease(msgspec.Struct, frozen=True, gc=False):
-    """The right and the duty of a node to run one task."""
+    """Assignment of one task to one node, which must run it."""
 
     lease_id: int
     """Number of the lease, unique in a run."""
     task: Task
     min_version: int
-    """Lowest version of an engine that may run the task. No token of it is older than this."""
+    """Lowest version of an engine that may run the task. No token of the sample has an older version."""
 
 
 class VersionRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -156,7 +159,7 @@ class Completion(msgspec.Struct, frozen=True):
     """Kept set of each token: the tokens that could have been drawn. None if the sampling settings keep all tokens."""
     routes: Routes | None = None
     """Experts (of a mixture-of-experts model) chosen for each token of the prompt and of the response, except the last
-    one, which the engine has not computed. None if the engine does not report them."""
+    one: the model never runs on it. None if the engine does not report them."""
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -295,7 +298,7 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 class Failure(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """The end of a lease without a trajectory. It never becomes a reward of 0: the fault is not the policy's."""
+    """The end of a lease without a trajectory. It never becomes a reward of 0, because the policy is not at fault."""
 
     task: Task
     outcome: Outcome
@@ -307,7 +310,8 @@ class Failure(msgspec.Struct, frozen=True, tag=True, gc=False):
 
     @property
     def sampled_tokens(self) -> int:
-        """Number of tokens sampled for the lease. A `Trajectory` has a property of this name, too."""
+        """Number of tokens sampled for the lease. `Trajectory` has the same property, so that both kinds of results can
+        be counted alike."""
         return self.tokens
 
 
@@ -344,7 +348,7 @@ class Batch(msgspec.Struct, frozen=True):
     """Samples, group by group."""
     earlier: list[BatchSample]
     """Samples that earlier steps have trained, of groups that are continued in this batch. Advantages compare the
-    rewards of this batch with theirs, too."""
+    rewards of this batch with the rewards of these samples, too."""
 
 
 class ShardSample(msgspec.Struct, frozen=True, gc=False):
@@ -429,11 +433,11 @@ class Canary(msgspec.Struct, frozen=True):
     logprobs: list[float]
     """Log-prob of token i+1 given tokens 0…i at temperature 1: one fewer than `token_ids`."""
     tolerance: float = 0.0
-    """Largest allowed mean of the absolute differences between an engine's log-probs and these, in nats."""
+    """Largest allowed mean of the absolute differences between an engine's log-probs and `logprobs`, in nats."""
 
 
 class Published(msgspec.Struct, frozen=True):
-    """Announcement of a version of the weights, which never changes and which engines load."""
+    """Announcement of a version of the weights, which engines load. A version never changes."""
 
     version: int
     """Number of the version."""
@@ -444,7 +448,8 @@ class Published(msgspec.Struct, frozen=True):
     canary: Canary
     """Text with which an engine checks that it has loaded the right weights."""
     incarnation: int = 0
-    """Number of the incarnation (the trainer ranks between two restarts) that holds this version. The hub sets it."""
+    """Number of the incarnation that holds this version. An incarnation is the set of trainer ranks that run from one
+    restart of the ranks to the next. The hub sets the number."""
 
 
 # -- messages --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Helpers for the event loop: deadlines whose errors name what was waited for, long work in slices, and task groups.
+"""Helpers for the event loop: deadlines whose errors name the awaited event, long work in slices, and task groups.
 
 All asynchronous parts of Flash use them. A wait gets a deadline with `deadline`. Work that takes long is a generator,
 which yields after each slice, so that the event loop can run other tasks in between (`run_in_slices`).
@@ -42,8 +42,8 @@ def deadline(seconds: float, waited_for: MessagePart, look_at: MessagePart) -> G
 
     Args:
         seconds: largest duration of the block.
-        waited_for: noun phrase for what the block waits for.
-        look_at: where the user can find the cause.
+        waited_for: noun phrase for the event that the block waits for.
+        look_at: place where the user can find the cause.
 
     Raises:
         DeadlineError: the deadline passed, or the block has cancelled the scope. A TimeoutError that the block itself
@@ -121,7 +121,7 @@ def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the error of a task group that is shown to people or raised instead of the group.
 
     An error of Flash that is no `TransportError` comes first, then any error of Flash, then any other error. If there
-    are several of one kind, it is the first of them.
+    are several errors of one kind, the first of them is returned.
     """
     flat = list(_single_errors(group))
     ours = [error for error in flat if isinstance(error, FlashError)]
@@ -133,7 +133,7 @@ def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
 def _single_errors(error: BaseException) -> Generator[BaseException]:
     """Yield the errors inside nested exception groups, in their order."""
     left = [error]
-    # A loop and no recursion, because code of users may nest groups deeper than Python can recurse.
+    # This is a loop and not a recursion, because code of users may nest groups deeper than Python can recurse.
     while left:
         one = left.pop()
         if isinstance(one, BaseExceptionGroup):
@@ -148,7 +148,7 @@ class _GarbageCollection:
     blocks = 0
     """Number of blocks that have begun and not ended."""
     thresholds = gc.get_threshold()
-    """Thresholds before the first of these blocks, which the last one restores."""
+    """Thresholds before the first of these blocks. The end of the last block restores them."""
 
 
 @contextmanager

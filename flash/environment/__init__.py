@@ -1,8 +1,9 @@
 """The contract between Flash and environments.
 
 - `interface` has the protocols of environments.
-- `load` finds the configured environment; `fingerprint` tells one set of problems from another.
-- `calls` makes each call of an environment safe; `results` checks the results; `places` finds the user's line.
+- `load` finds the configured environment; `fingerprint` distinguishes sets of problems.
+- `calls` protects Flash from errors and hangs in each call of an environment; `results` checks the results; `places`
+  finds the line of the user's code for error messages.
 - `threaded` runs blocking environments; `shared` holds the resources that the episodes of a node share.
 """
 

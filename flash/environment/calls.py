@@ -3,9 +3,9 @@
 `EpisodePlayer` makes every call of an environment through `make_environment`, `call_method` and `check_returned`. The
 agents and verifiers of `envs` are called with `UserTask` directly.
 
-Invariants: the code runs in an asyncio task of its own and in no task group, so that nothing that it raises ends more
-than the call. A call that does not end by its deadline is cancelled. Code may catch the cancellation (*swallow* it) and
-go on. If it does not end in time after that, it is *abandoned*: its coroutine is never resumed, so that it can neither
+Invariants: the code runs in an asyncio task of its own and in no task group, so that an exception of the code ends only
+the call. A call that does not end by its deadline is cancelled. Code may catch the cancellation (*swallow* it) and go
+on. If it does not end in time after that, it is *abandoned*: its coroutine is never resumed, so that it can neither
 delay the caller nor keep the event loop busy.
 """
 
@@ -32,11 +32,12 @@ from flash.waiting import first_error
 _T = TypeVar("_T")
 
 MAX_MESSAGE = 2000
-"""Number of characters that are kept of a user's error message, from both of its ends. Many processes hold a copy."""
+"""Number of characters that are kept of a user's error message, half from each end. The limit is needed because many
+processes hold a copy."""
 
 CLEANUP_S = 6.0
-"""Seconds that cancelled user code has for its cleanup. They are more than `envs.programs.REST_S`, in which a program
-that the code has started ends."""
+"""Seconds that cancelled user code has for its cleanup. The time is longer than `envs.programs.REST_S`, so that a
+program which the code has started can end first."""
 
 MAX_SWALLOWED = 100
 """Number of cancellations that a call may swallow before it is abandoned. Each `await` of an orderly cleanup swallows
@@ -46,7 +47,7 @@ SPIN_S = 0.5
 """Seconds after which a call is abandoned if its tasks swallow one cancellation on each turn of the event loop."""
 
 CLOSING_TURNS = 3
-"""Number of turns of the event loop in which a task ends after its coroutine was closed."""
+"""Number of turns of the event loop that a task needs to end after its coroutine was closed."""
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class UserTask(Generic[_T]):
     """
 
     abandoned: ClassVar[int] = 0
-    """Number of calls that this process has abandoned. The node reports it to the hub."""
+    """Number of calls that this process has abandoned. The node reports the number to the hub."""
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class UserTask(Generic[_T]):
                 self._on_end()
 
     async def _run(self) -> None:
-        """Call the code, and keep its result or its exception. This is the body of the task."""
+        """Call the code, and store the result or the exception. This is the body of the task."""
         try:
             with self._scope:
                 if self._ending:  # `end` was called before the task has begun
@@ -187,7 +188,7 @@ class UserTask(Generic[_T]):
         return f", at {place}" if place else ""
 
     async def wait(self, seconds: float, *, shield: bool = False) -> bool:
-        """Wait until the code has ended; return False if it is still running after so many seconds.
+        """Wait until the code has ended; return False if it is still running after `seconds`.
 
         If the caller is cancelled during this wait, the code is ended first. `shield`: True if a cancellation of the
         caller takes effect only after the wait, because the code has to run even then.
@@ -201,7 +202,7 @@ class UserTask(Generic[_T]):
         return self.over.is_set()
 
     async def end(self, seconds: float = CLEANUP_S) -> bool:
-        """Cancel the code. If it is still running after so many seconds, abandon it, log a warning, and return False.
+        """Cancel the code. If it is still running after `seconds`, abandon it, log a warning, and return False.
 
         Code that swallows a cancellation on each turn of the loop is abandoned sooner, after `SPIN_S`.
         """
@@ -210,8 +211,8 @@ class UserTask(Generic[_T]):
         self._scope.cancel()
         with anyio.move_on_after(min(SPIN_S, seconds), shield=True):
             await self.over.wait()
-        # Code that still swallows cancellations by now, one on each turn of the loop, keeps the loop busy: it gets no
-        # more time. Code that awaits something, in a shielded scope for example, may be cleaning up.
+        # Code that still swallows a cancellation on each turn of the loop keeps the loop busy, so it gets no more time.
+        # Code that awaits something, in a shielded scope for example, may be cleaning up.
         if not self.over.is_set() and not are_delivering(scopes_within(self._scope, self._task)):
             with anyio.move_on_after(seconds, shield=True):
                 await self.over.wait()
@@ -267,7 +268,8 @@ async def call_method(
         shield: True if the call goes on while the caller is being cancelled, as `close` must.
 
     Raises:
-        EnvTimeoutError: the call took longer than `timeout`. It is cancelled, and abandoned if it does not end then.
+        EnvTimeoutError: the call took longer than `timeout`. The call is cancelled, and abandoned if it does not end
+            after that.
         RewardError: the call raised a `RewardError`.
         EnvError: the call raised anything else, was cancelled from within, or returned nothing to await.
     """
@@ -311,7 +313,7 @@ def make_environment(what: str, make: Callable[[], _T]) -> _T:
 
 
 def _failure(what: str, error: BaseException) -> EnvError:
-    """Return the EnvError that an exception of a user's code becomes. A RewardError stays one.
+    """Return the EnvError that an exception of a user's code becomes. A RewardError stays a RewardError.
 
     An EnvError with a short message is returned unchanged: Flash or the user has written it for this purpose.
     """
@@ -354,7 +356,8 @@ def _text(error: BaseException) -> str | None:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return a text of at most `most` characters unchanged. Return both ends of a longer one, which say the most."""
+    """Return a text of at most `most` characters unchanged. Of a longer text, return both ends, which usually say the
+    most."""
     left = len(text) - most
     return text if left <= 0 else f"{text[: most // 2]} … {left} characters … {text[-most // 2 :]}"
 

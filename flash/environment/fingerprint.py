@@ -1,7 +1,7 @@
 """The fingerprint of an environment: a hash of all that decides its problems.
 
-`flash.samples.rules` makes it. A resumed run compares it with that of the run before, so that the samples of one group,
-which must be about the same problem, never come from two sets of problems.
+`flash.samples.rules` makes it. A resumed run compares it with the fingerprint of the run before. So the samples of one
+group, which must be about the same problem, never come from two sets of problems.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from typing import Any
 from flash.config.tree import EnvConfig
 
 READ = 1 << 26
-"""Number of bytes that are read of all files together, which takes a tenth of a second. Of a file beyond them, only the
-size and the time of change count."""
+"""Number of bytes that are read of all files together, which takes a tenth of a second. For a file that does not fit
+into this number, only the size and the time of change count."""
 MOST_FILES = 1000
-"""Number of files of one folder that count: the first ones, sorted by name within each folder."""
+"""Largest number of files of one folder that count, so that a huge folder does not delay the start. The first files
+count, sorted by name within each folder."""
 
 
 def fingerprint(env: EnvConfig) -> str:

@@ -2,8 +2,8 @@
 
 An environment is made once for each episode: its class is called with the options of the configuration, each as a
 keyword argument. If the only argument is named `options` and annotated with a struct, the class gets all options in one
-such struct. `check`, `prepare` and `kind_of` get them in the same form. The order of calls is `reset`, `step`, `close`;
-`close` is called exactly once, also after an error or a cancellation.
+such struct. `check`, `prepare` and `kind_of` get the options in the same form. The order of calls is `reset`, `step`,
+`close`; `close` is called exactly once, also after an error or a cancellation.
 
 `reset(seed)` shows the same problem for the same seed. Seeds of training problems lie below `HELD_OUT` and count up
 from one group to the next; a group is the samples of one problem. Seeds of held-out problems, which are only used in
@@ -44,8 +44,9 @@ HELD_OUT = 1 << 31
 """First seed of the held-out problems, which are the problems of evaluations."""
 
 Info = dict[str, Any]
-"""Further results of `reset` and `step`. Of `step`, `metrics` (names with numbers) and `note` (a text) are logged. Of
-`reset`, `chat_template_kwargs` are arguments of the model's chat template for the whole episode."""
+"""Further results of `reset` and `step`, by name. In the info of `step`, `metrics` (names with numbers) and `note` (a
+text) are logged. In the info of `reset`, `chat_template_kwargs` are arguments of the model's chat template for the
+whole episode."""
 StepResult = tuple[Observation, float, bool, bool, Info]
 """(observation, reward, terminated, truncated, info)"""
 ResetResult = tuple[Observation, Info]
@@ -138,34 +139,34 @@ class Spoken(msgspec.Struct, frozen=True):
 
 
 class Expected(msgspec.Struct, frozen=True):
-    """An observation that the environment will probably show later, and the response that it will want to it.
+    """An observation that the environment will probably show later, and the options of the response to it.
 
-    The response can be sampled ahead of time, while another one is under way.
+    The response can be sampled ahead of time, while another response is being sampled.
     """
 
     name: str
     """A name that the environment gives to this observation. `EpisodeView.comes` announces the observation by it."""
     observation: Observation
     branch: int
-    """Branch that the observation follows; see `EpisodeView.go_on`."""
+    """Index of the branch (sequence of tokens) that the observation follows, as in `EpisodeView.go_on`."""
     responses: int
-    """Number of responses of that branch that it follows; see `EpisodeView.go_on`."""
+    """Number of responses of that branch that the observation follows, as in `EpisodeView.go_on`."""
     tools: Sequence[Tool] = ()
     """Tools that are offered. Used only if the observation follows no response."""
     template: Mapping[str, Any] = MappingProxyType({})
     """Arguments of the chat template. Used only if the observation follows no response."""
     tokens: int | None = None
-    """Largest number of tokens of the response; None: no limit but those of the run."""
+    """Largest number of tokens of the response; None: only the limits of the run hold."""
     stop: tuple[str, ...] = ()
     """Texts that end the response."""
     hear: Callable[[Piece], None] | None = None
-    """Called with the pieces of the response while it is sampled; see `EpisodeView.listen`."""
+    """Function that is called with the pieces of the response while it is sampled; None: no function."""
     calling: bool = True
-    """True if calls of functions are left out of these pieces; see `EpisodeView.listen`."""
+    """True if calls of functions are left out of the pieces that `hear` gets."""
 
 
 class LastResponse(Protocol):
-    """The part of `EpisodeView` about the response that `step` was called with last."""
+    """The part of `EpisodeView` about the response that was last given to `step`."""
 
     @property
     def last(self) -> Said:
@@ -177,7 +178,7 @@ class LastResponse(Protocol):
         ...
 
     def spoken(self, *, calling: bool = True) -> Spoken:
-        """Return the last response as a message, read by the parsers of the run.
+        """Return the last response as a message. The run's parsers separate the reasoning and the calls from the text.
 
         After plain text, all of the response is content: parsers read only responses to chat messages.
 
@@ -205,8 +206,8 @@ class NextResponse(Protocol):
     def listen(self, hear: Callable[[Piece], None], *, calling: bool = True) -> None:
         """Call `hear` with pieces of the next response while it is sampled.
 
-        A piece is never corrected later, and reads as `spoken` will read it; calls of functions are left out if
-        `calling`. `hear` does not learn that the response has ended: `step` is called then.
+        A piece is never corrected later: all pieces together are the text that `spoken` will return. Calls of functions
+        are left out if `calling` is True. `hear` is not called at the end of the response; `step` is.
         """
         ...
 
@@ -250,12 +251,13 @@ class NextObservation(Protocol):
     """The part of `EpisodeView` with settings of the next observation, and announcements of later ones."""
 
     def go_on(self, branch: int, responses: int) -> None:
-        """Let the next observation follow the first `responses` responses of a branch, not the last response.
+        """Let the next observation follow the first `responses` responses of a branch. By default, it follows the last
+        response.
 
         Branches are counted from 0 in the order in which they begin. Responses that a branch has copied from another
         one count as its own. If the branch has no more than `responses`, it continues. Otherwise a new branch begins
-        with a copy of the tokens up to there, which are prompt in the new branch; with 0 responses, it begins with the
-        observation alone. Nothing changes before the observation is shown.
+        with a copy of the tokens up to the end of these responses. The copied tokens are prompt in the new branch. With
+        0 responses, the new branch begins with the observation alone. Nothing changes before the observation is shown.
         """
         ...
 
@@ -281,7 +283,8 @@ class NextObservation(Protocol):
         ...
 
     def expect(self, expected: Expected) -> None:
-        """Sample the response to a later observation from now on, beside the one under way, if the limits allow it.
+        """Start to sample the response to a later observation, beside the response that is being sampled, if the limits
+        allow it.
 
         The response is used if exactly this observation is shown later, with the same limits. Otherwise its tokens are
         lost.
@@ -289,17 +292,18 @@ class NextObservation(Protocol):
         ...
 
     def comes(self, name: str) -> None:
-        """Announce that the next observation may be the one that `expect` was called with under this name."""
+        """Announce that the next observation may be the one that was passed to `expect` with this name."""
         ...
 
 
 class EpisodeView(LastResponse, NextResponse, RemainingRoom, NextObservation, Protocol):
-    """The token side of an episode, as its environment may see and use it. An `Informed` environment gets it."""
+    """The view of an episode's tokens, with which an environment reads and steers them. An `Informed` environment gets
+    it."""
 
 
 @runtime_checkable
 class Informed(Protocol):
-    """An environment that uses the token side of its episode. It must be asynchronous."""
+    """An environment that reads or steers the tokens of its episode. It must be asynchronous."""
 
     def inform(self, episode: EpisodeView) -> None:
         """Keep the view of the episode. Called once, before `reset`."""
@@ -335,13 +339,14 @@ class Kinds(Protocol):
 
 @runtime_checkable
 class Collected(Protocol):
-    """An environment class whose problems are collected, such as rows of a data set. It may have one method or both."""
+    """An environment class whose problems are collected, such as rows of a data set. The class may have one of the
+    methods, or both."""
 
     @classmethod
     def held_out_problems(cls, **options: Any) -> int | None:
-        """Return the number of held-out problems; None if there is no limit. Consecutive seeds show each of them once.
+        """Return the number of held-out problems; None if there is no limit. Consecutive seeds show each problem once.
 
-        An evaluation uses each of them once: repeated problems would make the confidence interval of its mean too
+        An evaluation uses each problem once: repeated problems would make the confidence interval of its mean too
         narrow.
         """
         ...
@@ -350,7 +355,7 @@ class Collected(Protocol):
     def solution_of(cls, seed: int, **options: Any) -> str | None:
         """Return the known answer to the problem of a seed; None if there is none.
 
-        `flash train --dry-run` tries it: if even this answer gets no reward, perhaps no answer can.
+        `flash train --dry-run` tries this answer: if even the known answer gets no reward, perhaps no answer can.
         """
         ...
 
@@ -369,7 +374,7 @@ class Wrapping(Protocol):
 
 
 class Domain(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings for the problems of one kind. None: the setting of the run's configuration holds."""
+    """Settings for the problems of one kind. Where a field is None, the setting of the run's configuration holds."""
 
     weight: PositiveFloat = 1.0
     """Share of the trained groups, in proportion to the weights of the other domains."""
@@ -393,7 +398,8 @@ class Domain(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: TokenIds | None = None
     logit_bias: Biases | None = None
     repetition_penalty: Penalty | None = None
-    """Each field from `top_k` to this one replaces the key of its name in `[rollout]`, for samples of the domain."""
+    """Each field from `top_k` to `repetition_penalty` replaces the key of the same name in `[rollout]`, for samples of
+    the domain."""
 
 
 @runtime_checkable

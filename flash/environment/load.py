@@ -61,7 +61,7 @@ class LoadedEnvironment:
 
     @property
     def is_collected(self) -> bool:
-        """True if the class can say how many held-out problems it has, even if it has no limit.
+        """True if the class has the method `held_out_problems`, even if this returns no limit.
 
         Held-out problems are the problems of evaluations, which are never trained.
         """

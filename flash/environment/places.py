@@ -1,7 +1,7 @@
 """Places in a user's code: the file and line to look at, from tracebacks, stacks and suspended coroutines.
 
 Errors and warnings name such a place, so that a user whose environment fails, hangs or blocks the event loop knows
-where to look. Lines of Flash, of Python and of installed packages seldom help, so they are the last choice.
+where to look. Lines of Flash, of Python and of installed packages seldom help, so such a line is chosen last.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def is_users(place: str) -> bool:
 
 
 def is_logged(count: int) -> bool:
-    """Return True for 1, 10, 100, …: an event that repeats at one place is logged when its count is such a number."""
+    """Return True for 1, 10, 100, …. An event that repeats at one place is logged only when its count is such a
+    number."""
     return str(count).strip("0") == "1"
 
 

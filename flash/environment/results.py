@@ -23,7 +23,8 @@ from flash.types import Message, Observation
 VALUE_LENGTH = 80
 """Largest number of characters of a wrong value that an error message shows."""
 NOTE_LENGTH = 2000
-"""Largest number of characters of a note that are kept. Each sample carries its notes to the hub."""
+"""Largest number of characters of a note that are kept. The limit is needed because each sample carries its notes to
+the hub."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = VALUE_LENGTH
 
@@ -213,7 +214,8 @@ def _observation(method: str, value: object) -> Observation:
 
 
 def _message(method: str, value: object) -> Message:
-    """Return a chat message as a struct. It may be given as a dict of role and content; else raise EnvError.
+    """Return a chat message as a struct. It may be given as a dict of role and content. Raises EnvError for anything
+    else.
 
     `method`: `reset` or `step`, for the error.
     """
@@ -256,14 +258,15 @@ def _text(what: str, text: str) -> str:
 
 
 def _flag(name: str, value: object) -> bool:
-    """Return `terminated` or `truncated` as a plain bool. Raises EnvError if it is none; numpy's bools count."""
+    """Return `terminated` or `truncated` as a plain bool. Raises EnvError if the value is no bool; numpy's bools
+    count."""
     if not isinstance(value, (bool, np.bool_)):
         raise EnvError(f"{name} of step() must be True or False, but is {shown(value)}; return bool(…) of it")
     return bool(value)
 
 
 def _info(method: str, value: object) -> Info:
-    """Return the info of a result. Raises EnvError if it is no dict."""
+    """Return the info of a result. Raises EnvError if the info is no dict."""
     if not isinstance(value, dict):
         raise EnvError(
             f"info of {method}() must be a dict, but is {shown(value)}; return {{}} if there is nothing to log"

@@ -1,12 +1,12 @@
 """Resources that the environments of one node share: a pool of sandboxes, a connection, a loaded model.
 
 A node is the process that plays episodes on one machine. The node enters `sharing` around its episodes. In it,
-`shared(key, open)` returns the resource of a key; asynchronous verifiers use it in the same way. The first call opens
-the resource, and the end of `sharing` closes it. Both happen in a task of the resource's own, so that a cancelled
-episode neither closes it nor leaves it half open.
+`shared(key, open)` returns the resource of a key; asynchronous verifiers (functions that check answers) use it in the
+same way. The first call opens the resource, and the end of `sharing` closes it. Both happen in a task of the resource's
+own, so that a cancelled episode neither closes it nor leaves it half open.
 
-Law: at most one resource is open for each key. If opening it fails, all callers that wait for it get the error, and the
-next call tries again.
+Invariant: at most one resource is open for each key. If opening it fails, all callers that wait for it get the error,
+and the next call tries again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flash.waiting import unwrapped_group
 _T = TypeVar("_T")
 
 OPEN_S = 120.0
-"""Seconds in which a resource must open."""
+"""Seconds in which a resource must open. Without this limit, all episodes would wait for a resource that hangs."""
 
 
 @runtime_checkable
@@ -121,7 +121,8 @@ class Sharing:
         return [value.stock() for value in values if isinstance(value, Stocked)]
 
     def end(self) -> None:
-        """Close all resources, and stop opening others. Returns at once; their tasks do it."""
+        """Let all resources close, and refuse to open others. Returns at once; the tasks of the resources do the
+        closing."""
         self._closing.set()
         for resource in self._resources.values():
             if not resource.settled.is_set():
@@ -129,12 +130,13 @@ class Sharing:
 
 
 _here: ContextVar[Sharing] = ContextVar("sharing")
-"""Resources of the node whose block of `sharing` the running code is in."""
+"""Shared resources of the node, set inside the block of `sharing`."""
 
 
 @asynccontextmanager
 async def sharing(run: str, *, close_s: float = 60.0) -> AsyncGenerator[Sharing]:
-    """Let all code of the block share resources. At its end all are closed, also after a cancellation.
+    """Let all code of the block share resources. At the end of the block all resources are closed, also after a
+    cancellation.
 
     Args:
         run: the run's name, for `run_name`.

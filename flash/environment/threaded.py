@@ -29,7 +29,7 @@ from flash.types import Observation
 _T = TypeVar("_T")
 
 IDLE_S = 10.0
-"""Seconds after which a thread without a call ends."""
+"""Seconds after which a thread without a call ends, so that threads of a short burst of calls do not stay."""
 
 
 class _Worker(threading.Thread):
@@ -40,8 +40,8 @@ class _Worker(threading.Thread):
     """
 
     idle: ClassVar[deque[_Worker]] = deque()
-    """Threads without a call. The thread that was used last is at the end and is taken first, so that others can
-    end."""
+    """Threads without a call. The thread that was used last is at the end and is taken first, so that the other threads
+    become idle and end."""
 
     def __init__(self) -> None:
         super().__init__(name="flash user code", daemon=True)
@@ -104,11 +104,11 @@ async def in_thread(call: Callable[[], _T]) -> _T:
 
 
 class Threaded:
-    """An `Environment` around one whose methods are blocking, all or some of them."""
+    """An `Environment` around an environment of which some or all methods are blocking."""
 
     def __init__(self, env: SyncEnvironment) -> None:
         self.blocking = env
-        """The environment itself. Errors name the lines of its class."""
+        """The wrapped environment. Errors name the lines of its class."""
         self._state = threading.Lock()
         """Protects the fields below, which the event loop and threads change."""
         self._thread: int | None = None
@@ -156,7 +156,8 @@ class Threaded:
         return f", at {place}, in a thread, which nothing can end" if place else ""
 
     def _run(self, call: Callable[[], _T]) -> _T:
-        """Run a call in the present thread, and return its result. Afterwards close the environment if it is time.
+        """Run a call in the present thread, and return its result. Then close the environment if `close` was called
+        meanwhile.
 
         Raises:
             EnvError: the environment is closed, or another thread still runs an abandoned call of it.
@@ -199,7 +200,8 @@ def is_async(called: object) -> bool:
 
 
 def wrap(env: Environment | SyncEnvironment) -> Environment:
-    """Return an asynchronous environment unchanged. Return a `Threaded` around one with a blocking method."""
+    """Return an asynchronous environment unchanged. Return a `Threaded` around an environment with a blocking
+    method."""
     methods = (env.reset, env.step, env.close)
     # `Threaded` has no `inform`. A class that has it must be asynchronous; only its first method is looked at, and a
     # blocking `step` or `close` is an error when it is called (`call_method`).

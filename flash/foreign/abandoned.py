@@ -24,12 +24,12 @@ TOUCHED = (
         for name in ("_parent_scope", "_child_scopes", "_tasks", "_cancel_handle", "_timeout_handle")
     ),
 )
-"""Attributes of asyncio and anyio that this module uses, in the form of `flash.foreign.vllm_touched.TOUCHED`."""
+"""Attributes of asyncio and anyio that this module uses, as `module:Class.attribute`. A test looks for each of them."""
 
 
 def keep_for_ever(one: object) -> None:
     """Keep an object until the process ends. Python prints an error when it deletes a coroutine that ignores
-    GeneratorExit, which is how an abandoned coroutine may react."""
+    GeneratorExit, as an abandoned coroutine may do."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
 
 
@@ -43,7 +43,7 @@ def unregister(task: asyncio.Task[Any]) -> None:
 
 
 def scopes_within(scope: CancelScope, task: asyncio.Task[Any]) -> list[Any]:
-    """Return `scope` and all scopes that `task` or its child tasks have entered inside of it.
+    """Return `scope`, and all scopes that `task` or its child tasks have entered inside `scope`.
 
     `task` is the task of an abandoned call, and `scope` the scope around the call.
     """
@@ -53,7 +53,7 @@ def scopes_within(scope: CancelScope, task: asyncio.Task[Any]) -> list[Any]:
     while inner is not None and inner is not scope:
         found.append(inner)
         inner = inner._parent_scope
-    # The scopes of child tasks are children of these.
+    # The scopes of child tasks are children of the scopes found so far.
     for each in [*found, scope]:
         found += [one for one in _children(each) if one not in found]
     return found
@@ -69,7 +69,8 @@ def _children(scope: Any) -> Iterator[Any]:
 def are_delivering(scopes: list[Any]) -> bool:
     """Return True if one of these scopes is about to cancel a task once more.
 
-    A cancelled scope does so until its tasks have ended. So this is True if a task has swallowed the last cancellation.
+    A cancelled scope cancels its tasks again and again until they have ended. So this is True if a task has swallowed
+    the last cancellation.
     """
     return any(scope._cancel_handle is not None for scope in scopes)
 

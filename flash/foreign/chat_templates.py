@@ -1,10 +1,10 @@
-"""Marked chat templates: they show which parts of their output they have written themselves.
+"""Marked chat templates: their output shows which parts the template itself has written.
 
 A chat template is a Jinja program that turns messages into a prompt. Tokens such as the end of a turn must come from
 the template only; the same letters inside a message must stay text. But the output does not show which parts the
 template has written. So each text in the template's source is *marked* when the template is compiled: each character
-that such tokens contain is replaced by another one, which stands for it. `flash.rollout.episode.controls` chooses the
-marks and reads them in the output.
+that such tokens contain is replaced by a *mark*, a different character that stands for it.
+`flash.rollout.episode.controls` chooses the marks and reads them in the output.
 
 A template also inspects texts. In comparisons, tests, keys and searches, marks are taken away first, so the template
 decides as it would without marks. `_Marking` changes the program's syntax tree for this.
@@ -21,7 +21,7 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.visitor import NodeTransformer
 
 TOUCHED = ("transformers.utils.chat_template_utils:_compile_jinja_template",)
-"""Attributes of transformers that this module uses, in the form of `flash.foreign.vllm_touched.TOUCHED`."""
+"""Attributes of transformers that this module uses, as `module:Class.attribute`. A test looks for each of them."""
 
 PLAIN, CUT = "flash_plain", "flash_cut"
 """Names, inside a marked template, of the filter that takes marks away, and of the function `_cut`."""
@@ -33,8 +33,8 @@ CUTTING = frozenset(
 )
 """Methods of texts that return parts of a text. The parts are found without marks, and returned with marks (`_cut`)."""
 REPLACE, GET = "replace", "get"
-"""Methods that search for their first argument, which loses its marks. They may return the second argument, which keeps
-its marks."""
+"""Methods that search for their first argument, whose marks are taken away. They may return the second argument, which
+keeps its marks."""
 GIVING = frozenset({"join", "default", "d"})
 """Filters whose result contains their arguments, so these keep their marks."""
 FORMATTING = frozenset({"strftime_now", "raise_exception"})
@@ -62,7 +62,7 @@ def compile_marked(source: str, mark: Callable[[str], str], plain: Callable[[str
 
 
 def arguments_of(source: str) -> frozenset[str]:
-    """Return the names of a chat template's arguments: it reads them and does not define them.
+    """Return the names of a chat template's arguments: names that the template reads but does not define.
 
     Empty if the template cannot be parsed. Rendering it will report the error.
     """
@@ -90,7 +90,7 @@ def _cut(plain: Callable[[str], str], text: Any, method: str, *args: Any, **more
         old, new = args
         return str(text).replace(old, new) if whole == text or not old else new.join(_cut(plain, text, "split", old))
     found: Any = getattr(whole, method)(*args, **more)
-    # A text without marks needs no more.
+    # A text without marks needs no further steps.
     if whole == text:
         return found
     # `at`: position at which the next part is searched. `between`: length of the separator after each part.

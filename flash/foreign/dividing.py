@@ -1,11 +1,11 @@
 """Tensor and expert parallelism by transformers' own plans, of transformers 5.19 or newer.
 
-With *tensor parallelism* several ranks compute each layer together; each has a part of its weights. With *expert
-parallelism* each rank has some of the experts of a mixture, and tokens are sent to the ranks of their experts. A model
-of transformers has a *plan*, which says how each of its modules is divided.
+With *tensor parallelism* several ranks compute each layer together; each rank has a part of the layer's weights. With
+*expert parallelism* each rank has some of the experts of a mixture, and tokens are sent to the ranks of their experts.
+A model of transformers has a *plan*, which says how each of its modules is divided.
 
-`flash.trainer.model.model` imports this module only where layers are divided. Earlier releases divide models in another
-way, and everything else must also run with them.
+`flash.trainer.model.model` imports this module only where layers are divided. Earlier releases of transformers divide
+models in another way, but the rest of Flash must run with them, too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TOUCHED = (
     "transformers.distributed.tensor_parallel:replace_layer_number_by_wildcard",
     "transformers.distributed.tensor_parallel:resolve_parallel_plans",
 )
-"""Attributes of transformers that this module uses, in the form of `flash.foreign.vllm_touched.TOUCHED`."""
+"""Attributes of transformers that this module uses, as `module:Class.attribute`. A test looks for each of them."""
 
 DISPATCHED = "ep_dispatch_experts"
 """transformers' name of the parallel style of modules whose tokens are sent to the ranks of their experts."""
@@ -64,10 +64,10 @@ def divide_layers(model: PreTrainedModel, tensor: DeviceMesh | None, expert: Dev
     config = DistributedConfig(tp_size=sizes[0], ep_size=sizes[1], fsdp_size=get_world_size() // sizes[0])
     layers, experts = resolve_parallel_plans(model, config)
     if tensor is not None:
-        # Only layers are divided: the embedding and the output layer stay whole.
+        # Only decoder layers are divided: the embedding and the output layer stay whole.
         plan = {name: style for name, style in layers.items() if "layers" in name.split(".")}
         apply_tensor_parallelism(model, tensor, plan)
-    # FSDP shards divided tensors once more, and torch warns that gathering them takes two steps.
+    # FSDP shards the divided tensors once more, and torch would warn each time that gathering them takes two steps.
     getLogger("torch.distributed.tensor._redistribute").setLevel(ERROR)
     if expert is None:
         return []
@@ -115,7 +115,7 @@ class _DispatchedExperts(EpDispatchExpertsParallel):
     def transform_output_post_forward(self, module: nn.Module, output: Tensor, mesh: DeviceMesh, **how: Any) -> Tensor:
         """Combine the outputs of a module with divided experts; called after its forward pass."""
         found = super().transform_output_post_forward(module, output, mesh, **how)
-        # A copy, because FSDP warns of outputs that are views.
+        # Return a copy, because FSDP warns of outputs that are views.
         return found if how["tp_mesh"] is None else found.clone()
 
 

@@ -1,6 +1,7 @@
-"""Fork servers: processes that have imported what later processes need, and from which these are forked at once.
+"""Fork servers: a fork server imports the modules that later processes need, and these processes are forked from it.
 
-The imports of torch and vLLM take seconds of CPU time. A process that is forked from a server needs none of them.
+The imports of torch and vLLM take seconds of CPU time. A process that is forked from a server needs none of these
+imports.
 
 multiprocessing has one fork server per process, for all its users. Here each kind of process has a server of its own,
 with its own imports and environment variables. `flash.run.processes` forks node loops, trainer ranks and launchers this
@@ -40,8 +41,8 @@ MODULES = "FLASH_FORK_MODULES"
 BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """Signals that a server blocks, and that the processes forked from it unblock."""
 SERVER_GONE = 255
-"""Exit code that a process seems to have if its server is gone, which alone learns the true one. The process may still
-be running."""
+"""Exit code that a process seems to have if its server is gone, because only the server learns the true exit code. The
+process may still be running."""
 
 TOUCHED = (
     "multiprocessing.forkserver:main",
@@ -63,18 +64,18 @@ TOUCHED = (
     "multiprocessing.resource_tracker:ResourceTracker._pid",
     "multiprocessing.util:close_fds",
 )
-"""Attributes of multiprocessing that this module uses, in the form of `flash.foreign.vllm_touched.TOUCHED`."""
+"""Attributes of multiprocessing that this module uses, as `module:Class.attribute`. A test looks for each of them."""
 
 
 class ForkServer(forkserver.ForkServer):
     """A fork server. It starts when the first process is forked from it, and imports some modules before that.
 
-    It ends when the process that started it and all processes forked from it have ended. If it was killed, the next
-    process to be forked starts it again.
+    It ends when the process that started it and all processes forked from it have ended. If the server was killed, the
+    start of the next process starts it again.
 
     Args:
-        modules: names of the modules that it imports.
-        variables: environment variables of the server, in addition to those of the process that starts it.
+        modules: names of the modules that the server imports.
+        variables: environment variables of the server, in addition to the variables of the process that starts it.
     """
 
     def __init__(self, *modules: str, variables: Mapping[str, str] | None = None) -> None:
@@ -143,7 +144,8 @@ class ForkServer(forkserver.ForkServer):
 
 
 class Imports:
-    """Time that the server's imports took. Forked processes inherit it, and a node that joins a run reports it."""
+    """Time that the server's imports took. Forked processes inherit this class, and a node that joins a run reports the
+    time."""
 
     begun = 0.0
     """Start of the imports, in Unix seconds; 0 in a process that was not forked from a server."""
@@ -174,7 +176,8 @@ def serve() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
     os.setsid()  # the terminal sends signals such as Ctrl-C to the launcher's session only
     # Imported objects are never freed, so garbage collection would only take a fifth of the time of the imports. In a
-    # forked process it must not visit them either (`gc.freeze`), because that would copy their memory pages.
+    # forked process the garbage collector must not visit these objects either (`gc.freeze`), because that would copy
+    # their memory pages.
     gc.disable()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -192,8 +195,8 @@ def serve() -> None:
 def set_process_title(title: str) -> None:
     """Set the title of this process in lists of processes, if setproctitle is installed.
 
-    If the title is empty, this only lets setproctitle find the memory of the title. A server calls it so, because
-    processes that are forked later change their environment, after which the memory cannot be found any more.
+    If the title is empty, this only lets setproctitle find the memory of the title. A server calls it with an empty
+    title, because later the forked processes change their environment, and then the memory cannot be found any more.
     """
     os.environ["SPT_NOENV"] = "1"  # the environment must stay readable in /proc
     try:
@@ -214,7 +217,8 @@ class _Popen(popen_forkserver.Popen):
         super().__init__(process_obj)
 
     def _launch(self, process_obj: Any) -> None:
-        """Fork the process from its own server. The rest is as in the method of multiprocessing that this replaces.
+        """Fork the process from its own server. Replaces a method of multiprocessing, which would use one server for
+        all.
 
         Sends the pickled process to the server, and sets `pid` and `sentinel`, a descriptor from which the exit code
         can be read when the process has ended.

@@ -1,15 +1,15 @@
 """torch's attention kernels, called directly, because attention is computed in parts here.
 
 `flash.trainer.model.attention` divides the keys that a query sees into parts, for example a shared prefix and the rest.
-It computes attention to each part, and merges the outputs. To merge them, it needs the sum of the weights of each part.
-torch's public function `scaled_dot_product_attention` does not return these sums, but the kernels do.
+It computes attention to each part, and merges the outputs. For the merge it needs the sum of the attention weights of
+each part. torch's public function `scaled_dot_product_attention` does not return these sums, but the kernels do.
 
 `lse` is the log-sum-exp of a query's scores, the log of the sum of its weights. In the backward pass the kernels get
 the merged output and `lse` of all parts, from which each computes its share of the gradient.
 
-Three kernels: one for the CPU; *flash*, the fastest on a GPU, for 16-bit numbers and without a mask; and the
-*memory-efficient* one for everything else on a GPU. `attend_ragged` calls flash for sequences of different lengths that
-lie one after another without padding.
+There are three kernels: one for the CPU; *flash*, the fastest on a GPU, for 16-bit numbers without a mask; and the
+*memory-efficient* kernel for all other cases on a GPU. `attend_ragged` calls flash for sequences of different lengths
+that lie one after another without padding.
 
 Shape legend: S = sequences, H = heads of queries, G = heads of keys, Q = query tokens, K = key tokens, M = tokens of
 all sequences, D = width of a head.
@@ -32,7 +32,7 @@ TOUCHED = (
     "torch:ops.aten._scaled_dot_product_efficient_attention",
     "torch:ops.aten._scaled_dot_product_efficient_attention_backward",
 )
-"""Attributes of torch that this module uses, in the form of `flash.foreign.vllm_touched.TOUCHED`."""
+"""Attributes of torch that this module uses, as `module:Class.attribute`. A test looks for each of them."""
 
 
 class AttentionOptions(NamedTuple):
@@ -41,7 +41,8 @@ class AttentionOptions(NamedTuple):
     mask: Tensor | None
     """bool, [S, 1, Q, K]: True where the query sees the key. None: `causal` decides."""
     causal: bool
-    """Only used without a mask. True: each query sees the keys up to its own position. False: it sees all keys."""
+    """This is used only without a mask. True: each query sees the keys up to its own position. False: each query sees
+    all keys."""
     scale: float
     """Factor of the products of queries and keys."""
     cap: float | None = None
@@ -142,7 +143,8 @@ class RaggedSequences(NamedTuple):
     most: tuple[int, int]
     """For queries and for keys: number of tokens of the longest sequence."""
     window: int | None = None
-    """Number of tokens that each query sees, itself included; None: all. Only causal attention may have a window."""
+    """Number of tokens that each query sees, itself included; None: each query sees all tokens. Only causal attention
+    may have a window."""
 
 
 def attend_ragged(
@@ -198,7 +200,7 @@ def attend_ragged_backward(
 
 
 def _windows(sequences: RaggedSequences) -> dict[str, int]:
-    """Return the kernel's arguments for a window: how many tokens before and after itself a query sees."""
+    """Return the kernel's arguments for a window: the numbers of tokens before and after itself that a query sees."""
     window = sequences.window
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 

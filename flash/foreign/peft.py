@@ -19,10 +19,10 @@ TOUCHED = (
     "peft.tuners.tuners_utils:BaseTunerLayer._disable_adapters",
     "torch._subclasses.fake_tensor:unset_fake_temporarily",
 )
-"""Attributes of peft and torch that this module uses, in the form of `flash.foreign.vllm_touched.TOUCHED`."""
+"""Attributes of peft and torch that this module uses, as `module:Class.attribute`. A test looks for each of them."""
 
 ADAPTER = "default"
-"""Name that peft gives to a model's first adapter. Flash uses no other one."""
+"""Name that peft gives to a model's first adapter. Flash uses no other adapter."""
 PREFIX = "base_model.model."
 """Prefix of the names of tensors in files of peft."""
 
@@ -48,7 +48,7 @@ def adapter_config(*, base: str, rank: int, alpha: float, targets: Sequence[str]
 def insert_adapters(model: nn.Module, config: Any) -> None:
     """Put adapters in float32 into a model, in place, and freeze everything else.
 
-    A model whose parameters are on the meta device, without memory, gets such adapters.
+    If the parameters of the model are on the meta device, without memory, the adapters are there, too.
 
     Raises:
         ValueError: peft does not support one of the layers.

@@ -53,7 +53,7 @@ TOUCHED = (
     "torch.distributed.checkpoint.state_dict:get_state_dict",
     "torch.distributed.checkpoint.state_dict:set_state_dict",
 )
-"""Attributes of torch that this module uses, in the form of `flash.foreign.vllm_touched.TOUCHED`."""
+"""Attributes of torch that this module uses, as `module:Class.attribute`. A test looks for each of them."""
 
 
 def collective_failed(error: BaseException) -> bool:
@@ -106,8 +106,8 @@ class Broadcasts:
     """A process group beside the default one, for broadcasts from its rank 0. Forming it waits for all of its ranks.
 
     `flash.weights.broadcast` sends weights to engines with it. If a rank dies in the middle of a broadcast with gloo,
-    the broadcast fails on the ranks that send to it or receive from it, and on further ranks when these leave. With
-    nccl it fails on a rank that calls `abort`, or at the time limit.
+    the broadcast fails on the ranks that send to the dead rank or receive from it. When these ranks leave, it also
+    fails on further ranks. With nccl it fails on a rank that calls `abort`, or at the time limit.
 
     Args:
         backend: gloo or nccl.
@@ -141,7 +141,7 @@ class Broadcasts:
         self._group._register_backend(device, kind, inner)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Send `tensor` if this is rank 0, otherwise overwrite it with what rank 0 sends.
+        """Send `tensor` if this is rank 0; otherwise overwrite `tensor` with the tensor that rank 0 sends.
 
         Returns when this rank's part is done.
         """
@@ -177,7 +177,7 @@ def _blocking_wait() -> Generator[None]:
 
 
 def all_gather(found: Tensor, own: Tensor, group: ProcessGroup) -> None:
-    """Fill `found` with the tensors `own` of all ranks, one below another. A collective of `group`."""
+    """Fill `found` with the tensors `own` of all ranks, one below another. All ranks of `group` must call this."""
     import torch.distributed as dist
 
     # torch 2.13 has renamed the function.
@@ -206,7 +206,8 @@ def ipc_handle(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def set_recompile_limit(variants: int) -> None:
-    """Set how many compiled variants of one function torch.compile keeps; beyond that it no longer compiles.
+    """Set how many compiled variants of one function torch.compile keeps. After that number it compiles no further
+    variant.
 
     There is one variant for each combination of shapes, dtypes and whether gradients are computed.
     """
@@ -296,7 +297,7 @@ def counted(device: str = "cpu") -> Generator[LiveBytes]:
     """Make tensors without data inside this block, and count the bytes that tensors on `device` would need.
 
     All operations work, but only compute shapes, and need neither time nor memory. `flash.trainer.memory` predicts the
-    memory of a step so. With the default, tensors on "cpu" stand for tensors on a GPU.
+    memory of a step in this way. With the default, tensors on "cpu" stand for tensors on a GPU.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -317,7 +318,8 @@ def counted(device: str = "cpu") -> Generator[LiveBytes]:
             """Run one operation of torch, and count its results."""
             if DTensor in types:
                 return NotImplemented  # DTensor then calls the operation on this rank's part, which is counted here
-            # Without data, wait_tensor makes a new tensor. A real one returns its argument, so nothing must be counted.
+            # Without data, wait_tensor makes a new tensor. In a real run it returns its argument, so no tensor must be
+            # counted.
             result = args[0] if func is wait_tensor else func(*args, **(kwargs or {}))
             count.add_tensors(result)
             return result
@@ -349,7 +351,7 @@ def counted(device: str = "cpu") -> Generator[LiveBytes]:
 
 @cache
 def _any_grouped_product() -> None:
-    """Let torch infer the shape of grouped matrix products for all dtypes. Without this it only does so for bfloat16.
+    """Let torch infer the shape of grouped matrix products for all dtypes. By default it does so only for bfloat16.
 
     Such products compute the experts of a mixture. Called once in a process.
     """
@@ -395,13 +397,13 @@ def offload_inputs(layer: nn.Module, where: str) -> None:
     def before(*_: object) -> None:
         """Begin to offload saved tensors. Called before the layer's forward pass."""
         # When the layer is computed again, its saved tensors are needed at once, so they stay on the device. torch has
-        # switched `enable_hook` off then.
+        # switched `enable_hook` off in this case.
         if state.enable_hook and torch.is_grad_enabled():
             entered.append(saved_tensors_hooks(pack, unpack))
             entered[-1].__enter__()
 
     def after(*_: object) -> None:
-        """Stop offloading. Called after the layer's forward pass, also if it has failed."""
+        """Stop offloading. Called after the layer's forward pass, even if the pass has failed."""
         if entered:
             entered.pop().__exit__()
 

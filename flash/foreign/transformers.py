@@ -1,10 +1,11 @@
 """Functions that use transformers beyond its documented interface, so that a new release is checked in one place.
 
-They answer questions about a model that its class or configuration does not answer in one way: which attention it has,
-how it changes logits, how many experts, and which positions. `stored_tensors` reads weights tensor by tensor, so that
-no process has to hold a whole model.
+The classes and configurations of models answer some questions in different ways. The functions here give one answer:
+which attention function a model has, how it changes logits, how many experts it has, and which positions.
+`stored_tensors` reads weights tensor by tensor, so that no process has to hold a whole model.
 
-The *text configuration* (`get_text_config`) is that of the language model, also in a model that reads images.
+The *text configuration* (`get_text_config`) is the configuration of the language model, even in a model that also reads
+images.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ TOUCHED = (
     "transformers.utils.output_capturing:OutputRecorder.target_class",
     "transformers.utils.output_capturing:OutputRecorder.layer_name",
 )
-"""Attributes of transformers that this module uses, in the form of `flash.foreign.vllm_touched.TOUCHED`."""
+"""Attributes of transformers that this module uses, as `module:Class.attribute`. A test looks for each of them."""
 
 SCALED = ("F8", "F6", "F4", "I8", "U8")
 """Prefixes of the dtypes in safetensors files that are quantized: their numbers must be multiplied by a scale that is
@@ -90,7 +91,7 @@ class LogitChange(NamedTuple):
 
 
 def _logit_attributes(model: PreTrainedModel) -> list[tuple[object, str, float | None]]:
-    """Return the attributes of a model that change logits, as far as it has them.
+    """Return the attributes that change logits and that the model has.
 
     Each is the object that has the attribute, its name, and the value with which logits stay unchanged.
     """
@@ -107,8 +108,8 @@ def _logit_attributes(model: PreTrainedModel) -> list[tuple[object, str, float |
 def logit_change(model: PreTrainedModel) -> LogitChange:
     """Return the change of logits that the model's attributes imply.
 
-    A model may change logits in other ways, too. `flash.trainer.model.packing_check` compares with the model's own
-    forward pass, which shows this.
+    A model may change logits in other ways, too. `flash.trainer.model.packing_check` finds such a change, because it
+    compares with the model's own forward pass.
     """
     values: dict[str, float] = {name: getattr(owner, name) for owner, name, _ in _logit_attributes(model)}
     cap, scale = values.pop("final_logit_softcapping", None), 1.0
@@ -151,12 +152,13 @@ def layer_types(model: PreTrainedModel) -> set[str]:
 
 
 RECURRENT = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
-"""transformers' names of kinds of layers with a state that runs on from one token to the next. The trainer gives such a
-model one sequence at a time, and refuses it with context parallelism."""
+"""transformers' names of kinds of layers with a state that each token passes on to the next. The trainer gives such a
+model one sequence at a time, so that no state passes from one sequence to another. It refuses such a model with context
+parallelism, where ranks have parts of a sequence."""
 
 
 def is_recurrent(model: PreTrainedModel) -> bool:
-    """Return True if the model's class declares a state that runs on from one token to the next."""
+    """Return True if the model's class declares a state that each token passes on to the next."""
     return bool(getattr(model, "_is_stateful", False))
 
 
@@ -188,9 +190,10 @@ class AttentionLayer(NamedTuple):
 
 
 def layer_configs(model: PreTrainedModel) -> list[Any]:
-    """Return the configuration of each decoder layer. All have that of the model, unless its layers differ in size."""
+    """Return the configuration of each decoder layer. It is the configuration of the model, unless the layers differ in
+    size."""
     described = model.config.get_text_config()
-    # Gemma 4 is such a model: its configuration raises an error if a size of all layers is read.
+    # Gemma 4 has layers of different sizes: its configuration raises an error if code reads a size for all layers.
     if getattr(described, "is_heterogeneous", False):
         return list(described.per_layer_config)
     return [described] * layer_count(model)
@@ -231,8 +234,8 @@ def routed_share(model: PreTrainedModel) -> tuple[int, float]:
 
 
 ABSORBED = "kv_b_proj"
-"""Name of a projection of latent attention (DeepSeek). Engines multiply it into other weights when they load it, so
-they would hold an adapter of it and never use it."""
+"""Name of a projection of latent attention (DeepSeek). Engines multiply this projection into other weights when they
+load a model, so they would never use an adapter for it."""
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
@@ -264,7 +267,7 @@ def without_weights(path: str, *, trusted: bool, layers: int | None = None) -> P
 
 
 def keep_layers(described: PreTrainedConfig, count: int) -> None:
-    """Change a configuration, in place, to that of a model with only the first `count` of its decoder layers."""
+    """Change a configuration, in place, so that the model has only the first `count` of its decoder layers."""
     described.num_hidden_layers = count
     if getattr(described, "layer_types", None):
         described.layer_types = described.layer_types[:count]
@@ -281,12 +284,13 @@ class ExpertRouter(NamedTuple):
 
 
 def routers(model: PreTrainedModel) -> list[ExpertRouter]:
-    """Return the routers of a model, in the order of its layers. Flash replays the engine's choice of experts there.
+    """Return the routers of a model, in the order of its layers. The trainer makes them repeat the engine's choice of
+    experts.
 
     The list is empty if the model's class does not declare in transformers where routers are, or declares several
     kinds.
     """
-    # transformers declares here which modules give the outputs that a user can ask for.
+    # In `_can_record_outputs` transformers declares which modules give the outputs that a user can request.
     recorded: Any = getattr(model, "_can_record_outputs", None) or {}
     router, found = recorded.get("router_logits"), list[ExpertRouter]()
     if not isinstance(router, OutputRecorder):
@@ -357,7 +361,7 @@ def stored_tensors(
     known = dict(shapes)
     for key, (file_name, shape, dtype) in sorted(found.items(), key=lambda one: dot_natural_key(one[0])):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
-        # The files may have the model's own names already.
+        # The files may already use the model's own names.
         if name not in shapes and key in shapes:
             name, pattern = key, None
         # A stored tensor of another shape is not used, unless a conversion changes the shape.
@@ -406,7 +410,8 @@ def _weight_files(path: str) -> list[str] | None:
 def make_weights_readable(folder: Path) -> None:
     """Give the safetensors files in a folder the permissions of the configuration file beside them.
 
-    safetensors writes files that only their owner may read. Others may need to load the model, such as a server.
+    safetensors writes files that only their owner may read, but another user, such as a server, may need to load the
+    model.
     """
     for file in folder.glob("*.safetensors"):
         copymode(next(folder.glob("*config.json")), file)

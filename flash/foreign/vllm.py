@@ -28,7 +28,7 @@ def engine_maker(arguments: dict[str, Any]) -> Callable[..., Any]:
 
     Raises:
         NoAttentionError: vLLM's attention on the CPU does not support the model. Without this check the engine would
-            fail only after minutes.
+            fail as well, but only after minutes.
         TypeError, ValueError, NotImplementedError, AssertionError: vLLM refuses an argument.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -68,8 +68,8 @@ def accept_typed_replies() -> None:
 def disable_statistics(llm: Any) -> None:
     """Turn off the statistics that vLLM makes in this process, because they take time for each token.
 
-    The statistics of steps, which the engine's core makes, still arrive (`stat_logger`). Must be called before vLLM's
-    reading task starts, so before the first call from an event loop.
+    The statistics of steps, which the engine's core makes, still arrive (`stat_logger`). Call this before vLLM's
+    reading task starts, which happens at the first call from an event loop.
     """
     llm.log_stats = llm.output_processor.log_stats = False
 
@@ -80,7 +80,7 @@ def cache_tokens(llm: Any) -> int:
 
 
 def fail_requests(llm: Any) -> None:
-    """End all requests with an error, and the reading task, for an engine that is closed or dead.
+    """End all requests of a closed or dead engine with an error, and end vLLM's reading task.
 
     vLLM would do so later, and log each request as a failure.
     """
@@ -134,8 +134,8 @@ def sampling_parameters(how: Mapping[str, Any], max_tokens: int, *, likeliest: i
         flat_logprobs=True,
         detokenize=bool(how["stop"]),
         output_kind=RequestOutputKind.DELTA,
-        # By default vLLM copies the parameters for each request. It only adds the model's end-of-text tokens to them,
-        # which are the same for all requests, so equal requests can share one object.
+        # By default vLLM copies the parameters for each request. It only adds the model's end-of-text tokens to the
+        # parameters. These are the same for all requests, so equal requests can share one object.
         skip_clone=True,
     )
 
@@ -218,7 +218,7 @@ def search_stop_text_in_prompt(llm: Any, queue: Any, prompt: Sequence[int], own:
 def take_undelivered(queue: Any) -> int:
     """Take the output of an aborted request out of its queue, and return the number of tokens in it.
 
-    These were sampled, but the caller has not received them.
+    These tokens were sampled, but the caller has not received them.
     """
     tokens = 0
     while (output := queue.get_nowait()) is not None:
@@ -234,7 +234,7 @@ async def pause(llm: Any, *, keep_cache: bool) -> None:
 
     `keep_cache`: True to keep the KV cache; False to compute it again with the weights that are loaded next.
     """
-    # Not `AsyncLLM.pause_generation`, which sleeps for 20 ms after the pause.
+    # `AsyncLLM.pause_generation` is not used, because it sleeps for 20 ms after the pause.
     await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=not keep_cache)
 
 
@@ -256,7 +256,7 @@ async def update_weights(
 
     Args:
         llm: the AsyncLLM.
-        update_info: says where the workers get the version (`UpdateInfo.update`).
+        update_info: describes the place from which the workers fetch the version (`UpdateInfo.update`).
         label: label of the version.
         adapter: number of the adapter to load; 0 to load the model's weights.
         dropped: numbers of adapters that are removed from the engine.
@@ -301,7 +301,7 @@ def adapter_request(name: str, number: int) -> Any:
 async def held_fingerprints(llm: Any, adapter: int = 0) -> list[list[int]]:
     """Return the fingerprint (a checksum of all tensors) of the weights that each worker holds.
 
-    If `adapter` is not 0, it is the fingerprint of the adapter with this number.
+    If `adapter` is not 0, the fingerprint covers only the adapter with this number.
     """
     return [list(sums) for sums in await ask_workers(llm, "flash_fingerprint", adapter)]
 
@@ -327,7 +327,7 @@ def register_backend(name: str, module: str, class_name: str) -> None:
 def step_numbers(stats: Any) -> dict[str, Any]:
     """Return the numbers in vLLM's `SchedulerStats` of one step, as arguments of `PressureGauge.read`.
 
-    `flash.rollout.vllm.state.PressureGauge` describes them.
+    `flash.rollout.vllm.state.PressureGauge.read` describes these numbers.
     """
     drafts = stats.spec_decoding_stats
     return {
@@ -345,8 +345,8 @@ def step_numbers(stats: Any) -> dict[str, Any]:
 def stat_logger(record: Callable[[Any], None]) -> Any:
     """Return a class of vLLM's stat loggers that passes the `SchedulerStats` of each step to `record`.
 
-    It derives from vLLM's Prometheus logger. Otherwise vLLM would create that logger, too, which takes time in each
-    step, and has one registry for all engines of a process.
+    It derives from vLLM's Prometheus logger. Otherwise vLLM would create that logger, too. It takes time in each step,
+    and all engines of a process would share one registry.
     """
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 

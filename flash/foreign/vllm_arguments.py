@@ -32,7 +32,7 @@ def names() -> list[str]:
 def type_of(name: str) -> Any:
     """Return the type that msgspec must find for an argument in a configuration file.
 
-    Any if the annotation is of another kind than those that `_type` knows; the value is then not checked.
+    The result is `Any` if `_type` does not know this kind of annotation; the value is then not checked.
     """
     return _type(_declared()[name], MODULE)
 
@@ -107,7 +107,7 @@ def _named(name: str, module: str) -> Any:
     """Return the type for msgspec that a name in vLLM's module `module` stands for.
 
     Follows imports from vLLM's other modules, and aliases such as `Name = Literal["a", "b"]`. A decorated class is a
-    class of options, for which a configuration file has a table. Any for everything else.
+    class of options, for which a configuration file has a table. The result is `Any` for everything else.
     """
     for node in ast.walk(_module(module)):
         match node:

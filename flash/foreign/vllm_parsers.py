@@ -1,9 +1,9 @@
 """vLLM's parsers of responses: they separate the reasoning, the text, and the calls of functions (tools).
 
-A *reasoning parser* cuts out what the model writes before its answer, and a *tool parser* reads calls. Each has a name,
-as in `vllm serve --tool-call-parser` and `--reasoning-parser`. `flash.rollout.episode.tokenizer.HfTokenizer` has one
-`Parsers` for its model. Making it imports vLLM, which takes seconds. `names` lists the parsers without an import, for
-the check of a configuration.
+A *reasoning parser* cuts out the text that the model writes before its answer, and a *tool parser* reads calls. Each
+has a name, as in `vllm serve --tool-call-parser` and `--reasoning-parser`.
+`flash.rollout.episode.tokenizer.HfTokenizer` has one `Parsers` for its model. Making it imports vLLM, which takes
+seconds. `names` lists the parsers without an import, for the check of a configuration.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOUCHED = (
     "vllm.tool_parsers:_TOOL_PARSERS_TO_REGISTER",
     "vllm.reasoning:_REASONING_PARSERS_TO_REGISTER",
 )
-"""Attributes of vLLM that this module uses, in the form of `flash.foreign.vllm_touched.TOUCHED`."""
+"""Attributes of vLLM that this module uses, as `module:Class.attribute`. A test looks for each of them."""
 
 HARMONY = ("openai", "openai_gptoss")
 """Names of the parsers of Harmony, the format of GPT-OSS. If either parser has such a name, vLLM reads the whole
@@ -58,7 +58,7 @@ class Called(NamedTuple):
     name: str
     """Name of the function."""
     arguments: str
-    """Arguments as JSON, as far as the model has written valid JSON."""
+    """Arguments as JSON text, which may be invalid, because the model wrote it."""
 
 
 class Parsed(NamedTuple):
@@ -162,7 +162,8 @@ class Parsers:
         return Parsed(reasoning or "", content or "", called, malformed)
 
     def begin(self, prompt: Sequence[int], tools: Sequence[dict[str, Any]], *, calling: bool) -> Parsing:
-        """Return a parser for a response that is still being sampled. The arguments are those of `parse`."""
+        """Return a parser for a response that is still being sampled. `prompt`, `tools` and `calling` have the same
+        meaning as in `parse`."""
         return Parsing(*self._parser(prompt, tools, calling=calling), prompt)
 
     def _parser(self, prompt: Sequence[int], tools: Sequence[dict[str, Any]], *, calling: bool) -> tuple[Any, Any]:
@@ -180,7 +181,7 @@ class Parsers:
 
 
 class Parsing:
-    """Parser of one response while it is sampled. Users see the reasoning and the content as they come.
+    """Parser of one response while it is sampled, so that a user can read the text at once.
 
     Text that may become a call is held back. `Parsers.parse` reads the calls when the response is complete.
     """
@@ -208,7 +209,8 @@ class Parsing:
 
 
 def _beginnings(parser: Any) -> list[str]:
-    """Return the texts with which a call may begin, as far as the tool parser has them in a known attribute."""
+    """Return the texts with which a call may begin. Empty if the tool parser has them in no attribute that is known
+    here."""
     tool = parser.tool_parser
     marks = [getattr(tool, name, None) for name in BEGINNINGS]
     engine = getattr(tool, "_parser_engine", None)

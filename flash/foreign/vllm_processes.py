@@ -1,7 +1,7 @@
-"""Functions for the processes of a vLLM engine, beyond its documented interface: how they start, wait and end.
+"""Functions for the start, the waiting and the end of a vLLM engine's processes, beyond vLLM's documented interface.
 
-An engine has a *core* process, which schedules steps, and *workers*, which compute them and are children of the core.
-`flash.rollout.vllm.processes` calls most functions: in the node loop, whose child the core is, or in a core.
+An engine has a *core* process, which schedules steps, and *workers*, which compute these steps and are children of the
+core. `flash.rollout.vllm.processes` calls most functions: in the node loop, whose child the core is, or in a core.
 
 The attributes of vLLM that are used are listed in `flash.foreign.vllm_touched.TOUCHED`. vLLM is imported inside the
 functions.
@@ -30,9 +30,10 @@ RECHECK_MS = 10
 """Milliseconds after which a sleeping process of a CPU engine checks for a message that it may have missed."""
 PRELOADED = (("vllm", "libtcmalloc*.so*", "libs"), ("torch", "libgomp*.so*", "../torch.libs", "lib"))
 """For each library that vLLM's CPU build preloads: package, pattern of the file's name, and folders relative to the
-package. Without these libraries all of its threads may run on one core."""
+package. Without these libraries all threads of vLLM may run on one CPU core."""
 SETTLE_S = 0.5
-"""Seconds to wait for the exit code of a worker whose loss the core has noticed. It may come a little later."""
+"""Seconds to wait for the exit code of a worker whose loss the core has noticed. The exit code may be known a little
+later."""
 
 
 def import_engine() -> None:
@@ -58,7 +59,7 @@ def preload_libraries() -> str:
     """Return the value of LD_PRELOAD for vLLM's CPU build; empty if the libraries are not installed.
 
     vLLM sets the variable itself, but later: a forked process has already loaded its libraries. So the fork server must
-    be started with it.
+    be started with this variable.
     """
     named: list[str] = []
     for package, pattern, *folders in PRELOADED:
@@ -155,7 +156,8 @@ def on_killed_worker(report: Callable[[int], None]) -> None:
         return False
 
     def report_and_end_all(workers: Sequence[Any]) -> None:
-        """Report a killed worker, or else log vLLM's message after all. Then end all workers as vLLM does."""
+        """Report a killed worker. If none was killed, log vLLM's message that was held back. Then end all workers as
+        vLLM does."""
         killed = _killing_signal(workers)
         if killed is not None:
             report(killed)

@@ -2,7 +2,8 @@
 
 `tests/foreign/test_touched.py` looks for each of them in the installed vLLM. If a new version has moved an attribute,
 the test fails with its name. `scripts/gpu_sources.py` looks in the sources of the version for GPUs. Other modules of
-this folder have such a list, called `TOUCHED`, themselves; vLLM's is here, because importing `vllm_worker` takes long.
+this folder contain a list `TOUCHED` of their own. The lists for vLLM are here, because importing `vllm_worker` takes
+long.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ TOUCHED = (
     "vllm.lora.request:LoRARequest",
     "huggingface_hub.constants:HF_HUB_OFFLINE",
 )
-"""Attributes of vLLM that this module uses, in the form `module:Class.attribute`. The attributes of a class include
+"""Attributes of vLLM that modules of this folder use, in the form `module:Class.attribute`. The attributes of a class include
 those that its `__init__` sets."""
 
 TOUCHED_BY_WORKERS = (

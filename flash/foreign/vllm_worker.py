@@ -44,9 +44,10 @@ __all__ = [
 def begin_reload(
     model: torch.nn.Module, device: torch.device, before_packing: Callable[[torch.nn.Module], None]
 ) -> None:
-    """Make the layers of a model expect new tensors, in the storage that compiled graphs point into.
+    """Make the layers of a model expect new tensors. These go into the same storage, because compiled graphs point into
+    it.
 
-    On the CPU `before_packing` is called with each layer when its new weights have come and before they are packed.
+    On the CPU `before_packing` is called with each layer when its new weights have arrived, before they are packed.
     `flash.weights.worker` computes their checksum there.
     """
     if device.type == "cpu":
@@ -70,7 +71,7 @@ def _process(
     Args:
         method: the layer's quantization method, to which `process` belongs.
         process: vLLM's own method, `process_weights_after_loading`.
-        before_packing: see `begin_reload`.
+        before_packing: called with the layer before its weights are packed.
         layer: the layer.
     """
     before_packing(layer)
@@ -81,7 +82,7 @@ def _process(
 
 
 def end_reload(model: torch.nn.Module, model_config: Any, device: torch.device) -> None:
-    """Put the new tensors in place, and renew the copies that the CPU's kernels have made of the old ones."""
+    """Put the new tensors in place, and renew the copies that the CPU's kernels have made of the old tensors."""
     finalize_layerwise_reload(model, model_config)
     if device.type == "cpu":
         _repack_embeddings(model)
@@ -91,7 +92,7 @@ def end_reload(model: torch.nn.Module, model_config: Any, device: torch.device) 
 def put_adapter(worker: Any, number: int, tensors: dict[str, torch.Tensor], dropped: Sequence[int]) -> None:
     """Put an adapter into a worker under the number `number`.
 
-    It replaces an older adapter with that number, and the adapters `dropped` are removed. vLLM's own function would
+    An older adapter with this number is replaced, and the adapters `dropped` are removed. vLLM's own function would
     read the adapter from a folder.
 
     Args:

@@ -1,10 +1,11 @@
 """The processes of one vLLM engine: its *core*, which schedules steps, and the core's *workers*, which compute.
 
-vLLM starts processes through contexts of multiprocessing. `VLLMEngine` gives it `CORES` for the core, and the core
-gives it `_Workers`, so our own code runs first in each process. The core is forked from a *fork server*, a process that
-has imported vLLM (`flash.rollout.vllm.fork_server`), and it forks its workers. All of them are in one process group.
+vLLM starts processes through contexts of multiprocessing. `VLLMEngine` gives vLLM the context `CORES` for the core, and
+the core gives it `_Workers`. So our own code runs first in each process. The core is forked from a *fork server*, a
+process that has imported vLLM (`flash.rollout.vllm.fork_server`), and it forks its workers. All of them are in one
+process group.
 
-They end by themselves when the node loop (the process of `VLLMEngine`) ends, however it ended. When one of them ends,
+The processes end by themselves when the node loop (the process of `VLLMEngine`) ends in any way. When one of them ends,
 the engine is dead, and `EngineProcesses` reports how. When the engine is closed, all of them are ended.
 
 A core whose worker was killed by a signal ends at once, with an exit code that names the signal. So the node loop can
@@ -35,23 +36,25 @@ from flash.foreign.forking import SERVER_GONE, ForkedProcess, ForkServer
 from flash.weights.plugin import NODE_PID, follow
 
 WORKER_KILLED = 128
-"""Exit code of a core whose worker was killed by a signal, minus the number of the signal."""
+"""A core whose worker was killed by a signal exits with this code plus the number of the signal."""
 FIND_CORE_S = 0.1
-"""Seconds between two checks whether vLLM has started the core, in another thread."""
+"""Seconds between two checks if vLLM, in another thread, has started the core."""
 REMEMBER_S = 0.5
 """Seconds between two calls of `remember` while an engine starts."""
 CORE_FOLLOWS_S = 2.0
 """Seconds that a core has to end after one of its workers has ended. Its exit code then says how the worker ended."""
 CORE_ENDS_S = 0.05
-"""Seconds to wait for the exit code of a core that vLLM reports as dead. Blocks the loop, but once per engine only."""
+"""Seconds to wait for the exit code of a core that vLLM reports as dead. The wait blocks the event loop, but only once
+per engine."""
 
 SERVER = ForkServer("flash.rollout.vllm.fork_server")
 """Fork server of cores. If a launcher has started the node loop, the node loop itself was forked from a fork server,
-and cores are forked from that one, too."""
+and cores are forked from that server, too."""
 
 
 class _Starting(threading.local):
-    """The engine that the current thread is about to start. vLLM starts the core, and does not say for which engine."""
+    """The engine that the current thread is about to start. It is kept per thread, because vLLM starts the core without
+    saying for which engine."""
 
     engine: EngineProcesses | None = None
 
@@ -84,7 +87,8 @@ class Core(ForkedProcess):
     def enter(self) -> None:
         """Set up the core before any other code runs in it; called in the new process.
 
-        It leads a process group, so that it can be killed together with its workers. It ends when the node loop ends.
+        The core leads a process group, so that it can be killed together with its workers. It ends when the node loop
+        ends.
         """
         super().enter()
         os.setpgid(0, 0)
@@ -129,7 +133,8 @@ CORES = _Cores()
 
 
 def _end_as_worker(number: int) -> None:
-    """End this core at once, after a worker was killed by signal `number`. The exit code says so to the node loop.
+    """End this core at once, after a worker was killed by signal `number`. The exit code tells the node loop the
+    signal.
 
     The other workers end with the core.
     """
@@ -147,8 +152,8 @@ def _killed_worker(code: int) -> bool:
 class EngineProcesses:
     """Starts, watches and ends the processes of one engine.
 
-    Lifecycle: `starting` and `set_core` while vLLM's constructor runs, then `watch`, `unwatch` and `end`. A start that
-    fails ends with `killed_in_start` and `end_starting`.
+    Lifecycle: `starting` and `set_core` are called while vLLM's constructor runs, then `watch`, `unwatch` and `end`. If
+    the start fails, `killed_in_start` and `end_starting` are called instead.
 
     Args:
         on_end: called at most once, with a text that says which process has ended and how.
@@ -162,10 +167,12 @@ class EngineProcesses:
         self._lost_worker: int | None = None
         """Process id of the first worker that has ended; None while all run."""
         self._workers: dict[int, int] = {}
-        """Descriptor (pidfd) of each worker, by its process id. It becomes readable when the worker ends."""
+        """Descriptor (pidfd) of each worker, by its process id. The descriptor becomes readable when the worker
+        ends."""
         self._core_end: int | None = None
-        """Descriptor (pidfd) of the core, which becomes readable when the core ends. The core may live longer than the
-        fork server, its parent, which passes on its exit code: the sentinel then says too early that the core ended."""
+        """Descriptor (pidfd) of the core, which becomes readable when the core ends. The sentinel of multiprocessing is
+        not enough: the fork server, the parent of the core, passes on the exit code. If the fork server ends first, the
+        sentinel says too early that the core has ended."""
         self._watching = False
         """True while the ends of processes are reported."""
         self._started = False
@@ -203,8 +210,8 @@ class EngineProcesses:
     async def follow_start(self, remember: Callable[[int], None]) -> None:
         """Call `remember` with the core's process id every `REMEMBER_S` seconds, in a thread, until cancelled.
 
-        `remember` records what must be cleaned up after the engine. This cannot wait until the engine serves: whatever
-        kills a starting engine may kill this process, too.
+        `remember` records what must be cleaned up after the engine. This cannot wait until the engine serves, because
+        an event that kills a starting engine may kill this process, too.
         """
         while self._core is None:  # noqa: ASYNC110 (another thread starts it)
             await anyio.sleep(FIND_CORE_S)
@@ -259,7 +266,7 @@ class EngineProcesses:
             asyncio.get_running_loop().remove_reader(descriptor)
 
     def end(self, seconds: float) -> None:
-        """Kill the processes of an engine, and wait at most `seconds` until they have ended; blocks.
+        """Kill the processes of an engine, and block for at most `seconds` until they have ended.
 
         Their memory is then free for another engine. Does nothing if the core was never started.
         """
@@ -276,7 +283,7 @@ class EngineProcesses:
         self._workers, self._core_end = {}, None
 
     def end_starting(self, seconds: float) -> None:
-        """Kill the core of an engine whose start is given up, and wait at most `seconds` for its end; blocks.
+        """Kill the core of an engine whose start is given up, and block for at most `seconds` until it has ended.
 
         If the thread of the start is only about to start the core, `set_core` will kill it.
         """
@@ -297,7 +304,8 @@ class EngineProcesses:
     def _on_worker_end(self, pid: int) -> None:
         """Note the end of a worker, and give the core `CORE_FOLLOWS_S` seconds to end, too.
 
-        Only the core, its parent, learns how the worker ended. The core's exit code then says it (`_on_core_end`).
+        Only the core, the parent of the worker, learns how the worker ended. The exit code of the core then says it
+        (`_on_core_end`).
         """
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._workers[pid])

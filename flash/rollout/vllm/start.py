@@ -1,11 +1,11 @@
 """Arguments of vLLM, and the environment variables of its processes.
 
-`VLLMEngine` calls `configure` inside `engine_environment` when it starts: in the node loop, in a thread of its own.
+When a `VLLMEngine` starts, it calls `configure` inside `engine_environment`, in the node loop, in a thread of its own.
 
 vLLM's processes inherit the environment variables that this process has when they start. So `engine_environment`
-changes them for that time, and restores them exactly. All engines of a process share one environment, so that they can
-start at the same time. When an engine restarts during a run, programs that users' environments start meanwhile inherit
-the changed variables, too.
+changes the variables for that time, and restores them exactly. All engines of a process share one environment, so that
+they can start at the same time. When an engine restarts during a run, programs that users' environments start meanwhile
+inherit the changed variables, too.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ UNLOADABLE = re.compile(r"[\s:]")
 """Characters that end a path in LD_PRELOAD, so that a path must not contain them."""
 
 CPU_BLOCK = 32
-"""Tokens in a block of the KV cache on the CPU: the smallest size with which its fast attention works. Prompts are
-shared by whole blocks, and vLLM's 128 are more than most prompts have."""
+"""Number of tokens in a block of the KV cache on the CPU: the smallest size with which vLLM's fast attention works
+there. Prompts are shared by whole blocks, and vLLM's default of 128 tokens is more than most prompts have."""
 
 TIES = 8
 """Number of tokens beyond `top_k` whose log-probs are requested: vLLM also keeps tokens that are exactly as likely as
-the last one of the `top_k`."""
+the last token of the `top_k`."""
 MAX_LOGPROBS = HIGHEST_TOP_K + TIES
 """Largest number of log-probs that an engine returns for one position."""
 
@@ -72,8 +72,8 @@ def configure(
 ) -> Callable[[], Any]:
     """Check the arguments of an engine, and return a function that builds its AsyncLLM, which starts its processes.
 
-    This function and the returned one must be called inside `engine_environment`. The check is apart from the start, so
-    that only the check holds a lock: several engines can start at the same time.
+    This function and the returned one must be called inside `engine_environment`. The check and the start are two
+    functions, because only the check holds a lock: so several engines can start at the same time.
 
     Args:
         config: the configuration of the run.
@@ -91,7 +91,7 @@ def configure(
         arguments = engine_args(config, index, gpus)
         try:
             build = partial(_build, maker(arguments), stepped)
-            # `engine_variables` lets the core send pickles then.
+            # With this backend `engine_variables` lets the core send pickles.
             if config.weights_backend == "ipc":
                 vllm.accept_typed_replies()
         except vllm.NoAttentionError as error:
@@ -146,7 +146,7 @@ def _build(make_llm: Callable[..., Any], stepped: Callable[[Any], None]) -> Any:
 
 
 def engine_args(config: Config, index: int, gpus: Sequence[int]) -> dict[str, Any]:
-    """Return vLLM's arguments for the engine with number `index`. Those in `engine.vllm` replace ours."""
+    """Return vLLM's arguments for the engine with number `index`. Arguments in `engine.vllm` replace ours."""
     args: dict[str, Any] = {
         "model": config.model.path,
         "dtype": config.model.dtype,
@@ -159,15 +159,15 @@ def engine_args(config: Config, index: int, gpus: Sequence[int]) -> dict[str, An
         "enforce_eager": runs_eagerly(config),
         "stream_interval": config.engine.stream_interval,
         "enable_prefix_caching": True,
-        # Log-probs of the distribution that tokens are drawn from, which the trainer needs. Tokens that cannot be drawn
-        # have minus infinity.
+        # The trainer needs log-probs of the distribution from which tokens are drawn. A token that cannot be drawn has
+        # minus infinity.
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": MAX_LOGPROBS,
         # With priorities the canary (the text that checks new weights) goes before waiting samples.
         "scheduling_policy": "priority",
-        # Our weight receiver gets new weights inside the workers. With ipc, vLLM's own receiver does.
+        # Our weight receiver gets new weights inside the workers. With ipc, vLLM's own receiver gets them.
         "weight_transfer_config": {"backend": "ipc" if config.weights_backend == "ipc" else RECEIVER},
-        # Methods that vLLM adds to its workers, with which we check the weights.
+        # vLLM adds the methods of this class to its workers. With them Flash checks the weights.
         "worker_extension_cls": "flash.weights.worker.WorkerExtension",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
@@ -264,7 +264,8 @@ def server_variables(config: Config, node: int) -> dict[str, str]:
     """Return the environment variables of the fork server that differ from those of this process, the launcher.
 
     The node loop of machine `node` and its engines are forked from the fork server, which has imported vLLM already. So
-    it must have the variables that vLLM and OpenMP read when they are loaded, but none that a node loop must not have.
+    it must have the variables that vLLM and OpenMP read when they are loaded, but no variable that a node loop must not
+    have.
     """
     cpus = engine_cpus(config, node, config.cluster.node_cpus or sorted(os.sched_getaffinity(0)))
     variables = engine_variables(config, os.environ, cpus, os.getpid())
@@ -305,7 +306,7 @@ def engine_environment(config: Config, cpus: Sequence[int] | None = None) -> Gen
 
     Args:
         config: the configuration of the run.
-        cpus: CPU cores of the engines, if they compute on the CPU; None: those of this process.
+        cpus: CPU cores of the engines, if they compute on the CPU; None: the cores of this process.
     """
     global _starting
     with _environment_lock:

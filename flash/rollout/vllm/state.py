@@ -3,13 +3,13 @@
 `VLLMEngine` calls these classes. They make no calls themselves, own no tasks, and read no clock.
 
 The adapters are the versions of a LoRA run, one after each training step. An engine with room for one adapter replaces
-it by the next version, and running requests continue under the next version. With room for several, the next version is
-put beside the others: a request ends under the version that it began with, and new requests begin under the newest one.
-A run that trains whole models has the single "adapter" with number 0.
+it by the next version, and running requests continue under the next version. With room for several adapters, the next
+version is put beside the others: a request ends under the version with which it began, and new requests begin under the
+newest version. A run that trains whole models has the single "adapter" with number 0.
 
 A *swap* is the load of a version.
 
-Law: no adapter that a request runs under is dropped.
+Invariant: an adapter is not dropped while a request runs under it.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Adapter:
     def lora_request(self) -> Any:
         """Argument with which vLLM runs a request under this adapter; None for a whole model.
 
-        Its name contains the version. vLLM's prefix cache shares blocks only between requests with equal names, so no
-        request uses the cache of another version.
+        The name of the argument contains the version. vLLM's prefix cache shares blocks only between requests with
+        equal names, so no request uses the cache of another version.
         """
         return vllm.adapter_request(f"version {self.version}", self.number) if self.number else None
 
@@ -55,8 +55,8 @@ class Adapter:
     def version_starts(self) -> list[tuple[str, int]] | None:
         """Version label of all tokens of a request, in the form of `flash.foreign.vllm.version_starts`.
 
-        None if vLLM's own labels are to be used. With several adapters they would be wrong: vLLM labels every token
-        with the newest version, also tokens of requests under an older one.
+        None if vLLM's own labels are to be used. With several adapters these would be wrong: vLLM labels every token
+        with the newest version, even if the request runs under an older version.
         """
         return [(str(self.version), 0)] if self.pinned else None
 
@@ -74,13 +74,13 @@ class Adapters:
         self._held: list[Adapter] = []
         """Adapters in the engine, the newest last; unused unless there is room for several."""
         self._freed = anyio.Event()
-        """Event that is set when a request ends. Each wait for room makes a new one."""
+        """Event that is set when a request ends. Each wait for room replaces it first."""
         self.newest = Adapter()
         """Adapter of new requests. `VLLMEngine` sets it when a version is loaded."""
 
     @property
     def several(self) -> bool:
-        """True if several versions are held beside each other."""
+        """True if the engine holds several versions at the same time."""
         return self._room > 1
 
     def begin_request(self) -> Adapter:
@@ -121,7 +121,7 @@ class Adapters:
 class _Share:
     """Share of a part in a whole, over the last `SHARE_STEPS` steps in which the whole was not 0.
 
-    For example the share of prompt tokens that were in the cache.
+    An example is the share of prompt tokens that were in the cache.
     """
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ class PressureGauge:
         accepted: int = 0,
         **others: float,
     ) -> None:
-        """Update the load by the numbers of one step. Counts are those of this step alone.
+        """Update the load by the numbers of one step. All counts are for this step alone.
 
         Args:
             running: number of sequences that the engine decodes.
@@ -207,7 +207,7 @@ class PressureGauge:
 class StepWatch:
     """Decides if an engine hangs: it has requests, is not paused, and has made no step for too long.
 
-    `VLLMEngine.wait_dead` asks it. An engine that hangs counts as dead. `now` is the time of a change in seconds on the
+    `VLLMEngine.wait_dead` uses it. An engine that hangs counts as dead. `now` is the time of a change in seconds on the
     loop's clock.
 
     Args:
