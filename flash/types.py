@@ -50,8 +50,7 @@ class Outcome(StrEnum):
     """The end of an attempt at a task, and the reason under which the ledger counts tasks and tokens.
 
     `OK` and `TRUNCATED` are outcomes of trajectories. All other outcomes have no reward. An episode never ends with
-    `STALE` or
-    `FILTERED`: these two are only reasons of the hub.
+    `STALE` or `FILTERED`: only the hub uses these two reasons.
     """
 
     OK = "ok"

@@ -99,10 +99,7 @@ def is_core_death(error: BaseException) -> bool:
 
 
 def worker_error(error: BaseException) -> str:
-    """Return the error message of a worker, cut out of the error that the engine raises for it.
-
-    For an error of another form, its type and message are returned.
-    """
+    """Return a worker's error message, cut out of the engine's error; for another error, its type and message."""
     found = re.search(r"Worker failed with error '(.*)', please check the stack trace", str(error), re.DOTALL)
     return found.group(1) if found else f"{type(error).__name__}: {error}"
 
@@ -216,10 +213,7 @@ def search_stop_text_in_prompt(llm: Any, queue: Any, prompt: Sequence[int], own:
 
 
 def take_undelivered(queue: Any) -> int:
-    """Take the output of an aborted request out of its queue, and return the number of tokens in it.
-
-    These tokens were sampled, but the caller has not received them.
-    """
+    """Empty the queue of an aborted request. Return the number of sampled tokens that its caller has not received."""
     tokens = 0
     while (output := queue.get_nowait()) is not None:
         tokens += sum(len(piece.token_ids) for piece in output.outputs)
@@ -262,7 +256,7 @@ async def update_weights(
         dropped: numbers of adapters that are removed from the engine.
 
     Returns:
-        None if all workers have loaded the version. Otherwise the failure that the first of them reported, as plain
+        None if all workers have loaded the version. Otherwise the first failure that a worker reported, as plain
         data of a `flash.weights.versions.LoadFailure`; the label is then not set.
     """
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -299,18 +293,12 @@ def adapter_request(name: str, number: int) -> Any:
 
 
 async def held_fingerprints(llm: Any, adapter: int = 0) -> list[list[int]]:
-    """Return the fingerprint (a checksum of all tensors) of the weights that each worker holds.
-
-    If `adapter` is not 0, the fingerprint covers only the adapter with this number.
-    """
+    """Return the fingerprint (a checksum) of the weights of each worker, or of the adapter `adapter` if it is not 0."""
     return [list(sums) for sums in await ask_workers(llm, "flash_fingerprint", adapter)]
 
 
 async def ask_workers(llm: Any, method: str, *arguments: object) -> list[Any]:
-    """Call a method of each worker between two steps, and return the result of each worker.
-
-    `flash.weights.worker.WorkerExtension` has Flash's methods.
-    """
+    """Call a method of each worker (`flash.weights.worker.WorkerExtension`) between two steps. Return the results."""
     return await llm.collective_rpc(method, args=arguments)
 
 
@@ -325,10 +313,7 @@ def register_backend(name: str, module: str, class_name: str) -> None:
 
 
 def step_numbers(stats: Any) -> dict[str, Any]:
-    """Return the numbers in vLLM's `SchedulerStats` of one step, as arguments of `PressureGauge.read`.
-
-    `flash.rollout.vllm.state.PressureGauge.read` describes these numbers.
-    """
+    """Return the numbers in vLLM's `SchedulerStats` of one step, as arguments of `PressureGauge.read`."""
     drafts = stats.spec_decoding_stats
     return {
         "running": stats.num_running_reqs,

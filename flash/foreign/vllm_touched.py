@@ -92,8 +92,8 @@ TOUCHED = (
     "vllm.lora.request:LoRARequest",
     "huggingface_hub.constants:HF_HUB_OFFLINE",
 )
-"""Attributes of vLLM that modules of this folder use, in the form `module:Class.attribute`. The attributes of a class include
-those that its `__init__` sets."""
+"""Attributes of vLLM that modules of this folder use, in the form `module:Class.attribute`. The attributes of a class
+include the attributes that `__init__` sets."""
 
 TOUCHED_BY_WORKERS = (
     "vllm.distributed.weight_transfer.base:WeightTransferEngine.init_transfer_engine",

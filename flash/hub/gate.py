@@ -96,10 +96,7 @@ class _ConnectedPeer(msgspec.Struct):
 
 
 class Gate:
-    """Admits peers by their names, and passes their valid requests on to the hub.
-
-    The owner of the hub's port gives its methods to `flash.transport.server.serve`.
-    """
+    """Admits peers by name and passes valid requests to the hub. The owner of the port gives the methods to `serve`."""
 
     def __init__(self, hub: Hub, config: Config) -> None:
         self._hub, self._incarnations = hub, hub.incarnations
@@ -134,10 +131,7 @@ class Gate:
         return connection if connection is not None and self._peers[connection].silence > SILENT_S else None
 
     def _find(self, name: str) -> int | None:
-        """Return the id of the connection of the node or trainer rank of this name.
-
-        None if no such peer is connected, or if it is a rank whose incarnation is over.
-        """
+        """Return the id of the connection of the node, or current trainer rank, of this name; None if there is none."""
         for connection, peer in self._peers.items():
             if peer.kind in ("node", "trainer") and peer.name == name and self._is_current(peer):
                 return connection
@@ -252,10 +246,7 @@ class Gate:
                 return None
 
     def _delivery_faults(self, request: p.DeliverRequest, leases: Mapping[int, Task]) -> Iterator[str]:
-        """Yield the faults of a delivery, each as a phrase.
-
-        `leases`: tasks of the leases that the peer holds, by the number of the lease.
-        """
+        """Yield the faults of a delivery, as phrases. `leases`: tasks that the peer holds, by number of the lease."""
         seen: set[int] = set()
         for ended in request.ended:
             task = leases.get(ended.lease_id)
@@ -319,10 +310,7 @@ def _activity_fault(activities: Iterable[Activity]) -> str | None:
 
 
 def _result_fault(task: Task, result: Trajectory | Failure, newest: int) -> str | None:
-    """Return why `result` cannot be the result of the task, as a phrase; None if it can.
-
-    `newest` is the newest policy version that engines can have.
-    """
+    """Return a phrase why `result` cannot be the task's result, or None. `newest`: newest version of any engine."""
     if result.task != task:
         return "it was for another task"
     if (result.outcome in FINISHED) != isinstance(result, Trajectory):

@@ -56,20 +56,14 @@ class NodeRequest(Request[ReplyT], frozen=True):
 
 
 class RankRequest(Request[ReplyT], frozen=True):
-    """Base of the requests of any trainer rank.
-
-    The hub drops the call with an IncarnationOverError when the incarnation of the rank ends.
-    """
+    """Base of the requests of any rank. They fail with IncarnationOverError when the rank's incarnation ends."""
 
     rank: int
     """Number of the sending trainer rank in the process group."""
 
 
 class FirstRankRequest(Request[ReplyT], frozen=True):
-    """Base of the requests that trainer rank 0 sends for all ranks.
-
-    The hub drops the call with an IncarnationOverError when the incarnation of rank 0 ends.
-    """
+    """Base of the requests of rank 0 for all ranks. They fail with IncarnationOverError when its incarnation ends."""
 
 
 class GuestRequest(Request[ReplyT], frozen=True):
@@ -506,10 +500,7 @@ class JoinRequest(GuestRequest[JoinReply], frozen=True, tag=True):
 
 
 class DrainRequest(GuestRequest[Ack], frozen=True, tag=True):
-    """A person asks, with `flash drain`, that a node which has joined leaves in order.
-
-    The hub answers at once, and passes the wish on in the node's next `CancelReply`.
-    """
+    """A person asks (`flash drain`) that a node leaves. The hub replies at once, and asks the node by `CancelReply`."""
 
     node: int
     """Number of the node that is to leave."""

@@ -206,10 +206,7 @@ class TrainingSteps:
             self._progress.send("run", "batches")
 
     async def _split_batch(self, batch: Batch) -> list[list[Shard]]:
-        """Divide a batch into one shard for each data rank, balanced by tokens, and cut each shard into parts.
-
-        A part is the share of a shard that travels in one message.
-        """
+        """Divide a batch into one shard per data rank, balanced by tokens, and each shard into parts of one message."""
         shards = await run_in_slices(split_into_shards(batch, self._config.data_shards, self._config.train.minibatches))
         return [await run_in_slices(split_into_messages(shard, self._part_bytes)) for shard in shards]
 

@@ -97,10 +97,7 @@ class Holders:
         return None if first is None else self._held[first][2]
 
     def ended(self, lease_id: int) -> None:
-        """Record that a lease is over: its result was delivered, or the hub has taken it back.
-
-        An unknown lease is ignored.
-        """
+        """Record that a lease was delivered or taken back by the hub. An unknown lease is ignored."""
         if (held := self._held.pop(lease_id, None)) is not None:
             del self._of_node[held[0]][lease_id]
 
@@ -114,10 +111,7 @@ class Holders:
         return leases
 
     def withdraw(self, lease_ids: Iterable[int]) -> set[int]:
-        """Record that the nodes of these leases have to cancel them. Returns the nodes.
-
-        Leases that no node holds any more are ignored.
-        """
+        """Record that nodes have to cancel these leases, and return the nodes. Leases without a node are ignored."""
         nodes: set[int] = set()
         for lease_id in lease_ids:
             if lease_id in self._held:
@@ -692,10 +686,7 @@ class NodeWork:
     # -- leases of nodes that leave, hang or are lost ----------------------------------------------------------------
 
     def stop_leasing_to(self, node: int) -> None:
-        """Give no more leases to a node that has announced that it leaves, until `node_left`.
-
-        The share of this node is granted to other nodes at once.
-        """
+        """Stop leasing to a node that has announced that it leaves, until `node_left`. Other nodes get its share."""
         self.shares.remove(node)
         self._leaving.add(node)
         self.grant_leases()

@@ -353,10 +353,7 @@ class LLMProxy:
             self._fill(engine)
 
     def _adapt_limit(self, engine: EngineRecord) -> None:
-        """Set the number of requests that an engine may hold by the load that it reports, such as its KV cache.
-
-        The limit keeps the cache full without overflow (`flash.rollout.concurrency`).
-        """
+        """Set the number of requests that an engine may hold by its reported load (`flash.rollout.concurrency`)."""
         engine.concurrency.observe(engine.backend.pressure)
         engine.limit = engine.concurrency.limit
 
@@ -408,10 +405,7 @@ class LLMProxy:
         return len(self._waits)
 
     def capacity(self) -> int:
-        """Return how many more requests could start now on engines that have a version.
-
-        The node's scheduler starts that many episodes.
-        """
+        """Return how many more requests, and so episodes, could start now on engines that have a version."""
         return self._router.room()
 
     # -- engines -----------------------------------------------------------------------------------------------------
@@ -574,10 +568,7 @@ class LLMProxy:
         return engine.death
 
     def renumber(self, first_index: int) -> None:
-        """Give the engines the numbers that they have at the next hub, from `first_index` on.
-
-        The supervisor calls this when the node has lost its hub and moves to the next one.
-        """
+        """Give the engines their numbers at the next hub, from `first_index` on. Called when the hub was lost."""
         for engine in self.records:
             engine.renumber(first_index + engine.index)
 

@@ -437,10 +437,7 @@ def _suits(view: EngineView, need: Need) -> bool:
 
 
 def _waits(entry: _Entry) -> bool:
-    """Return True if the request still waits with this entry.
-
-    A request that has left the queue may have entered it again, with a new entry and arrival number.
-    """
+    """Return True if the request still waits with this entry, and not with a later entry or not at all."""
     return entry[2].arrival == entry[1]
 
 

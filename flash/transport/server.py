@@ -186,10 +186,7 @@ async def serve(
 
 
 async def try_listening(host: str, port: int) -> None:
-    """Listen at an address for a moment, as `serve` would. Raises ConfigError if that fails.
-
-    The checks before a run call this, so that a port in use is reported before models are loaded.
-    """
+    """Check, before models are loaded, that `serve` could listen at an address. Raises ConfigError if not."""
     async with await _listen(host, port):
         pass
 

@@ -496,10 +496,7 @@ class VLLMEngine:
 
 
 class FixedEngine(VLLMEngine):
-    """A `VLLMEngine` that always serves the weights of the model folder, for runs that train nothing.
-
-    Such runs only sample, with a model or a checkpoint (`flash.run.sampling`).
-    """
+    """A `VLLMEngine` that keeps the weights of the model folder, for runs that only sample (`flash.run.sampling`)."""
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
         """Take over the number of the version, with which tokens are labelled, and load no weights. Returns 0."""
