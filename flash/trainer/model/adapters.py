@@ -6,9 +6,9 @@ have the dtype of the run, to which the forward pass would round them anyway. Ad
 moments are float32. B begins as 0, so that version 0 equals the base bit for bit. With its adapters disabled the policy
 is its base, which makes a reference policy that costs no memory.
 
-For other modules, an adapted model is a model of which only a part is trained
-(`flash.trainer.model.model.published_parameters`). Adapters are sharded by FSDP and divided in no other way. Names and
-files are peft's.
+To other modules, an adapted model is a model of which only a part is trained
+(`flash.trainer.model.model.published_parameters`). FSDP shards the adapters; tensor and expert parallelism are refused
+with adapters. Names and files follow the library peft, so that its users can load them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ WEIGHTS = "adapter_model.safetensors"
 def empty_policy(config: Config, layers: int | None = None) -> PreTrainedModel:
     """Return the policy with parameters on the meta device, with adapters if the run trains them.
 
-    The trainer then shards it and fills it with `fill_policy`. Predictions of memory, and a dry run, use it as it is.
-    With `layers`, the model has only this many of its decoder layers, the first ones.
+    The trainer then shards the model and fills it with `fill_policy`. Predictions of memory, and a dry run, use it
+    without weights. With `layers`, the model has only its first `layers` decoder layers.
 
     Raises:
         ConfigError: the model cannot be loaded, or has none of the layers that `lora.targets` names.
@@ -51,7 +51,7 @@ def empty_policy(config: Config, layers: int | None = None) -> PreTrainedModel:
 def add_adapters(model: PreTrainedModel, described: ModelConfig, lora: LoraConfig) -> PreTrainedModel:
     """Put empty adapters into an empty model, and freeze all its other parameters. Returns the adapted model.
 
-    `model` is changed: its parameters get the dtype of the run.
+    `model` is changed: the parameters of the base get the dtype of the run.
 
     Raises:
         ConfigError: the model has no layer of a name in `lora.targets`, or peft does not support one of the layers.
@@ -77,7 +77,7 @@ def fill_policy(model: PreTrainedModel, plain: PreTrainedModel, seed: int) -> No
     """Give a sharded policy the weights of a model from `load_plain`. A collective.
 
     Without adapters, the policy takes over the tensors of `plain`. With adapters, the base weights are cast to the
-    dtype of the run. A is drawn with the seed, from the distribution that peft uses, and B is 0.
+    dtype of the run, A is drawn with the seed, from the distribution that peft uses, and B is 0.
     """
     state: dict[str, Any] = plain.state_dict()
     if peft.config_in(model) is None:
@@ -91,8 +91,8 @@ def fill_policy(model: PreTrainedModel, plain: PreTrainedModel, seed: int) -> No
         if not parameter.requires_grad:
             found[name] = state.pop(_base_name(name)).to(parameter.dtype)
             continue
-        # Every rank draws the same whole matrix, and keeps its part. nn.init would depend on the random numbers that
-        # this process has drawn before.
+        # Every rank draws the same whole matrix, and keeps its own part. The functions of nn.init would depend on the
+        # random numbers that this process has drawn before.
         whole = torch.rand(parameter.shape, generator=generator).mul_(2).sub_(1).div_(parameter.shape[1] ** 0.5)
         whole = whole if ".lora_A." in name else torch.zeros_like(whole)
         assert isinstance(parameter, DTensor), "the policy is sharded"
@@ -105,7 +105,7 @@ def fingerprint_of(model: nn.Module) -> tuple[int, ...]:
     """Return the fingerprint of a sharded model's parameters over all ranks. A collective.
 
     A fingerprint is two exact sums over all weights (`flash.weights.image.Fingerprint`). Checkpoints of adapters hold
-    the fingerprint of their base, so that adapters are never combined with another base.
+    the fingerprint of the base, so that adapters are never combined with another base.
     """
     # The sum over the ranks' parts is the fingerprint of the whole parameters.
     fingerprint = Fingerprint()
@@ -122,9 +122,9 @@ def fingerprint_of(model: nn.Module) -> tuple[int, ...]:
 def engine_tensors(model: nn.Module, lora: LoraConfig | None) -> Iterator[tuple[str, Tensor]]:
     """Yield name and tensor of everything that engines load of a version: all parameters, or the adapters alone.
 
-    A version is the weights that `flash.trainer.loop` publishes after a step. A collective. Adapters have the names of
-    peft's files. B is multiplied by alpha / rank here and not in the engine, so that the engine holds the published
-    tensors bit for bit.
+    A version is the weights that `flash.trainer.loop` publishes after a step. A collective. Adapters get the names that
+    peft uses in its files. B is multiplied by alpha / rank here and not in the engine, so that the engine holds the
+    published tensors bit for bit.
     """
     if lora is None:
         yield from named_full_tensors(model)
@@ -136,8 +136,8 @@ def engine_tensors(model: nn.Module, lora: LoraConfig | None) -> Iterator[tuple[
 def write_adapters(folder: Path, described: Any, tensors: Mapping[str, Tensor]) -> None:
     """Write a folder that peft's `PeftModel.from_pretrained` can read.
 
-    `described` is peft's configuration of the adapters, which is set to inference. `tensors` has the adapters by their
-    names in the adapted model.
+    `described` is peft's configuration of the adapters; this function sets its mode to inference. `tensors` has the
+    adapters by their names in the adapted model.
     """
     from safetensors.torch import save_file
 
@@ -150,9 +150,9 @@ def write_adapters(folder: Path, described: Any, tensors: Mapping[str, Tensor]) 
 
 @torch.no_grad()
 def merge_adapters(model: PreTrainedModel, tensors: Mapping[str, Tensor], lora: LoraConfig) -> None:
-    """Add adapters to the weights of their base, in place; `tensors` has them by their names in the adapted model.
+    """Add adapters to the weights of their base, in place, for an export of the whole model: W + alpha / rank · B A.
 
-    The result is the whole model for an export, W + alpha / rank · B A.
+    `tensors` has the adapters by their names in the adapted model.
     """
     for name, a in tensors.items():
         layer, found, rest = name.partition(".lora_A.")

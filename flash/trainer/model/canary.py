@@ -11,8 +11,8 @@ to −20, where logits in bfloat16 have steps of 0.125. The difference between t
 and in float32 is the rounding error of the trainer, and the engine's error is about as large. Every rank has the same
 text and the same tolerance.
 
-The text consists of several short texts, sampled side by side, one token of each at a time: for each token the ranks
-gather the whole model once.
+The text consists of several short texts, sampled side by side, one token of each at a time. This saves time, because
+for each sampled token of a text the ranks gather the whole model once.
 
 Shape legend: B = short texts, P = tokens, V = vocabulary.
 """
@@ -53,7 +53,7 @@ the model is certain of its text at first, the tolerance would otherwise grow by
 less certain."""
 
 SHORT = 8
-"""Least tokens of each short text. The first tokens of a text show little of what the model has learned."""
+"""Smallest number of tokens of a short text. The first tokens of a text show little of what the model has learned."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ def draw_canary(model: PreTrainedModel, config: Config) -> CanaryText:
     Raises:
         ConfigError: the model fails on a plain sequence of tokens, and neither memory nor another rank is the cause.
     """
-    # The engine answers the canary with one token, which needs a place in the context too.
+    # The engine reports the log-probs of a prompt with a response of one token, which needs a place in the context.
     count = min(config.weights.canary_tokens, config.model.max_length - 1)
     try:
         text = _draw_text(model, count, config.run.seed)
     except (TypeError, ValueError, LookupError, AttributeError, AssertionError, RuntimeError) as error:
-        # Models are other people's code and raise anything. Failed collectives and lack of memory are not their fault.
+        # The code of a model may raise any error. Failed collectives and a lack of memory are not its fault.
         if collective_failed(error) or isinstance(error, torch.OutOfMemoryError):
             raise
         fault = f"it fails on a sequence of tokens with {type(error).__name__}: {error}"
@@ -98,18 +98,19 @@ def _draw_text(model: PreTrainedModel, count: int, seed: int) -> CanaryText:
     described = model.config.get_text_config()
     named = (getattr(described, name, None) for name in ("bos_token_id", "eos_token_id"))
     first = next((token for token in named if isinstance(token, int) and 0 <= token < described.vocab_size), 0)
-    # A generator of its own, so that the text does not depend on random numbers that this process has drawn before.
+    # The text has its own generator, so that it does not depend on random numbers that this process has drawn before.
     generator = torch.Generator().manual_seed(seed)
     ids_BP = torch.full((max(count // SHORT, 1), 1), first, device=device_of(model))
     model.eval()
     cache: Any = None
     while ids_BP.numel() < count:
-        # With a KV cache, earlier tokens are not computed again: on a CPU each pass takes long.
+        # With a KV cache, earlier tokens are not computed again, which would take long on a CPU.
         fed_BP = ids_BP if cache is None else ids_BP[:, -1:]
         output = model(input_ids=fed_BP, past_key_values=cache, use_cache=True)
         cache = getattr(output, "past_key_values", None)
         token_B1 = _draw_tokens(output.logits[:, -1].float().cpu(), generator).to(ids_BP)
-        # Because of rounding, another rank may have drawn other tokens, but ranks that share a layer need equal tokens.
+        # Because of rounding, another rank may have drawn other tokens. Ranks that divide a layer (tensor parallelism)
+        # need equal tokens, so all take the tokens of rank 0.
         dist.broadcast(token_B1, src=0)
         ids_BP = torch.cat([ids_BP, token_B1], dim=1)
     ids_P = ids_BP.flatten()[:count]
@@ -120,8 +121,8 @@ def _draw_text(model: PreTrainedModel, count: int, seed: int) -> CanaryText:
 def _draw_tokens(logits_BV: Tensor, generator: torch.Generator) -> Tensor:
     """Return [B, 1]: a token sampled from the softmax of each row of logits.
 
-    The largest logit with Gumbel noise has just this distribution. There is a largest one also among NaN logits, for
-    which `CanaryMaker` then raises a clear error; torch's own function for sampling would fail on them.
+    The index of the largest logit with added Gumbel noise has just this distribution. This also works with NaN logits,
+    for which `CanaryMaker` then raises a clear error; torch's own function for sampling would fail on NaN.
     """
     uniform_BV = torch.rand(logits_BV.shape, generator=generator).clamp(min=1e-20)
     return (logits_BV - (-uniform_BV.log()).log()).argmax(-1, keepdim=True)
@@ -158,7 +159,7 @@ class CanaryMaker:
         logprobs = canary_logprobs(model, text.token_ids)
         gaps = [abs(ours - exact) for ours, exact in zip(logprobs, text.exact, strict=True)]
         self.rounding = sum(gaps) / len(gaps)
-        """Mean absolute difference between the trainer's log-probs and those in float32, in nats."""
+        """Mean absolute difference between log-probs in the run's precision and in float32, in nats."""
         if not math.isfinite(self.rounding):
             raise ConfigError(_not_finite(text, dtype))
         self._configured = configured
@@ -187,7 +188,7 @@ def _mean_size(logprobs: list[float]) -> float:
 def _not_finite(text: CanaryText, dtype: str) -> str:
     """Return the error message for a model whose log-probs are not finite in the run's precision `dtype`.
 
-    If they are finite in float32, the precision is at fault, else the weights.
+    If the log-probs are finite in float32, the precision is at fault, else the weights.
     """
     if all(map(math.isfinite, text.exact)):
         return (

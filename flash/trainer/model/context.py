@@ -2,16 +2,17 @@
 configuration).
 
 A *row* has the tokens of the sequences of a micro-batch one after another. `flash.trainer.model.packed` divides rows
-and exchanges heads in each layer; `flash.trainer.model.logprobs` and `flash.trainer.critic` gather the answers. Without
-a context group, all functions return what they are given.
+and exchanges heads in each layer; `flash.trainer.model.logprobs` and `flash.trainer.critic` gather the *answers*, such
+as log-probs. Without a context group, all functions return their arguments unchanged.
 
 Each rank holds a slice of the row for all work on single tokens. Attention needs all tokens, but each head can be
 computed separately. So for attention the ranks exchange all heads of their slices for some heads of the whole row, and
 exchange back afterwards (DeepSpeed Ulysses, Jacobs et al. 2023, arXiv 2309.14509). The rank that holds a token computes
-its log-prob, which is gathered to all ranks. After the forward pass, each rank continues as if it had the whole row.
+the token's log-prob, which is gathered to all ranks. After the forward pass, each rank continues as if it had the whole
+row.
 
-Conservation: only the rank that holds a slice has gradients for its tokens, while FSDP averages gradients over the
-ranks. So the gradient of a gathered answer is multiplied by the number of ranks in its backward pass.
+Conservation: only the rank that holds a slice has gradients for the tokens of the slice, while FSDP averages gradients
+over the ranks. So the backward pass of the gathering multiplies each gradient by the number of ranks.
 
 Shape legend: U = tokens of the row, L = tokens of a slice, C = ranks, H = heads, D = width of a head, Q = questions
 (places of the row whose answer is wanted), M = questions in this rank's slice, X = numbers of an answer.
@@ -37,7 +38,7 @@ from flash.foreign.torch import all_gather
 
 @dataclass(frozen=True)
 class RowSlice:
-    """Part of a row that this rank holds. The last slices may end with empty places after the row's last token."""
+    """Part of a row that this rank holds. All slices have equal lengths, so the last ones may end with empty places."""
 
     tokens: int
     """U, the number of tokens of the whole row."""
@@ -67,8 +68,7 @@ class RowSlice:
         return torch.cat([part, part.new_zeros(self.length - len(part), *part.shape[1:])])
 
     def holds(self, row_Q: Int64Array) -> Int64Array:
-        """Return [M]: indices into `row_Q`, which has places in the row, of the places that lie in this rank's
-        slice."""
+        """Return [M]: the indices of the places in `row_Q` that lie in this rank's slice."""
         return np.flatnonzero(row_Q // self.length == self.first // self.length)
 
     def gather_answers(self, answer_MX: Tensor, row_Q: Int64Array) -> Tensor:
@@ -78,8 +78,9 @@ class RowSlice:
         """
         if self.context is None:
             return answer_MX
-        # Each rank sends as many answers as the rank that has the most. Then the answer to question n is at
-        # `place_Q[n]`: after the blocks of earlier ranks, and after the earlier answers of its own rank.
+        # Each rank sends as many answers as the rank that has the most, so that all blocks have the same length. Then
+        # the answer to question n is at `place_Q[n]`: after the blocks of earlier ranks, and after the earlier answers
+        # of its own rank.
         rank_Q = row_Q // self.length
         count_C = np.bincount(rank_Q, minlength=self.ranks)
         most, order = int(count_C.max()), np.argsort(rank_Q, kind="stable")
@@ -94,7 +95,7 @@ class RowSlice:
         """Exchange [L, H, D] of each state for [U, H / C, D]. A collective.
 
         Each rank gets some heads of all tokens, which attention needs. If C does not divide H, which happens for keys
-        and values, each head is repeated as often as needed.
+        and values, each head is repeated until C divides the number of heads.
         """
         if self.context is None:
             return list(states)
@@ -155,8 +156,8 @@ def _all_to_all(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
 class _AllGather(torch.autograd.Function):
     """Gather [M, X] of each rank to [C · M, X] on all ranks. M must be equal on all ranks.
 
-    In the backward pass, each rank gets the gradient of its own part, times the number of ranks (the conservation law
-    at the top of this file).
+    In the backward pass, each rank gets the gradient of its own part, times the number of ranks, because FSDP then
+    divides by this number.
     """
 
     @staticmethod

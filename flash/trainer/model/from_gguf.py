@@ -30,7 +30,7 @@ NAME = "model.gguf"
 PACKAGES = ("gguf", "accelerate")
 """Packages that transformers needs to read GGUF files. Nothing else in Flash needs them."""
 REMEDY = "expected a whole GGUF file of a causal language model that transformers can dequantise"
-"""End of every error message about a file that cannot be used."""
+"""Advice at the end of error messages about a file that cannot be used."""
 
 
 class Header(NamedTuple):
@@ -67,7 +67,7 @@ def examine(file: Path) -> Header:
         raise ConfigError(f"{file} is no whole GGUF file ({type(error).__name__}: {error}): {REMEDY}") from error
     if not reader.tensors:
         raise ConfigError(f"{file} holds no tensors: {REMEDY}")
-    # One block of zeros shows whether there is a way to dequantise the type.
+    # Dequantise one block of zeros of each type, to learn whether the package gguf can do it.
     for kind in {tensor.tensor_type for tensor in reader.tensors}:
         try:
             gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
@@ -99,7 +99,7 @@ def describe(file: Path) -> str:
 def save_tokenizer(file: Path, folder: Path) -> None:
     """Write the tokenizer of a GGUF file, with the configuration that it needs, into a folder.
 
-    The tokenizer's longest sequence becomes at most that of the model.
+    The tokenizer's longest sequence is reduced to the model's longest sequence.
 
     Raises:
         ConfigError: the file has no tokenizer that can be read.
@@ -116,7 +116,7 @@ def save_tokenizer(file: Path, folder: Path) -> None:
 
 
 def convert(file: Path, folder: Path) -> None:
-    """Write the model of a GGUF file into an empty folder, and check that it can be loaded from there.
+    """Write the model of a GGUF file into an empty folder, and check that it can be loaded from this folder.
 
     The folder gets the weights, the configuration and the tokenizer. Users who can read the configuration can read the
     weights, too.
@@ -131,7 +131,7 @@ def convert(file: Path, folder: Path) -> None:
 
     with _linked_alone(file) as linked, _conversion_errors(file), hidden_progress_bars(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # libraries warn about how they read and dequantise
-        # 1. The tokenizer, and the weights as plain numbers.
+        # 1. Write the tokenizer, and read the weights as plain numbers.
         save_tokenizer(file, folder)
         with redirect_stderr(StringIO()):  # the only way to hide transformers' progress bar for dequantising
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -141,7 +141,7 @@ def convert(file: Path, folder: Path) -> None:
                 quantization_config=GgufConfig(dequantize=True),
                 output_loading_info=True,
             )
-        # 2. Write them, and load them as the trainer and the engines will.
+        # 2. Write the weights, and load them as the trainer and the engines will.
         _save(_check_complete(file, *loaded), folder)
         make_weights_readable(folder)
         reloaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -166,7 +166,7 @@ def _conversion_errors(file: Path) -> Generator[None]:
     """Turn the errors that transformers raises for a file that it does not support into one ConfigError."""
     try:
         yield
-    except (OSError, MemoryError, ConfigError):  # faults of the machine, or already a clear message
+    except (OSError, MemoryError, ConfigError):  # a fault of the machine, or an error with a clear message already
         raise
     except Exception as error:  # for an unknown architecture or tokenizer, transformers raises a dozen classes
         raise ConfigError(f"{file} cannot be converted ({type(error).__name__}: {error}): {REMEDY}") from error
@@ -194,7 +194,7 @@ def _check_complete(file: Path, model: PreTrainedModel, info: dict[str, Any]) ->
 def _save(loaded: PreTrainedModel, folder: Path) -> None:
     """Save the weights of a dequantised model as a Hugging Face folder.
 
-    They are saved through a fresh model, because transformers refuses to save a model that was loaded in quantised
+    The weights are moved into a fresh model, because transformers refuses to save a model that was loaded in quantised
     form.
     """
     import torch

@@ -54,8 +54,7 @@ def can_fuse() -> bool:
 def fused(call: Call, *, cuda: bool) -> Call:
     """Return the function compiled to fused kernels if it runs on a GPU, else the function itself.
 
-    `cuda` is True if the function will be given tensors on a GPU. Without a C compiler, the function is returned as it
-    is.
+    `cuda` is True if the function will get tensors on a GPU. Without a C compiler, the function is returned unchanged.
     """
     return _compiled(call) if cuda and can_fuse() else call
 
@@ -69,11 +68,11 @@ def _compiled(call: Any) -> Any:
 def fuse_layers(model: PreTrainedModel, *, whole: bool, compiled: Callable[..., Any] = torch.compile) -> None:
     """Compile a model's layers in place. Must be called before the model is sharded.
 
-    With `whole`, all of a decoder layer except its attention is compiled, else only its norms and MLPs: models with
-    their own attention, or with a recurrent state, are not compiled as a whole. A layer that chooses experts is never
-    compiled as a whole: each token may go to other experts, and routing replay may choose them
-    (`flash.trainer.model.routing_replay`). `compiled` is the function that compiles a method; a check on a CPU can give
-    another one than torch.compile.
+    With `whole`, all of a decoder layer except its attention is compiled, else only its norms and MLPs: the caller does
+    not set it for models with their own attention or a recurrent state. A layer that chooses experts is never compiled
+    as a whole, because each token may go to other experts, and routing replay may make the choice
+    (`flash.trainer.model.routing_replay`). `compiled` is the function that compiles a method; tests on a CPU pass
+    another function than torch.compile.
     """
     set_recompile_limit(KERNELS)
     choosing = {router.module for router in routers(model)}
@@ -84,7 +83,7 @@ def fuse_layers(model: PreTrainedModel, *, whole: bool, compiled: Callable[..., 
         # The forward method is replaced and not the module, so that FSDP's hooks stay around the compiled code.
         if type(module).__name__ in kinds:
             inside.update(module.modules())
-            # Rows have different lengths: with dynamic shapes from the start, the second row needs no recompilation.
+            # Rows have different lengths. With dynamic shapes from the start, the second row needs no recompilation.
             module.forward = compiled(module.forward, dynamic=True)
         elif type(module).__name__.endswith(KINDS):
             module.forward = compiled(module.forward)

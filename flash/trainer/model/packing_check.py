@@ -1,7 +1,7 @@
-"""Check before the first step: a model gives packed sequences the same log-probs as each of them alone.
+"""Checks before the first step that a model gives packed sequences the same log-probs as each sequence alone.
 
 A *packed row* has several sequences one after another. `flash.trainer.model.packed.packed_attention` keeps attention
-within each of them. Other operations can carry information from one sequence to the next: a recurrent state, a
+within each sequence. Other operations can carry information from one sequence to the next: a recurrent state, a
 convolution over tokens, or a window or chunk that exists only in the model's own mask. The log-probs of a packed row
 would then be wrong, without any error. So some sequences of random tokens go through the model once in one row, and
 once each alone with the model's own attention (`_random_sequences`). The gradients of a few sequences are compared in
@@ -48,7 +48,8 @@ from flash.trainer.optimizer import global_norm
 from flash.trainer.packing import in_one_row
 
 LENGTHS = (9, 24, 5, 16)
-"""Tokens of the short sequences. Each sequence but the first has other sequences before it in the row."""
+"""Numbers of tokens of the short sequences. Every sequence but the first follows other sequences in the row, so that a
+leak between sequences shows."""
 BEYOND = 16
 """Tokens by which the long sequence exceeds the longest attention window that fits into a row."""
 LONGEST = 16_384
@@ -58,7 +59,7 @@ TOLERANCE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
 """Largest difference of log-probs, in nats, that counts as rounding, by the dtype of the forward pass. A leak between
 sequences makes a difference of 1 to 5."""
 LONGEST_TRAINED = 2_064
-"""Largest number of tokens of a sequence whose gradient is compared."""
+"""Largest number of tokens of a sequence whose gradient is compared, which bounds the memory of the backward pass."""
 GRADIENT_TOLERANCE = {"float32": 1e-2, "float16": 0.2, "bfloat16": 0.5}
 """Largest difference of the gradients of one kind of parameters, relative to their norm, that counts as rounding, by
 the dtype of the forward pass. Rounding in bfloat16 has caused 0.07. A known fault, the use of one attention part's sum
@@ -68,8 +69,8 @@ MIN_GRADIENT_SHARE = 0.05
 with a smaller norm is mostly rounding."""
 
 FAULTS = (TypeError, ValueError, LookupError, AttributeError, AssertionError, NotImplementedError, RuntimeError)
-"""Types of the errors that models raise, since they are code of others. Failed collectives and a lack of memory raise
-some of these types, too; `_is_outside_fault` recognises them."""
+"""Types of the errors that the code of a model may raise. Failed collectives and a lack of memory raise some of these
+types, too; `_is_outside_fault` recognises such errors."""
 PROBE = 64.0
 """Largest of the logits that a model is given in place of its own, to check how it changes them. No known model caps
 its logits at a larger number."""
@@ -89,7 +90,7 @@ def check_packing(model: PreTrainedModel, config: Config) -> None:
             tokens; it changes logits in a way that its output layer does not know; or it needs one sequence at a time
             while rows are divided over several ranks.
     """
-    # 1. Each sequence alone. An error here means that the model cannot be trained at all.
+    # 1. Compute each sequence alone. An error here means that the model cannot be trained at all.
     sequences = _random_sequences(model, config)
     # Each forked sequence begins with the first half of one sequence (`one`) and goes on like the next one (`other`).
     # So in the packed row it shares a prefix with `one`. In this half both must get the same log-probs, because a
@@ -100,7 +101,7 @@ def check_packing(model: PreTrainedModel, config: Config) -> None:
         alone = _alone_logprobs(model, [*sequences, *forked])
     except FAULTS as error:
         raise _model_failed(model, config, error) from error
-    # 2. The common first halves of each sequence and its forked one.
+    # 2. Compare the common first halves of each sequence and its forked sequence.
     halves = [len(ids) // 2 for ids in sequences]
     first_halves, same_halves = (
         [logp_T[:half] for logp_T, half in zip(some, halves, strict=False)] for some in (alone, alone[len(halves) :])
@@ -110,7 +111,8 @@ def check_packing(model: PreTrainedModel, config: Config) -> None:
             f"model.path: the log-prob that {class_name(model)} gives a token depends on later ones, or is not finite; "
             "choose another model"
         )
-    # 3. All sequences in one row. All ranks take the same path: a model that fails on one rank fails on all.
+    # 3. Compute all sequences in one row. A model that fails on one rank counts as failed on all ranks, so that all
+    # take the same path.
     reason = _why_not_packed(model, config, sequences, forked, alone)
     if not _on_any_rank(model, reason is not None):
         return
@@ -253,9 +255,9 @@ def _random_sequences(model: PreTrainedModel, config: Config) -> list[Tensor]:
     """Return sequences of random tokens, equal on every rank. `check_packing` compares their log-probs and gradients.
 
     The first sequences have the lengths in `LENGTHS`. No sequence has more tokens than a micro-batch,
-    `model.max_length` and `LONGEST` allow. If the model has attention windows, one more sequence follows. It is
-    `BEYOND` tokens longer than the longest window for which this length is allowed. If this length is allowed for no
-    window, there is no such sequence.
+    `model.max_length` and `LONGEST` allow. If the model has attention windows, one more sequence follows, so that a
+    window hides some of its tokens: it is `BEYOND` tokens longer than the longest window for which this length is
+    allowed. If this length is allowed for no window, there is no such sequence.
     """
     limit = min(config.model.max_length, config.train.max_tokens_per_microbatch, LONGEST)
     lengths = [min(length, limit) for length in LENGTHS]
@@ -270,7 +272,7 @@ def _random_sequences(model: PreTrainedModel, config: Config) -> list[Tensor]:
 def _forward(model: PreTrainedModel, sequences: Sequence[Tensor]) -> Tensor:
     """Return [T]: the log-probs of all sequences in one row, as `_logprobs` does. No backward pass may follow.
 
-    FSDP gathers parameters for the pass. They are freed here, since no backward pass does it.
+    FSDP gathers parameters for the pass. This function frees them, because no backward pass does so.
     """
     logp_T = _logprobs(model, sequences)
     reshard(model)
@@ -404,8 +406,8 @@ def _trace(model: PreTrainedModel, run: Callable[[], Any]) -> dict[str, list[tup
     """Return, by the name of a module, an (input, output) pair for each call of it during `run`.
 
     Of each input and output only the first floating-point tensor is kept, as a copy; None if there is none. The names
-    are in the order in which the first calls ended, so inner modules come before outer ones. The model itself is left
-    out.
+    are in the order in which the first calls ended, so inner modules come before outer modules. The model itself is
+    left out.
     """
     seen: dict[str, list[tuple[Tensor | None, Tensor | None]]] = {}
 

@@ -1,10 +1,10 @@
-"""Routing replay: the trainer's routers take the experts that the engine's routers chose.
+"""Routing replay makes the trainer's routers take the experts that the engine's routers chose.
 
 In a mixture of experts, the *router* of a layer scores the experts for each token and sends the token to the best ones;
-the choice is its *route*. Ma et al. 2025, arXiv 2510.11370: Engine and trainer round differently. Where two experts
-score almost the same, each side may choose another one, and the log-prob of this token and of later ones is then
-computed by another network. With replay, the scores stay the trainer's own and get their gradient, but the choice of
-the best experts is given.
+the choice is the token's *route*. Engine and trainer round differently. Where two experts score almost the same, the
+two sides may choose different experts, and then compute the log-probs of this token and of later tokens with different
+networks. With replay, the trainer computes the scores and their gradient itself, and only the choice of the best
+experts is given (Ma et al. 2025, arXiv 2510.11370).
 
 Routers choose experts by `torch.topk`. `RoutingReplay` intercepts this call while a router runs, so that transformers'
 models need no code of ours. `flash.trainer.model.packing_check.replay_routing` installs it at the start;
@@ -58,7 +58,7 @@ class RoutingReplay:
     def set_routes(self, routes_ULK: Tensor | None) -> None:
         """Choose these experts in the next forward pass and its backward pass; None: the routers' own choice.
 
-        A route of −1, of a token whose engine reported none, also leaves the choice to the router.
+        A route of −1 also leaves the choice to the router. It stands for a token whose engine reported no experts.
 
         Raises:
             ContractError: the routes are of a model with other layers or experts.
@@ -79,7 +79,7 @@ class RoutingReplay:
         In between, `torch.topk` is intercepted. The second hook raises a ConfigError if the router has not called it
         exactly once, since the given experts would then not be those that the layer uses.
         """
-        # The interception that is under way; empty outside of the router's forward pass.
+        # The interception in progress; empty outside of the router's forward pass.
         open_modes: list[_GivenTopK] = []
 
         def begin(module: nn.Module, args: Any) -> None:
@@ -92,7 +92,7 @@ class RoutingReplay:
             if open_modes:
                 mode = open_modes.pop()
                 mode.__exit__(None, None, None)
-                # Without output the router has raised an error of its own, which must not be hidden by this one.
+                # Without output, the router has raised an error, which this error must not hide.
                 if output is not None and mode.calls != 1:
                     raise ConfigError(
                         f"rollout.routing_replay: {type(module).__name__} chooses its experts in a way that is not "
@@ -103,7 +103,7 @@ class RoutingReplay:
 
 
 class _GivenTopK(TorchFunctionMode):
-    """Replaces the result of `torch.topk` over all experts by given experts. Where −1 is given, the result is kept.
+    """Replaces the result of `torch.topk` over all experts by given experts. Where −1 is given, the result stays.
 
     torch calls `__torch_function__` for every function that is called while the mode is entered. Without routes, the
     calls are only counted.

@@ -9,12 +9,12 @@ the examples. Then the model can answer at all, and most of the improvement is l
 examples are partly random, such as moves that a demonstrator draws, no model becomes so good. Then the warm start ends
 when the loss stops falling.
 
-The folder has a *fingerprint* file with everything that the model depends on. The model is made again only if some of
-this changes. A folder without this file is never written to, because Flash has not made it. If a warm start is
-interrupted, the model is kept as it is at that time, and each later use of it prints a notice.
+The folder has a *fingerprint* file with everything that the model depends on. The model is made again only if a part of
+the fingerprint changes. A folder without this file is never written to, because Flash has not made it. If a warm start
+is interrupted, the unfinished model is kept, and each later use of it prints a notice.
 
-torch and transformers are imported inside the functions that use them, because a check whether a folder is current
-needs neither.
+Functions import torch and transformers only where they need them, because a check whether a folder is current needs
+neither and must be fast.
 
 Shape legend: B = examples of a step, T = tokens of the longest example (padded on the right), V = vocabulary.
 """
@@ -52,15 +52,15 @@ RECIPE = 3
 """Part of the fingerprint. Raise it if a change of this module makes another model from the same options."""
 
 STOP_AT = 0.22
-"""Mean probability of a right answer (accuracy when sampled at temperature 1) at which the warm start ends. It does not
-end after a fixed number of steps, because the seeds differ by a factor of two in how fast the model learns."""
+"""Mean probability of a right answer (accuracy when sampled at temperature 1) at which the warm start ends. The end is
+not a fixed number of steps, because seeds differ by a factor of two in how fast the model learns."""
 
 SMOOTHING = 0.1
 """Weight of the newest step in the running mean that is compared with `STOP_AT`."""
 
 WINDOW = 150
-"""Number of steps over which losses are averaged to decide whether the loss still falls. It is longer than the plateau
-at the start."""
+"""Number of steps over which losses are averaged to decide whether the loss still falls. The window is longer than the
+plateau of the loss at the start."""
 
 MIN_GAIN = 0.003
 """Share by which the mean loss of a window must be below the mean loss of the window before. Otherwise the loss has
@@ -69,8 +69,8 @@ stopped falling."""
 CHECKED_EXAMPLES = 3
 """Number of solved examples whose form is checked before the environment's examples are used."""
 FINGERPRINT_EXAMPLES = 16
-"""Number of solved examples in the fingerprint. They are there in place of the environment's options: options that do
-not change the examples do not change the model."""
+"""Number of solved examples in the fingerprint. The fingerprint has examples in place of the environment's options,
+because options that do not change the examples do not change the model."""
 
 LR_WARMUP_STEPS = 20
 """Steps of linear learning-rate warm-up."""
@@ -108,7 +108,7 @@ def is_current(path: Path, config: TinyModelConfig, env_path: str, env_options: 
 def changed_parts(path: Path, config: TinyModelConfig, env_path: str, env_options: dict[str, Any]) -> list[str]:
     """Return the names of the fingerprint's parts in which the model in the folder differs; empty if it is current.
 
-    If the folder has no tiny model, these are the names of all parts.
+    If the folder has no tiny model, the names of all parts are returned.
 
     Raises:
         ConfigError: the environment offers no usable examples.
@@ -135,11 +135,11 @@ def interrupted_after(path: Path) -> int:
 def make_tiny_model(
     path: Path, config: TinyModelConfig, env_path: str, env_options: dict[str, Any], progress: Progress
 ) -> None:
-    """Make the model and write it to `path`. An older tiny model there is replaced.
+    """Make the model and write it to `path`. An older tiny model in this folder is replaced.
 
-    `progress` is called after each step of the warm start. On KeyboardInterrupt, the model is written as it is at that
-    time, and the interrupt is raised again. It is not written before the first step, nor if `path` has the finished
-    model of the same options, which is better.
+    `progress` is called after each step of the warm start. On KeyboardInterrupt, the unfinished model is written, and
+    the interrupt is raised again. The unfinished model is not written before the first step, nor if `path` has the
+    finished model of the same options, which is better.
 
     Raises:
         ConfigError: `path` holds something else, the width is not a multiple of the head size, or the environment
@@ -163,7 +163,7 @@ def make_tiny_model(
             tokenizer.save_pretrained(str(folder))
             (folder / FINGERPRINT).write_text(json.dumps(made_from, indent=2))
 
-    done = 0  # steps of the warm start, in case it is interrupted
+    done = 0  # steps of the warm start so far, for the notice after an interrupt
 
     def count(step: int, steps: int, loss: float) -> None:
         nonlocal done
@@ -197,7 +197,7 @@ def refuse_foreign(path: Path) -> None:
 
 
 def save_tokenizer(folder: Path, env_path: str, env_options: dict[str, Any]) -> None:
-    """Write the tokenizer that the environment's tiny model would have, without the model. A dry run needs only this.
+    """Write the tokenizer that the environment's tiny model would have. A dry run needs no more than the tokenizer.
 
     Raises:
         ConfigError: the environment offers no usable examples.
@@ -212,7 +212,7 @@ def _fingerprint(config: TinyModelConfig, env: WarmStart, env_options: dict[str,
     options, such as a failure rate, do not change the model.
     """
     examples = env.solved_examples(FINGERPRINT_EXAMPLES, config.seed)
-    # An environment that ignores the seed returns other examples each time. Then its options are used in their place.
+    # An environment that ignores the seed returns other examples each time. The fingerprint then has its options.
     repeatable = examples == env.solved_examples(FINGERPRINT_EXAMPLES, config.seed)
     made_from = {
         "recipe": RECIPE,
@@ -243,7 +243,7 @@ def _example_source(env_path: str, env_options: dict[str, Any]) -> WarmStart:
         )
     try:
         check_solved_examples(env.alphabet(), env.solved_examples(CHECKED_EXAMPLES, 0), CHECKED_EXAMPLES)
-    except Exception as error:  # an environment is code of its author and may raise anything
+    except Exception as error:  # the code of an environment may raise anything
         raised = f"its examples or its alphabet raised {describe_error(error)}"
         problem = str(error) if isinstance(error, EnvError) else raised
         raise ConfigError(f"env.path: {env_path}: {problem}") from error
@@ -327,7 +327,7 @@ def _warm_start(
     for step in range(config.warm_start_steps):
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * min(1.0, (step + 1) / LR_WARMUP_STEPS)
-        # Each step has a seed of its own, also for another seed of the model.
+        # Each step has its own seed, which also differs between models with different seeds.
         examples = env.solved_examples(config.batch_size, config.seed * config.warm_start_steps + step)
         ids_BT, targets_BT = _encode(tokenizer, examples)
         loss, probability = _loss(model, ids_BT, targets_BT)
@@ -352,8 +352,8 @@ def _has_stopped_falling(losses: list[float]) -> bool:
     """Return True if the mean loss of the last `WINDOW` steps is hardly below the mean loss of the `WINDOW` steps
     before.
 
-    "Hardly" is less than the share `MIN_GAIN`. They are compared only at the end of each window; in between, False is
-    returned.
+    "Hardly" means by less than the share `MIN_GAIN`. The means are compared only at the end of each window; in between,
+    False is returned.
     """
     if len(losses) < 2 * WINDOW or len(losses) % WINDOW:
         return False
@@ -405,7 +405,7 @@ def _loss(model: Qwen3ForCausalLM, ids_BT: Tensor, targets_BT: Tensor) -> tuple[
     """Return the mean loss per answer token, and the mean probability of sampling all answers of an example."""
     import torch
 
-    # No mask is needed: padding is on the right, and causal attention does not look there.
+    # No mask is needed: padding is on the right, where causal attention does not look.
     logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
     loss_BT = torch.nn.functional.cross_entropy(
         logits_BTV.transpose(1, 2), targets_BT, ignore_index=IGNORED, reduction="none"
