@@ -11,7 +11,8 @@ An *incarnation* is the set of trainer ranks that run from one restart of the ra
 to the incarnation in which it has connected, and is answered only until this incarnation is over.
 
 Lifecycle: for a new connection `flash.transport.server.serve` asks `connection_to_replace` and ends the connection that
-it names. Then the server calls `arrived`, `handle` for each request, and `left` when the connection has ended.
+it names. Then the server calls `arrived`, `handle` for each request, and `left` when the connection has ended. `handle`
+checks the request and calls `flash.hub.hub.Hub.handle`.
 """
 
 from __future__ import annotations

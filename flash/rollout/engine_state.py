@@ -194,9 +194,9 @@ class OutageClock:
     """Extends deadlines by the time in which no engine of the node serves (an outage).
 
     Otherwise all samples that wait for a response would fail when the node's last engine restarts. The proxy calls
-    `begin` and `end`. Code that waits for an engine under a deadline of its own (`LLMProxy.generate`, `Episode`) enters
-    `extending` for as long as it waits. At the beginning of an outage such a deadline is extended by the longest time
-    that the outage may last. At the end it is shortened by the time that was not needed.
+    `begin` and `end`. Code that waits for an engine under a deadline of its own (`LLMProxy.generate`, `EpisodePlayer`)
+    enters `extending` for as long as it waits. At the beginning of an outage such a deadline is extended by the longest
+    time that the outage may last. At the end it is shortened by the time that was not needed.
 
     Args:
         longest_s: largest number of seconds of an outage that do not count; further seconds count in every deadline.

@@ -2,8 +2,8 @@
 scheduler.
 
 The scheduler gets leases from the hub and calls `EpisodePlayer.play` for each. A *lease* assigns one task to this node.
-A task is one sample of a problem. The player requests responses from the proxy, which gives each request to an engine.
-When the proxy has room again, it wakes the scheduler.
+A task asks for one sample of a problem. The player requests responses from the proxy, which gives each request to an
+engine. When an engine has room again, the proxy wakes the scheduler.
 
 Lifecycle: the resources that environments share are opened (`flash.environment.shared`), and the engines start. Each
 engine loads the newest published version of the policy's weights whenever it is behind. The scheduler turns leases into

@@ -211,7 +211,7 @@ class LLMProxy:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, request: ResponseRequest) -> Completion:
-        """Sample one response. `Episode` calls this.
+        """Sample one response. `EpisodePlayer` calls this for each response of an episode.
 
         Several engines may work on the response, one after the other. Each turn of the loop gives it to one engine.
 

@@ -6,12 +6,12 @@ when an engine has died or a new engine has its place. The proxy carries out the
 A *version* is the state of the policy's weights after one training step. Each request has a `min_version`, the oldest
 version that may serve it: with older weights its tokens would be too old when they are trained.
 
-A request goes to the least loaded engine whose version is new enough. A *task* is one sample, which sends a request for
-each turn. A *group* has the samples of one prompt. The engine that served the same task before is preferred as long as
-it is not much fuller, and then the engine that served the group: their caches hold a part of the context. If no engine
-can take a request, it waits in a queue, from which the requests of the oldest tasks are taken first. When an engine has
-room and no request waits for it, it is given requests that clearly fuller engines run. With *bound groups* all requests
-of a group go to one engine, and wait for that engine.
+A request goes to the least loaded engine whose version is new enough. A *task* asks for one sample, whose episode sends
+a request for each turn. A *group* is the tasks with one prompt. The engine that served the same task before is
+preferred as long as it is not much fuller, and then the engine that served the group: their caches hold a part of the
+context. If no engine can take a request, it waits in a queue, from which the requests of the oldest tasks are taken
+first. When an engine has room and no request waits for it, it is given requests that clearly fuller engines run. With
+*bound groups* all requests of a group go to one engine, and wait for that engine.
 
 An engine that dies by itself may have been killed by one of its requests. A request is a *suspect* if `SUSPECTED`
 engines have died under it and none of them had given a token of it. It is cleared when an engine gives a token of it

@@ -1,11 +1,11 @@
 """The leases of a node: `HubClient` gets them from the hub and returns the results; `Scheduler` starts an episode for
 each.
 
-A *lease* assigns one task to this node. A task is one sample of a problem. The node calls `Scheduler.run`. The
+A *lease* assigns one task to this node. A task asks for one sample of a problem. The node calls `Scheduler.run`. The
 scheduler asks for leases with `HubClient.lease`, plays each with `flash.rollout.episode.episode.EpisodePlayer.play`,
-and returns the results with `HubClient.deliver`. Every sample is an
-episode of its own: when one ends, its place is free at once, while other episodes go on. A request to the hub is a
-struct of `flash.hub.protocol`, which `flash.transport.client.Client.call` sends.
+and returns the results with `HubClient.deliver`. Every lease has an episode of its own: when one ends, its place is
+free at once, while other episodes go on. A request to the hub is a struct of `flash.hub.protocol`, which
+`flash.transport.client.Client.call` sends.
 
 A run may have several hubs, one after the other, because the hub is restarted when it is lost. A node may outlive its
 hub: its episodes go on meanwhile, and calls that the loss of the hub has ended are repeated at the next one.

@@ -7,8 +7,8 @@ the `SampleStore`, which holds the state. A *group* is the tasks about one probl
 - *Admission* (`flash.samples.tasks.Admission`): a task is leased only to a node with an engine whose version is new
   enough. The age contract, which bounds how many versions old a trained token may be, says which version that is.
 - *Redundancy*: a group may have more members than it needs. When enough are done, the others are withdrawn. There may
-  also be more groups than needed (`rollout.extra_groups`): in each step, so many groups that are too slow may leave.
-- *Choice* (`choose`): a step takes groups whose members are done, groups with the oldest tokens first.
+  also be more groups than needed. In each step, up to `rollout.extra_groups` groups that are too slow may leave.
+- *Choice* (`choose`): a step takes groups of which enough members are done, groups with the oldest tokens first.
 - *Age*: tokens that are too old are left out of the loss, or their task starts again (`rollout.on_expire`). Finished
   members that would get too old while they wait for the rest of their group are trained before it.
 

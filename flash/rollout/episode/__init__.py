@@ -1,4 +1,4 @@
-"""Episodes: the life of one environment, and the tokens that pass between it and the policy.
+"""Episodes: each plays one lease, in which an environment and the policy take turns, and makes a trajectory of it.
 
 The scheduler calls `EpisodePlayer.play` in `episode` for each lease; the episode asks the node's proxy for responses.
 

@@ -1,7 +1,7 @@
 """EpisodePlayer: plays episodes, each from the reset of its environment to the trajectory.
 
-The scheduler calls `EpisodePlayer.play` for each lease. A lease assigns one task to this node. A task is one sample of
-a problem; the samples of a problem are a group, whose rewards are compared.
+The scheduler calls `EpisodePlayer.play` for each lease. A lease assigns one task to this node. A task asks for one
+sample of a problem; the tasks about a problem are a group, whose rewards are compared.
 
 `EpisodePlayer._take_turns` resets the environment and renders the first observation (turns it into tokens). Then it
 requests a response, lets the environment step, and renders the next observation, again and again until the episode

@@ -9,9 +9,9 @@ lets its workers fetch the weights from the trainer, and resumes. It proves that
 trainer's. vLLM labels each token with the version that was set at the end of the last swap. The label changes only
 while no step runs, so it is exact.
 
-vLLM's `AsyncLLM` is in this process. Its *core*, which schedules steps, is a child process, and the *workers*, which
-compute, are children of the core. This object owns them: they end with `close` and with this process. If one of them
-dies, all requests of the engine fail.
+vLLM's `AsyncLLM` is in this process. Its *core*, which schedules steps, is a process of its own, and starts the
+*workers*, which compute. This object owns them: they end with `close` and with this process. If one of them dies, all
+requests of the engine fail.
 """
 
 from __future__ import annotations
