@@ -37,8 +37,8 @@
 
 A message says what was wrong, what was expected and what to do. It can always be sent and printed, even if it quotes
 text that UTF-8 cannot encode. `FlashError.fatal` tells the launcher whether a restart of the processes can help: a
-wrong configuration stays wrong, a lost peer may come back. An error that a process reports to another one is rebuilt
-there by `error_of`.
+wrong configuration stays wrong, a lost peer may come back. If a process reports an error to another process, `error_of`
+rebuilds the error there.
 """
 
 from __future__ import annotations

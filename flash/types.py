@@ -271,7 +271,7 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
     def trained_tokens(self, min_version: int) -> int:
         """Return the number of action tokens that `min_version` or a newer version sampled.
 
-        A step with this `min_version` trains these tokens and leaves the others out, because they are too old.
+        A step with this `min_version` trains these tokens. It leaves older tokens out.
         """
         return sum(run.count for run in self.versions if young_enough(run.version, min_version))
 

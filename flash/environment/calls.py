@@ -65,7 +65,7 @@ class UserTask(Generic[_T]):
     Args:
         name: names the call in a warning.
         call: calls the code. The result may be awaitable.
-        context: the context variables that the code sees and may set; a copy of the current ones by default.
+        context: the context variables that the code sees and may set; by default a copy of the current context.
         on_end: called when the code has ended or was abandoned; `over` is set by then.
     """
 
@@ -163,7 +163,7 @@ class UserTask(Generic[_T]):
     def _abandon(self, steps: Any) -> Generator[None]:
         """Abandon the code where it stands, and its child tasks with it.
 
-        Called in the code's task, because a cancel scope can only be left in its task.
+        This is called in the code's task, because a cancel scope can only be left in its task.
         """
         self._abandoned = True
         # First stop the scopes of the code from cancelling its tasks again and again, then close the child tasks.
@@ -332,7 +332,7 @@ def _failure(what: str, error: BaseException) -> EnvError:
 def describe_error(error: BaseException) -> str:
     """Return the type, the message and the place of an exception, for error messages.
 
-    For an exception group, they are those of its first exception.
+    For an exception group, its first exception is described.
     """
     first = first_error(error) if isinstance(error, BaseExceptionGroup) else error
     if isinstance(first.__cause__, StopIteration):  # a coroutine that raises one raises a RuntimeError instead

@@ -111,7 +111,8 @@ class Prepared(Protocol):
 
     @classmethod
     async def prepare(cls, **options: Any) -> None:
-        """Open the resources of a node. Called once on each node, before its engines start; an error ends the run.
+        """Open the resources of a node. This is called once on each node, before its engines start; an error ends the
+        run.
 
         A resource that is opened with `flash.environment.shared` stays open for all episodes of the node.
         """
@@ -306,7 +307,7 @@ class Informed(Protocol):
     """An environment that reads or steers the tokens of its episode. It must be asynchronous."""
 
     def inform(self, episode: EpisodeView) -> None:
-        """Keep the view of the episode. Called once, before `reset`."""
+        """Keep the view of the episode. This is called once, before `reset`."""
         ...
 
 

@@ -127,7 +127,7 @@ class ForkServer(forkserver.ForkServer):
             own._forkserver_address, own._forkserver_pid = address, started.pid
 
     def use_parent_server(self) -> None:
-        """Fork later processes from the server that this process was forked from. Called in the forked process.
+        """Fork later processes from the server that this process was forked from. This is called in the forked process.
 
         A node loop uses it for its engines, so that a machine needs only one server with the imports of vLLM.
         """
@@ -157,7 +157,7 @@ def use_own_resource_tracker() -> None:
     """Give this forked process a resource tracker of its own, a helper process of multiprocessing.
 
     A tracker removes resources, such as the shared memory of engines, when the process that uses it has ended. The
-    server's tracker would do so only when the server ends, and with a warning.
+    server's tracker would remove the resources only when the server ends, and with a warning.
     """
     # multiprocessing starts a new tracker when it needs one the next time.
     tracker: Any = resource_tracker._resource_tracker
@@ -168,7 +168,7 @@ def use_own_resource_tracker() -> None:
 def serve() -> None:
     """Prepare a server process: import its modules, so that processes can be forked from it.
 
-    Called once in the server, before multiprocessing's main function of fork servers.
+    This is called once in the server, before multiprocessing's main function of fork servers.
     """
     Imports.begun = time.time()
     # Slurm sends these signals to all processes of a job. Only the forked processes must react, so they unblock the

@@ -351,9 +351,9 @@ def counted(device: str = "cpu") -> Generator[LiveBytes]:
 
 @cache
 def _any_grouped_product() -> None:
-    """Let torch infer the shape of grouped matrix products for all dtypes. By default it does so only for bfloat16.
+    """Let torch infer the shape of grouped matrix products for all dtypes. By default only bfloat16 works.
 
-    Such products compute the experts of a mixture. Called once in a process.
+    Such products compute the experts of a mixture. This is called once in a process.
     """
     import torch
     from torch._subclasses.fake_impls import register_op_impl
@@ -395,7 +395,7 @@ def offload_inputs(layer: nn.Module, where: str) -> None:
         return offloaded.to(device, non_blocking=True)
 
     def before(*_: object) -> None:
-        """Begin to offload saved tensors. Called before the layer's forward pass."""
+        """Begin to offload saved tensors. This is called before the layer's forward pass."""
         # When the layer is computed again, its saved tensors are needed at once, so they stay on the device. torch has
         # switched `enable_hook` off in this case.
         if state.enable_hook and torch.is_grad_enabled():
@@ -403,7 +403,7 @@ def offload_inputs(layer: nn.Module, where: str) -> None:
             entered[-1].__enter__()
 
     def after(*_: object) -> None:
-        """Stop offloading. Called after the layer's forward pass, even if the pass has failed."""
+        """Stop offloading. This is called after the layer's forward pass, even if the pass has failed."""
         if entered:
             entered.pop().__exit__()
 

@@ -61,7 +61,7 @@ stored separately."""
 
 
 def takes_attention(model: PreTrainedModel) -> bool:
-    """Return True if the model looks its attention function up by name, so that Flash can give it another one."""
+    """Return True if the model looks its attention function up by name, so that Flash can set another function."""
     return bool(getattr(model, "_supports_attention_backend", False))
 
 

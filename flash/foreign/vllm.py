@@ -82,7 +82,7 @@ def cache_tokens(llm: Any) -> int:
 def fail_requests(llm: Any) -> None:
     """End all requests of a closed or dead engine with an error, and end vLLM's reading task.
 
-    vLLM would do so later, and log each request as a failure.
+    vLLM would end them later, and log each request as a failure.
     """
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -336,7 +336,7 @@ def stat_logger(record: Callable[[Any], None]) -> Any:
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     class Reader(PrometheusStatLogger):
-        """Stat logger that passes statistics on. The methods without effect replace those that use Prometheus."""
+        """Stat logger that passes statistics on. The methods without effect replace methods that use Prometheus."""
 
         def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
             """Register nothing with Prometheus."""

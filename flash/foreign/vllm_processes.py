@@ -81,13 +81,13 @@ def apply_offline_mode() -> None:
 
 
 def start_cores_with(context: Any) -> None:
-    """Let vLLM start cores through a multiprocessing context of ours. Called in a node loop."""
+    """Let vLLM start cores through a multiprocessing context of ours. This is called in a node loop."""
     utils: Any = import_module("vllm.v1.engine.utils")
     utils.get_mp_context = lambda: context
 
 
 def start_workers_with(context: Any) -> None:
-    """Let vLLM start workers through a multiprocessing context of ours. Called in a core."""
+    """Let vLLM start workers through a multiprocessing context of ours. This is called in a core."""
     executors: Any = import_module("vllm.v1.executor.multiproc_executor")
     executors.get_mp_context = lambda: context
 

@@ -66,7 +66,7 @@ def _process(
     """Pack a layer's new weights for its kernel, on the CPU. Replaces a method of the layer's quantization.
 
     vLLM packs the experts of a mixture when it loads a model, but not when it reloads weights: without the last step
-    here, the kernel would read plain weights as packed ones.
+    here, the kernel would read plain weights as if they were packed.
 
     Args:
         method: the layer's quantization method, to which `process` belongs.

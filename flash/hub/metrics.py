@@ -31,7 +31,7 @@ NO_MISBEHAVIOUR = {"loop_blocked_s": 0.0, "abandoned_calls": 0}
 class BranchCounts:
     """Counts of the branches of a step's episodes. A branch is one of the token sequences of an episode.
 
-    Sampled tokens, also called action tokens, are those that the policy has generated.
+    Sampled tokens, also called action tokens, are the tokens that the policy has generated.
     """
 
     def __init__(self) -> None:
@@ -66,10 +66,10 @@ class BranchCounts:
 class StepMetrics:
     """Sums up the metrics of the time between two steps, which make the row of the later step.
 
-    The parts of the hub report to it what happens, and `row` gives the sums and begins the next ones. Waits and rates
-    count from the first lease of a training task, because no engine worked for training before it. A resumed run may
-    take a step before its first lease, from samples that it had. The interval of such a step is only the time of
-    training, and its row has a wait of 0 and no rates.
+    The parts of the hub report each event to it, and `row` returns the sums and begins new ones. Waits and rates count
+    from the first lease of a training task, because no engine worked for training before it. A resumed run may take a
+    step before its first lease, from samples that it had. The interval of such a step is only the time of training, and
+    its row has a wait of 0 and no rates.
     """
 
     def __init__(self, samples: SampleStore) -> None:

@@ -100,7 +100,8 @@ class LeaseRequest(NodeRequest[LeaseReply], frozen=True, tag=True):
 
 
 class ClaimReply(msgspec.Struct, frozen=True, tag=True):
-    """Reply to `ClaimRequest`: the node keeps these leases, and drops the others without reporting them."""
+    """Reply to `ClaimRequest`: the node keeps the named leases, and drops all other presented leases without a
+    report."""
 
     lease_ids: list[int]
     """Numbers of the leases that the node keeps."""
@@ -531,7 +532,7 @@ def dialect() -> str:
     """Return a digest of the fields of all messages, and of the types that these messages contain.
 
     A node and a hub whose digests differ run versions of Flash that would not understand each other. So a guest sends
-    its digest (`RunRequest`), and the hub refuses another one.
+    its digest (`RunRequest`), and the hub refuses a digest that differs from its own.
     """
     structs = {
         value

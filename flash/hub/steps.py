@@ -110,8 +110,8 @@ class TrainingSteps:
 
     @property
     def ranks_export(self) -> bool:
-        """True if the ranks export the model, or still have to export it. They do so only in a run that has trained all
-        steps."""
+        """True if the ranks export the model, or still have to export it. The model is exported only in a run that has
+        trained all steps."""
         ended = self._end_reply is not None and self._end_reply.finished
         return ended and self._config.checkpoint.export and not self._incarnations.saved
 
@@ -346,7 +346,7 @@ class TrainingSteps:
                 self._evaluations.published(published.version)
                 self._versions.announce(published.version)
             # This is sent even if the version is not new: engines that could not load it from the earlier incarnation
-            # can do so now.
+            # can load it now.
             progress.send("versions")
         progress.stages_ended += 1
         progress.send("run")

@@ -334,8 +334,8 @@ class TrainerRanks:
         await anyio.sleep(waits.BEAT_S)
 
     async def processes_of_node(self, request: p.RanksRequest) -> p.RanksReply:
-        """Answer a launcher with the rank processes of its node: the living ones, and those that it must kill, with the
-        reason.
+        """Answer a launcher with the rank processes of its node: which live, which it must kill, and which were the
+        cause.
 
         Waits until a rank process of any node has started or ended since the launcher's last request, for at most
         `waits.news_s`. The signal `ranks` wakes the request. The reply comes without a change, too,

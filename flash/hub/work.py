@@ -401,7 +401,7 @@ class NodeWork:
         """Value of `admission.openings`, which counts the events that may have made a lease possible, when results last
         made `deliver` grant leases. If the counter has changed since then, `deliver` grants leases again."""
         self._evaluation_start: float | None = None
-        """Unix seconds of the first lease of the running evaluation; None while none runs."""
+        """Unix seconds of the first lease of the running evaluation; None while no evaluation runs."""
 
     # -- leases go out -----------------------------------------------------------------------------------------------
 

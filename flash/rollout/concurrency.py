@@ -142,7 +142,7 @@ class ConcurrencyLimit:
             name: identifies the response in later calls.
             prompt: number of tokens of the prompt.
             length: number of tokens of the response that exist already.
-            longest: largest number of tokens that the response may have, with those that exist.
+            longest: largest number of tokens that the response may have, including the `length` tokens.
         """
         self._running[name] = [prompt, length, longest, 0]
         self._worst += prompt + longest

@@ -158,7 +158,8 @@ class Engine(Protocol):
         """Stream one response: any number of `Progress`, then one `Completion` with all new tokens.
 
         The `Completion` does not hold the `request.generated` tokens, which earlier engines have sampled. Closing or
-        cancelling the iterator aborts the request in the engine; the proxy does so to move a request to another engine.
+        cancelling the iterator aborts the request in the engine. The proxy cancels it to move a request to another
+        engine.
 
         Raises:
             EngineRefusal: the request is invalid, for example too long. Any engine would refuse it.

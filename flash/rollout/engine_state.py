@@ -172,7 +172,7 @@ class EngineRecord(EngineView):
     def install(self, engine: Engine, limit: int) -> None:
         """Put an engine into the place, and reset everything that belongs to one engine.
 
-        Called for the first engine, and for each engine that replaces a dead one.
+        This is called for the first engine, and for each engine that replaces a dead one.
         """
         self.backend = engine
         """The engine of the place."""

@@ -74,7 +74,8 @@ class RolloutNode:
         config: the configuration of the run.
         link: connection to the hub, and the numbers of the node and of its first engine there.
         make_engines: one function for each place of the node, which has one engine at a time. The function makes an
-            engine that is not started, given its number in the run. Called again when the engine of the place has died.
+            engine that is not started, given its number in the run. It is called again when the engine of the place has
+            died.
         tokenizer: the model's tokenizer.
         env: environment of the episodes.
         now: Unix seconds on the loop's clock.
@@ -211,9 +212,9 @@ class RolloutNode:
     async def drain(self) -> None:
         """Leave the run: notify the hub, take no more leases, and let the episodes end. Then `run` returns.
 
-        Called when the hub wants the node to leave, or when a signal asks a joined node to leave. Episodes may go on
-        for deadlines.shutdown while a place has an engine. Then the leases of the remaining episodes are handed back,
-        for other nodes. A start of the engines is stopped.
+        This is called when the hub wants the node to leave, or when a signal asks a joined node to leave. Episodes may
+        go on for deadlines.shutdown while a place has an engine. Then the leases of the remaining episodes are handed
+        back, for other nodes. A start of the engines is stopped.
         """
         self._supervisor.stop_reporting_deaths()
         self._starting.cancel()

@@ -150,7 +150,7 @@ class PartialResponse:
         append_versions(versions, last.versions)
         before = self._kept_until(at)
         kept = None if before is None or last.kept is None else join_kept((before, last.kept))
-        # The routes of all tokens are those of the last engine, because it has computed the earlier tokens again.
+        # The last engine has computed the earlier tokens again, so its routes are for all tokens.
         return Completion(self._tokens, self._logprobs[:at] + last.logprobs, versions, last.finish, kept, last.routes)
 
     def _kept_until(self, tokens: int) -> Kept | None:
@@ -360,7 +360,7 @@ class LLMProxy:
     def _fill(self, engine: EngineRecord) -> None:
         """Fill the room of an engine: with waiting requests, then with requests that fuller engines run.
 
-        Called whenever the room may have grown. At the end `on_room` notifies the scheduler, which can use the
+        This is called whenever the room may have grown. At the end `on_room` notifies the scheduler, which can use the
         remaining room for new episodes.
         """
         for record in self._router.fill(engine.index):
@@ -458,7 +458,7 @@ class LLMProxy:
                 scopes[record].cancel()
 
     async def _wait_until_empty(self, engine: EngineRecord, purpose: str, seconds: float) -> None:
-        """Wait until an engine holds no request. The caller has made sure that it gets no new ones.
+        """Wait until an engine holds no request. The caller has made sure that the engine gets no new requests.
 
         Raises:
             DeadlineError: this takes longer than `seconds`. `purpose` completes the message.
@@ -568,7 +568,8 @@ class LLMProxy:
         return engine.death
 
     def renumber(self, first_index: int) -> None:
-        """Give the engines their numbers at the next hub, from `first_index` on. Called when the hub was lost."""
+        """Give the engines their numbers at the next hub, from `first_index` on. This is called when the hub was
+        lost."""
         for engine in self.records:
             engine.renumber(first_index + engine.index)
 

@@ -141,7 +141,7 @@ class EngineView:
         """If a request is the engine's suspect, note that it cannot kill the engine, which may then get another
         suspect.
 
-        Called when the engine has given a token of the request, or no longer holds it.
+        This is called when the engine has given a token of the request, or no longer holds it.
         """
         if self.suspect is record:
             self.suspect = None

@@ -212,7 +212,7 @@ class EngineSupervisor:
                 group.start_soon(self._fill_place, place)
 
     def stop_reporting_deaths(self) -> None:
-        """Report no more deaths of engines. Called when the node leaves.
+        """Report no more deaths of engines. This is called when the node leaves.
 
         The machine may be ending, which kills engines. People need no report of such deaths.
         """

@@ -264,8 +264,8 @@ def encode_slices(value: Any, buffer: bytearray) -> Generator[None]:
     """Append the encoding of a message, or of a part of one, to `buffer`, and yield after each slice.
 
     Structs, lists and long bytes are divided; everything else is encoded in one call. The caller may remove encoded
-    bytes from `buffer` while the generator is paused, but may not add any, nor change `value`. The bytes are those that
-    `msgspec.msgpack.encode` gives, so the receiver decodes them in the usual way.
+    bytes from `buffer` while the generator is paused, but may not add any, nor change `value`. `msgspec.msgpack.encode`
+    gives the same bytes, so the receiver decodes them in the usual way.
     """
     if isinstance(value, msgspec.Struct) and not value.__struct_config__.array_like:
         config = value.__struct_config__

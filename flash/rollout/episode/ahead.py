@@ -52,7 +52,8 @@ class ExpectedResponse:
 
 
 class ResponsesAhead:
-    """Set of the responses that one episode samples ahead. `EpisodePlayer` makes one for each episode that may do so.
+    """Set of the responses that one episode samples ahead. `EpisodePlayer` makes one for each episode that may sample
+    ahead.
 
     The environment's view calls `expect` and `announce`. The player calls `find` and `take` before it would request a
     response, and `drop` at the end of the episode.
@@ -123,7 +124,8 @@ class ResponsesAhead:
                 return
             with suppress(EnvError):  # raised again when the observation is shown
                 prompt, format = await run_in_thread(lambda: self._prompt(expected))
-                # The tokenizer keeps the tokens of first observations, the transcript those of later ones.
+                # The tokenizer keeps the tokens of first observations. Tokens of later observations are kept in the
+                # transcript.
                 if responses := expected.responses:
                     position = self._transcript.branches[expected.branch].ends[responses - 1].position
                     self._transcript.rendered_ahead[expected.name] = expected, prompt[position:]
@@ -226,7 +228,7 @@ class ResponsesAhead:
     def drop(self) -> int:
         """Forget the responses that the episode has not taken. Return the number of their tokens, which are lost.
 
-        Called at the end of the episode, when the tasks that sample ahead have been cancelled.
+        This is called at the end of the episode, when the tasks that sample ahead have been cancelled.
         """
         tokens = sum(response.tokens for response in self._responses)
         self._responses.clear()

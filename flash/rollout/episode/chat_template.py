@@ -290,7 +290,7 @@ class ChatTemplate:
 
     @cached_property
     def read_arguments(self) -> frozenset[str]:
-        """Names of the arguments that the chat template reads, apart from those that Flash and transformers set.
+        """Names of the arguments that the chat template reads, without the arguments that Flash and transformers set.
 
         Users may set these arguments in `model.chat_template_kwargs`.
         """
@@ -313,7 +313,7 @@ class ChatTemplate:
         """Return a key for messages and tools, which is their JSON.
 
         `HfTokenizer.render` keeps the tokens of first observations under this key. `follow` and `prompt_and_answer`
-        call this only to refuse lone surrogates. `prompt` does not call it, because `render` has done so.
+        call this only to refuse lone surrogates. `prompt` does not call it, because `render` has called it before.
 
         Raises:
             EnvError: a text has a lone surrogate, which is a character that UTF-8 cannot encode. Lone surrogates mark
@@ -355,7 +355,7 @@ class ChatTemplate:
                 shown = self._render(list(map(self._in_form, trial.messages)), trial.tools, prompting=False)
                 self._left_out[part] = trial.expected not in shown.text
             except EnvError:
-                # The template refuses such messages: rendering the real ones raises that error.
+                # The template refuses such messages. Rendering the real messages raises that error.
                 self._left_out[part] = False
         return self._left_out[part]
 
@@ -479,10 +479,11 @@ class ChatTemplate:
         closing = [token for token in alone[: _common_prefix(alone, followed)] if token in self._control_ids]
         if closing:
             return closing[-1]
-        # Some templates close the last response of a conversation with another token than earlier ones: GPT-OSS writes
-        # <|return|> there, and <|end|> before other messages. Then no token is common to both texts. While the model
-        # samples, its response is the last message. So it ends with the first control token that the template writes
-        # after the last message. Later control tokens, such as the end of the text, are not sampled by the model.
+        # Some templates close the last response of a conversation with another token than earlier responses: GPT-OSS
+        # writes <|return|> there, and <|end|> before other messages. Then no token is common to both texts. While the
+        # model samples, its response is the last message. So it ends with the first control token that the template
+        # writes after the last message. Later control tokens, such as the end of the text, are not sampled by the
+        # model.
         return next((token for token in alone if token in self._control_ids), None)
 
     def _answer_to_question(

@@ -531,7 +531,7 @@ class _EpisodeState:
     def waits_for(self, late_outcome: Outcome, what: str, look_at: str) -> None:
         """Record the event that the episode waits for from now on, for the failure if its deadline passes meanwhile.
 
-        Called before each wait. `deadline_failure` uses the newest record.
+        This is called before each wait. `deadline_failure` uses the newest record.
 
         Args:
             late_outcome: outcome of the failure.

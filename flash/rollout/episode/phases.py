@@ -75,7 +75,7 @@ class Phases:
             self.rule.enter(lease)
 
     def leave(self, lease: Lease) -> None:
-        """Report that an episode has ended in any way. Called once for each `enter`."""
+        """Report that an episode has ended in any way. This is called once for each `enter`."""
         if self.rule is not None:
             self._release(self.rule.leave(lease))
 

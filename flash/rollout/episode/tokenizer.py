@@ -354,7 +354,7 @@ class HfTokenizer(Tokenizer):
                 tokens = self._controls.encode(text)
             except EnvError:
                 continue
-            # The tokens before the tokens of the text itself are the ones that the tokenizer puts before any text.
+            # The tokenizer begins every text with the tokens that stand before `tokens` here.
             whole = list(self.inner.encode(text))
             for at in range(len(whole) - len(tokens) + 1) if tokens else ():
                 if whole[at : at + len(tokens)] == tokens:

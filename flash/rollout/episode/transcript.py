@@ -12,8 +12,8 @@ and makes the trajectory of all of it with `trajectory`. Rules:
 3. Copied tokens count as prompt in the new branch. So every sampled token is in exactly one *span* (the positions of
    one response) of one branch, and is trained once.
 
-The environment may choose the place of the next observation, and options of the next response. It does so through
-`flash.rollout.episode.view.TranscriptView`, and the transcript keeps them until they are used.
+The environment may choose the place of the next observation, and options of the next response. It uses
+`flash.rollout.episode.view.TranscriptView` for this, and the transcript keeps the choices until they are used.
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ class Branch:
         """Kept sets of the tokens in `spans`: the tokens that could have been drawn in place of each
         (`flash.sampling`). Empty if sampling leaves no token out."""
         self.routes: Routes | None = None
-        """Experts that the engine chose for the tokens of the branch, as far as it has reported them. None if the model
-        is no mixture of experts, or the engine does not report them."""
+        """Experts that the engine chose for the tokens of the branch; later tokens may still be without a report. None
+        if the model is no mixture of experts, or the engine does not report them."""
 
     def length_after(self, responses: int) -> int:
         """Return the number of tokens of the branch up to the end of its first `responses` responses.

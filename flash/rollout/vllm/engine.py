@@ -70,7 +70,7 @@ class VLLMEngine:
     Args:
         config: the configuration of the run.
         index: number of this engine among all engines of the run. `reassign` changes it.
-        gpus: indices of the engine's GPUs among those visible to this process; empty on the CPU.
+        gpus: indices of the engine's GPUs among the GPUs that this process sees; empty on the CPU.
         remember: called in a thread with the process id of the engine's core. It records which shared memory the
             engine's processes use, so that this memory is freed with the job if the processes are killed. It is called
             repeatedly while the engine starts, because this process may be killed together with the core, and once at
@@ -156,8 +156,8 @@ class VLLMEngine:
                 await self._llm.update_weight_version(str(FIRST_VERSION))
                 await anyio.to_thread.run_sync(self._remember, self._processes.core)
         except Exception as error:
-            # vLLM's start raises errors of any type, from ValueError to those of pydantic. The cause must be found
-            # before `_abandon_start` kills the processes.
+            # vLLM's start raises errors of many types, such as ValueError and errors of pydantic. The cause must be
+            # found before `_abandon_start` kills the processes.
             killed = self._processes.killed_in_start(error)
             await self._abandon_start()
             if killed is not None:

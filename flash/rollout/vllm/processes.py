@@ -233,7 +233,7 @@ class EngineProcesses:
         return text if code is not None and (code < 0 or code == SERVER_GONE or _killed_worker(code)) else None
 
     def watch(self) -> None:
-        """Report from now on when the core or one of its workers ends. Called when the engine is ready.
+        """Report from now on when the core or one of its workers ends. This is called when the engine is ready.
 
         Without this, the death of a worker would only show as failing requests. If a process has ended already, this is
         reported at once.
@@ -256,8 +256,8 @@ class EngineProcesses:
     def unwatch(self) -> None:
         """Stop reporting the ends of processes.
 
-        Called when the engine is closed or has died, always before `end`, which closes the descriptors that the loop
-        watches. A second call does nothing.
+        This is called when the engine is closed or has died, always before `end`, which closes the descriptors that the
+        loop watches. A second call does nothing.
         """
         if not self._watching:
             return

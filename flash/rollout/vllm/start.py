@@ -78,7 +78,7 @@ def configure(
     Args:
         config: the configuration of the run.
         index: number of the engine in the run.
-        gpus: indices of the engine's GPUs among those that this process sees.
+        gpus: indices of the engine's GPUs among the GPUs that this process sees.
         stepped: called with vLLM's statistics after each step.
         maker: checks vLLM's arguments and returns its constructor; tests replace it.
         prefix: folder in which vLLM is installed; tests replace it.
@@ -261,7 +261,8 @@ def engine_variables(
 
 
 def server_variables(config: Config, node: int) -> dict[str, str]:
-    """Return the environment variables of the fork server that differ from those of this process, the launcher.
+    """Return the environment variables of the fork server that this process, the launcher, does not have or has
+    otherwise.
 
     The node loop of machine `node` and its engines are forked from the fork server, which has imported vLLM already. So
     it must have the variables that vLLM and OpenMP read when they are loaded, but no variable that a node loop must not

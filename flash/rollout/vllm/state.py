@@ -157,7 +157,7 @@ class PressureGauge:
         self._pressure = msgspec.structs.replace(self._pressure, kv_tokens=tokens)
 
     def excuse_preemptions(self) -> None:
-        """Do not count the sequences that run now as preempted. Called when a swap drops their cache.
+        """Do not count the sequences that run now as preempted. This is called when a swap drops their cache.
 
         `Pressure.preemptions` only counts preemptions for lack of room.
         """
@@ -234,7 +234,7 @@ class StepWatch:
         self._requests -= 1
 
     def pause(self) -> None:
-        """Expect no step until `resume`. Called for a swap, which has a deadline of its own."""
+        """Expect no step until `resume`. This is called for a swap, which has a deadline of its own."""
         self._paused = True
 
     def resume(self, now: float) -> None:
