@@ -1,4 +1,4 @@
-"""Objectives of the policy, and their parts: advantages, corrections, aggregation. Pure functions on packed tokens.
+"""Objectives of the policy, and their parts: advantages, corrections, aggregation. All are pure functions of tensors.
 
 Importing this package does not import torch, so that a configuration can be read and checked without it.
 """

@@ -39,7 +39,8 @@ class _CentredRewards(NamedTuple):
     centred_B: FloatArray
     """(R − mean) / 2^exponent; exactly 0 in a group of equal rewards."""
     exponent_B: IntArray
-    """Exponent of the power of two that scales the largest reward of the sample's group to about 1."""
+    """Exponent of the power of two by which the rewards of the sample's group are divided, so that the largest is about
+    1."""
 
 
 def group_advantages(rewards: Sequence[float] | FloatArray, group_ids: Sequence[int] | IntArray) -> FloatArray:
@@ -143,7 +144,7 @@ def whiten(parts: Sequence[Sequence[float]] | FloatArray) -> tuple[float, float]
 
     A part is the numbers of one data shard, the samples that one rank trains. The estimator `batch` needs this
     (REINFORCE++, arXiv 2501.03262): advantage = (raw − mean) · (1 / std), over all trained tokens. If the numbers are
-    equal, or there are none, 0 is returned for 1 / std, so that the advantages are 0.
+    equal, or if there are no numbers, 0 is returned for 1 / std, so that the advantages are 0.
 
     Raises:
         ValueError: a moment is not finite.
@@ -164,8 +165,8 @@ def whiten(parts: Sequence[Sequence[float]] | FloatArray) -> tuple[float, float]
 def are_equal(rewards: Collection[float]) -> bool:
     """Return True if the rewards of a group are equal up to rounding, so that its advantages are 0.
 
-    `rewards` must not be empty. `flash.samples` leaves such groups out if `rollout.drop_equal_rewards` is set, and
-    counts them.
+    `rewards` must not be empty. `flash.samples` counts such groups, and leaves them out of training if
+    `rollout.drop_equal_rewards` is set.
     """
     least, most = min(rewards), max(rewards)
     return most - least <= EQUAL * max(abs(least), abs(most))

@@ -97,22 +97,22 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     of the configuration refuses `train.async_ratio` > 0, unless a correction by weight is configured or
     `train.allow_uncorrected` is set."""
     advantage: ClassVar[Advantage] = "group"
-    """Estimator that the method uses unless `algorithm.advantage` names another."""
+    """Estimator that the method uses unless `algorithm.advantage` names another estimator."""
     aggregation: ClassVar[Aggregation] = "token_mean"
-    """Aggregation that the method uses unless `algorithm.aggregation` names another."""
+    """Aggregation that the method uses unless `algorithm.aggregation` names another aggregation."""
     limits: ClassVar[bool] = False
     """True if the trainer must call `limit` before each update."""
     critics: ClassVar[int] = 1
     """Number of critics if the run has critics and `critic.count` is not set. An objective with more than 1 compares
     its critics: the run needs at least two, and the trainer calls `bounds` for each batch."""
     critic_target: ClassVar[CriticTarget] = "lambda"
-    """Target that the method's critics learn unless `critic.target` names another."""
+    """Target that the method's critics learn unless `critic.target` names another target."""
 
     @property
     def proximal_policy(self) -> Proximal:
         """Source of `PackedTokens.proximal_T`.
 
-        Read when the configuration is checked, and when the trainer starts.
+        The check of the configuration reads this, and the trainer when it starts.
         """
         return "recompute"
 
@@ -120,7 +120,7 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def proximal_decay(self) -> float:
         """Share of the moving average of the weights that is kept at each step.
 
-        Read at the end of each step if `proximal_policy` is `ewma`, and never otherwise.
+        The trainer reads this at the end of each step if `proximal_policy` is `ewma`, and never otherwise.
         """
         raise TypeError(f"{type(self).__name__} does not define proximal_decay")
 
@@ -151,7 +151,7 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def without_effect(self) -> dict[str, str]:
         """Return the options that have no effect next to the other options: name → the reason.
 
-        Called when the configuration is checked. If a user has set one of these options, the configuration is refused
+        The check of the configuration calls this. If a user has set one of these options, the configuration is refused
         with the reason.
         """
         return {}

@@ -13,7 +13,7 @@ not been sampled (in verl's rollout correction, rejected sequences leave the res
 tokens of a rejected sequence are *masked* (have no part in the loss) in addition to the tokens that were masked before.
 
 Weights (`token_tis`, `icepop`) keep every token in the mean, even tokens with weight 0: the formula is Σ w(…) / Σ |y|,
-where |y| is the number of tokens of a response. A weight is for an objective without w, such as `rloo`. With an
+where |y| is the number of tokens of a response. Use a weight with an objective without w, such as `rloo`. With an
 objective that has w in its formula, or in its ratio to the behaviour policy, a weight would correct the same difference
 twice.
 
@@ -141,8 +141,8 @@ class Corrected(NamedTuple):
 def correct(corrections: Iterable[Correction], tokens: PackedTokens) -> Corrected:
     """Return the product of the corrections' factors, and the tokens that every filter accepts.
 
-    `tokens` has the mask of the micro-batch, before any of these corrections. So the corrections do not depend on their
-    order. Without corrections, all factors are 1 and all tokens are accepted.
+    Every correction gets `tokens` with the mask of the micro-batch, before any correction. So the order of the
+    corrections does not matter. Without corrections, all factors are 1 and all tokens are accepted.
     """
     weight_T = tokens.behaviour_T.new_ones(tokens.behaviour_T.shape)
     accepted_T = weight_T > 0

@@ -1,4 +1,4 @@
-"""Statistics on whether signals of attention occur together: plans with entropy, plans with FAI, anchors with plans.
+"""Measures whether signals of attention occur together: plans with entropy, plans with FAI, and anchors with plans.
 
 The signals (`algorithms.rhythm`) are numbers for each token of a response, the action tokens of one sequence. WAAD is
 the mean distance that the model looked back at the token, Δ is the change of WAAD to the next token, and FAI is the
@@ -193,8 +193,8 @@ def _draw_shifts(lengths: Sequence[int], seed: int, shifts: int) -> Iterator[Seq
 
 
 def _shifted_plans(tokens: _Tokens, shifts: Iterable[Sequence[int]]) -> Iterator[BoolArray]:
-    """Yield bool [A] for each shift: the plans, moved cyclically to later tokens by the shift's number for their
-    response."""
+    """Yield bool [A] for each shift: the plans, moved cyclically to later tokens. A shift has one number per response,
+    by which the plans of this response are moved."""
     # For each of the E tokens that have a Δ: the length of its response, the first place of its response among the E,
     # and its own place within its response.
     lengths = np.array(tokens.lengths, dtype=np.int64)
@@ -259,7 +259,7 @@ def _coupling(name: str, means: _Means, null_S: FloatArray, *, exhaustive: bool)
 
 
 def _beyond(null_S: FloatArray, seen: float, near: float) -> tuple[int, int]:
-    """Return the number of shifts whose difference is at least `seen`, and the number whose difference is at most that.
+    """Return two numbers of shifts: with a difference of at least `seen`, and with a difference of at most `seen`.
 
     Differences within `near` of `seen` count as equal, so they are in both numbers.
     """

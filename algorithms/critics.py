@@ -62,7 +62,7 @@ def gae(
     reward_K = _finite(np.asarray(reward_T, dtype=np.float64)[kept_K], "reward")
     value_K = _finite(np.asarray(value_T, dtype=np.float64)[kept_K], "value")
 
-    # V_{t+1}: the value of the next step of the same sequence, or after its last step the bootstrap.
+    # next_K is V_{t+1}: the value of the next step of the same sequence; after the last step, the bootstrap.
     next_K = np.zeros_like(value_K) if bootstrap_S is None else np.asarray(bootstrap_S, dtype=np.float64)[sequence_K]
     has_next = sequence_K[1:] == sequence_K[:-1]
     next_K[:-1][has_next] = value_K[1:][has_next]
@@ -77,7 +77,13 @@ def gae(
 def monte_carlo(reward_T: npt.ArrayLike, mask_T: BoolArray, sequence_T: IntArray, *, gamma: float) -> FloatArray:
     """Return float64 [T]: Σ_{k ≥ t} γ^{k−t} r_k over the unmasked tokens of each sequence; 0 at masked tokens.
 
-    These are the targets of critics whose `critic.target` is "monte_carlo". The arguments are those of `gae`.
+    Critics learn these targets if `critic.target` is "monte_carlo".
+
+    Args:
+        reward_T: r, the reward that arrives at each token.
+        mask_T: True for tokens that are time steps.
+        sequence_T: index of each token's sequence, non-decreasing.
+        gamma: γ, the discount of one time step.
 
     Raises:
         ValueError: an unmasked reward is not finite.
@@ -93,8 +99,8 @@ def discounted_sums(term_K: FloatArray, sequence_K: IntArray, factor: float) -> 
     """Return float64 [K]: Σ_{k ≥ t} factor^{k−t} · term_k over the rest of each sequence; factor is in [0, 1].
 
     The sum is taken by doubling: after j passes, each step holds the sum of its next 2^j terms. This takes
-    log2(longest sequence) passes over arrays, where a loop over tokens in Python would be far slower. Every power of
-    the factor is at most 1, so nothing overflows, and nothing is divided by a power that has underflowed to 0.
+    log2(longest sequence) passes over arrays; a loop over tokens in Python would be far slower. Every power of the
+    factor is at most 1, so nothing overflows, and nothing is divided by a power that has underflowed to 0.
     """
     sum_K = np.array(term_K, dtype=np.float64)
     longest = int(np.bincount(np.unique(sequence_K, return_inverse=True)[1]).max(initial=0))
@@ -109,10 +115,10 @@ def discounted_sums(term_K: FloatArray, sequence_K: IntArray, factor: float) -> 
 def assign_critics(group_ids_B: Sequence[int], critics: int, seed: int) -> IntArray:
     """Return int64 [B]: the index of the one critic that learns from each response (AsyPPO, arXiv 2510.01656).
 
-    A group is the responses to one prompt. They are put into an order that depends on the seed and the group's id, and
-    are assigned to the critics in turn. So the critics' counts differ by at most one in each group. The first response
-    goes to critic (id mod critics), so that over many groups no critic gets more responses than the others. Every rank
-    gets the same result. With one critic, or without critics, all indices are 0.
+    A group is the responses to one prompt. The responses are put into an order that depends on the seed and the group's
+    id, and are assigned to the critics in turn. So the critics' counts differ by at most one in each group. The first
+    response goes to critic (id mod critics), so that over many groups no critic gets more responses than the others.
+    Every rank gets the same result. With one critic, or without critics, all indices are 0.
     """
     group_B = np.asarray(group_ids_B, dtype=np.int64)
     critic_B = np.zeros(len(group_B), dtype=np.int64)
@@ -125,7 +131,7 @@ def assign_critics(group_ids_B: Sequence[int], critics: int, seed: int) -> IntAr
 
 
 def _finite(number_K: FloatArray, name: str) -> FloatArray:
-    """Return the numbers.
+    """Return the numbers unchanged, once all are checked.
 
     Raises:
         ValueError: a number is not finite. The message calls the numbers by `name`.

@@ -1,6 +1,7 @@
 """Comparisons with another policy: KL to a reference, distillation from a teacher, and an interpolated proximal policy.
 
-`flash.trainer.objective` calls these functions for each micro-batch; for a KL in the reward, `flash.trainer.plan` does.
+`flash.trainer.objective` calls these functions for each micro-batch. For a KL in the reward, `flash.trainer.plan` calls
+`kl`.
 
 KL divergence from a reference policy is estimated at the sampled tokens (Schulman 2020, "Approximating KL divergence").
 With δ = log π − log π_ref at a token that π sampled:
@@ -89,7 +90,7 @@ def distilled(advantage_T: Tensor, logp_T: Tensor, teacher_T: Tensor, coefficien
     et al. 2023, "MiniLLM", arXiv 2306.08543, without its long-term part; Thinking Machines Lab 2025, "On-Policy
     Distillation").
 
-    D_t uses only the log-probs of this token, not those of later tokens. So it estimates the KL divergence at each
+    D_t uses only the log-probs of this token, not of later tokens. So it estimates the KL divergence at each
     token, given the prefix y_<t of sampled tokens: with the objective's importance ratio r = π / π_behaviour,
     E[−r D_t ∇ log π] is β times the gradient of Σ_t KL(π(· | y_<t) ‖ π_T(· | y_<t)). This holds whichever version
     sampled the prefixes.

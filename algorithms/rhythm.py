@@ -13,8 +13,9 @@ The advantage of a token is multiplied by γ = g if the token is a *plan* (`loca
 Δ_u ≥ τ_Δ with u in t − k … t − 1, passes the share α of its extra credit to that u.
 
 `flash.trainer.rhythm` observes the policy's attention in each step and calls these functions, with one block of
-attention weights at a time. `row_B` are the places in the sequence of the tokens that attend, `column_C` the places
-that they look at, both ascending, columns without gaps. WAAD and FAI are linear in A, so the mean over heads is last.
+attention weights at a time. `row_B` are the places in the sequence of the tokens that attend, and `column_C` the places
+of the tokens that they look at. Both ascend, and columns have no gaps. WAAD and FAI are linear in the attention
+weights, so they are computed for each head and then averaged over heads.
 
 Shape legend: H = heads, B = rows of a block, C = its columns, R = tokens of a response.
 """
@@ -42,7 +43,7 @@ Share = Annotated[float, Meta(gt=0, le=1)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 SLACK = 1e-9
-"""Number that is subtracted before q · n is rounded up, since a float may hold a whole q · n as slightly more."""
+"""Number that is subtracted before q · n is rounded up, because the float may be slightly more than a whole q · n."""
 
 
 class Rhythm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -142,9 +143,9 @@ def spans(attention_HBC: Tensor, row_B: Tensor, column_C: Tensor) -> Tensor:
 
     Its sum over all rows decides which heads are local and which are global (`head_kinds`).
     """
-    # Distances are taken from the last row t', as Σ_s A[t, s] (t' − s) − (t' − t), since the weights of a row add up to
-    # 1. So one matrix product serves all rows, and its result is larger than the answer only by the distance from the
-    # row to the last row of the block, which costs hardly any digits.
+    # The weights of a row add up to 1, so with the last row t' of the block, the span is Σ_s A[t, s] (t' − s) −
+    # (t' − t). So one matrix product serves all rows. It is larger than the span only by t' − t, which costs hardly any
+    # digits.
     return attention_HBC @ (row_B[-1] - column_C).to(attention_HBC.dtype) + (row_B - row_B[-1])
 
 
@@ -155,7 +156,7 @@ def windowed_distance(attention_HBC: Tensor, row_B: Tensor, column_C: Tensor, wi
     are needed. The block must contain each row's own column, and no row may have attention outside of the block's
     columns.
     """
-    # back_W = t − s of these columns. Places before the block's first column have the weight 0.
+    # back_W has t − s of the W columns up to each row. Places before the block's first column get the weight 0.
     back_W = row_B.new_ones(min(window, len(column_C))).cumsum(0) - 1
     place_BW = (row_B - column_C[0])[:, None] - back_W
     rest_BW = ((window - back_W) * (place_BW >= 0)).to(attention_HBC.dtype)
@@ -234,8 +235,9 @@ def multiplier(options: Rhythm, waad_R: FloatArray, influence_R: FloatArray, pos
 def _plan_before(options: Rhythm, waad_R: FloatArray, delta_R: FloatArray, position_R: IntArray) -> IntArray:
     """Return [R]: for each token, the index of the plan to which it would pass credit if it is an anchor; −1 for none.
 
-    The plan is the token with the largest Δ among the `reach` tokens of the same turn before this token; among equal
-    ones, the nearest. There is none if that Δ is 0 or below τ_Δ, or if the WAAD of this token is above τ_waad.
+    The plan is the token with the largest Δ among the `reach` tokens of the same turn before this token; if several
+    have this Δ, the nearest. There is no plan if the largest Δ is 0 or below τ_Δ, or if the WAAD of this token is above
+    τ_waad.
     """
     low, high = np.quantile(waad_R, options.low_distance), np.quantile(delta_R, options.high_change)
     plan_R = np.full(len(waad_R), -1)

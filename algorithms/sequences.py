@@ -3,14 +3,14 @@
 `flash.trainer.step` calls `token_weights` for each micro-batch, the part of a minibatch that a rank computes at a time.
 `algorithms.objectives` and `algorithms.corrections` use the sums and means.
 
-`token_weights` gives each token a weight. The loss of a minibatch is then the plain sum of weight · loss over all its
-micro-batches on all ranks, however it is divided. The denominators are those of the whole minibatch, and a sequence is
-never divided.
+`token_weights` gives each token a weight. The loss of a minibatch is then the plain sum of weight · loss over all
+micro-batches on all ranks. The sum does not depend on the division into micro-batches, because the denominators count
+the whole minibatch, and a sequence is never divided.
 
 A token is *masked* if it has no part in the loss. The mask decides which tokens count in a denominator. A correction
-that rejects a sequence masks its tokens, and so takes them out of the denominators (`algorithms.corrections`). A token
-to which an objective or a weight gives 0 stays in: a cap that masks (`decoupled_ppo`, as in AReaL), `icepop` and `m2po`
-are defined as sums over all tokens.
+that rejects a sequence masks the tokens of the sequence, and so takes them out of the denominators
+(`algorithms.corrections`). A token to which an objective or a weight gives 0 still counts: a cap that masks
+(`decoupled_ppo`, as in AReaL), `icepop` and `m2po` are defined as sums over all tokens.
 
 Shape legend: T = action tokens of a micro-batch, S = its sequences.
 """
@@ -71,7 +71,8 @@ def token_weights(
         sequences: number of sequences in this micro-batch.
         total_tokens: trained tokens of the whole minibatch over all ranks. Tokens that corrections reject are still
             counted here, because they are not known yet; the trainer divides the gradient by the accepted share later.
-        total_sequences: sequences of the whole minibatch that have a trained token, counted in the same way.
+        total_sequences: sequences of the whole minibatch that have a trained token, over all ranks. Sequences that
+            corrections reject are still counted here, too.
         constant: divisor of `constant`, in tokens; Dr. GRPO's L.
     """
     present_T = mask_T.double()

@@ -25,8 +25,8 @@ BoolArray = npt.NDArray[np.bool_]
 class Overlong(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="overlong"):
     """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13).
 
-    The punishment of a response of up to limit − buffer tokens is 0. From there to `limit` tokens it grows linearly to
-    `penalty`, and longer responses have the same punishment.
+    The punishment of a response of up to limit − buffer tokens is 0. It then grows linearly with the length, up to
+    `penalty` at `limit` tokens. Longer responses have the punishment `penalty`.
     """
 
     limit: Annotated[int, Meta(gt=0)]

@@ -1,4 +1,4 @@
-"""Two ways to reduce the effect of old data: weights of samples by age, and a learning rate that depends on the lag.
+"""Reduces the effect of old data in two ways: by weights of samples, and by a learning rate that depends on the lag.
 
 Version n is the weights after n training steps. The *age* of a sample is the trainer's version minus the oldest version
 among its trained tokens. α is `train.async_ratio`: a trained token is at most ⌈α⌉ versions old, unless
@@ -101,7 +101,7 @@ def _with_mean_one(weight_B: FloatArray) -> FloatArray:
     """Return the weights divided by their mean; all 1 if all are 0, since they cannot be scaled to mean 1."""
     if not weight_B.any():
         return np.ones_like(weight_B)
-    # Divided by the largest weight first, so that equal weights become exactly 1.
+    # Divide by the largest weight first, so that equal weights become exactly 1.
     weight_B = weight_B / weight_B.max()
     return weight_B / weight_B.mean()
 
@@ -112,16 +112,16 @@ class Lag(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     *Lag* is the time, in versions, between the sampling of a token and the update that trains on it. Before each
     update, the distance is measured on the tokens of that update:
 
-        distance² = mean over the trained tokens of (log π_θ − log π_behaviour)², minus that at tokens of the current
-                    weights
+        distance² = mean over the trained tokens of (log π_θ − log π_behaviour)², minus the same mean over tokens that
+                    the current weights sampled
         rate ≤ past rate · √(budget / distance²), at most the scheduled rate
     """
 
     budget: Annotated[float, Meta(gt=0, le=100)] = 0.04
-    """Largest mean (log π − log π_behaviour)² of an update. 0.04: ratios of 0.8 or 1.2, as clips."""
+    """Largest mean (log π − log π_behaviour)² of an update. 0.04 stands for ratios of 0.8 or 1.2, the usual clips."""
 
-    # Why: a step changes the policy, but data that the changed policy has sampled arrives only a lag later. Until then,
-    # every step moves the policy as if the steps before it had not been made.
+    # Why: a step changes the policy, but data that the changed policy has sampled arrives only after the lag. Until
+    # then, every step moves the policy as if the steps before it had not been made.
     #
     # Derivation: for a token, let a be its lag in versions, where the earlier updates of the same step count as
     # fractions of a version. Let R be the sum of the rates applied over that time, where the rate of a version is the
@@ -132,8 +132,9 @@ class Lag(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     # Earlier reductions of the rate are thereby taken out of the measurement. So the distance settles at the budget,
     # and not between the budget and the distance that it would reach without a limit.
     #
-    # The disagreement of engine and trainer at equal weights is subtracted, because no rate has made it. If it counted
-    # as distance, the rate would fall further the less distance the rate itself makes, and would never rise again.
+    # The disagreement of engine and trainer at equal weights is subtracted, because the rate does not cause it. If it
+    # counted as distance, a smaller rate would not bring the distance below the budget: the rate would fall further and
+    # never rise again.
     #
     # Lower bound: synchronous training ends a whole update away from the policy that sampled. At the scheduled rate
     # over 1 + √(mean a²), a lag of a and the update after it move the policy no further than that. So a first update on

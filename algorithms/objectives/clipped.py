@@ -34,7 +34,7 @@ def clipped_surrogate(ratio_T: Tensor, advantage_T: Tensor, low: float, high: fl
     """
     free_T = ratio_T * advantage_T
     bound_T = ratio_T.clamp(1 - low, 1 + high) * advantage_T
-    # Where the bound is smaller, it is the minimum, and a clamped ratio has no gradient.
+    # Where the bound is smaller than r A, the bound is the minimum. Its ratio is clamped and has no gradient.
     return free_T.minimum(bound_T), (bound_T < free_T).to(ratio_T.dtype)
 
 
@@ -62,8 +62,9 @@ class Grpo(Objective, frozen=True):
 class Dapo(Grpo, frozen=True):
     """GRPO with a higher upper clip and the mean over all tokens: max E[min(r A, clip(r, 1 − ε_low, 1 + ε_high) A)].
 
-    DAPO (Yu et al. 2025, arXiv 2503.14476), eq. 8. The other two parts of the method are separate settings: dynamic
-    sampling is `rollout.drop_equal_rewards`, the overlong penalty is `algorithms.shaping.Overlong`.
+    DAPO (Yu et al. 2025, arXiv 2503.14476), eq. 8. The other two parts of the method are separate settings. Dynamic
+    sampling, which leaves out groups of equal rewards, is `rollout.drop_equal_rewards`. The penalty of long responses
+    is `algorithms.shaping.Overlong`.
     """
 
     advantage = "group"
@@ -77,9 +78,9 @@ class Dapo(Grpo, frozen=True):
 class DrGrpo(Grpo, frozen=True):
     """GRPO without its two biases: max E[min(r A, clip(r, 1 − ε_low, 1 + ε_high) A)] with A = R − mean of the group.
 
-    Dr. GRPO (Liu et al. 2025, arXiv 2503.20783). A division of the advantage by the group's standard deviation would
-    favour very easy and very hard prompts, so there is none. A division of token losses by the length of their response
-    would favour long wrong answers, so they are divided by a constant instead.
+    Dr. GRPO (Liu et al. 2025, arXiv 2503.20783). The advantage is not divided by the group's standard deviation,
+    because this would favour very easy and very hard prompts. Token losses are divided by a constant and not by the
+    length of the response, because this would favour long wrong answers.
     """
 
     advantage = "group_mean"
@@ -121,7 +122,7 @@ class Ppo(Objective, frozen=True):
         surrogate_T, clipped_T = clipped_surrogate(ratio_T, tokens.advantage_T, self.clip_low, self.clip_high)
         if self.dual_clip is not None:
             # Where A < 0, min(r A, clip(r) A) is below c A exactly if r > c, because c > 1. Without this bound the loss
-            # of such a token grows with its ratio without end, and data of older versions has large ratios.
+            # of such a token would have no limit, and data of older versions has large ratios.
             beyond_T = (ratio_T > self.dual_clip) & (tokens.advantage_T < 0)
             surrogate_T = (self.dual_clip * tokens.advantage_T).where(beyond_T, surrogate_T)
             clipped_T = clipped_T.masked_fill(beyond_T, 1.0)

@@ -23,9 +23,9 @@ class Rloo(Objective, frozen=True):
     """max E[A log π_θ(response)] with A = R − mean of the group's other samples.
 
     RLOO (Ahmadian et al. 2024, arXiv 2402.14740). log π_θ(response) is the sum of log π_θ over the tokens of a
-    response; the aggregation adds them up. It is an on-policy method without a ratio, so it does not correct data of an
-    older version, and an asynchronous run is refused. Off policy, use `tis_reinforce` or `aipo` with
-    advantage = "leave_one_out".
+    response, which the aggregation computes. RLOO is an on-policy method without a ratio, so it does not correct data
+    of an older version, and an asynchronous run is refused. Off policy, use `tis_reinforce` or `aipo` with advantage =
+    "leave_one_out".
     """
 
     corrects_staleness = False
@@ -63,8 +63,8 @@ class Cispo(Objective, frozen=True):
     """max E[sg(clip(r, 1 − ε_low, 1 + ε_high)) A log π_θ] with r = π_θ / π_behaviour.
 
     CISPO (MiniMax-M1, arXiv 2506.13585), eq. 4 and 5: clip the importance weight, not the gradient. Every token keeps a
-    gradient. A clipped surrogate would first drop rare tokens, among them those at which the reasoning changes its
-    course.
+    gradient. A clipped surrogate would first drop rare tokens, and among these are the tokens at which the reasoning
+    changes its course.
     """
 
     advantage = "group"
@@ -108,8 +108,8 @@ class Aipo(Objective, frozen=True):
 class Supervised(Objective, frozen=True):
     """min E[− log π_θ], the mean over all tokens of given answers: supervised fine-tuning.
 
-    `flash sft` uses it. It has no name in `algorithms.OBJECTIVES`, because it cannot be chosen for samples: it uses
-    neither advantages nor ratios.
+    `flash sft` uses this objective. It has no name in `algorithms.OBJECTIVES`, because it uses neither advantages nor
+    ratios, and so makes no sense for samples.
     """
 
     corrects_staleness = False

@@ -1,7 +1,7 @@
 """Objectives with one ratio for a whole response, because the reward belongs to the whole response.
 
-`flash.trainer.objective.apply_objective` calls the objective for each micro-batch. A micro-batch never holds a part of
-a sequence, so the ratio of a sequence can be computed from it alone. Sums over a response are taken over its unmasked
+`flash.trainer.objective.apply_objective` calls the objective for each micro-batch. A micro-batch holds whole sequences,
+so the ratio of each sequence can be computed from the micro-batch alone. Sums over a response are taken over unmasked
 tokens, in float64 (`algorithms.sequences`). A token is masked if the loss leaves it out, for example because it is too
 old.
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Largest |log ρ| of a sequence, in nats: larger ones are clamped. Weights are cut at much smaller ratios, so the clamp
-only keeps the statistics finite."""
+"""Bound to which |log ρ| of a sequence is clamped, in nats. Weights are cut at much smaller ratios, so the clamp only
+keeps the statistics finite."""
 
 
 class Gspo(Objective, frozen=True):
@@ -50,7 +50,7 @@ class Gspo(Objective, frozen=True):
         """Return the loss per token. Statistics: `ratio` (s) and `clipped`."""
         fixed_T = tokens.logp_T.detach()
         mean_T = sequence_mean(tokens, fixed_T - tokens.behaviour_T).to(fixed_T.dtype)[tokens.sequence_T]
-        # logp − fixed is 0 and has the gradient of the token's log-prob; mean_T has none (eq. 14).
+        # logp − fixed is 0 and has the gradient of the token's log-prob; mean_T has no gradient (eq. 14).
         ratio_T = (mean_T + tokens.logp_T - fixed_T).exp()
         surrogate_T, clipped_T = clipped_surrogate(ratio_T, tokens.advantage_T, self.clip_low, self.clip_high)
         return ObjectiveOutput(-surrogate_T, {"ratio": ratio_T.detach(), "clipped": clipped_T})
@@ -78,7 +78,7 @@ class Topr(Objective, frozen=True):
     def taper(self, tokens: PackedTokens) -> tuple[Tensor, Tensor, Tensor]:
         """Return three tensors [T], detached: True (bool) if the token is in T⁺; ρ of its sequence; its weight.
 
-        `ToprWeighted` multiplies these weights by its own.
+        `ToprWeighted` multiplies the weights by w⁺ or w⁻.
         """
         log_ratio_T = (tokens.logp_T - tokens.behaviour_T).detach()
         ratio_S = sequence_sum(tokens, log_ratio_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -97,7 +97,7 @@ class Topr(Objective, frozen=True):
 class ToprWeighted(Topr, frozen=True):
     """max w⁺ E[A log π_θ] over T⁺, w⁻ E[sg(clip(ρ, low, high)) A log π_θ] over T⁻, ρ = Π_t π_θ / π_behaviour.
 
-    TOPR with a weight on each of its two sets, as in ROLL Flash (arXiv 2510.11345). With w⁺ = w⁻ = 1 it is `topr`.
+    TOPR with a weight on each of its two sets, as in ROLL Flash (arXiv 2510.11345). With w⁺ = w⁻ = 1 this is `topr`.
     """
 
     positive: Annotated[float, Meta(ge=0)] = 1.0
@@ -119,8 +119,8 @@ class Kimi15(Objective, frozen=True):
 
     Kimi k1.5's mirror descent (arXiv 2501.12599), eq. 3: a squared log-ratio keeps the policy near the policy that
     sampled. The optimum of the regularised problem satisfies log π − log π_behaviour = (R − const) / τ for every
-    response, whichever policy sampled it. The gradient of this objective is, up to a factor, that of the squared
-    difference between the two sides. So it is right for off-policy data without an importance ratio.
+    response, whichever policy sampled the response. The gradient of this objective is, up to a factor, the gradient of
+    the squared difference between the two sides. So it is right for off-policy data without an importance ratio.
     """
 
     advantage = "group_mean"

@@ -29,8 +29,8 @@ Share = Annotated[float, Meta(ge=0, lt=1)]
 """Share of the trained tokens of a batch."""
 
 EQUAL_DEVIATION = 1e-3
-"""Relative difference up to which two σ count as equal. The values of one state differ by rounding when they are
-computed in two micro-batches, and such tokens must stay on one side of a bound."""
+"""Relative difference up to which two σ count as equal. Values of one state that are computed in two micro-batches
+differ by rounding, and the tokens with this state must be on the same side of a bound."""
 
 SHARE_SLACK = 1e-9
 """Added to share · count before it is rounded down: 0.29 · 100 is 28.999… in floats and must give 29 tokens."""
@@ -126,15 +126,15 @@ class AsyPpo(DecoupledPpo, frozen=True):
 
     AsyPPO (Liu et al. 2025, arXiv 2510.01656): PPO with several small critics. Critic m learns from D_m, its own part
     of the responses to every prompt. The mean of the critics' values, V̄, gives the advantages Ā. The standard deviation
-    of their values, σ, says how informative a token is:
+    σ of the critics' values says how informative a token is:
 
         L(V_m) = mean over D_m of (V_m(s_t) − R_t)²,   R_t the discounted rewards that followed
         J = E[1/|o| Σ_t I^A_t min(r_t Ā_t, clip(r_t) Ā_t) + β I^H_t H_t]
 
-    I^A = 0 for the share of a batch's tokens with the lowest σ: there the critics agree, so the state is well known and
-    its advantage is mostly noise. I^H = 0 for the share with the highest σ: there the critics disagree because the
-    state itself is unusual, and it must not be explored. The trainer trains the critics, and computes the entropy H and
-    its factor β (`algorithm.entropy_bonus`). This class returns I^H as `bonus_T`.
+    I^A = 0 for the share of a batch's tokens with the lowest σ: the critics agree on such a state because it is well
+    known, and its advantage is mostly noise. I^H = 0 for the share with the highest σ: the critics disagree on such a
+    state because it is unusual, and it must not be explored. The trainer trains the critics, and multiplies the entropy
+    H by β (`algorithm.entropy_bonus`). This class returns I^H as `bonus_T`.
     """
 
     advantage = "gae"
@@ -153,7 +153,7 @@ class AsyPpo(DecoupledPpo, frozen=True):
     def without_effect(self) -> dict[str, str]:
         """Return the options that only the decoupled form uses, with a reason, unless `decoupled` is set.
 
-        With `decoupled`, the options without effect are those of `DecoupledPpo`.
+        With `decoupled`, the rule of `DecoupledPpo` decides about `ewma_decay`.
         """
         if self.decoupled:
             return super().without_effect()
@@ -225,7 +225,7 @@ class M2po(Objective, frozen=True):
         """
         # K = outward tokens, by rising (log r)².
         square_K = log_ratio_N.double().square()[is_outward(log_ratio_N, advantage_N)].sort().values
-        # Entry k is the mean over the k + 1 smallest. It rises with k, so the tokens to keep come first.
+        # Entry k is the mean over the k + 1 smallest numbers. The entries rise, so the tokens to keep come first.
         mean_K = square_K.cumsum(0) / square_K.new_ones(len(square_K)).cumsum(0)
         kept = int((mean_K <= self.tau).sum())
         return float(square_K[kept]) if kept < len(square_K) else math.inf
