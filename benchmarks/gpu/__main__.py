@@ -1,20 +1,16 @@
-"""`python -m benchmarks.gpu [PART …] [--model FOLDER] [--quick] [--json FILE]`: what one NVIDIA GPU can show.
+"""`python -m benchmarks.gpu [PART …] [--model FOLDER] [--quick] [--json FILE]`: checks that need one NVIDIA GPU.
 
-`job-tiny`, `job-model`: a whole run of `flash train` whose engine and trainer share the card, weights over `ipc`: the
-canary over 20 swaps, seconds of a swap, and what that is in bytes. The second is a model of your own, of --model.
-`layer`: memory and speed of the output layer against whole logits. `mfu`: training steps of a model of the size of
-Qwen3-0.6B, with random weights. `exact`: a gradient beside that of a processor in float32. `memory`: most of the card
-beside what `flash plan` says, of adapters for a model of eight billion weights, too.
-`engine`: tokens per second through the whole rollout path beside a bare vLLM.
-`lora`, `speculation`, `filters`, `moved`, `weights-moved`, `deltas`, `fp8`, `routing`: runs with
-adapters, drafts, top-k and top-p, what is moved to the host's memory, changes alone sent, weights in eight bits,
-replayed experts.
-`divided`, `groups`: gradients of divided layers, rows and experts, and nccl's groups that form anew; of two cards.
+`mfu`: training steps of a model of the size of Qwen3-0.6B, with random weights. `exact`: a gradient beside that of a
+processor in float32. `memory`: the most memory of the card, beside the memory that `flash plan` predicts; also adapters
+for a model of eight billion weights. `job-tiny`, `job-model`: a whole run of `flash train` whose engine and trainer
+share the card, with weights over `ipc`: the canary over 20 swaps, and the seconds of a swap. The second runs a model of
+your own, of --model. `engine`: tokens per second through the whole rollout path, beside a bare vLLM. `lora`,
+`speculation`, `filters`, `moved`, `weights-moved`, `deltas`, `fp8`, `routing`: runs with adapters, drafts, top-k and
+top-p, parts in the host's memory, only changed weights sent, weights in eight bits, replayed experts.
 
-Without names all parts run, in about a quarter of an hour on one card, `job-model` only with --model. A part that fails
-is told with its error, and one that lacks cards with its reason, and the others go on. Rows are written with the
-versions and the card that they were measured on.
-Without a GPU, `--quick` runs each part at a size for two CPU cores, which shows that it works and no figure.
+Without names all parts run, in about a quarter of an hour on one card, `job-model` only with --model. When a part
+fails, its error is printed and the other parts run. Rows are written with the versions and the card that they were
+measured on. Without a GPU, `--quick` runs each part at a size for two CPU cores, which shows that it works.
 """
 
 from __future__ import annotations
@@ -32,9 +28,8 @@ import msgspec
 
 from benchmarks.form import Row, machine, print_table
 from benchmarks.gpu import runs
-from benchmarks.gpu.compute import layer_rows, mfu_rows
-from benchmarks.gpu.gradients import divided_rows, exact_rows
-from benchmarks.gpu.groups import groups_rows
+from benchmarks.gpu.compute import mfu_rows
+from benchmarks.gpu.gradients import exact_rows
 from benchmarks.gpu.memory import memory_rows
 from benchmarks.gpu.sizes import Part, Sizes, Skipped
 from flash.config.machine import count_gpus
@@ -44,15 +39,12 @@ VERSIONS = ("torch", "vllm", "transformers", "triton", "flashinfer-python", "num
 
 
 def parts(model: Path | None) -> dict[str, Part]:
-    """Every part by its name, quickest first."""
+    """Return every part by its name, quickest first."""
     known: dict[str, Part] = {
-        "layer": layer_rows,
         "mfu": mfu_rows,
         "exact": exact_rows,
         "memory": memory_rows,
         **runs.PARTS,
-        "divided": divided_rows,
-        "groups": groups_rows,
     }
     if model is not None:
         known["job-model"] = lambda sizes: runs.job_rows(sizes, model)
@@ -60,7 +52,7 @@ def parts(model: Path | None) -> dict[str, Part]:
 
 
 def main(argv: Sequence[str] | None = None, offered: Callable[[Path | None], dict[str, Part]] = parts) -> int:
-    """Run the parts that were asked for; 1 when one of them failed. `offered` is replaced in tests."""
+    """Run the named parts; return 1 if one of them failed. Tests replace `offered`."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -111,7 +103,7 @@ def main(argv: Sequence[str] | None = None, offered: Callable[[Path | None], dic
     for how, those in (("failed", failed), ("skipped", skipped)):
         for name, why in those.items():
             print(f"{name} {how}: {why}")
-    # What was asked for by name is not there either where it was skipped.
+    # A named part that was skipped has no rows either.
     return 1 if failed or (args.parts and skipped) else 0
 
 

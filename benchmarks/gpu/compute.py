@@ -1,13 +1,10 @@
-"""Time and memory of the trainer's arithmetic on one card: the output layer, and whole steps."""
+"""Time and memory of whole training steps on one card."""
 
 from __future__ import annotations
 
-import math
-import resource
 import statistics
 import tempfile
 import time
-from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -15,100 +12,9 @@ from benchmarks.form import Row
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.steps import GIB, GROUP_SIZE, apart, random_shard, save_random, step_config
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-WIDTH = 1024
-"""Numbers of a hidden state, as in Qwen3-0.6B."""
-TEMPERATURE = 0.8
 PRODUCT = 8192
 """Rows and columns of the matrices whose product is timed."""
 MFU_GOAL = 0.35
-
-
-class LayerCase(msgspec.Struct, frozen=True):
-    """One way to compute log-probs and entropies of so many tokens, forwards and backwards."""
-
-    way: Literal["chunks", "whole"]
-    tokens: int
-    vocabulary: int
-
-
-class LayerCost(msgspec.Struct, frozen=True):
-    """Time and memory of one way, and its result."""
-
-    seconds: float
-    peak_bytes: int
-    """Most memory beyond the inputs, gradients included."""
-    total: float
-    """Sum of log-probs and entropies, by which the ways are compared."""
-
-
-def layer_rows(sizes: Sizes) -> list[Row]:
-    """Measure the chunked output layer, and whole logits beside it."""
-    cases = [LayerCase(way, sizes.layer_tokens, sizes.layer_vocabulary) for way in ("chunks", "whole")]
-    ours, whole = (apart(layer_cost, case) for case in cases)
-    assert math.isclose(ours.total, whole.total, rel_tol=1e-3), (ours.total, whole.total)
-    case = f"output layer, {sizes.layer_tokens:,} tokens × {sizes.layer_vocabulary:,}"
-    return [
-        Row(case, "forward_backward_s", "s", ours.seconds, whole.seconds),
-        Row(case, "speedup", "×", whole.seconds / ours.seconds),
-        Row(case, "peak_gib", "GiB", ours.peak_bytes / GIB, whole.peak_bytes / GIB),
-    ]
-
-
-def layer_cost(case: LayerCase) -> LayerCost:
-    """Measure one case, in a process that has done nothing else."""
-    import torch
-
-    torch.set_num_threads(1)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    clock = time.perf_counter if device == "cuda" else time.process_time
-    generator = torch.Generator(device).manual_seed(0)
-
-    def factor(rows: int) -> Tensor:
-        # In place: a temporary copy would raise the peak to which the measured one is compared.
-        drawn = torch.randn(rows, WIDTH, generator=generator, device=device).mul_(WIDTH**-0.25)
-        return drawn.to(torch.bfloat16 if device == "cuda" else torch.float32).requires_grad_()
-
-    def peak() -> int:
-        if device == "cuda":
-            return torch.cuda.max_memory_allocated()
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-    hidden_TD, weight_VD = factor(case.tokens), factor(case.vocabulary)
-    target_T = torch.randint(0, case.vocabulary, (case.tokens,), generator=generator, device=device)
-    grad_T = torch.randn(case.tokens, generator=generator, device=device)
-    way = {"chunks": in_chunks, "whole": over_whole_logits}[case.way]
-    # Imports and thread pools are neither timed nor counted; the vocabulary is small so that the peak stays low.
-    way(hidden_TD[:8], weight_VD[:8], target_T[:8] % 8)[0].sum().backward()
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    before, start = peak(), clock()
-    logp_T, entropy_T = way(hidden_TD, weight_VD, target_T)
-    (logp_T @ grad_T).backward()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    seconds = clock() - start
-    return LayerCost(seconds, peak() - before, float(logp_T.detach().double().sum() + entropy_T.double().sum()))
-
-
-def in_chunks(hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute log-probs and entropies as training does."""
-    import torch
-
-    from flash.trainer.model.logprobs import selected_logprobs
-
-    temperature_T = torch.full_like(target_T, TEMPERATURE, dtype=torch.float32)
-    return selected_logprobs(hidden_TD, weight_VD, None, target_T, temperature_T=temperature_T, entropy_gradient=False)
-
-
-def over_whole_logits(hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute log-probs and entropies from whole logits, with the entropy outside of the gradient."""
-    log_share_TV = ((hidden_TD @ weight_VD.T).float() / TEMPERATURE).log_softmax(-1)
-    logp_T = log_share_TV.gather(-1, target_T[:, None])[:, 0]
-    with_no_gradient = log_share_TV.detach()
-    return logp_T, -(with_no_gradient.exp() * with_no_gradient).sum(-1)
 
 
 class Measured(msgspec.Struct, frozen=True):

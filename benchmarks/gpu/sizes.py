@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from benchmarks.form import Row
-from flash.config.machine import count_gpus
 from flash.trainer.model.tiny_model import HEAD_DIM
 
 if TYPE_CHECKING:
@@ -85,8 +84,6 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     swaps: int = 2
     """Versions of a run."""
     shape: Shape = TINY
-    layer_tokens: int = 64
-    layer_vocabulary: int = 1000
     sequences: int = 16
     """Sequences of a training step that is measured."""
     length: tuple[int, int] = (4, 12)
@@ -107,8 +104,6 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
             gpu=True,
             swaps=20,
             shape=SMALL,
-            layer_tokens=16_384,
-            layer_vocabulary=SMALL.vocabulary,
             sequences=64,
             length=(256, 1792),
             steps=4,
@@ -124,12 +119,6 @@ Part = Callable[[Sizes], list[Row]]
 
 class Skipped(Exception):
     """A part cannot run on this machine; the message says what the machine lacks."""
-
-
-def needs_cards(sizes: Sizes, cards: int) -> None:
-    """Raise Skipped on a machine with GPUs, but fewer than `cards`. On the CPU ranks share the machine."""
-    if sizes.gpu and (there := count_gpus()) < cards:
-        raise Skipped(f"it needs {cards} cards, as nccl refuses two ranks on one; here there are {there}")
 
 
 def random_model(folder: Path, shape: Shape, tokenizer_of: Path) -> Path:
@@ -151,15 +140,14 @@ def random_model(folder: Path, shape: Shape, tokenizer_of: Path) -> Path:
     return folder
 
 
-def mixture_model(folder: Path, vocabulary: int, tokenizer_of: Path | None = None) -> Path:
-    """Fill a folder with a mixture of random weights, and with another model's tokenizer if one is given."""
+def mixture_model(folder: Path, vocabulary: int, tokenizer_of: Path) -> Path:
+    """Fill a folder with a mixture of random weights, and another model's tokenizer."""
     import torch
     from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     if not (folder / "model.safetensors").is_file():
         torch.manual_seed(0)
         Qwen3MoeForCausalLM(Qwen3MoeConfig(**MIXTURE | {"vocab_size": vocabulary})).save_pretrained(folder)
-    if tokenizer_of is not None:
         AutoTokenizer.from_pretrained(tokenizer_of).save_pretrained(folder)
     return folder
 
