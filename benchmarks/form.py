@@ -1,4 +1,4 @@
-"""The form all benchmarks share: `python -m benchmarks.<family>.<name> [--quick] [--json FILE] [--plot FILE]`.
+"""Form of all benchmarks: `python -m benchmarks.<family>.<name> [--quick] [--json FILE] [--plot FILE]`.
 
 A benchmark is a function from Args to rows. `main` parses the arguments, prints what the benchmark ran on and the rows
 as a table, writes the rows as JSON, and draws them where the benchmark has a plot: on full runs to
@@ -30,23 +30,23 @@ LOWER_IS_BETTER = (
     *("false_successes", "late_answers", "untyped_errors"),
     *("_lost", "_crossed", "_doubled", "_unaccounted", "_beyond_alpha", "_left", "_failed", "hangs"),
 )
-"""Endings of metrics of which less is better, unless they are rates (`…_per_s`)."""
+"""Endings of metrics for which less is better, unless they are rates (`…_per_s`)."""
 ROOT = Path(__file__).resolve().parent.parent
-"""Of the repository."""
+"""Root of the repository."""
 WORKLOADS = ROOT / "benchmarks" / "workloads"
-"""Configurations that are measured."""
+"""Folder of the configurations that are measured."""
 RESULTS = ROOT / "benchmarks" / "results"
-"""Rows that are kept."""
+"""Folder of the recorded rows."""
 FIGURES = ROOT / "docs" / "images" / "figures"
-"""Where full runs draw to."""
+"""Folder of the pictures of full runs."""
 COMMAND_TIMEOUT_S = 10
 """Longest wait for git and nvidia-smi, which only describe the machine."""
 ENDING_S = 120
-"""Longest wait for a command that was told to end: a run writes a checkpoint, under a deadline of its own."""
+"""Longest wait for a command after SIGTERM: a run writes a checkpoint, under a deadline of its own."""
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One measured figure, with what it is compared with."""
+    """One measured figure, with the figures that it is compared with."""
 
     case: str
     metric: str
@@ -54,31 +54,31 @@ class Row(msgspec.Struct, frozen=True):
     unit: str
     ours: float
     reference: float | None = None
-    """The figure of a paper or of another system."""
+    """Figure of a paper or of another system."""
     goal: float | None = None
     peer: float | None = None
-    """The figure of a peer's rules in the same simulation."""
+    """Figure of a peer's rules in the same simulation."""
     bound: float | None = None
-    """What no schedule can exceed, in the same simulation."""
+    """Limit of every schedule in the same simulation."""
 
     @property
     def higher_is_better(self) -> bool:
-        """The direction of the metric, by its name."""
+        """True if more is better, which follows from the metric's name."""
         return self.metric.endswith("_per_s") or not self.metric.endswith(LOWER_IS_BETTER)
 
     @property
     def met(self) -> bool | None:
-        """Whether the goal is reached; None without a goal. A figure that is not a number reaches none."""
+        """True if the goal is reached; None without a goal. NaN reaches no goal."""
         if self.goal is None:
             return None
         return self.ours >= self.goal if self.higher_is_better else self.ours <= self.goal
 
 
 class Args(msgspec.Struct, frozen=True):
-    """What the command line asks of a benchmark."""
+    """Options that every benchmark gets from its command line."""
 
     quick: bool
-    """Answer within a minute or two."""
+    """True for a smaller version, which takes a minute or two."""
 
 
 def main(
@@ -89,7 +89,7 @@ def main(
     *,
     plot: Callable[[Sequence[Row], Path], None] | None = None,
 ) -> list[Row]:
-    """Run a benchmark from the command line (`argv` None), report it and draw it; returns the rows."""
+    """Run a benchmark with arguments (None: those of the command line), report it and draw it; return the rows."""
     parser = argparse.ArgumentParser(
         prog=_command(), description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -124,7 +124,7 @@ def main(
 
 @contextmanager
 def terminated_like_interrupted() -> Generator[None]:
-    """SIGTERM unwinds like Ctrl-C, instead of leaving behind what was started."""
+    """Let SIGTERM raise KeyboardInterrupt within the block, so that processes that were started are ended."""
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
@@ -137,7 +137,7 @@ def terminated_like_interrupted() -> Generator[None]:
 
 
 def run_command(words: Sequence[str | Path], timeout_s: float, variables: Mapping[str, str] | None = None) -> None:
-    """Run a command to its end. Where that is not awaited, after Ctrl-C too, it is told to end, and does so in order.
+    """Run a command to its end. If the wait is interrupted, for example by Ctrl-C, end the command with SIGTERM first.
 
     Raises:
         subprocess.CalledProcessError: it failed.
@@ -159,13 +159,13 @@ def run_command(words: Sequence[str | Path], timeout_s: float, variables: Mappin
 
 
 def _command() -> str | None:
-    """`python -m …`, as this process was started; None leaves it to argparse."""
+    """Return the `python -m …` by which this process was started; None leaves the name to argparse."""
     spec = sys.modules["__main__"].__spec__
     return None if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """The rows in aligned columns; the last column says whether the goal was met, and which direction counts."""
+    """Print the rows in aligned columns; the last column says if the goal was met."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -190,16 +190,22 @@ def print_table(rows: Sequence[Row]) -> None:
 
 
 def machine() -> list[tuple[str, str]]:
-    """What the benchmark runs on, as (title, text) lines."""
+    """Describe the machine, the software and the commit, as (title, text) lines."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    model = _field(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
+    memory = _field(Path("/proc/meminfo"), "MemTotal")
+    try:
+        system = platform.freedesktop_os_release()["PRETTY_NAME"]
+    except OSError:
+        system = platform.platform()
     lines = [
-        ("cpu", f"{_cpu_model()}, {cores} of {os.cpu_count()} cores usable"),
-        ("memory", _memory()),
-        ("system", f"{_system()}, Python {platform.python_version()}"),
-        ("software", ", ".join(f"{name} {_version(name)}" for name in ("torch", "vllm"))),
+        ("cpu", f"{model}, {cores} of {os.cpu_count()} cores usable"),
+        ("memory", f"{int(memory.split()[0]) / 2**20:.1f} GiB" if memory else "unknown"),
+        ("system", f"{system}, Python {platform.python_version()}"),
+        ("software", ", ".join(f"{name} {installed_version(name)}" for name in ("torch", "vllm"))),
     ]
-    if commit := _output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"):
-        changed = _output("git", "-C", str(Path(__file__).parent), "status", "--porcelain")
+    if commit := _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"):
+        changed = _output("git", "-C", str(ROOT), "status", "--porcelain")
         lines.append(("commit", f"{commit} with local changes" if changed else commit))
     gpus = _output("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader").splitlines()
     lines.append(("gpus", "; ".join(gpus) or "none"))
@@ -207,30 +213,14 @@ def machine() -> list[tuple[str, str]]:
 
 
 def _figure(value: float | None) -> str:
-    """Four significant digits, without an exponent where that stays readable."""
+    """Format a figure with four significant digits, without an exponent where that stays readable."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e12 else f"{value:.4g}"
 
 
-def _cpu_model() -> str:
-    return _field(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
-
-
-def _memory() -> str:
-    total = _field(Path("/proc/meminfo"), "MemTotal")
-    return f"{int(total.split()[0]) / 2**20:.1f} GiB" if total else "unknown"
-
-
-def _system() -> str:
-    try:
-        return platform.freedesktop_os_release()["PRETTY_NAME"]
-    except OSError:
-        return platform.platform()
-
-
 def _field(file: Path, key: str) -> str | None:
-    """The value of a `key : value` line, or None."""
+    """Return the value of a `key : value` line, or None."""
     if not file.exists():
         return None
     for line in file.read_text().splitlines():
@@ -240,8 +230,8 @@ def _field(file: Path, key: str) -> str | None:
     return None
 
 
-def _version(package: str) -> str:
-    """The installed version, also of the CPU build, which has a name of its own."""
+def installed_version(package: str) -> str:
+    """Return the version of a package, or of its build for CPUs, which has another name."""
     for name in (package, f"{package}-cpu"):
         try:
             return metadata.version(name)
@@ -251,7 +241,7 @@ def _version(package: str) -> str:
 
 
 def _output(*command: str) -> str:
-    """What a command prints, or nothing where it is missing or fails."""
+    """Return the output of a command; nothing if it is missing or fails."""
     if shutil.which(command[0]) is None:
         return ""
     try:

@@ -20,13 +20,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 
 import msgspec
 
-from benchmarks.form import Row, machine, print_table
+from benchmarks.form import Row, installed_version, machine, print_table
 from benchmarks.gpu import runs
 from benchmarks.gpu.compute import mfu_rows
 from benchmarks.gpu.gradients import exact_rows
@@ -77,7 +75,7 @@ def main(argv: Sequence[str] | None = None, offered: Callable[[Path | None], dic
     if args.json.is_dir():
         parser.error(f"--json: {args.json} is a folder; expected the name of a file")
     sizes = Sizes.of(gpu=gpu, quick=args.quick)
-    on = [*machine(), ("versions", ", ".join(f"{name} {_version(name)}" for name in VERSIONS))]
+    on = [*machine(), ("versions", ", ".join(f"{name} {installed_version(name)}" for name in VERSIONS))]
     for title, text in on:
         print(f"  {title:<8} {text}")
     rows: list[Row] = []
@@ -105,14 +103,6 @@ def main(argv: Sequence[str] | None = None, offered: Callable[[Path | None], dic
             print(f"{name} {how}: {why}")
     # A named part that was skipped has no rows either.
     return 1 if failed or (args.parts and skipped) else 0
-
-
-def _version(package: str) -> str:
-    # vLLM's build for CPUs has a name of its own.
-    for name in (package, f"{package}-cpu"):
-        with suppress(metadata.PackageNotFoundError):
-            return metadata.version(name)
-    return "not installed"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""One cell of a comparison: training on data of an exact age, in one process, on one core.
+"""Training of one cell of the comparison on data of an exact age, in one process, on one core.
 
 The trainer is the system's own (`flash.trainer.step.Trainer`, one rank). Rollouts are replaced by a sampler that acts
 with each version as soon as it is made, and by a queue in which batches, or the parts of mixed ones, wait until they
-are as old as they are to be.
+have the age that the cell asks for.
 
 `python -m benchmarks.offpolicy.harness FOLDER [--core N] < CELL` runs the cell and leaves its result in the folder.
 """
@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -27,19 +27,17 @@ import transformers
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from benchmarks.offpolicy.cells import Cell, Folder, Point, Result
-from benchmarks.offpolicy.sampler import Answer, Sampler, Unfinished
+from benchmarks.offpolicy.sampler import Answer, Sampler
 from flash.config.objects import check_options, load_object
 from flash.environment import HELD_OUT
 from flash.errors import ContractError
 from flash.trainer.model.canary import canary_logprobs
 from flash.trainer.model.model import named_full_tensors
 from flash.trainer.step import Trainer
-from flash.types import Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun, append_versions
+from flash.types import Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
 
 SEED_STRIDE = 1 << 20
-"""Problems that one seed may use: those of another begin after them."""
-LONG_PARTS = 2
-"""Of each batch, where answers are long."""
+"""Number of problems that one seed may use; the problems of the next seed begin after them."""
 PARITY = 1e-4
 """Largest difference of log-probs between the sampler and the trainer at equal weights."""
 MEASURED = {
@@ -50,13 +48,13 @@ MEASURED = {
     "distance": ("lag_distance", 0.0),
     "scale": ("lag_scale", 1.0),
 }
-"""Field of `Point` → the trainer's metric, and what stands for one that is not reported."""
+"""For each field of `Point`, the trainer's metric, and the value where it is not reported."""
 
 Batch = TypeVar("Batch")
 
 
 def lagged(alpha: int, steps: int, sample: Callable[[int], Batch]) -> Iterator[Batch]:
-    """The batch of each step, sampled `alpha` versions before it is trained.
+    """Yield the batch of each step, sampled `alpha` versions before it is trained.
 
     `sample(step)` makes the batch that this step will train, with the weights at the moment of the call. Between two
     batches the caller makes the next version, so that version v samples for step v + alpha. Version 0 also samples
@@ -71,10 +69,10 @@ def lagged(alpha: int, steps: int, sample: Callable[[int], Batch]) -> Iterator[B
 
 
 def mixed(alpha: int, steps: int, sample: Callable[[int, int], list[Batch]]) -> Iterator[list[Batch]]:
-    """The batch of each step, of alpha + 1 parts: part k was sampled k versions before it is trained.
+    """Yield the batch of each step, of alpha + 1 parts: part k was sampled k versions before it is trained.
 
-    `sample(step, part)` makes a part, with the weights at the moment of the call. Version 0 also samples what versions
-    before it would have.
+    `sample(step, part)` makes a part, with the weights at the moment of the call. Version 0 also samples the parts of
+    earlier versions, which do not exist.
     """
     waiting: dict[int, list[Batch]] = {step: [] for step in range(steps)}
     for version in range(steps):
@@ -84,29 +82,8 @@ def mixed(alpha: int, steps: int, sample: Callable[[int, int], list[Batch]]) -> 
         yield waiting.pop(version)
 
 
-def spread(
-    alpha: int,
-    span: int,
-    steps: int,
-    sample: Callable[[int, int], list[Batch]],
-    grow: Callable[[int, int], list[Batch]],
-) -> Iterator[list[Batch]]:
-    """As `mixed`, with `LONG_PARTS` more, which grow for `span` versions."""
-    long: dict[int, list[Batch]] = {step: [] for step in range(steps)}
-    for version, short in enumerate(mixed(alpha, steps, sample)):
-        for step in range(version, min(version + span + 1, steps)):
-            for part in range(alpha + 1, alpha + 1 + LONG_PARTS):
-                long[step] += grow(step, part)
-        yield short + long.pop(version)
-
-
-def age_in_answer(span: int, place: int) -> int:
-    """How old the token at a place of a long answer is when it is trained."""
-    return max(0, span - 2 * place)
-
-
 class Problems:
-    """Problems of an environment of one turn, each with an instance that judges its answers."""
+    """Problems of an environment of one turn, each with an instance that scores its answers."""
 
     def __init__(self, seeds: Sequence[int], env: Mapping[str, Any]) -> None:
         kind = load_object(env["path"])
@@ -118,7 +95,7 @@ class Problems:
         self.prompts = asyncio.run(reset())
 
     def rewards(self, answers: list[Answer]) -> list[float]:
-        """Of the same number of answers to each problem, those of a problem in a row."""
+        """Return the reward of each answer. All problems have equally many, and the answers to one stand in a row."""
         copies = len(answers) // len(self._envs)
 
         async def judge() -> list[float]:
@@ -127,32 +104,22 @@ class Problems:
         return asyncio.run(judge())
 
 
-class Growing(NamedTuple):
-    """Long answers on their way."""
-
-    seeds: range
-    problems: Problems
-    begun: Unfinished
-    generator: torch.Generator
-    versions: list[int]
-    """Of the tokens so far."""
-
-
 class Rollouts:
-    """Makes batches and evaluates, with the weights that the sampler has."""
+    """Samples batches and evaluates, with the weights that the sampler holds."""
 
     def __init__(self, cell: Cell, sampler: Sampler) -> None:
         self._cell, self._sampler = cell, sampler
         self._held_out = Problems(range(HELD_OUT, HELD_OUT + cell.setting.problems), cell.setting.env)
 
-        self._growing: dict[tuple[int, int], Growing] = {}
-
     def batch(self, step: int, version: int, part: int = 0, parts: int = 1) -> list[Trajectory]:
-        """What step `step` will train, or every so-manieth group of it, from that of the part's number on.
+        """Sample the batch of a step, or the groups number part, part + parts, … of it, with the weights of a version.
 
-        Its problems depend on the seed and the step only, not on the method.
+        The problems depend on the seed and the step only, not on the method.
         """
-        setting, seeds = self._cell.setting, self._seeds(step, part, parts)
+        setting = self._cell.setting
+        groups = setting.batch_size // setting.group_size
+        first = self._cell.seed * SEED_STRIDE + step * groups
+        seeds = range(first, first + groups)[part::parts]
         problems = Problems(seeds, setting.env)
         answers = self._sampler.sample(
             problems.prompts,
@@ -160,54 +127,25 @@ class Rollouts:
             limit=setting.max_new_tokens,
             generator=torch.Generator().manual_seed(seeds[0]),
         )
-        return self._judged(step, seeds, problems, answers, [version] * setting.max_new_tokens)
-
-    def grow(self, step: int, version: int, part: int, parts: int) -> list[Trajectory]:
-        """Go on with a part of long answers: the tokens that this version is to sample. Returns them when they end."""
-        setting, span = self._cell.setting, self._cell.span
-        if (one := self._growing.get((step, part))) is None:
-            seeds = self._seeds(step, part, parts)
-            problems = Problems(seeds, setting.env)
-            begun = self._sampler.begin(problems.prompts, copies=setting.group_size)
-            one = self._growing[step, part] = Growing(
-                seeds, problems, begun, torch.Generator().manual_seed(seeds[0]), []
-            )
-        while len(one.versions) < setting.max_new_tokens and age_in_answer(span, len(one.versions)) >= step - version:
-            self._sampler.grow(one.begun, one.generator)
-            one.versions.append(version)
-        if len(one.versions) < setting.max_new_tokens:
-            return []
-        del self._growing[step, part]
-        return self._judged(step, one.seeds, one.problems, self._sampler.finished(one.begun), one.versions)
-
-    def _seeds(self, step: int, part: int, parts: int) -> range:
-        groups = self._cell.setting.batch_size // self._cell.setting.group_size
-        first = self._cell.seed * SEED_STRIDE + step * groups
-        return range(first, first + groups)[part::parts]
-
-    def _judged(
-        self, step: int, seeds: range, problems: Problems, answers: list[Answer], versions: list[int]
-    ) -> list[Trajectory]:
-        size, first = self._cell.setting.group_size, self._seeds(step, 0, 1)[0]
-        places = ((seed, member) for seed in seeds for member in range(size))
+        places = ((seed, member) for seed in seeds for member in range(setting.group_size))
         return [
-            make_trajectory(Task((seed - first) * size + member, seed, member, seed), answer, reward, versions)
+            make_trajectory(
+                Task((seed - first) * setting.group_size + member, seed, member, seed), answer, reward, version
+            )
             for answer, reward, (seed, member) in zip(answers, problems.rewards(answers), places, strict=True)
         ]
 
     def accuracy(self) -> tuple[float, Answer]:
-        """Share of the held-out problems that are answered right, and one of the answers."""
+        """Return the share of held-out problems that are answered correctly, and the first answer."""
         limit = self._cell.setting.max_new_tokens
         answers = self._sampler.sample(self._held_out.prompts, copies=1, limit=limit, generator=None)
         rewards = self._held_out.rewards(answers)
         return sum(rewards) / len(rewards), answers[0]
 
 
-def make_trajectory(task: Task, answer: Answer, reward: float, versions: list[int]) -> Trajectory:
-    """A finished episode of one turn; the version of each token, which there may be more of than the answer has."""
+def make_trajectory(task: Task, answer: Answer, reward: float, version: int) -> Trajectory:
+    """Make the result of an episode of one turn, all of whose tokens a version sampled."""
     tokens = [*answer.prompt, *answer.tokens]
-    runs = list[VersionRun]()
-    append_versions(runs, (VersionRun(version, 1) for version in versions[: len(answer.tokens)]))
     return Trajectory(
         task=task,
         outcome=Outcome.TRUNCATED if answer.truncated else Outcome.OK,
@@ -215,13 +153,13 @@ def make_trajectory(task: Task, answer: Answer, reward: float, versions: list[in
         token_ids=torch.tensor(tokens, dtype=torch.int32).numpy().tobytes(),
         action_spans=[Span(len(answer.prompt), len(tokens))],
         logprobs=torch.tensor(answer.logp).numpy().tobytes(),
-        versions=runs,
+        versions=[VersionRun(version, len(answer.tokens))],
         turns=[Turn("", answer.text, reward, 0.0, 0.0, 0.0)],
     )
 
 
 def make_shard(batch: list[Trajectory], step: int, oldest: int) -> Shard:
-    """The whole batch, for the only rank; tokens may be so old."""
+    """Make the shard of the only rank: the whole batch, whose tokens may be `oldest` versions old."""
     min_version = max(0, step - oldest)
     trained = [one.trained_tokens(min_version) for one in batch]
     return Shard(
@@ -235,7 +173,7 @@ def make_shard(batch: list[Trajectory], step: int, oldest: int) -> Shard:
 
 
 def run(cell: Cell) -> Result:
-    """Train as the cell says.
+    """Train the cell, and return its learning curve.
 
     Raises:
         ConfigError: the trainer refuses the cell's configuration.
@@ -259,26 +197,17 @@ def run(cell: Cell) -> Result:
 
 
 def batches(cell: Cell, rollouts: Rollouts, version: Callable[[], int]) -> Iterator[list[Trajectory]]:
-    """The batch of each step, aged as the cell says; `version` is that of the sampler's weights."""
+    """Yield the batch of each step, aged as the cell says; `version` returns the version of the sampler's weights."""
     alpha, steps = cell.alpha, cell.setting.steps
     if not cell.mixed:
         yield from lagged(alpha, steps, lambda step: rollouts.batch(step, version()))
         return
-    parts = alpha + 1 + (LONG_PARTS if cell.span else 0)
-
-    def sample(step: int, part: int) -> list[Trajectory]:
-        return rollouts.batch(step, version(), part, parts)
-
-    def grow(step: int, part: int) -> list[Trajectory]:
-        return rollouts.grow(step, version(), part, parts)
-
-    made = spread(alpha, cell.span, steps, sample, grow) if cell.span else mixed(alpha, steps, sample)
-    for batch in made:
+    for batch in mixed(alpha, steps, lambda step, part: rollouts.batch(step, version(), part, alpha + 1)):
         yield sorted(batch, key=lambda one: one.task.task_id)
 
 
 def evaluate(rollouts: Rollouts, trainer: Trainer, tokens: int, recent: list[dict[str, float]]) -> Point:
-    """Held-out accuracy now, and the means of the steps since the last evaluation."""
+    """Measure the held-out accuracy, and average the metrics of the steps since the last evaluation."""
     accuracy, answer = rollouts.accuracy()
     check_parity(trainer, answer)
     means = {
@@ -289,7 +218,7 @@ def evaluate(rollouts: Rollouts, trainer: Trainer, tokens: int, recent: list[dic
 
 
 def check_parity(trainer: Trainer, answer: Answer) -> None:
-    """The sampler must hold the trainer's weights, and compute what it computes."""
+    """Raise ContractError unless the sampler computes the trainer's log-probs for the tokens of an answer."""
     expected = canary_logprobs(trainer.model, [*answer.prompt, *answer.tokens])[-len(answer.logp) :]
     gap = max(abs(one - other) for one, other in zip(expected, answer.logp, strict=True))
     if not gap <= PARITY:

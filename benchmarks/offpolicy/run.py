@@ -8,8 +8,7 @@ and not run again, so the grid can be run in pieces.
 Further options: --cells FOLDER (default outputs/offpolicy), --workers N (default: one per usable core), --methods A,B,…
 and --alphas 0,2,… and --seeds N (a part of the grid), --learning-rate R (another one, for all cells), --budgets B,…
 (each method also held to budgets of `algorithm.lag`; 0 is without), --mixed (every batch has tokens of all ages up to
-alpha), --span V (beside them, two parts of each batch are long answers, begun V versions before), --bounds N,… (each
-method also with `train.max_token_age`; 0 is without), --keep FILE (all finished cells as JSON lines).
+alpha), --keep FILE (all finished cells as JSON lines).
 """
 
 from __future__ import annotations
@@ -120,16 +119,13 @@ def grid(
     budgets: Sequence[float] = (0,),
     *,
     mixed: bool = False,
-    span: int = 0,
-    bounds: Sequence[int] = (0,),
 ) -> list[Cell]:
     """Make all cells, seed by seed, so that a part of the grid is a whole comparison."""
-    within = [
+    chosen = [
         method.within(budget) if budget else method for method in METHODS if method.key in methods for budget in budgets
     ]
-    chosen = [method.older(bound) if bound else method for method in within for bound in bounds]
     return [
-        Cell(method=method, alpha=alpha, mixed=mixed or span > 0, span=span, seed=seed, setting=setting)
+        Cell(method=method, alpha=alpha, mixed=mixed, seed=seed, setting=setting)
         for seed in range(seeds)
         for alpha in alphas
         for method in chosen
@@ -169,8 +165,6 @@ class Comparison:
             options.seeds or (1 if args.quick else SEEDS),
             options.budgets,
             mixed=options.mixed,
-            span=options.span,
-            bounds=options.bounds,
         )
         self._make_model(cells[0])
         pool = Pool(cells, options.cells, options.workers, self._run_cell)
@@ -213,7 +207,5 @@ def own_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     parser.add_argument("--learning-rate", type=float)
     parser.add_argument("--budgets", type=lambda text: [float(part) for part in text.split(",")], default=(0,))
     parser.add_argument("--mixed", action="store_true")
-    parser.add_argument("--span", type=int, default=0)
-    parser.add_argument("--bounds", type=integers, default=(0,))
     parser.add_argument("--keep", type=Path)
     return parser.parse_known_args(argv)

@@ -1,4 +1,4 @@
-"""Samples answers from a small causal language model, many at once, with a cache of keys and values.
+"""Sampler of answers from a small causal language model, many at once, with a cache of keys and values.
 
 It holds a second copy of the policy: the trainer's is sharded and runs packed sequences only. Prompts of one call have
 equal length, so nothing is padded; a finished answer is decoded on with the others and cut off afterwards.
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 
 
 class Answer(NamedTuple):
-    """One sampled answer, with what its training needs."""
+    """One sampled answer, with the values that training needs."""
 
     prompt: list[int]
     """Token ids."""
@@ -27,22 +27,13 @@ class Answer(NamedTuple):
     logp: list[float]
     """Log-prob of each token under the policy that sampled it."""
     text: str
-    """Without the end-of-text token."""
+    """The text, without the end-of-text token."""
     truncated: bool
-    """The limit came before the end-of-text token."""
-
-
-class Unfinished:
-    """Answers on their way, all of as many tokens so far."""
-
-    def __init__(self, prompt_RP: Tensor) -> None:
-        self.prompt_RP = prompt_RP
-        self.tokens_RT = torch.empty((len(prompt_RP), 0), dtype=torch.int64)
-        self.logp_RT = torch.empty((len(prompt_RP), 0))
+    """True if the limit came before the end-of-text token."""
 
 
 class Sampler:
-    """A policy that only acts."""
+    """A policy that samples and is not trained."""
 
     def __init__(self, path: str) -> None:
         """Load the model folder at `path`, in float32."""
@@ -53,7 +44,7 @@ class Sampler:
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take over all weights."""
+        """Replace all weights."""
         missing = set(self._parameters)
         for name, value in tensors:
             self._parameters[name].copy_(value)
@@ -62,9 +53,9 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, prompts: list[str], *, copies: int, limit: int, generator: torch.Generator | None) -> list[Answer]:
-        """`copies` answers of at most `limit` tokens to each prompt, those of a prompt in a row.
+        """Sample `copies` answers of at most `limit` tokens to each prompt; the answers to one prompt stand in a row.
 
-        Sampled at temperature 1, or the likeliest token each time where there is no generator.
+        The temperature is 1. Without a generator each token is the most likely one.
         """
         prompt_ids: list[list[int]] = [self.tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
         prompt_NP = torch.tensor(prompt_ids)
@@ -90,25 +81,6 @@ class Sampler:
         columns = torch.stack(tokens, 1).tolist(), torch.stack(logp, 1).tolist()
         rows = zip(*columns, strict=True)
         return [self._answer(prompt_ids[row // copies], *columns) for row, columns in enumerate(rows)]
-
-    def begin(self, prompts: list[str], *, copies: int) -> Unfinished:
-        """`copies` answers to each prompt, those of a prompt in a row, without a token yet."""
-        ids = [self.tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
-        return Unfinished(torch.tensor(ids).repeat_interleave(copies, dim=0))
-
-    @torch.inference_mode()
-    def grow(self, some: Unfinished, generator: torch.Generator) -> None:
-        """Sample one more token of each, with nothing cached from the weights before."""
-        ids_RT = torch.cat([some.prompt_RP, some.tokens_RT], 1)
-        logp_RV = self.model(ids_RT, use_cache=False, logits_to_keep=1).logits[:, -1].log_softmax(-1)
-        chosen = torch.multinomial(logp_RV.exp(), 1, generator=generator)
-        some.tokens_RT = torch.cat([some.tokens_RT, chosen], 1)
-        some.logp_RT = torch.cat([some.logp_RT, logp_RV.gather(-1, chosen)], 1)
-
-    def finished(self, some: Unfinished) -> list[Answer]:
-        """The answers as they are."""
-        rows = zip(some.prompt_RP.tolist(), some.tokens_RT.tolist(), some.logp_RT.tolist(), strict=True)
-        return [self._answer(*row) for row in rows]
 
     def _answer(self, prompt: list[int], tokens: list[int], logp: list[float]) -> Answer:
         truncated = self._end not in tokens

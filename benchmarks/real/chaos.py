@@ -1,21 +1,19 @@
-"""A run on three hosts where all is killed, stopped and cut off: one fault every 20 s [--seconds 1800] [--seed 0].
+"""A run on three hosts, of which something is killed, stopped or cut off every 20 s [--seconds 1800] [--seed 0].
 
-The model and task of examples/tiny.toml; the first host has the hub, the trainer and an engine, two others an engine
-each. By seed SIGKILL, or SIGSTOP for 5 to 90 s, hits a trainer rank, the hub's node loop, another node
-loop, an engine's core, a worker of it or `flash train` itself, or a host's link is cut in one direction or in both. A
-command that ends is started again after 3 s. At the end the run is resumed once more, and ends by itself. What it has
-lost or doubled is read from what it leaves behind.
+The model and task are those of examples/tiny.toml. The first host has the hub, the trainer and an engine, two others an
+engine each. The seed decides the faults: SIGKILL, or SIGSTOP for 5 to 90 s, hits a trainer rank, the hub's node loop,
+another node loop, an engine's core, a worker of it or `flash train` itself, or a host's link is cut in one direction or
+in both. A command that ends is started again after 3 s. At the end the run is resumed once more, and ends by itself.
+The files that it leaves show what was lost or counted twice.
 
-Needs Linux, root and iproute2: the hosts are network namespaces. `--quick`: each kind of fault once, for at most 20 s.
-`--kinds "kill hub,kill trainer"`: these alone.
+Needs Linux, root and iproute2, because the hosts are network namespaces. `--quick`: each kind of fault once, for at
+most 20 s.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,25 +22,25 @@ import msgspec
 
 from benchmarks.form import ROOT, Args, Row
 from benchmarks.form import main as benchmark
-from benchmarks.real.chaos_cluster import NAMES, Job, keep_log
-from benchmarks.real.chaos_faults import GAP_S, KINDS, Fault, Kind, Struck, one_of_each, plan
-from benchmarks.real.chaos_judge import Left, judge, left_by, recoveries, stretches, tokens_per_second
+from benchmarks.real.chaos_cluster import NAMES, Job
+from benchmarks.real.chaos_faults import GAP_S, Fault, Struck, one_of_each, plan
+from benchmarks.real.chaos_judge import Left, judge, left_by, stretches, tokens_per_second
 from benchmarks.rig.hosts import Hosts, missing
 
 GOAL = 0.75
 """Trained tokens per second, as a share of the same run without faults."""
 HANG_S = 240.0
-"""So long without a step is a hang: a restart of everything with three engines on two cores takes a minute, and a
-process may be stopped for 90 s meanwhile."""
+"""Seconds without a step that count as a hang: a restart of everything with three engines on two cores takes a minute,
+and a process may be stopped for 90 s meanwhile."""
 CALM_S, QUICK_CALM_S = 300.0, 60.0
 """Seconds of the run without faults."""
 QUICK_LONGEST_S = 20.0
 SETTLE_S = 100.0
-"""What has not ended so long after the commands is an orphan: deadlines.shutdown and its margin are 90 s."""
+"""Seconds from the end of the commands until a process counts as an orphan: deadlines.shutdown has 90 s with margin."""
 
 
 class Lived(msgspec.Struct, frozen=True):
-    """What became of a run, beside what it left behind."""
+    """Course of a run, beside the files that it left."""
 
     begin: float
     """Unix seconds of the first step with all engines."""
@@ -59,7 +57,7 @@ class Lived(msgspec.Struct, frozen=True):
 
 
 async def live(name: str, folder: Path, faults: Sequence[Fault], seconds: float) -> Lived:
-    """One run, from its start to its end, with these faults."""
+    """Run the job with these faults, from its start to its end."""
     with Hosts(*NAMES) as hosts:
         job = Job(hosts, name, folder)
         async with anyio.create_task_group() as tasks:
@@ -76,7 +74,7 @@ async def live(name: str, folder: Path, faults: Sequence[Fault], seconds: float)
 
 
 async def fall(job: Job, faults: Sequence[Fault], seconds: float) -> tuple[list[Struck], int]:
-    """Let all faults fall and pass; those that fell, and the number of those that found nothing to hit."""
+    """Let all faults happen and pass; return those that happened, and the number of those that found no victim."""
     struck: list[Struck] = []
 
     async def one(fault: Fault) -> None:
@@ -94,13 +92,13 @@ async def fall(job: Job, faults: Sequence[Fault], seconds: float) -> tuple[list[
 
 
 def rows(lived: Lived, left: Left, calm_per_s: float) -> list[Row]:
-    """The rows of the report."""
+    """Return the rows of the report."""
     verdict = judge(left)
     case = f"{len(lived.struck)} faults in {lived.end - lived.begin:.0f} s"
     units = {"tasks": "tasks", "tokens": "tokens", "rows": "lines"}
     hangs = len(stretches(left.times, lived.begin, lived.end, HANG_S)) + len(lived.stuck)
     struck_per_s = tokens_per_second(left.rows, lived.begin, lived.end)
-    figures = [
+    return [
         *(
             Row(case, name, units[name.partition("_")[0]], value, goal=0)
             for name, value in msgspec.structs.asdict(verdict).items()
@@ -113,39 +111,26 @@ def rows(lived: Lived, left: Left, calm_per_s: float) -> list[Row]:
         Row("no faults", "trained_tokens_per_s", "tokens/s", calm_per_s),
         Row(case, "found_nothing_to_hit", "faults", lived.missed),
     ]
-    counts = Counter(each.kind for each in lived.struck)
-    for kind, seconds in sorted(recoveries([(s.kind, s.at) for s in lived.struck], left.times, lived.end).items()):
-        figures += [
-            Row(kind, "struck", "faults", counts[kind]),
-            Row(kind, "next_step_median_s", "s", statistics.median(seconds)),
-            Row(kind, "next_step_worst_s", "s", max(seconds)),
-        ]
-    return figures
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
-    """`--seconds`, `--seed` and `--kinds`, and the options of every benchmark."""
+    """Parse `--seconds` and `--seed`, and the options of every benchmark; run, and return the rows."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--seconds", type=float, default=1800.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kinds", default=",".join(f"{how} {target}" for how, target in KINDS))
     own, rest = parser.parse_known_args(argv)
 
     def run(args: Args) -> list[Row]:
         if why := missing():
             raise SystemExit(f"no hosts can be made here: {why}")
-        wanted = own.kinds.split(",")
-        kinds: list[Kind] = [(how, target) for how, target in KINDS if f"{how} {target}" in wanted]
-        if len(kinds) < len(wanted):
-            raise SystemExit(f"--kinds {own.kinds}: expected some of {parser.get_default('kinds')}")
-        faults = one_of_each(own.seed, QUICK_LONGEST_S, kinds) if args.quick else plan(own.seconds, own.seed, kinds)
+        faults = one_of_each(own.seed, QUICK_LONGEST_S) if args.quick else plan(own.seconds, own.seed)
         seconds = faults[-1].at + GAP_S if args.quick else own.seconds
         folder = ROOT / "outputs" / time.strftime("chaos-%Y%m%d-%H%M%S")
         folder.mkdir(parents=True)
         calm = anyio.run(live, "calm", folder, [], QUICK_CALM_S if args.quick else CALM_S)
         calm_per_s = tokens_per_second(left_by(folder / "calm").rows, calm.begin, calm.end)
         lived = anyio.run(live, "struck", folder, faults, seconds)
-        keep_log(folder, lived.struck)
+        (folder / "faults.jsonl").write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in lived.struck))
         for title in ("orphans", "failed", "stuck"):
             for line in getattr(lived, title):
                 print(f"{title}: {line}")

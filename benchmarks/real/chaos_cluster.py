@@ -11,12 +11,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import anyio
-import msgspec
 
 from benchmarks.form import ROOT, WORKLOADS
 from benchmarks.real.chaos_faults import Fault, Struck, Target, role
@@ -194,8 +192,3 @@ class Job:
                     found.append(f"process {pid} on {name}: {command}")
             found += [f"folder {folder} on {name}" for folder in self._hosts.scratch(host).glob("flash-*")]
         return found
-
-
-def keep_log(folder: Path, struck: Sequence[Struck]) -> None:
-    """Write down which faults fell."""
-    (folder / "faults.jsonl").write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in struck))

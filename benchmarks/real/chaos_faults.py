@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
 from itertools import product
 from typing import Literal
 
@@ -74,14 +73,14 @@ class Struck(msgspec.Struct, frozen=True):
     """A process id; 0 for a link."""
 
 
-def plan(seconds: float, seed: int, kinds: Sequence[Kind] = KINDS, longest_s: float = LONGEST_S) -> list[Fault]:
+def plan(seconds: float, seed: int, longest_s: float = LONGEST_S) -> list[Fault]:
     """One fault every `GAP_S` seconds: all kinds in an order by chance, then all of them in another one."""
     chance = random.Random(seed)
     faults: list[Fault] = []
     left: list[Kind] = []
     at = GAP_S / 2
     while at < seconds:
-        left = left or chance.sample(kinds, len(kinds))
+        left = left or chance.sample(KINDS, len(KINDS))
         how, target = left.pop()
         lasts = math.exp(chance.uniform(math.log(SHORTEST_S), math.log(longest_s)))
         host, deaf = chance.choice(PLACES[target]), chance.random() < 0.5
@@ -90,9 +89,9 @@ def plan(seconds: float, seed: int, kinds: Sequence[Kind] = KINDS, longest_s: fl
     return faults
 
 
-def one_of_each(seed: int, longest_s: float, kinds: Sequence[Kind] = KINDS) -> list[Fault]:
+def one_of_each(seed: int, longest_s: float) -> list[Fault]:
     """The beginning of a plan, with every kind once."""
-    return plan(2 * GAP_S * len(kinds), seed, kinds, longest_s)[: len(kinds)]
+    return plan(2 * GAP_S * len(KINDS), seed, longest_s)[: len(KINDS)]
 
 
 def role(command: bytes) -> Target | None:

@@ -136,11 +136,3 @@ def stretches(times: Iterable[float], begin: float, end: float, longest_s: float
 def tokens_per_second(rows: Iterable[Row], begin: float, end: float) -> float:
     """Trained tokens that counted in the end, over a span of time."""
     return sum(row["trained_tokens"] for row in rows if begin < row["time"] <= end) / (end - begin)
-
-
-def recoveries(faults: Iterable[tuple[str, float]], times: Sequence[float], end: float) -> dict[str, list[float]]:
-    """By kind of fault, the seconds from each (kind, moment) to the next step; without one, those to the end."""
-    found: dict[str, list[float]] = {}
-    for kind, moment in faults:
-        found.setdefault(kind, []).append(min((time for time in times if time > moment), default=end) - moment)
-    return found

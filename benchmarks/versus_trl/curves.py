@@ -1,4 +1,4 @@
-"""Accuracy against seconds: what one run of the comparison leaves behind, and what is read off it."""
+"""Curves of accuracy over seconds, one for each run of the comparison, and the figures that follow from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.form import Row
 from flash.observe.stats import Interval, mean_interval
 
 COLORS = ("tab:blue", "tab:orange", "tab:brown", "tab:green", "tab:gray")
-"""Of the systems in the plot, Flash first."""
+"""Colors of the systems in the plot, Flash first."""
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -35,11 +35,9 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     case: str
     system: str
     seed: int
-    fingerprint: str
-    """Hash of everything the run was made from."""
     software: dict[str, str]
     samples: int
-    """Samples trained."""
+    """Number of trained samples."""
     mean_tokens: float
     """Tokens of a trained response."""
     points: list[Point]
@@ -63,11 +61,11 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     accuracy: float
     """Both systems are timed to this held-out accuracy."""
     goal: float
-    """Smallest speed-up over TRL as it is by default, which generates with the newest weights."""
+    """Goal of the speed-up over TRL with its default, which generates with the newest weights."""
 
 
 def seconds_to(points: Sequence[Point], accuracy: float) -> float:
-    """Seconds until the accuracy is first reached, NaN where it never is.
+    """Return the seconds until the accuracy is first reached, NaN if it never is.
 
     Between two evaluations accuracy is taken to grow evenly: without that the answer would come in whole intervals
     between evaluations, whose length differs between the systems.
@@ -82,7 +80,7 @@ def seconds_to(points: Sequence[Point], accuracy: float) -> float:
 
 
 def rows(case: Case, name: str, ours: Curve, others: Sequence[Curve]) -> list[Row]:
-    """The figures of our run and of TRL's runs with the same seed; the goal is for the first of them.
+    """Compare our run with TRL's runs of the same seed; the goal is for the first of them.
 
     A run of ours that does not reach the accuracy has a speed-up of 0; for one of TRL's that does not, the whole run
     counts, which makes the speed-up a lower bound.
@@ -106,7 +104,7 @@ def rows(case: Case, name: str, ours: Curve, others: Sequence[Curve]) -> list[Ro
 
 
 def over_seeds(case: Case, name: str, rows: Sequence[Row]) -> list[Row]:
-    """The mean speed-up of several seeds with its 95 % interval (Student's t on logarithms), per system of TRL's.
+    """Return the mean speed-up of several seeds over each system, with its 95 % interval (Student's t on logarithms).
 
     A seed of ours that does not reach the accuracy makes the mean 0.
     """
@@ -131,7 +129,7 @@ def over_seeds(case: Case, name: str, rows: Sequence[Row]) -> list[Row]:
 
 
 def _facts(label: str, curve: Curve, accuracy: float) -> list[Row]:
-    """What one run was like."""
+    """Return the figures of one run."""
     end = curve.points[-1]
     figures = (
         (f"to_{accuracy:.0%}_s", "s", seconds_to(curve.points, accuracy)),
@@ -148,12 +146,12 @@ def _facts(label: str, curve: Curve, accuracy: float) -> list[Row]:
 
 
 def read(file: Path) -> list[Curve]:
-    """The curves of a file; none, where there is no file."""
+    """Read the curves of a file; none if there is no file."""
     return msgspec.json.decode(file.read_bytes(), type=list[Curve]) if file.exists() else []
 
 
 def keep(file: Path, new: Sequence[Curve]) -> list[Curve]:
-    """Put curves into a file, in the place of older ones of the same runs; returns all that it holds now."""
+    """Put curves into a file, where they replace older ones of the same runs; return all curves of the file."""
     known = {(curve.case, curve.seed, curve.system): curve for curve in [*read(file), *new]}
     curves = [known[key] for key in sorted(known)]
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -162,7 +160,7 @@ def keep(file: Path, new: Sequence[Curve]) -> list[Curve]:
 
 
 def draw(curves: Sequence[Curve], cases: dict[str, Case], file: Path) -> None:
-    """One panel per case, one line per run."""
+    """Draw one panel per case, and one line per run."""
     import matplotlib as mpl
 
     mpl.use("Agg")

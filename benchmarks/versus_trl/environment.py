@@ -1,4 +1,4 @@
-"""The Python environment that TRL runs in: made once under `build/trl`, with pinned versions.
+"""Python environment of TRL: made once under `build/trl`, with pinned versions.
 
 It shares nothing with Flash's own environment, but torch, transformers and the packages that Flash's environments need
 have the same versions in both. On machines without a GPU torch comes from where scripts/packages.py has it from. About
@@ -29,12 +29,12 @@ INSTALL_TIMEOUT_S = 1800
 
 
 def requirements() -> list[str]:
-    """What pip is asked for."""
+    """Return the requirements that pip installs."""
     return [*PINNED, *(f"{name}=={_version(name)}" for name in SHARED)]
 
 
 def python() -> Path:
-    """The environment's Python; the environment is made first unless it is there.
+    """Return the environment's Python; make the environment first, unless it exists.
 
     Raises:
         subprocess.CalledProcessError: pip could not install it; its output was shown.
@@ -59,13 +59,13 @@ def python() -> Path:
 
 
 def installer() -> Any:
-    """scripts/packages.py, which like the scripts beside it is found as a module by its folder."""
+    """Import scripts/packages.py, which is found by its folder like the scripts beside it."""
     sys.path.append(str(ROOT / "scripts"))
     return import_module("packages")
 
 
 def variables(threads: int) -> dict[str, str]:
-    """The environment variables of TRL's process: the repository on its path, and no network."""
+    """Return the environment variables of TRL's process, which has the repository on its path and no network."""
     return os.environ | {
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": str(threads),
@@ -77,9 +77,5 @@ def variables(threads: int) -> dict[str, str]:
 
 
 def _version(name: str) -> str:
-    """Without the local part, by which the same release is called `2.13.0+cpu` in one index and `2.13.0` in another."""
+    """Return the version without its local part: one index calls a release `2.13.0+cpu`, another one `2.13.0`."""
     return metadata.version(name).partition("+")[0]
-
-
-if __name__ == "__main__":
-    sys.stdout.write(f"{python()}\n")

@@ -10,18 +10,17 @@ trains asynchronously; TRL generates with transformers on all cores, because its
 The clock runs from the first rollout to the end of a step. Start-up and evaluation are outside of it in both: weights
 are saved during the run (TRL's clock stops meanwhile, Flash's does not) and evaluated afterwards by one evaluator.
 
-`--case real` measures one workload, `--system TRL` one system, `--seed N` one seed. Finished runs are kept under
-outputs/versus-trl and not repeated; TRL gets an environment of its own under build/trl.
+`--case real` measures one workload, `--system TRL` one system, `--seed N` one seed; the other curves are kept from
+earlier calls. TRL gets an environment of its own under build/trl.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from benchmarks.form import RESULTS, WORKLOADS, Args, Row, run_command
 from benchmarks.versus_trl import curves, environment
 from benchmarks.versus_trl.curves import Case, Curve, Point
 from benchmarks.versus_trl.settings import TrlChoices
-from flash.config.load import dump, load
+from flash.config.load import load
 from flash.config.tree import Config
 from flash.observe.rundir.rundir import RunDirectory
 from flash.run.models import make_missing_model
@@ -58,7 +57,7 @@ OTHERS: dict[str, dict[str, TrlChoices | list[str]]] = {
         "Flash, synchronous": ["train.async_ratio=0", "cluster.node_cpus=[0,1]", "cluster.trainer_cpus=[0,1]"],
     },
 }
-"""What Flash is compared with: TRL, or itself with other settings, by which all cores generate and then train.
+"""Systems that Flash is compared with: TRL, or Flash with other settings, so that all cores generate and then train.
 
 TRL with the newest weights for each batch, and on long answers also with data as old as Flash's. The settings are
 those that took the least CPU here. Per batch, on one core: short answers 0.6 s to generate (continuous batching 5 s)
@@ -70,27 +69,26 @@ QUICK = ["run.steps=4", "checkpoint.every=2", "eval.problems=64"]
 
 CURVES = RESULTS / "versus_trl_curves.json"
 OUT = Path("outputs") / "versus-trl"
-RECIPE = 1
-"""Part of every fingerprint: raised when runs of an older form of these files no longer count."""
 RUN_TIMEOUT_S = 1800
+"""Longest wait for one run."""
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """What one run left behind, before its evaluation."""
+    """Result of one run, before its evaluation."""
 
     seconds: list[float]
     """From the first rollout to the end of each step."""
     saved: list[tuple[int, Path]]
-    """Steps with weights."""
+    """Steps whose weights were saved, with their files or folders."""
     samples: int
     mean_tokens: float
     software: dict[str, str]
 
 
 def configured(case: str, seed: int, quick: bool, own: Sequence[str] = ()) -> tuple[Path, list[str], Config]:
-    """The workload's file, the overrides of this run, and what they come to: the same for both systems.
+    """Return the workload's file, the overrides of this run, and the configuration, which both systems get.
 
-    `own`: settings of this run alone.
+    `own` are settings of this run alone.
     """
     file = WORKLOADS / f"versus_trl_{case}.toml"
     name = f"versus-trl-{label(case, seed, quick)}{'-own' if own else ''}"
@@ -99,7 +97,7 @@ def configured(case: str, seed: int, quick: bool, own: Sequence[str] = ()) -> tu
 
 
 def label(case: str, seed: int, quick: bool) -> str:
-    """What the files of a run are called, without the system."""
+    """Name the files of a run, without the system."""
     return f"{case}{'-quick' if quick else ''}-{seed}"
 
 
@@ -139,68 +137,33 @@ def train_flash(case: str, seed: int, quick: bool, own: Sequence[str]) -> Traine
     )
 
 
-Choices = TrlChoices | list[str]
-"""What TRL is told, or Flash's own overrides."""
-OneRun = Callable[[str, str, int, bool, Choices, Config], tuple[Trained, list[Point]]]
+def measured(case: str, system: str, seed: int, quick: bool) -> Curve:
+    """Train one system on one workload, and evaluate the weights that it saved."""
+    from benchmarks.versus_trl.evaluate import accuracies
 
-
-def one_run(
-    case: str, system: str, seed: int, quick: bool, choices: Choices, config: Config
-) -> tuple[Trained, list[Point]]:
-    """Train, and evaluate what was saved."""
-    make_missing_model(config)
+    choices = OTHERS[case].get(system, [])
     with_trl = isinstance(choices, TrlChoices)
+    _, _, config = configured(case, seed, quick, [] if with_trl else choices)
+    make_missing_model(config)
     trained = train_trl(case, seed, quick, choices) if with_trl else train_flash(case, seed, quick, choices)
-    return trained, list(evaluated(config, trained, f"{system}, {case}"))
-
-
-def measured(
-    case: str,
-    system: str,
-    seed: int,
-    quick: bool,
-    others: Mapping[str, Mapping[str, Choices]] = OTHERS,
-    run: OneRun = one_run,
-) -> Curve:
-    """One run with its evaluation; a finished one of the same configuration is not repeated."""
-    choices = others[case].get(system, [])
-    _, _, config = configured(case, seed, quick, [] if isinstance(choices, TrlChoices) else choices)
-    recipe = [str(RECIPE), dump(config), repr(choices), *environment.requirements()]
-    fingerprint = hashlib.sha256("\n".join(recipe).encode()).hexdigest()[:16]
-    kept = OUT / f"{label(case, seed, quick)}-{system.lower().replace(', ', '-').replace(' ', '-')}.json"
-    if kept.exists():
-        curve = msgspec.json.decode(kept.read_bytes(), type=Curve)
-        if curve.fingerprint == fingerprint:
-            print(f"{system}, {case}: kept from an earlier call in {kept}", flush=True)
-            return curve
-    trained, points = run(case, system, seed, quick, choices, config)
-    curve = Curve(
+    points: list[Point] = []
+    for step, interval in accuracies(config, trained.saved):
+        seconds = trained.seconds[step - 1] if step else 0.0
+        print(f"{system}, {case}: step {step}, {seconds:.1f} s, held-out accuracy {interval.mean:.3f}", flush=True)
+        points.append(Point(step, seconds, interval.mean, interval.low, interval.high))
+    return Curve(
         case=case,
         system=system,
         seed=seed,
-        fingerprint=fingerprint,
         software=trained.software,
         samples=trained.samples,
         mean_tokens=trained.mean_tokens,
         points=points,
     )
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    kept.write_bytes(msgspec.json.encode(curve))
-    return curve
-
-
-def evaluated(config: Config, trained: Trained, title: str) -> Iterator[Point]:
-    """The accuracy of each saved step."""
-    from benchmarks.versus_trl.evaluate import accuracies
-
-    for step, interval in accuracies(config, trained.saved):
-        seconds = trained.seconds[step - 1] if step else 0.0
-        print(f"{title}: step {step}, {seconds:.1f} s, held-out accuracy {interval.mean:.3f}", flush=True)
-        yield Point(step, seconds, interval.mean, interval.low, interval.high)
 
 
 def results(quick: bool) -> Path:
-    """Where the curves are kept."""
+    """Return the file of the curves."""
     return OUT / "quick.json" if quick else CURVES
 
 
@@ -211,7 +174,7 @@ def compare(
     args: Args,
     measured: Callable[[str, str, int, bool], Curve] = measured,
 ) -> list[Row]:
-    """Measure these cases; the rows of all runs that are kept, those of earlier calls too."""
+    """Measure these cases; return the rows of all recorded runs, also of earlier calls."""
     new = [
         measured(case, system, seed, args.quick)
         for case in cases
@@ -232,12 +195,12 @@ def compare(
 
 
 def draw(quick: bool, rows: Sequence[Row], picture: Path) -> None:
-    """All curves that are kept."""
+    """Draw all recorded curves."""
     curves.draw(curves.read(results(quick)), CASES, picture)
 
 
 def arguments(argv: Sequence[str]) -> tuple[list[str], list[str], list[int], list[str]]:
-    """The cases, the systems and the seeds, and what is left for the form all benchmarks share."""
+    """Parse the cases, the systems and the seeds; also return the arguments that the form of all benchmarks handles."""
     systems = ["Flash", *dict.fromkeys(system for case in CASES for system in OTHERS[case])]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--case", choices=[*CASES], action="append")

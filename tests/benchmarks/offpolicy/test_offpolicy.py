@@ -65,26 +65,9 @@ def test_a_mixed_batch_has_a_part_of_every_age_as_soon_as_there_are_versions_so_
     assert made[-1] == 40
 
 
-def test_long_answers_get_their_tokens_from_versions_two_apart_and_end_with_the_step_that_trains_them(
-    model: str,
-) -> None:
-    setting = Setting(steps=6, batch_size=6, group_size=2, problems=1)
-    cell = Cell(method=GRPO.older(4), alpha=0, mixed=True, span=4, seed=0, setting=setting)
-    made = [0]
-    for step, batch in enumerate(batches(cell, Rollouts(cell, Sampler(model)), lambda: made[0])):
-        ages = [[step - version for version in one.action_versions().tolist()] for one in batch]
-        assert [one[0] for one in ages] == [0, 0, *[min(step, 4)] * 4]
-        assert all(one == [min(step, age) for age in (4, 2, 0, 0, 0, 0)][: len(one)] for one in ages[2:])
-        assert make_shard(batch, step, oldest=2).total_tokens == sum(age <= 2 for one in ages for age in one)
-        made[0] += 1
-    assert made == [6]
-
-
 def test_a_shard_holds_the_whole_batch_with_its_version_and_the_age_limit() -> None:
     answer = Answer(prompt=[1, 2, 3], tokens=[4, 5], logp=[-0.5, -1.5], text="45", truncated=False)
-    batch = [
-        make_trajectory(Task(index, index // 2, index % 2, 0), answer, float(index), [5] * 6) for index in range(4)
-    ]
+    batch = [make_trajectory(Task(index, index // 2, index % 2, 0), answer, float(index), 5) for index in range(4)]
     shard = make_shard(batch, step=9, oldest=4)
     assert (shard.step, shard.min_version) == (9, 5)
     assert (shard.total_tokens, shard.total_sequences) == (8, 4)
@@ -103,7 +86,7 @@ def test_a_shard_holds_the_whole_batch_with_its_version_and_the_age_limit() -> N
 
 def test_the_first_steps_admit_no_version_below_zero() -> None:
     answer = Answer([1], [2], [-1.0], "", True)
-    trajectory = make_trajectory(Task(0, 0, 0, 0), answer, 0.0, [0] * 6)
+    trajectory = make_trajectory(Task(0, 0, 0, 0), answer, 0.0, 0)
     assert make_shard([trajectory], step=2, oldest=8).min_version == 0
     assert trajectory.outcome is Outcome.TRUNCATED
 

@@ -19,7 +19,6 @@ from benchmarks.real.chaos_judge import (
     Verdict,
     judge,
     left_by,
-    recoveries,
     stretches,
     tokens_per_second,
 )
@@ -118,11 +117,6 @@ def test_time_without_a_step_counts_from_the_beginning_to_the_end() -> None:
 
 def test_goodput_counts_what_was_not_done_again() -> None:
     assert tokens_per_second(SOUND.rows, 100.0, 102.0) == (4 + 8) / 2
-
-
-def test_a_kind_has_recovered_at_the_next_step_of_any_life() -> None:
-    faults = [("kill hub", 100.5), ("kill hub", 101.0), ("stop node", 150.0)]
-    assert recoveries(faults, SOUND.times, end=160.0) == {"kill hub": [0.5, 0.5], "stop node": [10.0]}
 
 
 def test_what_a_run_leaves_is_read_with_what_was_done_again(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@ import random
 import warnings
 
 import anyio
-import msgspec
 import pytest
 
 from benchmarks.form import Args
@@ -12,7 +11,7 @@ from benchmarks.versus_trl import environment as versus_trl_environment
 from benchmarks.versus_trl import problems as versus_trl_problems
 from benchmarks.versus_trl import run as versus_trl
 from benchmarks.versus_trl.curves import Case, Curve, Point, keep, over_seeds, read, rows, seconds_to
-from benchmarks.versus_trl.run import CASES, OTHERS, WORKLOADS, arguments, configured, label, measured
+from benchmarks.versus_trl.run import CASES, OTHERS, WORKLOADS, arguments, configured, label
 from benchmarks.versus_trl.settings import TrlChoices, adamw_arguments, grpo_arguments, warmup
 from benchmarks.versus_trl.task import CountedSums, LaggedOptions, LaggedSums
 from envs.counting import CountingOptions
@@ -39,12 +38,11 @@ def points(*pairs):
     ]
 
 
-def curve(system, *pairs, case="short", seed=0, fingerprint=""):
+def curve(system, *pairs, case="short", seed=0):
     return Curve(
         case=case,
         system=system,
         seed=seed,
-        fingerprint=fingerprint,
         software={},
         samples=100,
         mean_tokens=16.0,
@@ -355,24 +353,6 @@ def test_lagged_sums_need_a_problem_before_an_answer():
 
 
 # -- pieces ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_finished_run_is_not_repeated_unless_its_configuration_changed():
-    calls = []
-
-    def run(case, system, seed, quick, choices, config):
-        calls.append((seed, choices))
-        return versus_trl.Trained([1.0, 2.0], [(2, None)], 8, 16.0, {}), [Point(2, 2.0, 0.5, 0.4, 0.6)]
-
-    first = measured("short", "TRL", 0, True, run=run)
-    assert measured("short", "TRL", 0, True, run=run) == first
-    measured("short", "TRL", 1, True, run=run)
-    measured("short", "Flash", 0, True, run=run)
-    usual, other = OTHERS["short"]["TRL"], TrlChoices(micro_batches=16)
-    again = measured("short", "TRL", 0, True, {"short": {"TRL": other}}, run)
-    assert calls == [(0, usual), (1, usual), (0, []), (0, other)]
-    assert again.fingerprint != first.fingerprint
-    assert msgspec.structs.replace(again, fingerprint=first.fingerprint) == first
 
 
 def test_the_rows_cover_the_runs_of_earlier_calls_too():
