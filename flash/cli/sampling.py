@@ -53,32 +53,33 @@ def add_eval(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_eval(arguments: argparse.Namespace) -> int:
-    """Evaluate with the settings of `[eval]`, in the same way as a run does. Returns 1 if answers are missing.
+    """Evaluate a model with the settings of `[eval]`, as a run does, for `flash eval`. Returns 1 if an episode failed.
 
-    Prints the line that a run prints, pass@k, and the metrics of the environment.
+    Prints the line that a run prints, pass@k (the mean reward of the best of k answers), and the metrics of the
+    environment.
     """
     from flash.run.sampling import evaluate
 
     check_writable(arguments.json, arguments.transcripts)
-    config, model = configured(arguments)
+    config, model = load_named(arguments)
     if arguments.samples is not None:
-        config, model = configured(arguments, *_several(arguments.samples, config))
-    sampled, samples = sample(config, model, evaluate)
-    found = best_of_each(answers(samples))
+        config, model = load_named(arguments, *_several_answers(arguments.samples, config))
+    sampled, samples = play_model(config, model, evaluate)
+    found = best_of_each(rewards_by_problem(samples))
     if arguments.json is not None:
-        write_atomically(arguments.json, result(sampled.evaluation, found))
+        write_atomically(arguments.json, evaluation_json(sampled.evaluation, found))
     write_transcripts(arguments.transcripts, samples)
     told = [evaluation_line(sampled.evaluation)]
     if len(found) > 1:
         told += best_of_lines(found, binary=sampled.evaluation["binary"] == 1)
     sys.stdout.writelines(f"{one_line(line)}\n" for line in told + environment_lines(sampled.evaluation))
-    return told_failures(sampled)
+    return print_failures(sampled)
 
 
-def _several(samples: int, config: Config) -> list[str]:
-    """Return the overrides for `samples` answers per problem.
+def _several_answers(samples: int, config: Config) -> list[str]:
+    """Return the overrides with which `config` evaluates `samples` answers per problem.
 
-    Several greedy answers would be equal, so they are drawn at the temperature of training.
+    At temperature 0 several answers would be equal, so the temperature of training is used, which a line reports.
     """
     temperature = config.eval.temperature
     if samples > 1 and temperature == 0:
@@ -87,15 +88,15 @@ def _several(samples: int, config: Config) -> list[str]:
     return [f"eval.samples={samples}", f"eval.temperature={temperature}"]
 
 
-def answers(samples: Sequence[Sample]) -> list[list[float]]:
-    """Return the rewards of the answers to each problem."""
+def rewards_by_problem(samples: Sequence[Sample]) -> list[list[float]]:
+    """Return the rewards of the answers to each problem, in one list per problem."""
     problems: dict[int, list[float]] = {}
     for sample in samples:
         problems.setdefault(sample.group_id, []).append(sample.reward)
     return list(problems.values())
 
 
-def result(row: dict[str, float], found: Sequence[BestOf]) -> bytes:
+def evaluation_json(row: dict[str, float], found: Sequence[BestOf]) -> bytes:
     """Return the content of the file of `--json`: the row of the evaluation, and pass@k.
 
     If a reward is neither 0 nor 1, it is the best of k instead of pass@k.
@@ -115,21 +116,23 @@ def add_rollout(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_rollout(arguments: argparse.Namespace) -> int:
-    """Play the first training problems, sampled as in training, and print the episodes. Returns 1 if an episode
-    failed."""
+    """Play the first training problems, sampled as in training, for `flash rollout`. Returns 1 if an episode failed.
+
+    Prints the episodes and their mean reward.
+    """
     from flash.run.sampling import roll_out
 
     if arguments.episodes < 1:
         raise ConfigError(f"--episodes: expected at least 1, got {arguments.episodes}")
     check_writable(arguments.transcripts)
-    config, model = configured(arguments)
-    sampled, samples = sample(config, model, partial(roll_out, episodes=arguments.episodes))
+    config, model = load_named(arguments)
+    sampled, samples = play_model(config, model, partial(roll_out, episodes=arguments.episodes))
     write_transcripts(arguments.transcripts, samples)
     for one in samples:
         sys.stdout.write(transcript(one) + "\n")
     mean = sum(one.reward for one in samples) / len(samples)
     sys.stdout.write(f"{len(samples)} episodes, mean reward {mean:.3f}\n")
-    return told_failures(sampled)
+    return print_failures(sampled)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -176,7 +179,7 @@ def _indented(text: str) -> str:
     return "\n".join(INDENT + line for line in harmless(text).split("\n"))
 
 
-def told_failures(sampled: Sampled) -> int:
+def print_failures(sampled: Sampled) -> int:
     """Print the number of failed episodes and the last failure. Returns the exit code: 1 if any episode failed."""
     failed, played = sampled.failures, len(sampled.trajectories)
     if failed:
@@ -192,10 +195,11 @@ def write_transcripts(file: Path | None, samples: Sequence[Sample]) -> None:
         write_atomically(file, b"".join(msgspec.json.encode(sample) + b"\n" for sample in samples))
 
 
-def configured(arguments: argparse.Namespace, *more: str) -> tuple[Config, str | None]:
+def load_named(arguments: argparse.Namespace, *more: str) -> tuple[Config, str | None]:
     """Return the configuration that the arguments name, with the overrides `more`, and the model.
 
-    The model is None if it is the one of `model.path`.
+    The arguments may name configuration files, a run, or a model with `--env`. The model is None if it is the one of
+    `model.path`.
 
     Raises:
         ConfigError: the arguments name no configuration, or an invalid one.
@@ -209,7 +213,7 @@ def configured(arguments: argparse.Namespace, *more: str) -> tuple[Config, str |
     only = paths[0]
     if RunDirectory(only).config.is_file() and arguments.env is None:
         named = named or str(only)
-        paths, overrides = [RunDirectory(only).config], [*of_run(named), *overrides]
+        paths, overrides = [RunDirectory(only).config], [*overrides_of_run(named), *overrides]
     elif arguments.env is not None:
         if len(paths) != 1 or (only.is_file() and not is_gguf(str(only))) or named is not None:
             raise ConfigError("--env goes with one model: a folder, hub id or GGUF file; a config has its env.path")
@@ -240,7 +244,7 @@ def _nothing_named(model: str | None) -> str:
     return f"--model goes with a config: CONFIG --model {model}; without one, name the model alone, with --env"
 
 
-def of_run(model: str) -> list[str]:
+def overrides_of_run(model: str) -> list[str]:
     """Return the overrides with which the configuration of a run can be read, wherever the run directory is now.
 
     Args:
@@ -251,8 +255,10 @@ def of_run(model: str) -> list[str]:
     return ["run.resume=false", *whole]
 
 
-def sample(config: Config, named: str | None, play: Any) -> tuple[Sampled, list[Sample]]:
-    """Start engines, play with a model, and return the result with readable samples.
+def play_model(config: Config, named: str | None, play: Any) -> tuple[Sampled, list[Sample]]:
+    """Start engines in this process, play episodes with a model, and return the result with readable samples.
+
+    Prints the progress to standard error, since standard output has the result.
 
     Args:
         config: the configuration.

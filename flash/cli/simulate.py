@@ -74,7 +74,7 @@ def add_simulate(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_simulate(arguments: argparse.Namespace) -> int:
-    """Run the simulations that the arguments ask for."""
+    """Run the simulations that the arguments ask for, for `flash simulate`."""
     paths, overrides = split_arguments(arguments.config)
     simulate_command(paths, overrides, sweeps=arguments.sweep, plot=arguments.plot, json=arguments.json)
     return 0
@@ -138,8 +138,10 @@ def run_all(configs: Sequence[Config]) -> list[SimReport]:
 
 @contextmanager
 def _workers_end_with_us() -> Generator[None]:
-    """Terminate the worker processes if an interrupt or a failing cell ends the sweep, without waiting for other
-    cells."""
+    """Terminate the worker processes if an interrupt or an error in the block ends the sweep.
+
+    Otherwise the end of the pool would wait until all cells are simulated.
+    """
     try:
         yield
     except BaseException:
@@ -210,7 +212,7 @@ def product(sweeps: Sequence[Sweep]) -> list[tuple[str, ...]]:
 def recommend(cells: Sequence[SweepCell]) -> SweepCell:
     """Return the recommended cell: of cells within CLOSE of the highest throughput, the one with the youngest tokens.
 
-    Among equal ones it is the cell that wastes least.
+    Of cells with tokens of equal age, this is the one that wastes the fewest tokens, and then the fastest.
     """
     fastest = max(cell.report.tokens_per_s for cell in cells)
     near = [cell for cell in cells if cell.report.tokens_per_s >= (1 - CLOSE) * fastest]
@@ -228,7 +230,7 @@ def add_calibrate(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_calibrate(arguments: argparse.Namespace) -> int:
-    """Fit the table, write it, and predict the run."""
+    """Fit a `[simulate]` table to a run, write it, and predict the run with it, for `flash calibrate`."""
     calibrate_command(arguments.run_dir, arguments.output)
     return 0
 

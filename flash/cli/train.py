@@ -54,45 +54,53 @@ def add_run_parser(commands: CommandParsers, name: str, about: str, *, tried: st
 
 
 def run_train(arguments: argparse.Namespace) -> int:
-    """Check the configuration, make its tiny model if it needs one, and train."""
+    """Check the configuration, make a model that is missing, and train, for `flash train`. Returns the exit code."""
     from flash.run.checks.preflight import start_problems
 
-    def tried(config: Config) -> Iterable[str]:
+    def try_out(config: Config) -> Iterable[str]:
         from flash.run.checks.dry_run import dry_run
 
         return dry_run(config)
 
-    return carry_out(arguments, start_problems, tried, start)
+    def begin(config: Config) -> int:
+        from flash.run.models import make_missing_model
+        from flash.run.processes.launcher import launch
+
+        interruptible()
+        make_missing_model(config)
+        return launch(config)
+
+    return carry_out(arguments, start_problems, try_out, begin)
 
 
 def carry_out(
     arguments: argparse.Namespace,
     problems: Callable[[Config], list[ConfigProblem]],
-    tried: Callable[[Config], Iterable[str]],
+    try_out: Callable[[Config], Iterable[str]],
     begin: Callable[[Config], int],
-    whole: Callable[[Config], Config] = lambda config: config,
+    complete: Callable[[Config], Config] = lambda config: config,
 ) -> int:
     """Check a configuration, then try it (`--dry-run`) or start the run; return the exit code.
 
     Args:
         arguments: the arguments of the command line.
         problems: finds what would stop the run on this machine, beyond the checks that every process makes.
-        tried: tries a checked configuration and yields a line for each part that was tried.
+        try_out: tries a checked configuration and yields a line for each part that was tried.
         begin: runs a checked configuration and returns its exit code.
-        whole: completes the configuration with the values that the command itself determines.
+        complete: completes the configuration with the values that the command itself determines.
     """
     from flash.run.checks.preflight import left_as_it_was
 
     paths, overrides = split_arguments(arguments.config)
     if arguments.resume:
         overrides.append("run.resume=true")
-    config = whole(load(paths, overrides, also=problems))
+    config = complete(load(paths, overrides, also=problems))
     advise(config, left_as_it_was(config))
     if arguments.dry_run:
         # The configuration is long, so the results follow it: a reader looks at the end of the output.
         sys.stdout.write(dump(config))
         sys.stdout.flush()
-        for line in tried(config):
+        for line in try_out(config):
             sys.stderr.write(f"checked {harmless(line)}\n")
         return 0
     from flash.run.processes.launch import LOST
@@ -100,21 +108,22 @@ def carry_out(
     from flash.run.restart import is_done
 
     if config.run.resume and is_done(config):
-        say(f"{what_is_left(config, arguments.typed, None)}: it has made its {config.run.steps} steps; raise run.steps")
+        left = how_to_continue(config, arguments.typed, None)
+        say(f"{left}: it has made its {config.run.steps} steps; raise run.steps")
         return 0
-    before = begun(config)
+    before = run_mark(config)
     code = begin(config)
     if code not in (End.OVER, LOST):
         how = "interrupted" if code == End.INTERRUPTED else "it failed, as is said above"
-        say(f"{how}; {what_is_left(config, arguments.typed, before)}")
+        say(f"{how}; {how_to_continue(config, arguments.typed, before)}")
     return code
 
 
-Begun = tuple[int, int] | None
+RunMark = tuple[int, int] | None
 """Inode and modification time (ns) of a run's config.toml, which differ for each launch; None if there is no run."""
 
 
-def begun(config: Config) -> Begun:
+def run_mark(config: Config) -> RunMark:
     """Return the mark of the run that a run directory holds; None if it holds none.
 
     Each launch that gets as far as writing the configuration changes the mark.
@@ -126,30 +135,25 @@ def begun(config: Config) -> Begun:
     return found.st_ino, found.st_mtime_ns
 
 
-def what_is_left(config: Config, typed: Sequence[str], before: Begun) -> str:
-    """Return a sentence that says how to continue an interrupted run, or that nothing is left to do.
+def how_to_continue(config: Config, typed: Sequence[str], before: RunMark) -> str:
+    """Return a phrase that says how to continue a run that has ended early, or that nothing is left to do.
 
     A run that was interrupted before it had written its run directory cannot be continued. The directory is then
     missing, or it is that of an earlier run with the mark `before`.
+
+    Args:
+        config: configuration of the run.
+        typed: the command that the user has typed.
+        before: result of `run_mark` before the run was started.
     """
     from flash.run.processes.launcher import resume_command
     from flash.run.restart import is_done
 
-    if not config.run.resume and begun(config) == before:
+    if not config.run.resume and run_mark(config) == before:
         return f"nothing was begun, and nothing is kept; begin with: {shlex.join(typed)}"
     if is_done(config):
         return f"nothing is left to do of the run in {config.run_dir}"
     return f"go on with: {resume_command(typed)}"
-
-
-def start(config: Config) -> int:
-    """Make the tiny model if the checked configuration needs one, then train. Returns the exit code of `launch`."""
-    from flash.run.models import make_missing_model
-    from flash.run.processes.launcher import launch
-
-    interruptible()
-    make_missing_model(config)
-    return launch(config)
 
 
 def interruptible() -> None:
@@ -172,12 +176,15 @@ def add_sft(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_sft(arguments: argparse.Namespace) -> int:
-    """Check the configuration, fetch its model if it needs one, tokenize all rows, and train."""
+    """Check the configuration, fetch its model if it is missing, tokenize all rows, and train, for `flash sft`.
+
+    The rows are tokenized before the run starts, because their number gives the number of steps.
+    """
     from flash.run.checks.preflight import made_steps, sft_problems
 
     tokens: list[CourseTokens] = []
 
-    def whole(config: Config) -> Config:
+    def complete(config: Config) -> Config:
         from flash.run.models import make_fetched
         from flash.run.sft_rows import CourseTokens
 
@@ -190,7 +197,7 @@ def run_sft(arguments: argparse.Namespace) -> int:
             raise refuse(problems)
         return config
 
-    def tried(config: Config) -> Iterator[str]:
+    def try_out(config: Config) -> Iterator[str]:
         from flash.rollout.episode.tokenizer import HfTokenizer
         from flash.run.checks.dry_run import model_described
 
@@ -198,14 +205,14 @@ def run_sft(arguments: argparse.Namespace) -> int:
         yield f"steps: {config.run.steps} of {config.train.batch_size} rows"
         yield f"model: {config.model.path}, {model_described(config)}"
 
-    def start(config: Config) -> int:
+    def begin(config: Config) -> int:
         from flash.run.processes.launcher import launch_sft
 
         for line in tokens[0].lines:
             _tell(line)
         return launch_sft(config, tokens[0])
 
-    return carry_out(arguments, sft_problems, tried, start, whole=whole)
+    return carry_out(arguments, sft_problems, try_out, begin, complete)
 
 
 def _tell(line: str) -> None:
@@ -227,7 +234,7 @@ def add_join(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_join(arguments: argparse.Namespace) -> int:
-    """Join the run and serve it until it is over or a signal arrives."""
+    """Join a run and serve it until it is over or a signal arrives, for `flash join`. Returns the exit code."""
     from flash.run.processes.launcher import OWN_KEYS, join
 
     overrides = [argument for argument in arguments.where if "=" in argument]
@@ -253,7 +260,7 @@ def add_drain(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_drain(arguments: argparse.Namespace) -> int:
-    """Ask the hub to make the node leave."""
+    """Ask the hub of a run to make a node leave, for `flash drain`. Does not wait until the node has left."""
     import anyio
 
     from flash.hub import protocol as p

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flash.cli.main import parse
-from flash.cli.sampling import answers, configured, result
+from flash.cli.sampling import evaluation_json, load_named, rewards_by_problem
 from flash.errors import ConfigError
 from flash.observe.rundir.samples import Sample, TokenValues
 from flash.observe.stats import best_of_each
@@ -40,7 +40,7 @@ def asked(*words: str) -> argparse.Namespace:
 
 
 def test_a_run_directory_means_its_environment_and_its_last_weights() -> None:
-    config, named = configured(asked("a run", "eval.problems=7"))
+    config, named = load_named(asked("a run", "eval.problems=7"))
     assert named == "a run"
     assert config.model.path == "a run/model"
     assert config.env.options == {"digits": 3}
@@ -48,19 +48,19 @@ def test_a_run_directory_means_its_environment_and_its_last_weights() -> None:
 
 
 def test_a_model_takes_the_place_of_a_runs_own() -> None:
-    config, named = configured(asked("a run", "--model", "a model"))
+    config, named = load_named(asked("a run", "--model", "a model"))
     assert (config.model.path, named) == ("a model", "a model")
 
 
 def test_a_file_is_played_as_the_folder_that_it_becomes() -> None:
-    config, named = configured(asked("a.gguf", "--env", "envs.arithmetic:Arithmetic", "cluster.gpus_per_node=0"))
+    config, named = load_named(asked("a.gguf", "--env", "envs.arithmetic:Arithmetic", "cluster.gpus_per_node=0"))
     assert (config.model.path, named) == ("./a.hf", "a.gguf")
 
 
 @pytest.mark.parametrize("model", ["a model", "owner/name"])
 def test_a_model_is_played_on_the_environment_that_is_named(model: str) -> None:
     words = ("--env", "envs.arithmetic:Arithmetic", "env.options.digits=1", "cluster.gpus_per_node=0")
-    config, named = configured(asked(model, *words))
+    config, named = load_named(asked(model, *words))
     assert (config.model.path, named) == (model, model)
     assert (config.env.path, config.env.options) == ("envs.arithmetic:Arithmetic", {"digits": 1})
 
@@ -82,7 +82,7 @@ def test_a_model_is_played_on_the_environment_that_is_named(model: str) -> None:
 )
 def test_what_is_not_clear_is_refused(words: tuple[str, ...], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
-        configured(asked(*words))
+        load_named(asked(*words))
 
 
 def test_a_result_has_pass_at_k_over_problems() -> None:
@@ -90,8 +90,8 @@ def test_a_result_has_pass_at_k_over_problems() -> None:
         return Sample(0, 0, problem, 0, 0, "", Outcome.OK, reward, [], [], [], [], [], {}, TokenValues([]), [])
 
     played = [sample(0, 1.0), sample(0, 0.0), sample(1, 0.0), sample(1, 0.0)]
-    assert answers(played) == [[1.0, 0.0], [0.0, 0.0]]
-    found = json.loads(result({"mean_reward": 0.25}, best_of_each(answers(played))))
+    assert rewards_by_problem(played) == [[1.0, 0.0], [0.0, 0.0]]
+    found = json.loads(evaluation_json({"mean_reward": 0.25}, best_of_each(rewards_by_problem(played))))
     assert found["mean_reward"] == 0.25
     assert [(one["k"], one["mean"]) for one in found["best_of"]] == [(1, 0.25), (2, 0.5)]
 
@@ -99,6 +99,6 @@ def test_a_result_has_pass_at_k_over_problems() -> None:
 def test_a_folder_that_is_none_of_these_is_named(folder: Path) -> None:
     (folder / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"^\. is no run directory and no model: .*; it has the runs a run$"):
-        configured(asked("."))
+        load_named(asked("."))
     with pytest.raises(ConfigError, match=r"empty is no run directory and no model: expected config\.toml or"):
-        configured(asked("empty"))
+        load_named(asked("empty"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from flash.cli.train import begun, what_is_left
+from flash.cli.train import how_to_continue, run_mark
 from flash.config.tree import Config
 from flash.observe.rundir.rundir import RunDirectory
 from tests.observe.clusters import cluster
@@ -53,22 +53,22 @@ def test_an_interrupted_run_is_to_go_on_unless_all_is_done(tmp_path: Path) -> No
     for ended in ("interrupted", "finished"):
         picture = cluster(1.0, None, ended=ended)
         directory.cluster.write_bytes(msgspec.json.encode(picture))
-        told.append(what_is_left(config, command, None))
+        told.append(how_to_continue(config, command, None))
     assert told == [go_on, f"nothing is left to do of the run in {config.run_dir}"]
     longer = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, steps=3))
-    assert what_is_left(longer, command, None) == go_on
+    assert how_to_continue(longer, command, None) == go_on
 
 
 def test_nobody_is_sent_on_with_a_run_that_was_not_begun(tmp_path: Path) -> None:
     config = msgspec.convert(tomllib.loads(CONFIG.replace("FOLDER", str(tmp_path))), Config)
     command = ["flash", "train", "run.toml", "run.name=a b"]
     nothing = "nothing was begun, and nothing is kept; begin with: flash train run.toml 'run.name=a b'"
-    assert what_is_left(config, command, begun(config)) == nothing
+    assert how_to_continue(config, command, run_mark(config)) == nothing
     RunDirectory.open(config.run_dir, "")
-    assert what_is_left(config, command, None).endswith(" --resume")
-    earlier = begun(config)
-    assert what_is_left(config, command, earlier) == nothing, "it would go on with an earlier run"
+    assert how_to_continue(config, command, None).endswith(" --resume")
+    earlier = run_mark(config)
+    assert how_to_continue(config, command, earlier) == nothing, "it would go on with an earlier run"
     RunDirectory.open(config.run_dir, "")
-    assert what_is_left(config, command, earlier).endswith(" --resume")
+    assert how_to_continue(config, command, earlier).endswith(" --resume")
     resumed = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, resume=True))
-    assert what_is_left(resumed, [*command, "--resume"], begun(config)).endswith(" --resume")
+    assert how_to_continue(resumed, [*command, "--resume"], run_mark(config)).endswith(" --resume")

@@ -9,7 +9,7 @@ import anyio
 import msgspec
 import pytest
 
-from flash.cli.sampling import told_failures, transcript
+from flash.cli.sampling import print_failures, transcript
 from flash.config.tree import Config
 from flash.environment.interface import HELD_OUT
 from flash.environment.load import LoadedEnvironment
@@ -126,14 +126,14 @@ def test_episodes_that_failed_for_good_are_counted_with_the_last_reason(
 ) -> None:
     config = make_config(env={"path": f"{__name__}:Parity", "options": {"flaky": True}})
     sampled, _ = play(how, config, **more)
-    assert told_failures(sampled) == 1
+    assert print_failures(sampled) == 1
     said = capsys.readouterr().out
     assert said.startswith(f"{of} episodes failed, and are in no figure; the last one (env_error): environment reset")
     assert "no such game" in said
     if how is evaluate:
         assert "5 problems, 2 answers missing" in evaluation_line(sampled.evaluation)
     whole, _ = play(how, make_config(), **more)
-    assert told_failures(whole) == 0
+    assert print_failures(whole) == 0
     assert capsys.readouterr().out == ""
     assert "missing" not in evaluation_line(whole.evaluation)
 

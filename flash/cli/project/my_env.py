@@ -15,7 +15,7 @@ HELD_OUT_ONE_IN = 10
 
 
 class Backwards:
-    """Episode with one word and one answer."""
+    """Environment whose episodes have one word and one answer."""
 
     def __init__(self, length: int = 6) -> None:
         """Store the options. `env.options` in run.toml sets them, and they are checked before a run starts."""
