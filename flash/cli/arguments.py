@@ -91,6 +91,7 @@ def check_folder_writable(folder: Path | None) -> None:
 
 
 def _check_folder(path: Path) -> None:
+    """Raise ConfigError if the folder in which `path` lies does not exist or cannot be written to."""
     folder = path.absolute().parent
     if not folder.is_dir():
         raise ConfigError(f"cannot write {path}: the folder {folder} does not exist")

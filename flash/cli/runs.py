@@ -100,6 +100,7 @@ def run_view(arguments: argparse.Namespace) -> int:
 
 
 async def _serve(app: Starlette, port: int, shown: str) -> None:
+    """Serve the page until SIGINT or SIGTERM. `shown` names the runs in the line with the address."""
     from flash.http.server import HttpAddress, open_socket, serving
 
     address = HttpAddress(port=port)
@@ -344,7 +345,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
     check_writable(arguments.json)
     check_folder_writable(arguments.export)
     directory = run_directory(arguments.run_dir)
-    course = plan(arguments.run_dir, arguments.from_step, arguments.to_step)
+    planned = plan(arguments.run_dir, arguments.from_step, arguments.to_step)
     files, overrides = split_arguments([str(directory.config), *arguments.config])
     config = load(files, overrides)
     refuse_idle(directory.config, config, given(files[1:], overrides))
@@ -365,16 +366,16 @@ def run_replay(arguments: argparse.Namespace) -> int:
 
     def show_comparison(found: Comparison) -> None:
         comparisons.append(found)
-        _print_line(_comparison_line(found, course.first))
+        _print_line(_comparison_line(found, planned.first))
 
     _print_line(
-        f"[training steps {course.first} to {course.last - 1} again, from {course.checkpoint or config.model.path}]"
+        f"[training steps {planned.first} to {planned.last - 1} again, from {planned.checkpoint or config.model.path}]"
     )
-    if course.left_out:
-        _print_line(f"[{course.left_out} left out: no batch of step {course.last} is recorded]")
+    if planned.left_out:
+        _print_line(f"[{planned.left_out} left out: no batch of step {planned.last} is recorded]")
     _print_line(" step " + " ".join(f"{name:>{REPLAY_WIDTH}} {'the run':>{REPLAY_WIDTH}}" for name in REPLAY_METRICS))
     replay(
-        config, course, folder=directory.batches, step=show_step, comparison=show_comparison, export=arguments.export
+        config, planned, folder=directory.batches, step=show_step, comparison=show_comparison, export=arguments.export
     )
     if arguments.json is not None:
         found = {"steps": rows, "comparisons": [msgspec.structs.asdict(one) for one in comparisons]}
@@ -459,7 +460,7 @@ def run_rhythm(arguments: argparse.Namespace) -> int:
     Prints the result, and writes the plot and the JSON file if the user has named them.
     """
     from flash.rollout.episode.tokenizer import HfTokenizer
-    from flash.run.rhythm import look_at, options_with
+    from flash.run.rhythm import examine_responses, options_with
 
     check_writable(arguments.plot, arguments.json)
     config = _rhythm_config(arguments)
@@ -471,7 +472,7 @@ def run_rhythm(arguments: argparse.Namespace) -> int:
         given = _rhythm_responses(arguments, config, tokenizer)
         _check_shown(arguments, given)
         drawn = (arguments.show, arguments.at) if arguments.plot is not None else None
-        seen, picture = look_at(under.model, under.named, given, options, tokenizer.token_texts, drawn)
+        seen, picture = examine_responses(under.model, under.named, given, options, tokenizer.token_texts, drawn)
     if arguments.json is not None:
         write_atomically(arguments.json, msgspec.json.format(msgspec.json.encode(seen), indent=2) + b"\n")
     if arguments.plot is not None and picture is not None:
@@ -533,6 +534,7 @@ def _rhythm_weights(arguments: argparse.Namespace, config: Config | None) -> Gen
 
 
 def _rhythm_responses(arguments: argparse.Namespace, config: Config | None, tokenizer: Any) -> RhythmResponses:
+    """Return the responses to examine: the text that the user has named, or recorded samples of the run."""
     from flash.run.rhythm import recorded_responses, text_responses
 
     if arguments.text is not None:
@@ -547,6 +549,7 @@ def _rhythm_responses(arguments: argparse.Namespace, config: Config | None, toke
 
 
 def _check_shown(arguments: argparse.Namespace, given: RhythmResponses) -> None:
+    """Raise ConfigError if `--show` or `--at` names no response or token of the given ones."""
     count = len(given.trajectories)
     if not 0 <= arguments.show < count:
         raise ConfigError(f"--show: expected 0 to {count - 1}, one of the responses looked at, got {arguments.show}")

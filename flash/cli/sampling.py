@@ -237,6 +237,7 @@ def load_named(arguments: argparse.Namespace, *more: str) -> tuple[Config, str |
 
 
 def _nothing_named(model: str | None) -> str:
+    """Return the error message for a command line without a configuration. `model`: value of `--model`."""
     if model is None:
         return "expected a config, a run directory, or a model with --env, such as run.toml or outputs/my-run"
     if RunDirectory(Path(model)).config.is_file():

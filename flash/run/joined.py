@@ -128,7 +128,7 @@ class JoinedNode:
         """True while the node works for a hub, so that it can leave the run in order."""
         self._samples = False
         """True if the engines have started and a hub knows one of them."""
-        self._news = anyio.Event()
+        self._wake = anyio.Event()
         """Event that is set when the hub is lost or the node has ended."""
         self._lost: TransportError | None = None
         """Error by which the hub was lost; None while it is there."""
@@ -136,7 +136,7 @@ class JoinedNode:
         """True if the node has ended."""
         self._failure: Exception | None = None
         """Error with which the node ended; None if it ended without one."""
-        self._told = False
+        self._leaving = False
         """True if a signal has asked this process to leave."""
 
     async def run(self) -> End:
@@ -158,7 +158,7 @@ class JoinedNode:
         wait_s = 0.0  # the launcher has just found the first hub
         while (end := await self._serve_next(tasks, wait_s)) is None:
             # Without engines there is nothing to keep, so the launcher starts a new process for the next hub.
-            if self._node is None or self._told:
+            if self._node is None or self._leaving:
                 return End.WITH_PEER
             wait_s = self._config.deadlines.rendezvous
             await anyio.sleep(RETRY_S)
@@ -172,12 +172,12 @@ class JoinedNode:
         except Exception as error:  # any error: the task that talks to the hub reports it
             self._failure = error
         self._ended = True
-        self._news.set()
+        self._wake.set()
 
     def lose_hub(self, error: TransportError) -> None:
         """Record that the node has lost the hub, and wake `_serve`. The node calls this."""
         self._lost = error
-        self._news.set()
+        self._wake.set()
 
     def _tell_beginning(self, number: int) -> None:
         """Print how long the start has taken, when the hub knows the first engine. `number` is the node's number."""
@@ -215,12 +215,12 @@ class JoinedNode:
         """
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             async for received in signals:
-                if not self._told:
+                if not self._leaving:
                     again = "; Ctrl-C again ends it now" if received == signal.SIGINT else ""
                     within = f"within {self._config.deadlines.shutdown:g} s{again}"
                     name = signal.Signals(received).name
                     warn(f"{name}: this node takes no more work, and leaves the run {within}")
-                self._told = True
+                self._leaving = True
                 if self._node is None or not self._serving:
                     all_of_it.cancel()
                     return
@@ -296,8 +296,8 @@ class JoinedNode:
         self._serving = True
         try:
             while self._lost is None and not self._ended:
-                self._news = anyio.Event()
-                await self._news.wait()
+                self._wake = anyio.Event()
+                await self._wake.wait()
         finally:
             self._serving = False
         if not self._ended and self._lost is not None:

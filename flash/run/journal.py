@@ -1,8 +1,8 @@
 """Journal in files: `journal/000003-step-000020.log` in the run directory, one file from each checkpoint to the next.
 
 The journal has the events of samples since a checkpoint: what was leased, delivered and trained. The hub records each
-event in a `FileJournal`. When a run starts again, `flash.run.restart.restored` calls `replay_journal`, which applies
-the events to the state of the checkpoint.
+event in a `FileJournal`. When a run starts again, `flash.run.restart.restore_hub_state` calls `replay_journal`, which
+applies the events to the state of the checkpoint.
 
 A file is a sequence of records (`flash.observe.rundir.recording`): a `JournalHead`, followed by events
 (`flash.samples.journal`). Files are numbered over all incarnations of a run, and each checkpoint stores the number of

@@ -53,7 +53,7 @@ from flash.run.processes.hub_place import TOKEN_VARIABLE, HubAddress, announce, 
 from flash.run.processes.launch_state import LAUNCHER, remember_shared_memory
 from flash.run.processes.rendezvous import advertised_host
 from flash.run.processes.supervisor import End, say
-from flash.run.restart import NOTHING, RecordedHistory, keep_hub_state, restored
+from flash.run.restart import NOTHING, RecordedHistory, keep_hub_state, restore_hub_state
 from flash.samples.journal import NO_JOURNAL
 from flash.samples.rules import ProblemKinds
 from flash.trainer.checkpoint_files import ChosenCheckpoint, choose_checkpoint, newest_complete
@@ -115,7 +115,7 @@ async def _first_node(restarts: int, config: Config, token: str | None) -> None:
     )
     kept = NOTHING
     if resume:
-        kept = await anyio.to_thread.run_sync(restored, checkpoint, config)
+        kept = await anyio.to_thread.run_sync(restore_hub_state, checkpoint, config)
     state = kept.state
     version = state.version if state is not None else 0
     tokenizer = await anyio.to_thread.run_sync(HfTokenizer, config.model)

@@ -136,7 +136,7 @@ def refuse_idle(file: Path, config: Config, named: Collection[str]) -> None:
 
 def replay(
     config: Config,
-    course: ReplayPlan,
+    planned: ReplayPlan,
     *,
     folder: Path,
     step: Callable[[dict[str, float]], None],
@@ -147,7 +147,7 @@ def replay(
 
     Args:
         config: the run's configuration, maybe with other settings for training.
-        course: the steps to train, from `plan`.
+        planned: the steps to train, from `plan`.
         folder: folder of the recorded batches.
         step: called with the metrics of each step and the step's number, as in metrics.jsonl.
         comparison: called with the difference to each checkpoint of the run.
@@ -165,14 +165,14 @@ def replay(
     transformers.utils.logging.disable_progress_bar()
     with _one_rank(config):
         trainer = Trainer(msgspec.structs.replace(config, parallel=ParallelConfig()))
-        if course.checkpoint is not None:
-            checkpoint.load(course.checkpoint, trainer)
+        if planned.checkpoint is not None:
+            checkpoint.load(planned.checkpoint, trainer)
         begun = {name: weight.clone() for name, weight in _weights(trainer).items()}
-        for number in range(course.first, course.last):
+        for number in range(planned.first, planned.last):
             (shard,) = run_to_end(split_into_shards(read_batch(folder, number), shards=1))
             step({"step": number, **trainer.train_step(shard)})
-            if trainer.version in course.compared:
-                comparison(_compare(trainer, course.compared[trainer.version], begun))
+            if trainer.version in planned.compared:
+                comparison(_compare(trainer, planned.compared[trainer.version], begun))
         if export is not None:
             tokenizer = HfTokenizer(config.model)
             tokenizer.add_ends(trainer.model.generation_config)

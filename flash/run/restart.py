@@ -1,9 +1,9 @@
 """Restart of a run from its run directory: the hub's state, the records after it, and the limit of idle requeues.
 
-- `keep_hub_state` writes the state of the hub into a checkpoint, and `restored` reads it again with the journal after
-  it. A restarted run continues from the version that it had reached. The trainer ranks start from the checkpoint, and
-  train the recorded steps after it again. If records of these steps are missing, the run goes back to the last version
-  that can be reached (`reach`).
+- `keep_hub_state` writes the state of the hub into a checkpoint, and `restore_hub_state` reads it again with the
+  journal after it. A restarted run continues from the version that it had reached. The trainer ranks start from the
+  checkpoint, and train the recorded steps after it again. If records of these steps are missing, the run goes back to
+  the last version that can be reached (`reach`).
 - `RecordedHistory` implements `flash.hub.recovery.RunHistory`: the checkpoints and batches from which trainer ranks
   restart while the hub goes on.
 - `refuse_idle_requeues` detects a job that SLURM requeues forever, because its time limit or a preemption always ends
@@ -140,9 +140,9 @@ def reach(config: Config, held: int, reached: int) -> Reach:
         return Reach(held, why)
     if changed := _changed(directory, config):
         return Reach(held, f"the configuration has changed since: {changed}")
-    booked = _booked_steps(directory)
+    counted = _steps_with_metrics(directory)
     for step in range(held, reached):
-        if step not in booked:
+        if step not in counted:
             return Reach(step, f"step {step} has no row in {directory.metrics.name}")
         try:
             read_batch(directory.batches, step)
@@ -151,9 +151,9 @@ def reach(config: Config, held: int, reached: int) -> Reach:
     return Reach(reached)
 
 
-def booked_version(config: Config) -> int:
+def version_with_metrics(config: Config) -> int:
     """Return the version after the last step that has a row of metrics; 0 if there is none."""
-    return max(_booked_steps(RunDirectory(config.run_dir)), default=-1) + 1
+    return max(_steps_with_metrics(RunDirectory(config.run_dir)), default=-1) + 1
 
 
 def is_done(config: Config) -> bool:
@@ -161,10 +161,10 @@ def is_done(config: Config) -> bool:
     directory = RunDirectory(config.run_dir)
     cluster = read_cluster(directory)
     finished = cluster is not None and cluster.ended == "finished" and directory.has_ended()
-    return finished and booked_version(config) >= config.run.steps
+    return finished and version_with_metrics(config) >= config.run.steps
 
 
-def _booked_steps(directory: RunDirectory) -> set[int]:
+def _steps_with_metrics(directory: RunDirectory) -> set[int]:
     """Return the steps that have a row of metrics. Rows without a step are skipped."""
     return {int(row["step"]) for row in directory.read_metrics() if "step" in row}
 
@@ -231,7 +231,7 @@ NOTHING = Restored(None, TrainerStart(0, ""), JournalPlace(0, 0), [])
 """Restored state of a new run: there is none."""
 
 
-def restored(checkpoint: Path | None, config: Config) -> Restored:
+def restore_hub_state(checkpoint: Path | None, config: Config) -> Restored:
     """Return the hub's state from a checkpoint and the journal after it; without a checkpoint, from the whole journal.
 
     A damaged journal is set aside, and the run goes on from the checkpoint alone. The run also goes back if its last
@@ -242,14 +242,14 @@ def restored(checkpoint: Path | None, config: Config) -> Restored:
         ConfigError: the checkpoint belongs to a run of another size.
         RunDirectoryError: the journal is damaged, and cannot be set aside.
     """
-    kept = None if checkpoint is None else kept_state(checkpoint, config)
+    kept = None if checkpoint is None else read_hub_state(checkpoint, config)
     version, number = (0, 0) if kept is None else (kept.version, kept.journal)
     begin = TrainerStart(version, str(checkpoint or ""))
     replay = Replay(None if kept is None else kept.buffer, version)
     try:
         place, notes = replay_journal(config.run_dir, version, number, replay)
         until, why = reach(config, version, replay.reached)
-        booked = booked_version(config)
+        counted = version_with_metrics(config)
         buffer = replay.state(until)
     except (RecordingError, ContractError) as error:
         with writing(journal_folder(config.run_dir)):
@@ -259,29 +259,29 @@ def restored(checkpoint: Path | None, config: Config) -> Restored:
             f"{error}. The run goes on from {start} alone, and generates again what was delivered since; kept: {aside}"
         )
         # The replay has changed the state, so it is read again.
-        kept = None if checkpoint is None else kept_state(checkpoint, config)
+        kept = None if checkpoint is None else read_hub_state(checkpoint, config)
         return Restored(kept, begin, JournalPlace(number, 0), [note])
     # From now on the journal would lack this incarnation, so a later restart could not use it.
     if config.checkpoint.journal == "off":
         forget_journal(config.run_dir)
     if buffer is None:
-        if booked:
+        if counted:
             gone = "no checkpoint is left" if checkpoint is None else f"{checkpoint.name} knows of no sample"
-            notes.append(f"the run goes back from version {booked} to {version}, and does these steps again: {gone}")
+            notes.append(f"the run goes back from version {counted} to {version}, and does these steps again: {gone}")
         return Restored(None, begin, place, notes)
     if replay.delivered:
         notes.append(f"the journal brings back {replay.delivered} samples that were delivered after version {version}")
     if why:
         notes.append(f"the run goes back from version {replay.reached} to {until}, and does these steps again: {why}")
-    elif booked > until:
+    elif counted > until:
         notes.append(
-            f"the run goes back from version {booked} to {until}, and does these steps again: no journal tells of them"
+            f"the run goes back from version {counted} to {until}, and does these steps again: no journal tells of them"
         )
     return Restored(HubState(until, buffer, journal=0).belonging_to(config), begin, place, notes)
 
 
-def kept_state(checkpoint: Path, config: Config) -> HubState:
-    """Return the hub's state from a checkpoint. Raises CheckpointError and ConfigError as `restored` does."""
+def read_hub_state(checkpoint: Path, config: Config) -> HubState:
+    """Return the hub's state from a checkpoint. Raises CheckpointError and ConfigError as `restore_hub_state` does."""
     with hub_state(checkpoint) as data:
         return HubState.restore(data, config)
 
@@ -351,7 +351,7 @@ def _begins_at(config: Config) -> int:
     if config.checkpoint.journal == "off":
         return version
     held = max(version, 0)
-    reached = booked_version(config)
+    reached = version_with_metrics(config)
     return reach(config, held, reached).version if reached > held else version
 
 

@@ -46,6 +46,7 @@ class RhythmResponses:
 
     trajectories: list[Trajectory]
     names: list[str]
+    """Name of each response for the output."""
     min_version: int
     """Oldest version of action tokens that are trained. Responses with older tokens only are not examined."""
     max_tokens: int
@@ -138,7 +139,7 @@ def recorded_responses(run_dir: Path, step: int | None, samples: int, *, max_tok
     return RhythmResponses(some, names, batch.min_version, max_tokens)
 
 
-def look_at(
+def examine_responses(
     model: ModelConfig,
     weights: str,
     given: RhythmResponses,
@@ -210,6 +211,15 @@ def _part(signals: Signals, length: int, begin: int) -> slice:
 def _response(
     name: str, tokens: list[str], options: Rhythm, signals: Signals, multiplier_R: FloatArray
 ) -> ResponseSeen:
+    """Return the findings of one response, for the output.
+
+    Args:
+        name: name of the response.
+        tokens: texts of all tokens of its sequence.
+        options: options of `algorithm.rhythm`.
+        signals: signals of its R tokens.
+        multiplier_R: multipliers of its advantages.
+    """
     return ResponseSeen(
         name=name,
         tokens=tokens,
@@ -225,6 +235,7 @@ def _response(
 
 
 def _encoded(file: Path, encode: Encode) -> list[int]:
+    """Return the tokens of a text file, without a newline at its end. Raises ConfigError."""
     try:
         text = file.read_text(encoding="utf-8").removesuffix("\n")
     except (OSError, ValueError) as error:

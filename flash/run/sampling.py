@@ -66,14 +66,16 @@ async def evaluate(
         FlashError: the environment cannot be played, or the engines are gone.
     """
     config = await limit_held_out_problems(config, env, tell)
-    guest = _Guest(alone(config, steps=0, batch=config.rollout.group_size), env, tokenizer, engines)
-    await guest.run(tell)
-    (row,) = guest.observer.evaluations
+    trainer = _StandInTrainer(
+        on_this_machine(config, steps=0, batch=config.rollout.group_size), env, tokenizer, engines
+    )
+    await trainer.run(tell)
+    (row,) = trainer.observer.evaluations
     return Sampled(
         {name: value for name, value in row.items() if name not in OF_RUNS},
-        guest.evaluated,
-        guest.observer.notes,
-        guest.given_up(guest.evaluated, "eval"),
+        trainer.evaluated,
+        trainer.observer.notes,
+        trainer.given_up(trainer.evaluated, "eval"),
     )
 
 
@@ -96,14 +98,14 @@ async def roll_out(
         drop_equal_rewards=False,
         accuracy_bounds=None,
     )
-    config = alone(msgspec.structs.replace(config, rollout=one), steps=1, batch=episodes)
-    guest = _Guest(config, env, tokenizer, engines)
-    await guest.run(tell)
-    played = guest.observer.samples[0]
-    return Sampled({}, played, guest.observer.notes, guest.given_up(played, "train"))
+    config = on_this_machine(msgspec.structs.replace(config, rollout=one), steps=1, batch=episodes)
+    trainer = _StandInTrainer(config, env, tokenizer, engines)
+    await trainer.run(tell)
+    played = trainer.observer.samples[0]
+    return Sampled({}, played, trainer.observer.notes, trainer.given_up(played, "train"))
 
 
-def alone(config: Config, *, steps: int, batch: int) -> Config:
+def on_this_machine(config: Config, *, steps: int, batch: int) -> Config:
     """Return a configuration for this machine alone, in which all devices serve engines.
 
     Args:
@@ -124,7 +126,7 @@ def alone(config: Config, *, steps: int, batch: int) -> Config:
     )
 
 
-class _Guest:
+class _StandInTrainer:
     """Stand-in for the only trainer rank, and observer of the hub.
 
     Call `run` once. Then `observer`, `evaluated` and `given_up` have the results. Arguments: see `evaluate`.
@@ -142,7 +144,7 @@ class _Guest:
         evaluated = (0,) if config.run.steps else ()
         problems, recovered = ProblemKinds.of(config, env.kind_of, env.domains()), RecoveredState(evaluated=evaluated)
         self._hub = Hub(config, self.observer, now=now, problems=problems, recovered=recovered)
-        link = HubLink(0, 0, InProcessCaller(self._hub, self._saw))
+        link = HubLink(0, 0, InProcessCaller(self._hub, self._record_results))
         played = NodeEnvironment(env.make, problems, env.prepare, rehearsed=True)
         self._node = RolloutNode(config, link, engines(config), tokenizer, played, now=now)
 
@@ -151,7 +153,7 @@ class _Guest:
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(self._node.run)
-                group.start_soon(self._take)
+                group.start_soon(self._act_as_trainer)
                 group.start_soon(report_startup, self._hub, self._config, tell)
                 await self._hub.run()
                 self.evaluated.sort(key=lambda trajectory: trajectory.task.task_id)
@@ -169,7 +171,7 @@ class _Guest:
         failed = (one for (of, task), one in sorted(self._failed.items()) if of == split and task not in done)
         return list(failed)
 
-    async def _take(self) -> None:
+    async def _act_as_trainer(self) -> None:
         """Announce the model, take the batches, and leave: the requests that a trainer rank makes."""
         hub, deadlines = InProcessCaller(self._hub), self._config.deadlines
         await hub.call(p.PublishRequest(Published(0, "tcp", b"", Canary([], []))), timeout=deadlines.engine_start)
@@ -179,7 +181,7 @@ class _Guest:
         await fetch_shard(hub, 0, self._config.run.steps, deadlines.batch)
         await hub.call(p.Goodbye(0, []), timeout=waits.leaving_s(self._config))
 
-    def _saw(self, request: msgspec.Struct, reply: msgspec.Struct) -> None:
+    def _record_results(self, request: msgspec.Struct, reply: msgspec.Struct) -> None:
         """Record the results that the node delivers to the hub. Called with each request of the node and its reply."""
         if isinstance(request, p.DeliverRequest):
             results = [ended.result for ended in request.ended]

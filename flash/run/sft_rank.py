@@ -244,6 +244,8 @@ class SftLoop:
             self._recorder.evaluation(row)
 
     def _checkpoint(self) -> None:
+        """Write a checkpoint, with the digest of the rows in place of the hub's state. All ranks call this."""
+
         def no_hub(file: Path) -> FileEntry:
             file.write_bytes(MARK + b" " + self._course.digest().encode())
             return file_entry(file, file.parent)
@@ -251,6 +253,11 @@ class SftLoop:
         checkpoint.save(self._config.run_dir, self._trainer, no_hub, keep=self._config.checkpoint.keep)
 
     def _end(self, *, interrupted: bool) -> End:
+        """Write the summary on the first rank, and return how the training ended. Waits for all ranks.
+
+        Raises:
+            AlarmError: an alarm has stopped the run. Raised on the first rank only.
+        """
         if self._recorder is not None:
             rows = self._recorder.directory.read_metrics()
             counts = {"trained": "samples", "trained_tokens": "trained_tokens"}

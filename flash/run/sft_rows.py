@@ -189,10 +189,12 @@ class TokenTable:
 
 
 def _ends(lengths: Iterable[int]) -> Any:
+    """Return the sums of the lengths up to and including each item, shape [items]."""
     return np.cumsum(np.fromiter(lengths, np.int64), dtype=np.int64)
 
 
 def _range(ends: Any, index: int) -> tuple[int, int]:
+    """Return start and stop of an item in the flat array whose ends are `ends`."""
     return int(ends[index - 1]) if index else 0, int(ends[index])
 
 
@@ -299,6 +301,7 @@ _Example = tuple[str, Conversation | Text]
 
 
 def _examples(rows: Iterable[Row]) -> Iterator[_Example | ConfigError]:
+    """Yield each row with its place as an example, or the error that makes the row invalid."""
     for row in rows:
         try:
             yield row.place, example_of(row)
@@ -348,6 +351,8 @@ _worker: list[tuple[HfTokenizer, int]] = []
 
 
 def _begin_worker(model: ModelConfig) -> None:
+    """Prepare a worker process of the pool: it makes its tokenizer, and ends with its parent."""
+
     def end_with_parent() -> None:
         parent = parent_process()
         assert parent is not None
@@ -453,6 +458,7 @@ def _weight(given: Any, index: int, place: str) -> bool:
 
 
 def _grown(spans: Sequence[Span], prompt: list[int], answer: list[int]) -> Learned:
+    """Return the sequence `prompt` + `answer`, with the answer as one more span to learn."""
     return Learned([*prompt, *answer], [*spans, Span(len(prompt), len(prompt) + len(answer))])
 
 

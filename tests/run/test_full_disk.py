@@ -17,7 +17,7 @@ from flash.hub.recovery import HubState, TrainerStart
 from flash.observe.recorder import Recorder
 from flash.observe.rundir.recording import recorded_steps
 from flash.run.journal import FileJournal
-from flash.run.restart import NOTHING, Restored, keep_hub_state, restored
+from flash.run.restart import NOTHING, Restored, keep_hub_state, restore_hub_state
 from flash.samples.batches import gather
 from flash.samples.buffer import SampleBuffer
 from flash.trainer.checkpoint_files import (
@@ -129,7 +129,7 @@ async def test_a_disk_that_fills_at_any_byte_loses_nothing(seed: int, tmp_path: 
         assert not told or "No space left on device" in told
         assert [file for file in config.run_dir.rglob("*") if "tmp" in file.name] == []
         checkpoint, damaged = await run_sync(choose_checkpoint, config.run_dir)
-        kept = await run_sync(restored, checkpoint, config)
+        kept = await run_sync(restore_hub_state, checkpoint, config)
         assert damaged == []
         assert not [note for note in kept.notes if "damaged" in note]
         assert kept.start == TrainerStart(kept.start.version, str(checkpoint or ""))

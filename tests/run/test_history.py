@@ -13,7 +13,7 @@ from flash.config.tree import Config
 from flash.errors import RecordingError
 from flash.hub.recovery import TrainerStart
 from flash.observe.recorder import Recorder
-from flash.run.restart import Reach, RecordedHistory, booked_version, reach
+from flash.run.restart import Reach, RecordedHistory, reach, version_with_metrics
 from flash.trainer.checkpoint_files import MANIFEST, Manifest, step_folder
 from flash.types import Batch, Canary, Published, Task
 from flash.weights.versions import UpdateInfo, encode_update
@@ -115,9 +115,9 @@ def test_rows_of_metrics_without_a_step_are_skipped(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     with Recorder(config, NoText(), now=lambda: 0.0, resume_at=None, restarts=0) as recorder:
         recorder.directory.append_metrics({"tokens": 1})
-        assert booked_version(config) == 0
+        assert version_with_metrics(config) == 0
         record(recorder, 2)
-    assert booked_version(config) == 2
+    assert version_with_metrics(config) == 2
     assert reach(config, 0, 2) == Reach(2)
     assert reach(config, 0, 3) == Reach(2, "step 2 has no row in metrics.jsonl")
 

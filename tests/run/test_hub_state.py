@@ -13,7 +13,7 @@ import pytest
 
 from flash.errors import CheckpointError, RunDirectoryError
 from flash.hub.recovery import HubState
-from flash.run.restart import keep_hub_state, kept_state
+from flash.run.restart import keep_hub_state, read_hub_state
 from flash.trainer.checkpoint_files import (
     HUB_STATE,
     MANIFEST,
@@ -64,7 +64,7 @@ async def test_a_state_of_many_pieces_comes_back_equal_with_the_size_and_checksu
     entry = FileEntry(HUB_STATE, kept.size, kept.crc32)
     (temporary_of(folder) / MANIFEST).write_bytes(msgspec.json.encode(Manifest(3, 0, [entry])))
     move_into_place(temporary_of(folder), folder)
-    assert kept_state(folder, make_config()) == state
+    assert read_hub_state(folder, make_config()) == state
 
 
 async def test_a_state_that_cannot_be_written_is_told_with_its_path(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from flash.errors import ConfigError, RecordingError, RunDirectoryError
 from flash.hub.recovery import HubState, TrainerStart
 from flash.observe.rundir.rundir import RunDirectory
 from flash.run.journal import FileJournal, JournalPlace, journal_folder, replay_journal, set_journal_aside
-from flash.run.restart import NOTHING, Restored, restored
+from flash.run.restart import NOTHING, Restored, restore_hub_state
 from flash.samples.buffer import SampleBuffer
 from flash.samples.journal import Replay
 from flash.samples.store import BufferState
@@ -100,7 +100,7 @@ def files(run_dir: Path) -> list[str]:
 async def test_a_run_without_a_checkpoint_goes_on_with_all_that_was_delivered(run_dir: Path, to_disk: bool) -> None:
     async with written(Incarnation(run_dir, to_disk=to_disk)) as incarnation:
         incarnation.deliver(3)
-    kept = restored(None, config_of(run_dir))
+    kept = restore_hub_state(None, config_of(run_dir))
     assert kept.state is not None
     assert kept.state.version == 0
     assert kept.notes == ["the journal brings back 3 samples that were delivered after version 0"]
@@ -109,7 +109,7 @@ async def test_a_run_without_a_checkpoint_goes_on_with_all_that_was_delivered(ru
     async with written(Incarnation(run_dir, kept)) as second:
         second.deliver(2)
     assert files(run_dir) == ["000000-step-000000.log", "000001-step-000000.log"]
-    again = restored(None, config_of(run_dir))
+    again = restore_hub_state(None, config_of(run_dir))
     assert again.state is not None
     assert again.place.number == 2
     assert again.state.buffer.ledger == second.buffer.samples.ledger
@@ -127,7 +127,7 @@ async def test_a_checkpoint_begins_a_file_and_those_before_the_oldest_checkpoint
         incarnation.step(2)
     assert files(run_dir) == ["000001-step-000001.log", "000002-step-000002.log"]
     for checkpoint, version in ((first, 1), (second, 2)):
-        kept = restored(checkpoint, config_of(run_dir))
+        kept = restore_hub_state(checkpoint, config_of(run_dir))
         assert kept.state is not None
         assert {formed.step for formed in kept.state.buffer.formed} == set(range(version, 3))
         assert kept.state.buffer.ledger.trained == 4 * version
@@ -147,7 +147,7 @@ async def test_a_run_goes_on_from_the_version_that_it_had_and_its_ranks_from_the
     for step in range(1, 3):
         directory.append_metrics({"step": step})
         directory.write_batch(Batch(step, 0, [], []), keep_all=True)
-    kept = restored(checkpoint, config)
+    kept = restore_hub_state(checkpoint, config)
     assert kept.state is not None
     assert (kept.state.version, kept.start) == (3, TrainerStart(1, str(checkpoint)))
     assert kept.notes[-1] == (
@@ -161,7 +161,7 @@ async def test_a_run_goes_on_from_the_version_that_it_had_and_its_ranks_from_the
         second.deliver(2, 4)
     directory.append_metrics({"step": 3})
     directory.write_batch(Batch(3, 0, [], []), keep_all=True)
-    kept = restored(checkpoint, config)
+    kept = restore_hub_state(checkpoint, config)
     assert kept.state is not None
     assert (kept.state.version, kept.start) == (4, TrainerStart(1, str(checkpoint)))
     assert kept.state.buffer.formed == []
@@ -170,7 +170,7 @@ async def test_a_run_goes_on_from_the_version_that_it_had_and_its_ranks_from_the
     assert files(run_dir)[-1] == "000002-step-000003.log"
     # A batch that is damaged meanwhile is formed again from the journal, though two incarnations have passed.
     (directory.batches / "step-000001.bin").write_bytes(b"")
-    kept = restored(checkpoint, config)
+    kept = restore_hub_state(checkpoint, config)
     assert kept.state is not None
     assert kept.state.version == 1
     assert {formed.step for formed in kept.state.buffer.formed} == {1, 2, 3}
@@ -212,13 +212,13 @@ async def test_a_damaged_record_is_named_and_the_run_goes_on_from_the_checkpoint
         with pytest.raises(RecordingError, match=r"000001-step-000001\.log is damaged at byte \d+: "):
             replay_journal(run_dir, 1, state.journal, Replay(state.buffer, 1))
     before = HubState.restore((checkpoint / HUB_STATE).read_bytes(), config_of(run_dir))
-    kept = restored(checkpoint, config_of(run_dir))
+    kept = restore_hub_state(checkpoint, config_of(run_dir))
     assert kept.state == before
     assert "goes on from step-000001 alone" in kept.notes[0]
     assert "damaged-000001-step-000001.log" in files(run_dir)
     async with written(Incarnation(run_dir, kept)) as second:
         second.step(1)
-    again = restored(checkpoint, config_of(run_dir))
+    again = restore_hub_state(checkpoint, config_of(run_dir))
     assert again.state is not None
     assert again.state.buffer.ledger.generated_tokens == second.buffer.samples.ledger.generated_tokens
 
@@ -234,7 +234,7 @@ async def test_a_file_of_another_checkpoint_in_the_journals_place_is_told_and_se
         incarnation.step(2)
     first, second = (journal_folder(run_dir) / name for name in files(run_dir))
     second.write_bytes(first.read_bytes())
-    kept = restored(checkpoint, config_of(run_dir))
+    kept = restore_hub_state(checkpoint, config_of(run_dir))
     assert kept.state is not None
     assert kept.state.version == 2
     (note,) = kept.notes
@@ -252,13 +252,13 @@ async def test_steps_that_the_journal_has_lost_are_told_before_they_are_done_aga
     for step in range(2):
         directory.append_metrics({"step": step})
     (journal_folder(run_dir) / "000001-step-000001.log").unlink()
-    kept = restored(checkpoint, config_of(run_dir))
+    kept = restore_hub_state(checkpoint, config_of(run_dir))
     assert kept.notes == ["the run goes back from version 2 to 1, and does these steps again: no journal tells of them"]
 
 
 async def test_a_journal_that_cannot_be_read_is_set_aside(run_dir: Path) -> None:
     (journal_folder(run_dir) / "000000-step-000000.log").mkdir(parents=True)
-    kept = restored(None, config_of(run_dir))
+    kept = restore_hub_state(None, config_of(run_dir))
     assert kept.state is None
     assert "000000-step-000000.log cannot be read: Is a directory. The run goes on from the beginning" in kept.notes[0]
     assert files(run_dir) == ["damaged-000000-step-000000.log"]
@@ -296,7 +296,7 @@ async def test_a_journal_that_is_deleted_or_replaced_in_mid_run_is_told_of_once_
         incarnation.deliver(1)
         await incarnation.journal.written()
     assert incarnation.notes[1:] == ["the journal is written again, since the checkpoint of version 1"]
-    kept = restored(checkpoint, config_of(run_dir))
+    kept = restore_hub_state(checkpoint, config_of(run_dir))
     assert kept.state is not None
     assert kept.state.buffer.ledger.generated_tokens == incarnation.buffer.samples.ledger.generated_tokens
 
@@ -327,11 +327,11 @@ async def test_a_full_disk_is_told_once_and_the_next_checkpoint_begins_again(run
         incarnation.deliver(1)
         await incarnation.journal.written()
         assert incarnation.notes[1:] == ["the journal is written again, since the checkpoint of version 0"]
-    kept = restored(checkpoint, config_of(run_dir))
+    kept = restore_hub_state(checkpoint, config_of(run_dir))
     assert kept.state is not None
     assert kept.state.buffer.ledger.generated_tokens == incarnation.buffer.samples.ledger.generated_tokens
     # Without the newest checkpoint what lies behind the gap is of no use.
-    state = restored(None, config_of(run_dir))
+    state = restore_hub_state(None, config_of(run_dir))
     assert state.state is not None
     assert state.state.buffer.ledger == known
     assert any("is of no use" in note for note in state.notes)
@@ -354,17 +354,17 @@ async def test_a_torn_journal_on_a_disk_that_is_read_only_is_one_clear_error(tmp
             file.write(b"torn")
         disk.read_only()
         with pytest.raises(RunDirectoryError, match="Read-only file system"):
-            restored(None, config_of(run_dir))
+            restore_hub_state(None, config_of(run_dir))
 
 
 async def test_a_journal_that_is_switched_off_is_used_once_more_and_then_gone(run_dir: Path) -> None:
     async with written(Incarnation(run_dir)) as incarnation:
         incarnation.deliver(2)
-    kept = restored(None, config_of(run_dir, "off"))
+    kept = restore_hub_state(None, config_of(run_dir, "off"))
     assert kept.state is not None
     assert kept.state.buffer.ledger == incarnation.buffer.samples.ledger
     assert not journal_folder(run_dir).exists()
-    assert restored(None, config_of(run_dir)) == NOTHING
+    assert restore_hub_state(None, config_of(run_dir)) == NOTHING
 
 
 async def test_a_journal_of_a_run_of_another_size_is_refused(run_dir: Path) -> None:
@@ -372,4 +372,4 @@ async def test_a_journal_of_a_run_of_another_size_is_refused(run_dir: Path) -> N
         incarnation.deliver(1)
     other = make_config(run={"name": "run", "output_dir": str(run_dir.parent)}, train={"batch_size": 8})
     with pytest.raises(ConfigError, match=r"train\.batch_size: .*got 8"):
-        restored(None, other)
+        restore_hub_state(None, other)

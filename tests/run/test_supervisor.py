@@ -341,7 +341,7 @@ async def test_a_rank_that_waited_for_a_lost_host_is_not_said_to_hang_and_the_la
             await part.end_incarnation(
                 p.RanksReply(1, living=[], ended=[pid], causes=[pid], missing="node 1 did not come")
             )
-    assert part.why == "node 1 did not come; no restart is left of cluster.max_restarts = 0"
+    assert part.final_reason == "node 1 did not come; no restart is left of cluster.max_restarts = 0"
     said, *_ = capfd.readouterr().err.splitlines()
     assert said == f"flash: process {pid} of the trainer ranks waited for others, and is killed: node 1 did not come"
 
@@ -368,7 +368,7 @@ async def test_a_last_restart_that_is_used_up_is_told(
 ) -> None:
     part = ranks_of(config_of(tmp_path, max_restarts=0), Told([EndedProcess(0, 7, code)]))
     assert await kept(part) == End.FAILED
-    assert part.why == f"{why} restart is left of cluster.max_restarts = 0"
+    assert part.final_reason == f"{why} restart is left of cluster.max_restarts = 0"
     assert capfd.readouterr().err.splitlines()[-1] == "flash: no restart is left of cluster.max_restarts = 0"
 
 

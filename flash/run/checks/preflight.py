@@ -34,7 +34,7 @@ from flash.run.journal import journal_folder
 from flash.run.models import tiny_models
 from flash.run.processes.locks import in_use
 from flash.run.processes.rendezvous import advertised_host
-from flash.run.restart import booked_version
+from flash.run.restart import version_with_metrics
 from flash.trainer.checkpoint_files import (
     alpha_mismatch,
     complete_checkpoints,
@@ -252,7 +252,7 @@ def made_steps(config: Config) -> Iterator[ConfigProblem]:
         return
     if not config.run.resume or not config.run_dir.is_dir() or _had(config) is None:
         return
-    if (reached := booked_version(config)) > config.run.steps:
+    if (reached := version_with_metrics(config)) > config.run.steps:
         yield ConfigProblem(
             "run.steps",
             f"the run in {config.run_dir} has made {reached} steps already; expected at least as many, got "

@@ -98,6 +98,7 @@ class Launch:
                 signal.signal(number, handler)
 
     async def _run(self) -> int:
+        """Run the parts and the signal handler on the event loop. Returns the exit code."""
         send, receive = anyio.create_memory_object_stream[int](math.inf)
         loop = asyncio.get_running_loop()
         self._on_signal = lambda number: loop.call_soon_threadsafe(send.send_nowait, number)
@@ -171,8 +172,8 @@ class Launch:
 
         `kind` is the class of the error that the marker then names.
         """
-        if part is not None and part.why and self._marker is not None and not self._marker.exists():
-            self._marker.write(kind(part.why))
+        if part is not None and part.final_reason and self._marker is not None and not self._marker.exists():
+            self._marker.write(kind(part.final_reason))
 
     async def _keep_ranks(self, ranks: Ranks, ending: anyio.Event, over: anyio.Event) -> None:
         """Keep the trainer ranks running, and set `over` when they are over.

@@ -123,6 +123,10 @@ def end_with_launcher(grace_s: float, *, speaks: bool) -> None:
 
 
 def _watch(starter: int, descriptor: int, grace_s: float, speaks: bool) -> None:
+    """Wait for the end of the launcher, then end this process as `end_with_launcher` says.
+
+    `starter` is the launcher's process id, `descriptor` its pidfd.
+    """
     # Readable when the process ends. PR_SET_PDEATHSIG of Linux is no replacement: it signals already when the thread
     # that started this process ends, and it prints nothing.
     select.select([descriptor], [], [])

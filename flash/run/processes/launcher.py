@@ -91,6 +91,7 @@ def place_in_job(config: Config, environment: Mapping[str, str]) -> int:
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    """Return the number in an environment variable. Raises ConfigError if it is not a number."""
     text = environment.get(name, str(default))
     if not text.isdecimal():
         raise ConfigError(f"{name} = {text!r}, expected a number")
@@ -124,7 +125,7 @@ class HubLoop(SupervisedPart):
         # `judge` blames a peer, because it does not count a process that this supervisor has killed. But the hub itself
         # hangs, so the restart must count.
         if self.hung and end == End.WITH_PEER:
-            return End.FAILED, [f"the node loop hangs, and was killed: {self.hang}"]
+            return End.FAILED, [f"the node loop hangs, and was killed: {self.hang_reason}"]
         return end, [describe("the node loop", one) for one in silent]
 
 

@@ -163,6 +163,7 @@ def _own_address(family: int, place: tuple[Any, ...]) -> str:
 
 
 def _is_loopback(host: str) -> bool:
+    """Return True for a loopback address. A host name is none."""
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:  # a host name

@@ -231,13 +231,13 @@ class SupervisedPart(ABC):
         self.processes = Processes()
         self.hung: set[int] = set()
         """Process ids of the last start that were killed because they hang."""
-        self.hang = ""
+        self.hang_reason = ""
         """Reason why a process is considered to hang; empty if no process hung."""
         self.ending = anyio.Event()
         """Event that is set when the part must end, and not restart."""
         self.restarts = 0
         """Number of counted restarts."""
-        self.why = ""
+        self.final_reason = ""
         """Reason why the part has ended for good. Set when no restart is left and the error was not reported; empty
         otherwise."""
 
@@ -250,10 +250,10 @@ class SupervisedPart(ABC):
     def kill_hanging(self, pids: Collection[int], why: str = "") -> None:
         """Kill processes of this part that hang. `why` is the reason why they are considered to hang.
 
-        The process ids and the reason stay in `hung` and `hang`, so that `run_once` counts the end as a failure.
+        The process ids and the reason stay in `hung` and `hang_reason`, so that `run_once` counts the end as a failure.
         """
         self.hung.update(pids)
-        self.hang = why
+        self.hang_reason = why
         self.processes.kill(pids)
 
     @abstractmethod
@@ -267,8 +267,8 @@ class SupervisedPart(ABC):
     async def keep_running(self, ending: anyio.Event) -> End:
         """Run the part, and restart it until it is over, cannot go on, or `ending` is set. Returns how it ended.
 
-        A restart counts only if the part itself has failed, and not if it has lost its hub or another rank. `why` is
-        set if no restart is left and nobody has reported the error.
+        A restart counts only if the part itself has failed, and not if it has lost its hub or another rank. If no
+        restart is left and nobody has reported the error, `final_reason` is set.
 
         Consumes the results of `run_once`. Waits for the next result. Produces the next processes.
         """
@@ -292,7 +292,7 @@ class SupervisedPart(ABC):
                 spent = f"no restart is left of cluster.max_restarts = {most}"
                 say(spent + self._without)
                 if reasons := words or [self._failed] * bool(self._failed):
-                    self.why = "; ".join([*reasons, spent])
+                    self.final_reason = "; ".join([*reasons, spent])
                 return end
             self.restarts += 1
             say(f"{self._follows} (restart {self.restarts} of {most})")
