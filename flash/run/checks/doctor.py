@@ -1,7 +1,8 @@
 """Checks of `flash doctor`: each finds out whether a machine has one thing that a run needs. All share one deadline.
 
-A check is a function of the configuration; the argument is None if there is no configuration. A check changes nothing:
-it removes the temporary files with which it tests a folder.
+`flash.cli.prepare` calls `examine` with `CHECKS`, and prints the findings. A check is a function of the configuration;
+the argument is None if the user has named none, and the check is then about any small run. A check changes nothing: it
+removes the temporary files with which it tests a folder. Its result is a `Finding`.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class Finding(msgspec.Struct, frozen=True):
 
     state: Literal["ok", "not needed", "missing"]
     text: str
+    """What the check has found, or what it expected."""
     advice: str = ""
     """Advice on how to get a missing thing."""
     check: str = ""
@@ -77,11 +79,11 @@ def examine(checks: Mapping[str, Check], config: Config | None, seconds: float =
     A check that raises an error or is too late counts as missing.
     """
     end = time.monotonic() + seconds
-    running = {name: _Asked(check, config) for name, check in checks.items()}
-    return [msgspec.structs.replace(asked.found(end, seconds), check=name) for name, asked in running.items()]
+    running = {name: _RunningCheck(check, config) for name, check in checks.items()}
+    return [msgspec.structs.replace(one.wait_for_finding(end, seconds), check=name) for name, one in running.items()]
 
 
-class _Asked:
+class _RunningCheck:
     """A running check, in a daemon thread."""
 
     def __init__(self, check: Check, config: Config | None) -> None:
@@ -97,8 +99,11 @@ class _Asked:
         except Exception as error:  # an error of any kind on a broken machine is the result
             self._found = missing(f"{type(error).__name__}: {error}")
 
-    def found(self, end: float, seconds: float) -> Finding:
-        """Return the result of the check, once it has ended or the time `end` is over."""
+    def wait_for_finding(self, end: float, seconds: float) -> Finding:
+        """Return the result of the check. Waits until the check has ended, or until the time `end`.
+
+        `end` is a time of `time.monotonic`, `seconds` the time limit for the message about a check that is too late.
+        """
         self._thread.join(max(0.0, end - time.monotonic()))
         return self._found or missing(f"no answer within {seconds:g} s", "see what the machine waits for: dmesg, mount")
 
@@ -124,7 +129,7 @@ def cores(config: Config | None, usable: Set[int] | None = None) -> Finding:
 
 
 def memory(config: Config | None) -> Finding:
-    """Check the free memory of the machine and of the control group."""
+    """Check the free memory of the machine, and of the control group, with which a container limits its processes."""
     rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(rows["MemAvailable"].split()[0]) << 10
     limit = Path("/sys/fs/cgroup/memory.max")
@@ -153,7 +158,8 @@ def gpus(config: Config | None) -> Finding:
 
 
 def compilers(config: Config | None) -> Finding:
-    """Check for the compiler that engines on the CPU use. Engines also run without it, but slower."""
+    """Check for the compiler that engines on the CPU use. It is never reported as missing: engines run without it, but
+    slower."""
     if config is not None and config.gpus_per_node > 0:
         return not_needed("engines run on GPUs")
     if config is not None and config.engine.enforce_eager:
@@ -172,7 +178,10 @@ def installed(name: str) -> str | None:
 
 
 def packages(config: Config | None, installed: Callable[[str], str | None] = installed) -> Finding:
-    """Check that torch, transformers and vLLM are installed in versions that were tested."""
+    """Check that torch, transformers and vLLM are installed in versions that were tested.
+
+    `installed` returns the version of a package, or None; tests replace it.
+    """
     from packaging.requirements import Requirement
 
     wanted = {line.name: line.specifier for line in map(Requirement, importlib.metadata.requires("flash-rl") or [])}
@@ -220,7 +229,7 @@ def port(config: Config | None) -> Finding:
 
 
 def model(config: Config | None) -> Finding:
-    """Show the model that a run would have to fetch or convert first."""
+    """Show the model that a run would have to fetch or convert first. It is never reported as missing."""
     if config is None or config.model.fetch is None:
         return not_needed("nothing is fetched")
     folder, source = Path(config.model.path), source_of(config.model.fetch)
@@ -239,7 +248,7 @@ def trackers(config: Config | None) -> Finding:
 
 
 def output(config: Config | None, least_gib: float = DISK_GIB) -> Finding:
-    """Check that the output folder, or its first existing parent, can be written and has free space."""
+    """Check that the output folder, or its first existing parent, can be written and has `least_gib` GiB free."""
     folder = _output_folder(config)
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".flash-doctor-"):
@@ -253,7 +262,10 @@ def output(config: Config | None, least_gib: float = DISK_GIB) -> Finding:
 
 
 def shared(config: Config | None, mounts: Path = MOUNTS) -> Finding:
-    """Check that all nodes of a job can see the run directory."""
+    """Check that all nodes of a job can see the run directory, where they find the hub.
+
+    `mounts` is the file that lists the mounted file systems; tests replace it.
+    """
     if config is None or config.cluster.nodes == 1:
         return not_needed("the job has one node")
     if TOKEN in os.environ and config.cluster.hub_port:
@@ -269,7 +281,10 @@ def shared(config: Config | None, mounts: Path = MOUNTS) -> Finding:
 
 
 def clock(config: Config | None, most_s: float = CLOCK_S) -> Finding:
-    """Check that this machine's clock agrees with the clock of the server that holds the run directory."""
+    """Check that this machine's clock agrees with the clock of the server that holds the run directory.
+
+    The modification time of a new file shows that clock. All nodes write there, so all of them are compared with it.
+    """
     if config is None or config.cluster.nodes == 1:
         return not_needed("the job has one node")
     with tempfile.NamedTemporaryFile(dir=_output_folder(config), prefix=".flash-doctor-") as file:

@@ -1,7 +1,8 @@
 """Checks of `flash train --dry-run`: everything that can be tried without an engine and without training.
 
-The environment reads its data, plays a first turn and calls its verifier. The model's configuration, tokenizer and chat
-template are loaded. The objective computes a loss.
+`flash.cli.train` calls `dry_run` after all checks of the configuration and of the machine. The environment reads its
+data, plays a first turn and calls its verifier. The model's configuration, tokenizer and chat template are loaded. The
+objective computes a loss.
 """
 
 from __future__ import annotations
@@ -89,9 +90,10 @@ def _engine(config: Config) -> str:
 
 
 async def _play(config: Config, tokenizer: Tokenizer) -> tuple[Trajectory, list[str]]:
-    """Play the first turn of a problem.
+    """Play the first turn of a problem twice, with a stand-in's answer in place of the model's.
 
-    Returns the trajectory, and lines about the problem's answer and held-out problems.
+    Returns the trajectory, and lines for the user: about the problem's own answer, about a problem that changes
+    although its seed is the same, and about held-out problems, which only evaluations ask.
     """
     env = LoadedEnvironment(config.env.path, config.env.options)
     async with sharing(config.run.name, close_s=config.deadlines.close):
@@ -108,9 +110,9 @@ async def _play(config: Config, tokenizer: Tokenizer) -> tuple[Trajectory, list[
 
 
 async def try_own_answer(config: Config, env: LoadedEnvironment, seed: int) -> list[str]:
-    """Let the environment judge the problem's own answer, if it has one.
+    """Let the environment judge the problem's own answer, if it has one. Returns the lines that are shown to the user.
 
-    Returns the lines that are shown to the user.
+    If even this answer gets no reward, the verifier probably does not fit the data, and a run would learn nothing.
     """
     solution = await anyio.to_thread.run_sync(env.solution_of, seed)
     if solution is None:
@@ -133,7 +135,7 @@ async def try_own_answer(config: Config, env: LoadedEnvironment, seed: int) -> l
 
 
 def other_problem(played: Trajectory, again: Trajectory) -> list[str]:
-    """Return a line for the user if two episodes with one seed show different problems."""
+    """Return a line for the user if two episodes with one seed show different problems; none if they show the same."""
     (one,), (other,) = played.turns, again.turns
     if played.task.seed != again.task.seed or one.observation == other.observation:
         return []
@@ -167,6 +169,7 @@ def _tokenizer(config: Config) -> Generator[tuple[HfTokenizer | None, str]]:
 
 
 def _of_folder(config: Config, folder: str) -> HfTokenizer:
+    """Return the tokenizer in a folder, with the settings of `[model]`."""
     model = msgspec.structs.replace(config.model, path=folder)
     return ready_tokenizer(msgspec.structs.replace(config, model=model))
 
@@ -194,4 +197,5 @@ def model_described(config: Config) -> str:
 
 
 def _short(text: str) -> str:
+    """Return a text for the user, quoted, and cut after SHOWN characters."""
     return repr(text if len(text) <= SHOWN else text[:SHOWN] + "…")

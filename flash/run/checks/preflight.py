@@ -1,7 +1,9 @@
 """Checks of this machine and of the resumed run, which `flash train` makes before any work, also with `--dry-run`.
 
-`flash.config` checks the configuration itself, in every process of a job. The checks here run once, in the command:
-they write files, resolve host names, or read files that a run has left.
+`flash.config` checks the configuration itself, in every process of a job. The checks here run once, in the command,
+because they write files, resolve host names, or read files that a run has left. `start_problems` and `sft_problems` are
+the entries. Each check is a generator of problems, so that the user sees all of them at once. A check reports nothing
+about a path that cannot be reached (`unreachable`), because the configuration's own checks report it.
 """
 
 from __future__ import annotations
@@ -93,7 +95,7 @@ def _importable(config: Config) -> Iterator[ConfigProblem]:
     """Yield problems of classes that the other processes of the run cannot import."""
     named = {"env.path": config.env.path, "env.options": config.env.options, "observe.sink": config.observe.sink}
     for key, value in (named | {"algorithm.objective": config.algorithm.objective}).items():
-        # The program that starts the run may have defined them itself.
+        # A program that calls `flash.train` may have defined a class itself. Other processes do not import that.
         for path in dict.fromkeys(one for one in texts_in(value) if one.partition(":")[0] == "__main__"):
             name = path.partition(":")[2]
             message = (
@@ -104,14 +106,14 @@ def _importable(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _trackers(config: Config) -> Iterator[ConfigProblem]:
-    """Yield problems of trackers: the first node cannot import their packages."""
+    """Yield problems of trackers whose packages are not installed. Only the first node needs them."""
     if os.environ.get("FLASH_NODE_RANK", "0") == "0":
         for fault in filter(None, map(not_installed, config.track.to)):
             yield ConfigProblem("track.to", fault)
 
 
 def _output(config: Config) -> Iterator[ConfigProblem]:
-    """Yield problems of folders that the first node writes: the run directory, and its parent with the lock."""
+    """Yield problems of folders that only the first node writes: the run directory, and its parent with the lock."""
     if os.environ.get("FLASH_NODE_RANK", "0") == "0":
         folders = dict.fromkeys(map(_existing, (config.run_dir, config.run_dir.parent)))
         for fault in filter(None, map(_unwritable, folders)):
@@ -198,7 +200,8 @@ def _fetched(config: Config) -> Iterator[ConfigProblem]:
 def _hub(config: Config) -> Iterator[ConfigProblem]:
     """Yield problems of the hub's host and port.
 
-    In a job of one node, the host must be this machine and the port free.
+    In a job of one node, the host must be this machine and the port free. In a job of several nodes, the hub may run on
+    another one, so only the name of the host is resolved.
     """
     host, port, alone = config.cluster.hub_host, config.cluster.hub_port, config.cluster.nodes == 1
     try:
@@ -221,9 +224,9 @@ def _hub(config: Config) -> Iterator[ConfigProblem]:
 
 
 def left_as_it_was(config: Config) -> list[ConfigProblem]:
-    """Return the keys that were changed in a resumed run's configuration and do not have their full effect.
+    """Return warnings for a resumed run: keys that were changed in its configuration and do not have their full effect.
 
-    Each has a message about the part that stays unchanged.
+    Each has a message about the part that stays unchanged. The list is empty if no run is resumed.
     """
     if (had := _had(config)) is None or newest_complete(config.run_dir) is None:
         return []
@@ -261,9 +264,9 @@ def made_steps(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _left(config: Config) -> Iterator[ConfigProblem]:
-    """Yield a problem if there is no run to resume, or no undamaged checkpoint.
+    """Yield a problem if nothing of a run is left to resume, or if all of its checkpoints are damaged.
 
-    Only the first node checks its folder.
+    Only the first node checks this, because the other nodes need not see the run directory.
     """
     if os.environ.get("FLASH_NODE_RANK", "0") != "0":
         return
@@ -278,7 +281,11 @@ def _left(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _kept(config: Config) -> Iterator[ConfigProblem]:
-    """Yield problems of a checkpoint: its tokens, or its weights beside the policy's, do not fit the configuration."""
+    """Yield problems of the newest checkpoint that does not fit the configuration.
+
+    Its weights beside the policy's (critics, references, averages), its adapters, or the characters that a tiny model
+    knows may differ.
+    """
     if (checkpoint := newest_complete(config.run_dir)) is None:
         return
     from flash.trainer.objective import make_objective, resolve_method
@@ -315,6 +322,7 @@ def _had(config: Config) -> dict[str, Any] | None:
 
 
 def _settings(config: Config) -> dict[str, Any]:
+    """Return a configuration as a run records it, for the comparison with the recorded settings."""
     return tomllib.loads(dump(recorded(config)))
 
 
