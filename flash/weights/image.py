@@ -5,14 +5,15 @@ trainer's tensors (`staged_copies`), makes a `WeightImage` of the copies, and se
 tensors again from the manifest (the list of tensors) and the bytes. With `weights.deltas` only the elements that differ
 from the version before are sent (`find_changes`, `apply_changes`).
 
-Law (a version is immutable): the trainer goes on updating its own tensors, so a version consists of copies that nothing
-writes to after `make_image`.
+Invariant: a version is immutable. The trainer goes on updating its own tensors, so a version consists of copies that
+nothing writes to after `make_image`.
 
-Law (a version carries checksums):
-- a CRC-32 per tensor, in the manifest (`TensorMeta.crc32`): bytes that were damaged on their way (tcp);
-- the SHA-256 of the manifest, in the announcement (`WeightImage.digest`): another trainer's or a damaged manifest;
-- the `Fingerprint` of all tensors, in the announcement: compared as the tensors arrive (gloo, nccl), and by
-  `flash.weights.versions.LoadedWeights` with the parameters that an engine holds after loading (all backends).
+Invariant: a version carries checksums.
+- The manifest has a CRC-32 per tensor (`TensorMeta.crc32`), which detects bytes that were damaged on their way (tcp).
+- The announcement has the SHA-256 of the manifest (`WeightImage.digest`), which detects a damaged manifest, or the
+  manifest of another trainer.
+- The announcement has the `Fingerprint` of all tensors. Workers compare it as the tensors arrive (gloo, nccl), and
+  `flash.weights.versions.LoadedWeights` compares it with the parameters that an engine holds after loading.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 VERSIONS_KEPT = 2
 """Number of versions that a publisher holds: the newest, and the version before, which engines may still be reading."""
 FINGERPRINT_ELEMENTS = 1 << 22
-"""Number of elements that are added to a fingerprint at a time. It bounds the memory: each is widened to 8 bytes."""
+"""Number of elements that are added to a fingerprint at a time. This bounds the memory, because each element is widened
+to 8 bytes."""
 MAX_CHANGED_ELEMENTS = 2**31
 """Number of elements of the largest tensor whose changes are sent, because their places are int32."""
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype by element size in bytes, for bit patterns that are summed."""
 _BITS = {**_SIGNED, 1: torch.uint8}
-"""Integer dtype by element size in bytes, for bit patterns that are sent."""
+"""Integer dtype by element size in bytes, for bit patterns that are sent as changes."""
 
 
 # -- fingerprint -----------------------------------------------------------------------------------------------------
@@ -88,14 +90,14 @@ def staged_copies(
 
     Args:
         tensors: the trainer's tensors.
-        dtype: dtype of the copies of floating-point tensors. Other tensors keep theirs.
-        fingerprint: each copy is added to it. It is complete when the iterator has ended.
+        dtype: dtype of the copies of floating-point tensors. Other tensors keep their dtype.
+        fingerprint: each copy is added to this fingerprint, which is complete when the iterator has ended.
         device: device of the copies; None: the device of each tensor.
     """
     for name, tensor in tensors:
         target = dtype if tensor.is_floating_point() else tensor.dtype
         cast = tensor.detach().to(dtype=target)
-        # Summed on the tensor's own device: a GPU does it faster than the host.
+        # The sums are computed on the tensor's own device, because a GPU is faster than the host.
         fingerprint.add(cast)
         yield name, cast.to(device=device or tensor.device, copy=True).contiguous()
 
@@ -189,8 +191,8 @@ def find_changes(before: Tensor, after: Tensor) -> Changes | None:
     """Return the changes between two contiguous tensors of one shape and dtype.
 
     Returns:
-        None if the changes would be as many bytes as `after` itself, or more, and for a tensor that is empty or too
-        large for int32 places. The whole tensor is then sent.
+        None if the whole tensor has to be sent: if the changes would be at least as many bytes as `after` itself, or if
+        the tensor is empty or too large for int32 places.
     """
     if not 0 < after.numel() <= MAX_CHANGED_ELEMENTS:
         return None
@@ -246,7 +248,7 @@ def split_image(image: WeightImage, first: int, piece_bytes: int, device: torch.
 def join_pieces(
     lines: Iterable[TensorMeta], pieces: Iterator[Tensor], device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a manifest, by name, from pieces that hold all their bytes in the manifest's order."""
+    """Yield name and tensor for each line of a manifest, from pieces that hold all bytes in the manifest's order."""
     piece = torch.empty(0, dtype=torch.uint8, device=device)
     for line in lines:
         flat, filled = torch.empty(line.nbytes, dtype=torch.uint8, device=device), 0

@@ -1,8 +1,9 @@
 """vLLM's entry points into Flash, and a thread that ends vLLM's processes when the node loop that owns them has ended.
 
-vLLM imports this module in each of its processes, because `pyproject.toml` names it:
-- `no_platform` (`vllm.platform_plugins`) runs before everything else. vLLM calls it to find a platform. It returns none
-  and is used only because it runs so early.
+The *node loop* is the process that runs the engines of a machine. vLLM imports this module in each of its processes,
+because `pyproject.toml` names it:
+- `no_platform` (`vllm.platform_plugins`) runs before everything else, because vLLM calls it to find a platform. The
+  function returns no platform. It only uses the early moment to silence warnings.
 - `register` (`vllm.general_plugins`) registers our *weight receiver*, the class with which vLLM's workers take new
   weights from the trainer, and lets the processes of an engine on a CPU sleep soon while they wait.
 
@@ -28,7 +29,7 @@ NODE_PID = "FLASH_NODE_PID"
 SPIN_S = 0.002
 """Seconds for which a process of an engine on a CPU polls for the next message before it sleeps. vLLM's own limit is a
 second, in which the process occupies a core that the trainer or environments need. The value is about the duration of
-one step of a small model: while steps follow one another, the next message finds the process awake."""
+one step of a small model, so that the process is still awake when the next step follows."""
 
 _registered = threading.Event()
 """Set when `register` has run in this process."""

@@ -5,13 +5,13 @@
 each hold a part of the model) pull the bytes or join a broadcast. `IpcPublisher` (ipc) leaves copies on the GPUs that
 trainer and engine share, and offers CUDA handles, which vLLM's own receiver opens.
 
-Law (a version is immutable; version n is the weights after n steps): once announced, a version's tensors never change,
-although the trainer goes on updating its own tensors. Both publishers have copied them when `publish` returns.
+Invariant: a version (n is the weights after n steps) is immutable. Once it is announced, its tensors never change,
+although the trainer goes on updating its own tensors. Both publishers have copied the tensors when `publish` returns.
 
-`publish` waits for no engine. The announcement does: the hub answers it only when all engines have acknowledged the
-version before, while the run goes on (`flash.hub.steps.TrainingSteps.publish`). Two versions are kept, because an
-engine may still read the older one. With ipc, an engine that dies during a load does not disturb other engines, and an
-engine that joins late opens the handles of the newest version.
+`publish` waits for no engine. The announcement waits: the hub answers it only when all engines have acknowledged the
+version before (`flash.hub.steps.TrainingSteps.publish`). Two versions are kept, because an engine may still read the
+older one. With ipc, an engine that dies during a load does not disturb other engines, and an engine that joins late
+opens the handles of the newest version.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class WeightPublisher(Protocol):
     def publish(self, version: int, tensors: NamedTensors) -> Offer | None:
         """Make `version` ready for the engines, and return what rank 0 must announce; None on the other ranks.
 
-        `tensors` are full, not sharded. Each rank must iterate over all of them, with the same names in the same order,
+        `tensors` are full, not sharded. Each rank must iterate over all tensors, with the same names in the same order,
         because gathering them is a collective.
         """
         ...
@@ -112,7 +112,7 @@ class HostPublisher:
     def publish(self, version: int, tensors: NamedTensors) -> Offer | None:
         """Serve copies of `tensors` as `version`. `WeightPublisher.publish` explains arguments and result."""
         if self._server is None:
-            for _ in tensors:  # iterating is a collective: rank 0 would hang without this rank
+            for _ in tensors:  # iterate, because this gathers tensors: rank 0 would hang without this rank
                 pass
             return None
         fingerprint = Fingerprint()
@@ -121,8 +121,8 @@ class HostPublisher:
         return Offer(encode_update(UpdateInfo(vars(source), fingerprint.sums)), self._server.newest_bytes)
 
     def close(self) -> None:
-        """Stop serving new workers. Pulls that have begun continue as long as this process lives. Other ranks do
-        nothing."""
+        """Stop serving new workers; does nothing on other ranks than 0. Pulls in progress continue as long as this
+        process lives."""
         if self._server is not None:
             self._server.close()
 
@@ -136,7 +136,7 @@ IpcHandles = list[dict[str, Any]]
 
 
 class IpcExporter(Protocol):
-    """Interface that gives other processes access to this rank's GPU memory. A fake exists for tests without a GPU."""
+    """Interface that gives other processes access to this rank's GPU memory. Tests without a GPU pass a fake."""
 
     def export(self, tensors: StagedTensors) -> IpcHandles:
         """Return handles of this rank's tensors. A handle is valid while its tensor exists."""
@@ -177,15 +177,15 @@ class IpcPublisher:
         for handles in gathered:
             for target, handle in zip(merged, handles, strict=True):
                 target.update(handle)
-        # vLLM's receiver accepts handles only as pickle. They travel to the engine over the hub's connections, whose
-        # ends have proven the token, so that nobody else can make vLLM unpickle anything.
+        # vLLM's receiver accepts handles only as pickle. They travel to the engine over the hub's connections, on which
+        # both ends have proven the token, so that nobody else can make vLLM unpickle anything.
         update = {
             "names": [name for name, _ in staged],
             "dtype_names": [dtype_name(tensor.dtype) for _, tensor in staged],
             "shapes": [list(tensor.shape) for _, tensor in staged],
             "ipc_handles_pickled": base64.b64encode(pickle.dumps(merged)).decode(),
         }
-        # Not packed: there is one handle per tensor. vLLM's packed form has one buffer with all tensors.
+        # `packed` is False because there is one handle per tensor. vLLM's packed form has one buffer with all tensors.
         return Offer(encode_update(UpdateInfo(update, fingerprint.sums, {"packed": False})), sent_bytes=0)
 
     def close(self) -> None:
@@ -198,7 +198,7 @@ class TorchIpcExporter:
 
     def export(self, tensors: StagedTensors) -> IpcHandles:
         """Return one handle per tensor, under the id of this rank's GPU."""
-        # Frees the memory of earlier versions that their readers have closed.
+        # Free the memory of earlier versions that their readers have closed.
         torch.cuda.ipc_collect()
         gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         handles = [{gpu: ipc_handle(tensor)} for _, tensor in tensors]

@@ -9,8 +9,8 @@ requested the version by then is gone or busy: no round waits for that worker ag
 An *epoch* is one process group of torch. Consecutive rounds with the same members share an epoch. A round with other
 members begins a new epoch, and so does the round after a failed round.
 
-Laws: the members of an epoch never change. A worker that requests a version becomes a member of a round, or is removed.
-No worker waits for another one longer than `gather_s` and the round that is running.
+Invariants: the members of an epoch never change. A worker that requests a version becomes a member of a round, or is
+removed. No worker waits for another worker longer than `gather_s` and the round that is running.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class RoundPlanner:
     def finish(self, member: str) -> None:
         """Note that a worker has received the whole version. Later rounds then expect it to request the next version.
 
-        A worker whose round has failed meanwhile is not expected; only its request is forgotten.
+        A worker whose round has failed meanwhile is not expected in later rounds; only its request is forgotten.
         """
         self._requests.pop(member, None)
         if member in self.unfinished:
@@ -98,9 +98,9 @@ class RoundPlanner:
         self._group = ()
 
     def wait_s(self, now: float) -> float:
-        """Return the seconds until `begin` may be called if nothing else happens; infinity if another event is needed.
+        """Return the seconds until `begin` may be called if nothing else happens.
 
-        That event is a request, or the end of the running round.
+        Infinity means that another event is needed first: a request, or the end of the running round.
         """
         if self.unfinished or not self._requests:
             return math.inf

@@ -10,14 +10,14 @@ server). From then on the connection is *proven*, and carries these messages:
     trainer → worker   the tensors' bytes, in the manifest's order. Where changes follow: for each tensor the number of
                        changed elements, then their places and their bit patterns; or −1, then all bytes
 
-Checksums: the announcement holds the manifest's SHA-256, and the manifest holds each tensor's CRC-32. So the loaded
-bytes are the published bytes.
+The announcement holds the manifest's SHA-256, and the manifest holds each tensor's CRC-32. So the loaded bytes are the
+published bytes.
 
-Waiting: the trainer waits for no worker, because each connection has a thread of its own. A worker waits for the
-trainer, and gives up after `timeout_s` seconds of silence. A worker that dies ends only its own connection. A late
-worker pulls a version as any other worker does. A worker that requests an older version gets VersionGoneError.
+The trainer waits for no worker, because each connection has a thread of its own. A worker waits for the trainer, and
+gives up after `timeout_s` seconds of silence. A worker that dies ends only its own connection. A late worker pulls a
+version as any other worker does. A worker that requests a version which is not held any more gets VersionGoneError.
 
-Security: `AuthenticatedListener` bounds connections without a proof. Lengths are checked before memory is allocated
+`AuthenticatedListener` bounds connections without a proof. Lengths are checked before memory is allocated
 (`receive_message`, `_receive_tensor`); nothing is unpickled. `flash.weights.broadcast` builds on this module.
 """
 
@@ -53,11 +53,11 @@ from flash.weights.image import (
 )
 
 CHUNK_BYTES = 4 << 20
-"""Bytes per send and receive. Each chunk has its own deadline, so that a slow link is not mistaken for a dead one."""
+"""Bytes per send and receive. Each chunk has its own deadline, so that a slow link does not count as a dead link."""
 WORKER_NAME = "engine worker"
 """Name that workers give when they prove the token."""
 MAX_MESSAGE_BYTES = 256 << 20
-"""Longest message that a worker accepts: a manifest."""
+"""Largest number of bytes of a message that a worker accepts. A manifest is far smaller, even of a large model."""
 PULL_REQUEST = struct.Struct("!q32s")
 """A worker's request: a version, and the SHA-256 digest of the version that it holds."""
 CHANGE_COUNT = struct.Struct("!q")
@@ -65,9 +65,9 @@ CHANGE_COUNT = struct.Struct("!q")
 NO_DIGEST = bytes(32)
 """Digest that a worker sends if it holds no version."""
 MAX_UNPROVEN = 64
-"""Largest number of unproven connections at a time. Each of them holds a thread."""
+"""Largest number of unproven connections at a time. Each unproven connection holds a thread."""
 LINES_LOGGED = 20
-"""Largest number of ended connections that are logged in a minute."""
+"""Largest number of ended connections that are logged in a minute, so that a client cannot fill the log."""
 
 MessageT = TypeVar("MessageT")
 
@@ -87,7 +87,7 @@ _REPLIES = msgspec.msgpack.Decoder(PullReply)
 
 @dataclass
 class WeightSource:
-    """Place at which a worker finds a version. Travels in the announcement (`UpdateInfo.update`)."""
+    """Place at which a worker finds a version. The announcement has it in `UpdateInfo.update`."""
 
     host: str
     port: int
@@ -103,7 +103,7 @@ class WeightSource:
     fingerprint: list[int] = field(default_factory=list[int])
     """Fingerprint of all tensors, which the broadcast backends compare."""
     deltas: bool = False
-    """True if workers have to keep the version, because the next one is sent as changes of it."""
+    """True if workers have to keep the version, because the next version is sent as changes of this one."""
 
 
 Receive = Callable[[socket.socket, WeightSource], Iterator[tuple[str, torch.Tensor]]]
@@ -117,7 +117,7 @@ tensors by name."""
 class WeightServer:
     """Serves the newest `VERSIONS_KEPT` images to workers that prove the token.
 
-    Threads: one accepts, one per connected worker sends. They end with `close`.
+    One thread accepts connections until `close`, and one thread per connected worker sends.
 
     Args:
         host: an address of this machine that workers reach.
@@ -148,9 +148,9 @@ class WeightServer:
     def hold(self, version: int, image: WeightImage, fingerprint: Sequence[int] = ()) -> WeightSource:
         """Serve `image` as `version` from now on, and return the source to announce. Older images are dropped.
 
-        With deltas it also finds the changes since the version before, and `newest_bytes` counts them. `fingerprint` is
-        a part of the source; only the broadcast backends compare it. The publisher calls this in the trainer's main
-        thread; the lock guards what the threads of connections read.
+        With deltas the method also finds the changes since the version before, and `newest_bytes` counts their bytes.
+        `fingerprint` is a part of the source; only the broadcast backends compare it. The publisher calls this in the
+        trainer's main thread, and the lock guards the attributes that the threads of connections read.
         """
         before = self._images[max(self._images)] if self._deltas and self._images else None
         changes: list[Changes | None] = [None] * len(image.payloads)
@@ -181,10 +181,10 @@ class WeightServer:
         self._listener.close()
 
     def _answer(self, connection: socket.socket) -> None:
-        """Send one worker the version that it requests, or the reason why it is not held any more.
+        """Send one worker the version that it requests, or an error if the version is not held any more.
 
-        Runs in the connection's thread. Raises OSError or TransportError if the worker is lost; `AuthenticatedListener`
-        logs that.
+        This runs in the connection's thread. It raises OSError or TransportError if the worker is lost, which
+        `AuthenticatedListener` logs.
         """
         version, digest = PULL_REQUEST.unpack(_receive(connection, PULL_REQUEST.size))
         with self._lock:
@@ -192,8 +192,8 @@ class WeightServer:
         if (image := self._held_image(version)) is None:
             send_message(connection, PullReply(error=self._not_held(version)))
             return
-        # Changes fit one base version only. A version of another trainer may have the same number, so the digest is
-        # compared.
+        # Changes fit one base version only. Compare the digest, because a version of another trainer may have the same
+        # number.
         changes = known[2] if known is not None and known[:2] == (version, digest) else None
         send_message(connection, PullReply(manifest=image.manifest, changes=changes is not None))
         for number, payload in enumerate(image.payloads):
@@ -218,12 +218,12 @@ class WeightServer:
 class AuthenticatedListener:
     """Listening port that authenticates workers and serves each one in a thread of its own.
 
-    It uses threads and no event loop, because rank 0's main thread is busy with torch.
+    The listener uses threads and no event loop, because rank 0's main thread is busy with torch.
 
-    Law of unproven connections: a connection without a proof holds one thread, for at most `prove_s` seconds, whatever
-    it sends. If there are more than `MAX_UNPROVEN` of them, the oldest is ended. If the process runs out of file
-    descriptors or threads, the listener logs that and accepts no connection for `PAUSE_S` seconds. Only `close` ends
-    the listener.
+    Limits of unproven connections: a connection without a proof holds one thread, for at most `prove_s` seconds,
+    whatever it sends. If there are more than `MAX_UNPROVEN` such connections, the oldest is ended. If the process runs
+    out of file descriptors or threads, the listener logs this and accepts no connection for `PAUSE_S` seconds. Only
+    `close` ends the listener.
 
     Args:
         host: the address to listen at. A free port is taken.
@@ -265,10 +265,9 @@ class AuthenticatedListener:
         self._thread.join(timeout=self._silence_s)
 
     def _accept(self) -> None:
-        """Start a thread for each connection, until `close`.
+        """Wait for connections until `close`, and start a thread with `_serve_connection` for each.
 
-        Consumes connections. Waits for the next connection, or for `PAUSE_S` when descriptors or threads ran out.
-        Unblocked by a client and by `close`. Produces threads that run `_serve_connection`.
+        After descriptors or threads ran out, the loop pauses for `PAUSE_S`; `close` also ends this pause.
         """
         while not self._closing.is_set():
             try:
@@ -297,7 +296,7 @@ class AuthenticatedListener:
         self._closing.wait(PAUSE_S)
 
     def _serve_connection(self, connection: socket.socket, peer: object) -> None:
-        """Authenticate and serve one connection, then close it. Runs in the connection's thread."""
+        """Authenticate and serve one connection, then close it. This runs in the connection's thread."""
         with connection:
             try:
                 try:
@@ -307,7 +306,7 @@ class AuthenticatedListener:
                 connection.settimeout(self._silence_s)
                 self._serve(connection)
             except (OSError, TransportError) as error:
-                # The worker at the other end reports its own error. Other connections go on.
+                # The worker at the other end reports the error to the node loop. Other connections go on.
                 self._log.warn("a pull of weights from %s ended early: %s", peer, error)
 
     def _authenticate(self, connection: socket.socket) -> None:
@@ -315,7 +314,7 @@ class AuthenticatedListener:
         end = time.monotonic() + self._prove_s
 
         def set_timeout() -> None:
-            # One deadline for the whole proof: a byte now and then does not extend it.
+            # The whole proof has one deadline, which a byte now and then does not extend.
             seconds = end - time.monotonic()
             if seconds <= 0:
                 raise TransportError(f"no proof of the token within {self._prove_s:g} s")
@@ -394,25 +393,31 @@ class TcpReceiver:
 
     def __init__(self) -> None:
         self._digest = NO_DIGEST
-        """Digest of the version in `_tensors`; `NO_DIGEST` if it is no whole version."""
+        """Digest of the version in `_tensors`; `NO_DIGEST` if `_tensors` is not one whole version."""
         self._tensors: dict[str, torch.Tensor] = {}
         """Bytes of each tensor of the last version, by name. Empty without deltas."""
 
     def receive(self, connection: socket.socket, source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
-        """Request the version and yield its tensors. `pull` calls this and lists the errors."""
+        """Request the version and yield its tensors. `pull` calls this after both sides have proven the token.
+
+        Raises:
+            VersionGoneError: the trainer does not hold the version any more.
+            WeightsError: the manifest or a tensor is damaged.
+            OSError, TransportError: the connection was lost, or the trainer sent something unexpected.
+        """
         connection.sendall(PULL_REQUEST.pack(source.version, self._digest))
         reply = receive_message(connection, _REPLIES)
         if reply.error is not None:
             raise version_gone(reply.error)
-        # Until the last tensor has arrived, the tensors of two versions are mixed. So this worker holds no version yet,
-        # and after a pull that failed in the middle the next pull fetches all bytes.
+        # Until the last tensor has arrived, `_tensors` has no whole version. So if this pull fails in the middle, the
+        # next pull fetches all bytes.
         self._digest, before, self._tensors = NO_DIGEST, self._tensors, {}
         for line in check_manifest(reply.manifest, source):
             old = before.pop(line.name) if reply.changes else None
             flat = _receive_tensor(connection, line, source.version, old)
             if source.deltas:
                 self._tensors[line.name] = flat
-                flat = flat.clone()  # the model may write to the tensor that it is given
+                flat = flat.clone()  # the model may write to the tensor that it gets
             yield line.name, line.tensor(flat)
         if source.deltas:
             self._digest = bytes.fromhex(source.digest)
@@ -459,11 +464,11 @@ def _receive_tensor(
         flat = torch.empty(line.nbytes, dtype=torch.uint8)
         crc32 = _receive_into(connection, tensor_bytes(flat))
     else:
-        # The count is bounded by the manifest's size, so that a damaged one cannot make us allocate more.
+        # The count is bounded by the manifest's size, so that a damaged count cannot make us allocate more.
         flat, changes = before, empty_changes(min(count, line.nbytes), getattr(torch, line.dtype).itemsize)
         for part in (changes.places, changes.elements):
             _receive_into(connection, tensor_bytes(part))
-        with suppress(IndexError):  # if places are damaged, the checksum differs too
+        with suppress(IndexError):  # damaged places also make the checksum below differ, which is then reported
             apply_changes(flat, changes)
         crc32 = zlib.crc32(tensor_bytes(flat))
     if crc32 != line.crc32:

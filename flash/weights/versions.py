@@ -27,7 +27,7 @@ from flash.types import Canary
 
 
 class UpdateInfo(msgspec.Struct, frozen=True):
-    """Announcement of a version: how workers get it. The decoded form of `Published.update_info`.
+    """Announcement of a version: how workers get its tensors. The decoded form of `Published.update_info`.
 
     The dictionaries go unchanged to vLLM's `init_weight_transfer_engine` and `update_weights`.
     """
@@ -90,11 +90,11 @@ class LoadedWeights:
     A fingerprint is a checksum of all elements (`flash.weights.image.Fingerprint`), which each worker computes for the
     weights that it holds.
 
-    Law (a loaded version is the published one): if the engine has one worker, and this worker held exactly the
-    published tensors at its first version, then it must hold them at each later version. With `exact` it must hold them
-    from the first version on. In other engines the fingerprints cannot be equal (tensor-parallel shards, quantised or
-    otherwise derived weights, tensors that the engine does not load). There the fingerprint of each worker has to
-    change whenever the published fingerprint changes.
+    Invariant: a loaded version is the published version. If the engine has one worker, and this worker held exactly the
+    published tensors at its first version, then it must hold them at each later version. In other engines the
+    fingerprints cannot be equal (tensor-parallel shards, quantised or otherwise derived weights, tensors that the
+    engine does not load). In such an engine, the fingerprint of each worker has to change whenever the published
+    fingerprint changes.
 
     Args:
         exact: True if the fingerprints must be equal from the first version on. None decides at the first version.
@@ -135,7 +135,7 @@ def check_canary(canary: Canary, observed: Sequence[float], *, engine: int, vers
     Returns the mean of their absolute differences in nats, which metrics show as `canary_error`.
 
     The mean is compared with the tolerance, not the maximum. Rounding alone can make a few large differences, above all
-    if it routes a token to another expert, but an engine that computes wrongly differs at most of the tokens.
+    if it routes a token to another expert. An engine that computes wrongly differs at most of the tokens.
 
     Args:
         canary: the text, the trainer's log-probs (one per token after the first), and the tolerance.

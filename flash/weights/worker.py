@@ -1,4 +1,4 @@
-"""Load a version inside vLLM's workers, and check the weights that a worker holds.
+"""Loads a version inside vLLM's workers, and checks the weights that a worker holds.
 
 The node loop (`flash.rollout.vllm.engine`) lets vLLM call `WeightReceiver`, our weight transfer engine, in each worker:
 first `start_weight_update`, then `receive_weights`, then `finish_weight_update`. `receive_weights` pulls the version
@@ -10,8 +10,8 @@ elements. They also load adapters (LoRA), which vLLM holds beside the model's ow
 A *worker* is a process of an engine that holds the model, or a part of it. With ipc (engine and trainer on one GPU),
 vLLM's own weight transfer engine receives; `WorkerExtension` is used all the same.
 
-A version that cannot be pulled is reported as a `LoadFailure`, and is not raised. vLLM would print the traceback of an
-exception twice, and a trainer that dies in the middle of a pull is an expected event.
+A version that cannot be pulled is reported as a `LoadFailure`, and no exception is raised. vLLM would print the
+traceback of an exception twice, although a trainer that dies in the middle of a pull is an expected event.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from flash.weights.tcp import TcpReceiver, WeightSource, pull
 from flash.weights.versions import LoadFailure
 
 LayerSums = WeakKeyDictionary[nn.Module, list[int]]
-"""Fingerprints of layers as they were loaded, before the CPU's kernels packed their weights."""
+"""Fingerprints of layers whose weights the CPU's kernels have packed, taken before the packing."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class ReceiverUpdateInfo(WeightSource, WeightTransferUpdateInfo):
 class WeightReceiver(WeightTransferEngine[ReceiverInitInfo, ReceiverUpdateInfo]):
     """Weight transfer engine of one worker: pulls a version and loads each tensor as it arrives (tcp, gloo, nccl).
 
-    vLLM makes one per worker and calls its methods.
+    vLLM makes one object per worker and calls its methods.
     """
 
     init_info_cls = ReceiverInitInfo
@@ -80,8 +80,8 @@ class WeightReceiver(WeightTransferEngine[ReceiverInitInfo, ReceiverUpdateInfo])
     def receive_weights(self, update_info: ReceiverUpdateInfo) -> None:
         """Load each tensor as it arrives. vLLM calls this once for a version.
 
-        If the pull fails, the reason is stored in `failure` and not raised; the node loop asks for it afterwards. Any
-        other exception, such as one of vLLM's, is raised.
+        If the pull fails, the reason is stored in `failure` and not raised; the node loop asks for the failure
+        afterwards. Any other exception, such as an error of vLLM, is raised.
         """
         receive = self._tcp.receive if update_info.backend == "tcp" else self._broadcasts.receive
         try:
@@ -89,8 +89,8 @@ class WeightReceiver(WeightTransferEngine[ReceiverInitInfo, ReceiverUpdateInfo])
         except FlashError as error:
             self.failure = LoadFailure.of(error)
         except BaseException:
-            # Layers count the tensors that they are given. Without this call, the next version would be loaded on top
-            # of the part of this version that has been loaded.
+            # Layers count the tensors that they get. Without this call, the next version would be loaded on top of a
+            # part of this version.
             self.finish_weight_update()
             raise
 
@@ -112,7 +112,7 @@ class WorkerExtension:
     def flash_fingerprint(self, adapter: int) -> list[int]:
         """Return the fingerprint of the weights that this worker holds.
 
-        If `adapter` is not 0, it is the fingerprint of the adapter with this number.
+        If `adapter` is not 0, the fingerprint of the adapter with this number is returned.
         """
         worker: Any = self
         if not adapter:
@@ -163,7 +163,7 @@ def model_sums(model: nn.Module, layer_sums: LayerSums) -> list[int]:
     Layers in `layer_sums` have packed weights, so their fingerprints are taken from `layer_sums`.
     """
     fingerprint, seen = Fingerprint(), set[int]()
-    # Packed layers come first, so that a parameter which they share with another layer is not counted again.
+    # Packed layers come first. A parameter that a packed layer shares with another layer is then not counted again.
     for layer in sorted(model.modules(), key=lambda layer: layer not in layer_sums):
         parameters = [one for one in layer.parameters(recurse=False) if id(one) not in seen]
         seen.update(map(id, parameters))
