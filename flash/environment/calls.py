@@ -87,8 +87,8 @@ class UserTask(Generic[_T]):
         """True since `end` was called."""
         self._abandoned = False
         self._swallowed = 0
-        """Number of cancellations that were thrown into the code since `end` was called. It has swallowed all but the
-        last."""
+        """Number of cancellations that were thrown into the code since `end` was called. The code has swallowed all but
+        the last of them."""
         self._awaitable: object = None
         """Coroutine, or other awaitable, that the call has returned; None before that, or if the result is none."""
         self.over = anyio.Event()
@@ -130,9 +130,9 @@ class UserTask(Generic[_T]):
     def _drive(self, awaitable: Awaitable[_T]) -> Generator[Any, Any, _T | None]:
         """Resume the code whenever the thing that it awaits is ready, until the code ends or is abandoned.
 
-        This generator stands between asyncio and the code. It passes the futures that the code awaits up to asyncio,
-        and cancellations down to the code. So it can leave the code suspended for ever. A task of asyncio that ran the
-        code directly would end only with the code.
+        This generator stands between asyncio and the code. The generator passes the futures that the code awaits up to
+        asyncio, and cancellations down to the code. So it can leave the code suspended for ever. A task of asyncio that
+        ran the code directly would end only with the code.
 
         Returns the result of the code; None if the code was abandoned.
         """
@@ -182,7 +182,7 @@ class UserTask(Generic[_T]):
     def where(self) -> str:
         """Return `, at file.py:12`, the line of the user's code that waits now; empty if the line is not known.
 
-        It is put into errors and warnings.
+        The line is put into errors and warnings.
         """
         place = place_in(lines_awaited(self._awaitable))
         return f", at {place}" if place else ""

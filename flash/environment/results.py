@@ -94,7 +94,7 @@ def check_letters(example: SolvedExample, alphabet: Set[str]) -> None:
 
 
 def metrics_of(info: Info) -> dict[str, float]:
-    """Return `info["metrics"]`: numbers that the environment measured in a step. Their mean over a batch is logged.
+    """Return `info["metrics"]`: numbers that the environment measured in a step. The mean over a batch is logged.
 
     Raises:
         EnvError: the value does not map names to finite numbers.
@@ -214,8 +214,8 @@ def _observation(method: str, value: object) -> Observation:
 
 
 def _message(method: str, value: object) -> Message:
-    """Return a chat message as a struct. It may be given as a dict of role and content. Raises EnvError for anything
-    else.
+    """Return a chat message as a struct. The message may be given as a dict of role and content. Raises EnvError for
+    anything else.
 
     `method`: `reset` or `step`, for the error.
     """

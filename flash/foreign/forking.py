@@ -68,10 +68,11 @@ TOUCHED = (
 
 
 class ForkServer(forkserver.ForkServer):
-    """A fork server. It starts when the first process is forked from it, and imports some modules before that.
+    """A fork server. The server starts when the first process is to be forked from it, and imports some modules before
+    that.
 
-    It ends when the process that started it and all processes forked from it have ended. If the server was killed, the
-    start of the next process starts it again.
+    The server ends when the process that started it and all processes forked from it have ended. If the server was
+    killed, the start of the next process starts it again.
 
     Args:
         modules: names of the modules that the server imports.

@@ -135,6 +135,7 @@ class Broadcasts:
         else:
             kind, device = parts.ProcessGroup.BackendType.GLOO, torch.device("cpu")
             inner = parts.ProcessGroupGloo(store, rank, size, timeout=limit)
+        # The group is put together here, because `dist.new_group` needs a default group that has all of these ranks.
         self._inner: Any = inner
         self._group: Any = parts.ProcessGroup(store, rank, size)
         self._group._set_default_backend(kind)

@@ -48,7 +48,7 @@ def begin_reload(
     it.
 
     On the CPU `before_packing` is called with each layer when its new weights have arrived, before they are packed.
-    `flash.weights.worker` computes their checksum there.
+    `flash.weights.worker` computes the checksum of the weights there, because packing changes their order.
     """
     if device.type == "cpu":
         for layer in model.modules():

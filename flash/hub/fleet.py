@@ -58,8 +58,8 @@ def config_digest(config_text: str) -> str:
 class NodeRegistry:
     """Registry of the nodes of the run, and of the numbers of the engines.
 
-    Node 0 is registered from the start, because it runs the hub. Every other node is registered when it joins. Its
-    number and the numbers of its engines are free again once it has left. A node with trainer ranks keeps the number
+    Node 0 is registered from the start, because it runs the hub. Every other node is registered when it joins. When a
+    node has left, its number and the numbers of its engines are free again. A node with trainer ranks keeps the number
     that it has in the job.
 
     Args:
@@ -264,8 +264,8 @@ class Heartbeats:
     `anyio.current_time`.
 
     A living node always has a `CancelRequest` waiting at the hub. A node is *silent* if it does not send the next
-    request within `silence_s` after the last reply, although its connection is open. Its event loop is then blocked, or
-    its machine is stopped.
+    request within `silence_s` after the last reply, although its connection is open. The event loop of a silent node is
+    blocked, or the machine is stopped.
 
     Args:
         silence_s: seconds that a node may take from a reply to its next request.
@@ -300,7 +300,8 @@ class Heartbeats:
         return max(0.0, min(self._answered.values(), default=now) + self._silence_s - now)
 
     def lost(self, node: int) -> None:
-        """Forget a node that is gone, or whose silence was handled. Its next request counts it as present again."""
+        """Forget a node that is gone, or whose silence was handled. With its next request, the node counts as present
+        again."""
         self._present.discard(node)
         self._answered.pop(node, None)
 

@@ -4,7 +4,8 @@ A peer is a rollout node, a trainer rank, a *messenger* (the launcher of a node 
 state of the rank processes) or a *guest* (a process that is not part of the run yet, and becomes a node when it joins).
 A peer may send only valid requests of its kind, and only for itself. For example, a node delivers results only for the
 *leases* that it holds (a lease assigns one task to one node), each once, and each complete. A peer that breaks a rule
-runs different code or is an attacker. It is disconnected with a ProtocolError, and the hub never sees the request.
+runs different code or is an attacker. The peer is disconnected with a ProtocolError, and the hub never sees the
+request.
 
 An *incarnation* is the set of trainer ranks that run from one restart of the ranks to the next. A trainer rank belongs
 to the incarnation in which it has connected, and is answered only until this incarnation is over.
@@ -116,9 +117,9 @@ class Gate:
         """Return the id of the silent connection that a new connection with this name replaces; None if there is none.
 
         `flash.transport.server.serve` calls this for each new connection, and ends the returned connection before it
-        calls `arrived`. A connection is silent if no request has arrived in it for `SILENT_S`. It may be dead without
-        the hub knowing it: if the network was cut, the end of the connection never arrives. Then the peer connects
-        again while its old connection still seems open.
+        calls `arrived`. A connection is silent if no request has arrived in it for `SILENT_S`. The connection may be
+        dead without the hub knowing it: if the network was cut, the end of the connection never arrives. Then the peer
+        connects again while its old connection still seems open.
 
         There are three cases in which nothing is replaced:
         - No node or trainer rank of this name is connected. `arrived` then admits the new peer. Messengers and guests

@@ -1,4 +1,4 @@
-"""The hub keeps the state of a run's samples and progress. It connects its parts, and answers nodes and trainer ranks.
+"""The hub keeps the state of a run's samples and progress. It answers nodes and trainer ranks through its parts.
 
 Parts: `NodeWork` (leases, results), `Nodes` and `WeightVersions` (nodes and their engines), `TrainerRanks` (ranks and
 their restarts), `TrainingSteps` (batches, commits, versions) and `RunStages` (the stage that the run waits for).
@@ -176,8 +176,8 @@ class Hub:
 
         Waits until each stage of the run has ended, under the deadline of the stage. `RunProgress.send("run")` wakes
         it. If a stage exceeds its deadline, it ends the *incarnation* (the set of trainer ranks that run from one
-        restart of the ranks to the next), or the run. It also runs the tasks that watch nodes and ranks, that do
-        postponed work, and that expire the claims on leases of nodes which outlived the previous hub process. At the
+        restart of the ranks to the next), or the run. This method also runs the tasks that watch nodes and ranks, that
+        do postponed work, and that expire the claims on leases of nodes which outlived the previous hub process. At the
         end it lets all peers leave, and checks that every sample is accounted for.
         """
         progress = self.progress
@@ -358,7 +358,7 @@ class Hub:
 
 
 class InProcessCaller:
-    """Connection of a peer in the hub's own process. It uses no network, but sets the same deadlines.
+    """Connection of a peer in the hub's own process. This connection uses no network, but sets the same deadlines.
 
     Simulations and commands that only sample use it. In a training run all peers, also the hub's own node, use TCP.
 

@@ -127,7 +127,7 @@ class StepMetrics:
     ) -> dict[str, float]:
         """Return the row of a step, and set the sums back to 0 for the next row.
 
-        Numbers of the ledger since the last row are differences of its totals.
+        The ledger has only totals, so a number of this step is the difference to the total at the last row.
 
         Args:
             version: the version that the step made.
@@ -185,7 +185,8 @@ class StepMetrics:
     def _idle_share(self, engines: Sequence[EngineStatus]) -> dict[str, float]:
         """Return `engine_idle_share`: the idle share of the engines' time since the last row; empty without such time.
 
-        An engine that was not there at the last row does not count in this row. Its times are kept for the next row.
+        An engine that was not there at the last row does not count in this row. The times of such an engine are kept
+        for the next row.
         """
         idle = lifetime = 0.0
         for engine in engines:

@@ -118,8 +118,8 @@ class Nodes:
             known = {engine.index: engine.version for engine in self._fleet.engines_of(node)}
             engines = [replace(engine, version=known.get(engine.number, engine.version)) for engine in status.engines]
             status = replace(status, engines=engines)
-        # A node without engines reports no status. It counts as present while the trainer ranks of its machine are
-        # connected.
+        # A node that has not reported a status yet is still starting. A node without engines never reports a status: it
+        # counts as present while the trainer ranks of its machine are connected.
         present = status is not None or (self._config.engines_on(node) == 0 and node in rank_nodes)
         state: NodeState = "here" if present else "starting"
         if node in self._silent:
@@ -150,7 +150,7 @@ class Nodes:
         self._progress.send(("cancels", node))
 
     def leave(self, request: p.Leave) -> None:
-        """Record that a node has announced that it leaves, perhaps because of an error. It gets no more leases.
+        """Record that a node has announced that it leaves, perhaps because of an error. The node gets no more leases.
 
         When its connection ends, the tasks of its leases are queued again (`disconnected`). An error ends the run if it
         is one of `RUN_ERRORS`, or if no other node has engines. Otherwise the other nodes go on, and people get a note.
@@ -223,8 +223,8 @@ class Nodes:
             if why:
                 self._observer.failure("node_lost", why)
         if node not in (HUB_NODE, *self._silent) and not self._progress.done and not stopping:
-            # People get no note about a silent node, because its silence was reported before. They get none about the
-            # hub's own node, because the hub ends together with that node and reports an error.
+            # People get no note about a silent node, because its silence was reported before. They get no note about
+            # the hub's own node, because the hub ends together with that node and reports an error.
             self._note_loss(node)
         self._silent.discard(node)
         self._leaving.pop(node, None)
@@ -268,7 +268,8 @@ class WeightVersions:
 
     Args:
         context: the shared objects of the hub.
-        work: grants leases to waiting nodes (`grant_leases`). It keeps a share for a node that is loading a version.
+        work: grants leases to waiting nodes (`grant_leases`). `NodeShares` keeps a share for a node that is loading a
+            version.
     """
 
     def __init__(self, context: HubContext, work: NodeWork) -> None:
@@ -290,8 +291,8 @@ class WeightVersions:
         """Answer a node with a version that is newer than `request.after`, the version that one of its engines has.
 
         Waits for such a version, for at most one long poll. The signal `versions` and the end of the run wake the
-        request. The reply has no version if there is no newer one. From this reply on, the node counts as loading the
-        version. The next version is announced only when the node has loaded this one.
+        request. The reply has no version if there is no newer one. If it has one, the node counts from then on as
+        loading this version. The next version is announced only when the node has loaded it.
         """
         with anyio.move_on_after(waits.long_poll_s(self._config)):
             await self._progress.until("versions", lambda: self._progress.done or self._has_newer(request))
@@ -346,6 +347,7 @@ class WeightVersions:
         if self._fleet.report(request):
             self._progress.send("run", "engines")
             newest = max(self._fleet.versions(node), default=-1)
+            # A share is kept only for a node that is loading the newest version, so the shares must know the engines.
             if newest < 0:
                 self._shares.engines_died(node)
             elif newest >= self._progress.newest:

@@ -11,9 +11,9 @@ Timeouts: the caller of a request gives up after a timeout of its own and gets a
 request that waits for news (leases, cancels, versions) at the latest after `flash.config.waits.long_poll_s` (a *long
 poll*). The reply may be empty, and the node asks again at once.
 Retries: no peer sends a request twice to one hub. A node whose call times out, or whose connection ends, treats the hub
-as lost. It joins the next hub, presents its leases there (`ClaimRequest`) and repeats the call with its new number. A
-trainer rank exits when its connection ends; its launcher starts it again as part of the next incarnation. The hub may
-have carried out a call that failed.
+as lost. The node joins the next hub, presents its leases there (`ClaimRequest`) and repeats the call with its new
+number. A trainer rank exits when its connection ends; its launcher starts it again as part of the next incarnation. The
+hub may have carried out a call that failed.
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ class DeliverRequest(NodeRequest[Ack], frozen=True, tag=True):
     ended: list[EndedLease]
     """Results, one for each lease. The node holds all of these leases."""
     capacity: int
-    """Number of tasks that the node could start now. It may be more than its waiting `LeaseRequest` has asked for."""
+    """Number of tasks that the node could start now. The number may be larger than `capacity` in the `LeaseRequest` of
+    this node that waits at the hub."""
 
 
 class CancelReply(msgspec.Struct, frozen=True, tag=True):
@@ -432,7 +433,8 @@ class Interrupt(Request[Ack], frozen=True, tag=True):
 
 
 class Fatal(Request[Ack], frozen=True, tag=True):
-    """A node, a rank or a messenger reports an error. It ends the run, or only the incarnation if a collective failed.
+    """A node, a rank or a messenger reports an error. The error ends the run, or only the incarnation if a collective
+    failed.
 
     The hub does not answer: it reports the error, and the connection ends with the run or the incarnation.
     """

@@ -1,10 +1,10 @@
 """The state that outlives a hub process, and the objects that save and restore it.
 
 A checkpoint keeps a `HubState`; the *journal*, a file, keeps every change after the newest checkpoint. When a run
-starts again, its owner reads both (`flash.run.restart`) and gives the new hub a `RecoveredState`. While it
-runs, the hub saves through its `Persistence`. If trainer ranks are lost while the hub goes on, the next ranks load the
-checkpoint that a `TrainerStart` names. They train the recorded batches of later steps again, which the hub reads from
-the `RunHistory`. An *incarnation* is the set of rank processes that run from one restart of the ranks to the next.
+starts again, its owner reads both (`flash.run.restart`) and gives the new hub a `RecoveredState`. While it runs, the
+hub saves through its `Persistence`. If trainer ranks are lost while the hub goes on, the next ranks load the checkpoint
+that a `TrainerStart` names. These ranks train the recorded batches of later steps again, which the hub reads from the
+`RunHistory`. An *incarnation* is the set of rank processes that run from one restart of the ranks to the next.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from flash.types import Batch, Published
 SaveState = Callable[[int, Generator[bytearray]], Awaitable[SnapshotReply]]
 """Function that writes the encoded state of the hub into the checkpoint of a version.
 
-It is given the version and an iterator over the pieces of the state. A piece takes one or two milliseconds to make, so
-the function must let other tasks run after each piece. A piece is valid only until the next piece is requested.
+The arguments are the version and an iterator over the pieces of the state. A piece takes one or two milliseconds to
+make, so the function must let other tasks run after each piece. A piece is valid only until the next piece is
+requested.
 """
 
 
@@ -102,7 +103,7 @@ class TrainerStart(msgspec.Struct, frozen=True):
 
 
 class RunHistory(Protocol):
-    """Access to the checkpoints and recorded batches of earlier steps. Its methods do not block the event loop for
+    """Access to the checkpoints and recorded batches of earlier steps. The methods do not block the event loop for
     long."""
 
     async def choose_start(self, version: int) -> TrainerStart:

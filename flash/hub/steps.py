@@ -34,13 +34,14 @@ from flash.waiting import free_in_slices, run_in_slices
 
 
 class _RepeatedStep(msgspec.Struct):
-    """A step that an incarnation of the ranks trains again. Its batch is read from the disk once for all ranks."""
+    """A step that an incarnation of the ranks trains again. The batch of the step is read from the disk once for all
+    ranks."""
 
     incarnation: int
     step: int
     may_save: bool
     """True if a checkpoint may follow the step: it is the last step to train again, and the batch of the next step was
-    not begun before the loss. It is decided when the first rank requests the step."""
+    not begun before the loss. This is decided when the first rank requests the step."""
     shards: list[list[Shard]] = []
     """Parts of each shard; empty while they are read."""
 
@@ -185,15 +186,15 @@ class TrainingSteps:
                 groups = self._buffer.next_batch(self._progress.version)
             if groups is None:
                 return
-            # The batch has left the buffer. This may withdraw leases that have become useless, and makes room for new
-            # leases.
+            # The batch has left the buffer. Its departure may withdraw leases that have become useless, and makes room
+            # for new leases.
             self._work.pass_on_withdrawals()
             self._work.grant_leases()
             min_version = self._contract.min_token_version(self._progress.version)
             batch = gather(groups, self._progress.version, min_version)
             shards = await self._split_batch(batch)
-            # This wait comes before any rank trains the batch: ranks that start again must get the same one, even from
-            # the next hub.
+            # This wait comes before any rank trains the batch: ranks that start again must get the same batch, even
+            # from the next hub.
             await self._persistence.journal.written()
             self._shards = shards
             self._progress.batch = "dealt"

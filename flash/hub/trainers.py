@@ -230,7 +230,7 @@ class TrainerRanks:
         """Sentence that names the ranks which had not connected when an incarnation ended last. Empty if all had
         connected, or if the end of a rank's connection ended that incarnation."""
         self._calls: set[anyio.CancelScope] = set()
-        """Scopes of the running requests of the ranks. They are cancelled when the incarnation ends."""
+        """Scopes of the running requests of the ranks. The end of the incarnation cancels these scopes."""
         self._changes = 0
         """Counter of changes of the rank processes. A launcher sends the value that it has last received, and waits
         until the counter has another value (`processes_of_node`)."""
@@ -314,8 +314,8 @@ class TrainerRanks:
     def end_without_recovery(self, error: FlashError) -> PeerLostError:
         """End the run with an error, because the ranks cannot train up to the run's version again.
 
-        `error` is the reason. Returns the error that ends the run, and the caller raises it. It is a PeerLostError,
-        which makes the launchers start all processes again.
+        `error` is the reason. Returns the error that ends the run, and the caller raises it. The returned error is a
+        PeerLostError, which makes the launchers start all processes again.
         """
         failed = PeerLostError(
             f"the trainer ranks cannot come back to version {self._progress.version} by themselves: {error}"
@@ -587,7 +587,7 @@ class TrainerRanks:
 def why_no_retraining(config: Config) -> str | None:
     """Return the reason why restarted ranks cannot train earlier steps again; None if they can.
 
-    They need the recorded batches, so the reason is a clause about the setting that keeps no batches.
+    The ranks need the recorded batches for this, so the reason is a clause about the setting that keeps no batches.
     """
     if config.checkpoint.batches == "none":
         return 'checkpoint.batches = "none" leaves nothing to train again'

@@ -12,7 +12,8 @@ more leases, and a node with slow engines, which holds its leases longer, gets f
 Invariants:
 - Every lease that the buffer has granted is finished, revoked or withdrawn exactly once, even if its node is lost.
 - No task waits while a waiting node could run it. There is one exception: a share is kept, for at most `KEPT_S`, for a
-  node that will soon ask. It is loading the version that the tasks need, or its last reply had no space for its share.
+  node that will soon ask. Such a node is loading the version that the tasks need, or its last reply had no space for
+  its whole share.
 
 `NodeShares` and `LeaseClaims` are pure state: they own no tasks, clocks or files. The methods of `NodeWork` run in the
 tasks of requests, except that `work_off_backlog` and `expire_claims` run in tasks of `Hub.run`.
@@ -60,8 +61,9 @@ to `LEASES_AT_ONCE`."""
 class Holders:
     """Records which node holds which lease, and which leases each node has to cancel.
 
-    It has training leases and evaluation leases. The sample buffer and the evaluations know the tasks that are leased,
-    but need not know the nodes. A node holds a lease until it has delivered a result, even if the lease was withdrawn.
+    Training leases and evaluation leases are recorded alike. The sample buffer and the evaluations know the tasks that
+    are leased, but need not know the nodes. A node holds a lease until it has delivered a result, even if the lease was
+    withdrawn.
     """
 
     def __init__(self) -> None:
@@ -201,7 +203,7 @@ class NodeShares:
             known.room = self._held(node) + max(capacity, known.requested if known.waiting else 0)
 
     def remove(self, node: int) -> None:
-        """Remove a node that is lost or leaves the run. It gets no share any more."""
+        """Remove a node that is lost or leaves the run. The node gets no share any more."""
         self._nodes.pop(node, None)
 
     def version_published(self, now: float) -> None:
@@ -614,9 +616,9 @@ class NodeWork:
     async def work_off_backlog(self) -> None:
         """Do the postponed work for which no request waits.
 
-        It does the buffer's backlog (`tidy`), and grants the tasks that `grant_leases` has left for a further slice.
-        Other tasks are served after each slice. Without such work it waits for the signal `backlog`. The loop ends when
-        the run fails.
+        This loop does the buffer's backlog (`tidy`), and grants the tasks that `grant_leases` has left for a further
+        slice. Other tasks are served after each slice. Without such work the loop waits for the signal `backlog`. The
+        loop ends when the run fails.
         """
         while self._progress.error is None:
             if self._samples.backlog:
@@ -671,8 +673,8 @@ class NodeWork:
     async def expire_claims(self) -> None:
         """Queue again the tasks of leases that previous hubs granted and that no node has claimed in time.
 
-        `Hub.run` starts this once. It waits for `flash.config.waits.claim_s`, or returns at once if there is no lease
-        to claim.
+        `Hub.run` starts this once. This method waits for `flash.config.waits.claim_s`, or returns at once if there is
+        no lease to claim.
         """
         if not self.claims:
             return
@@ -703,6 +705,7 @@ class NodeWork:
 
         `message`: the reason, for the failure.
         """
+        # `withdraw` comes before `ended`, because `ended` forgets which node must cancel the lease.
         self.holders.withdraw([lease.lease_id])
         self._progress.send(("cancels", node), "batches", "backlog")
         self.holders.ended(lease.lease_id)

@@ -44,8 +44,8 @@ AHEAD = 1 / 1024
 """Besides s = 0, only numbers of steps s from this share of the greatest length on are checked. In fewer steps the use
 hardly changes."""
 STEP_TOKENS = 16
-"""Number of tokens of context that any engine can compute in the time of one decoding step. Both read all weights,
-which takes most of the time."""
+"""Number of tokens of context that any engine can compute in the time of one decoding step. Computing the context and
+decoding both read all weights, which takes most of the time."""
 PRIOR = 0.5
 """Each interval begins with this number of ended responses, and with half of the greatest length as tokens per such
 response. So the hazard is also known for lengths that no response has had."""

@@ -54,8 +54,8 @@ class ResponseRequest(msgspec.Struct, frozen=True):
     max_new_tokens: int
     """Largest number of tokens to sample, without the `generated` tokens."""
     key: int
-    """Number that identifies the response. It is equal in every attempt at the task. A simulated engine derives the
-    length of the response from it, so that simulations can be repeated. Other engines ignore it."""
+    """Number that identifies the response. The number is equal in every attempt at the task. A simulated engine derives
+    the length of the response from it, so that simulations can be repeated. Other engines ignore it."""
     sampling: Sampling = PLAIN
     """Temperature and other settings of the distribution that each token is drawn from."""
     stop: tuple[str, ...] = ()
@@ -76,8 +76,8 @@ class ResponseRequest(msgspec.Struct, frozen=True):
     """Seconds until the proxy aborts the request. The time in the wait queue counts. An outage, in which no engine
     serves, does not count."""
     on_tokens: Callable[[Sequence[int]], None] = ignore_tokens
-    """Function that the proxy calls with the new tokens of each `Progress`. It is not called for the last tokens of the
-    response, which only the `Completion` holds."""
+    """Function that the proxy calls with the new tokens of each `Progress`. The function is not called for the last
+    tokens of the response, which only the `Completion` holds."""
     tally: TokenTally = msgspec.field(default_factory=TokenTally)
     """Counter of the caller. If the request is aborted, the engine adds the sampled tokens that were in no `Progress`
     yet to `tally.lost`. All requests of an episode share one counter."""
@@ -129,8 +129,8 @@ class Pressure(msgspec.Struct, frozen=True):
 class Engine(Protocol):
     """Interface of an inference engine that serves many requests at once.
 
-    `start`, `generate` and `load` may raise `EngineError`. They raise `EngineDeadError` if the engine has ended and
-    cannot be used again. `flash.rollout.vllm.engine` implements this interface with vLLM, and `FakeEngine` of
+    `start`, `generate` and `load` may raise `EngineError`. The three methods raise `EngineDeadError` if the engine has
+    ended and cannot be used again. `flash.rollout.vllm.engine` implements this interface with vLLM, and `FakeEngine` of
     `flash.rollout.fake_engine` implements it for tests.
     """
 

@@ -23,7 +23,7 @@ from flash.types import Activity
 
 MERGE_GAP_S = 0.05
 """Largest idle time, in seconds, between two bars of the timeline that are drawn as one bar. Such short gaps come from
-the scheduling of tasks. They still count as idle time."""
+the scheduling of tasks. The gaps still count as idle time."""
 
 
 class StateTimes:

@@ -104,8 +104,8 @@ class PartialResponse:
     def rest(self) -> ResponseRequest:
         """Return the request for the next engine, which continues after the tokens so far.
 
-        Call this once for each engine that gets the request. It notes the number of tokens so far, because `complete`
-        needs to know where that engine begins.
+        Call this once for each engine that gets the request. This method notes the number of tokens so far, because
+        `complete` needs to know where that engine begins.
         """
         self._moved_at = len(self._tokens)
         if not self._tokens:
@@ -492,8 +492,8 @@ class LLMProxy:
     def _fail_suspects(self, group: int) -> None:
         """Make the waiting suspects of a group fail after one of its requests has killed `MAX_DEATHS` engines.
 
-        They have the same prompt as that request, so they would probably kill more engines. With this number of deaths
-        they raise a PoisonError in `_acquire_engine` as soon as they are woken.
+        These suspects have the same prompt as that request, so they would probably kill more engines. With this number
+        of deaths they raise a PoisonError in `_acquire_engine` as soon as they are woken.
         """
         for record, wait in self._waits.items():
             if record.suspected and record.order[0] == group:
@@ -525,7 +525,7 @@ class LLMProxy:
         # The router marks the engine as dead (`alive`).
         self._ask_again(self._router.retire(index))
         if not self._router.alive:
-            # Requests now wait for the next engine. This time does not count for their deadlines.
+            # Requests now wait for the next engine. This time does not count for the deadlines of the requests.
             self._outages.begin()
 
     async def replace(self, index: int, new: Engine) -> None:

@@ -14,8 +14,9 @@ first. When an engine has room and no request waits for it, it is given requests
 *bound groups* all requests of a group go to one engine, and wait for that engine.
 
 An engine that dies by itself may have been killed by one of its requests. A request is a *suspect* if `SUSPECTED`
-engines have died under it and none of them had given a token of it. It is cleared when an engine gives a token of it
-(the request is then *proven*). An engine has at most one suspect at a time, so its death shows which one is the cause.
+engines have died under it and none of them had given a token of it. The request is no suspect any more when an engine
+gives a token of it (it is then *proven*). An engine has at most one suspect at a time, so its death shows which one is
+the cause.
 
 Invariant (work conservation): no request waits while an engine that may serve it has room.
 """
@@ -32,9 +33,9 @@ from flash.rollout.engine import ResponseRequest
 
 TASK_SLACK = 0.25
 """Difference in load up to which the engine that served a task before is preferred to the emptiest engine: one request,
-and this share of the requests that it holds. It has the whole context of the task in its cache. The engine that served
-another sample of the group has only the prompt in its cache, so it is preferred only among engines that are equally
-full."""
+and this share of the requests that it holds. That engine has the whole context of the task in its cache. The engine
+that served another sample of the group has only the prompt in its cache, so it is preferred only among engines that are
+equally full."""
 UNEVEN = 0.25
 """Share of its load by which an engine must be fuller than another engine before requests are moved. A move costs
 time: the other engine has to compute the context of the request again."""
@@ -61,8 +62,8 @@ class RequestRecord:
         """Order in the wait queue: requests with smaller numbers are taken first."""
         self.min_version = request.min_version
         self.barred: frozenset[int] = frozenset()
-        """Indices of engines that have failed the request. They get the request again only when all living engines have
-        failed it."""
+        """Indices of engines that have failed the request. These engines get the request again only when all living
+        engines have failed it."""
         self.arrival: int | None = None
         """Number in the order of arrival in the queue; None if the request does not wait."""
         self.need: Need | None = None
@@ -306,7 +307,7 @@ class Router:
     def retire(self, engine: int) -> list[RequestRecord]:
         """Mark an engine as dead, and return the waiting requests that only this engine could have served.
 
-        They leave the queue, and the proxy lets each of them `ask` again.
+        The requests leave the queue, and the proxy lets each of them `ask` again.
         """
         self.views[engine].alive = False
         alive = {view.index for view in self.views if view.alive}
@@ -315,8 +316,8 @@ class Router:
     def replace(self, engine: int, limit: int, version: int) -> list[RequestRecord]:
         """Note that another engine has taken the place of a dead engine.
 
-        If it is the only living engine, this returns all waiting requests. They leave the queue, and the proxy lets
-        each of them `ask` again, because while no engine was alive, their groups could not be bound to an engine.
+        If it is the only living engine, this returns all waiting requests. The requests leave the queue, and the proxy
+        lets each of them `ask` again, because while no engine was alive, no group could be bound to an engine.
         """
         first = not self.alive
         view = self.views[engine]
@@ -402,7 +403,7 @@ class Router:
     def withdraw(self, record: RequestRecord) -> None:
         """Take a waiting request out of the queue: it was placed, has to ask again, or was cancelled.
 
-        Its entry stays in the heap until it comes to the top (`_oldest`).
+        The entry of the request stays in the heap until it comes to the top (`_oldest`).
         """
         need = record.need
         assert need is not None, "only a waiting request can leave the queue"
@@ -431,7 +432,8 @@ class Router:
 
 
 def _suits(view: EngineView, need: Need) -> bool:
-    """Return True if an engine has room for a request with this need and may serve it. Its version is not checked."""
+    """Return True if an engine has room for a request with this need and may serve it. The version of the engine is not
+    checked."""
     only = need.engine in (None, view.index) and view.takes(need.suspect)
     return only and view.index not in need.barred
 

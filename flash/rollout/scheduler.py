@@ -155,7 +155,7 @@ class HubClient:
 class Wakeup:
     """Wakes the scheduler when there may be more room for episodes.
 
-    The scheduler notifies itself when an episode ends; the proxy notifies it when an engine has more room. It is an
+    The scheduler notifies itself when an episode ends; the proxy notifies it when an engine has more room. This is an
     object of its own because the node makes the proxy before the scheduler.
     """
 
@@ -199,7 +199,7 @@ class Scheduler:
 
     Args:
         hub: gives leases and takes results.
-        play_episode: plays the episode of one lease. It must not raise, because an error would end the node.
+        play_episode: plays the episode of one lease. The function must not raise, because an error would end the node.
         wakeup: notified when `room` may have grown.
         room: returns the number of further responses that the engines could start now. Each episode that has not sent
             its first request will need one of these places. None: only `max_concurrent` limits the number of episodes.

@@ -2,10 +2,10 @@
 
 A *version* is the state of the weights after one training step. A *swap* is the load of a version into an engine.
 
-A *place* of a node has one engine at a time. Lifecycle of a place: an engine starts. It loads each version that the hub
-announces, while the proxy sends it requests. When it dies, it is closed, and after a pause another engine starts in its
-place, until the restarts are used up. An engine that is killed while it starts counts as dead, too. The node ends when
-no place can be filled any more.
+A *place* of a node has one engine at a time. Lifecycle of a place: an engine starts. The engine loads each version that
+the hub announces, while the proxy sends requests to it. When it dies, it is closed, and after a pause another engine
+starts in its place, until the restarts are used up. An engine that is killed while it starts counts as dead, too. The
+node ends when no place can be filled any more.
 
 The node calls `start` and then `run`. The supervisor calls `load`, `retire` and `replace` of the proxy, and reports
 deaths and swaps to the hub.
@@ -161,7 +161,7 @@ class EngineSupervisor:
 
     Args:
         places: the node's places, whose engines are not started.
-        proxy: serves requests with the engines. Its engine records have the indices of the places.
+        proxy: serves requests with the engines. The engine records of the proxy have the indices of the places.
         hub: announces versions.
         reports: sends swaps, deaths and restarts to the hub.
         now: returns Unix seconds on the loop's clock.
@@ -370,5 +370,6 @@ class EngineSupervisor:
 
 
 def same_engine(engine: Engine) -> Callable[[int], Engine]:
-    """Return a `make_engine` for tests and benchmarks. It always returns this engine, so that they can inspect it."""
+    """Return a `make_engine` for tests and benchmarks. The function always returns this engine, so that a test can
+    inspect the engine."""
     return lambda number: engine

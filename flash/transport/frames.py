@@ -37,8 +37,8 @@ from flash.errors import ContractError, PeerLostError, TransportError
 
 MAX_FRAME_BYTES = 1 << 30
 """Longest frame in bytes. The limit is far above every message of a run, because large data travels in parts or in a
-file. It is low enough that a corrupt length is refused at once; otherwise the decoder would wait for bytes that never
-come."""
+file. The limit is low enough that a corrupt length is refused at once; otherwise the decoder would wait for bytes that
+never come."""
 SLICE_BYTES = 1 << 20
 """Bytes encoded before the event loop may run other tasks; encoding them takes one or two milliseconds."""
 SLICE_ITEMS = 4096
@@ -173,9 +173,9 @@ def frame_slices(
 class FrameDecoder:
     """Turns pieces of a byte stream into frames.
 
-    A frame's body is a memoryview, not a copy. It is a view of the piece that was fed, or, if the frame came in several
-    pieces, of the buffer in which they were collected. The decoder never writes to such a buffer again, so bodies stay
-    valid.
+    A frame's body is a memoryview, not a copy. The view shows the piece that was fed. If the frame came in several
+    pieces, it shows the buffer in which these were collected. The decoder never writes to such a buffer again, so
+    bodies stay valid.
 
     Args:
         limit: longest frame that is accepted, in bytes.
@@ -207,8 +207,8 @@ class FrameDecoder:
             frames, end = self._split(piece)
             self._partial += memoryview(piece)[end:]
             return frames
-        # A long frame comes in many pieces. It is decoded only when all of it has arrived, because trying after each
-        # piece would be slow.
+        # A long frame comes in many pieces. The frame is decoded only when all of it has arrived, because trying after
+        # each piece would be slow.
         self._partial += piece
         if len(self._partial) < self._wanted:
             return []
@@ -270,7 +270,8 @@ def encode_slices(value: Any, buffer: bytearray) -> Generator[None]:
     if isinstance(value, msgspec.Struct) and not value.__struct_config__.array_like:
         config = value.__struct_config__
         names = value.__struct_encode_fields__
-        # A struct is a msgpack map from the names of its fields to their values. Its tag, if any, comes first.
+        # A struct is a msgpack map from the names of its fields to their values. The tag of the struct, if any, comes
+        # first.
         buffer += _msgpack_header(len(names) + (config.tag is not None), 0x80, 0xDE)
         if config.tag is not None:
             _ENCODER.encode_into(config.tag_field, buffer, -1)
@@ -336,7 +337,7 @@ class FrameConnection:
     `BUFFER_BYTES` are unsent.
 
     Args:
-        stream: an authenticated stream. Its owner closes it.
+        stream: an authenticated stream. The owner of the stream closes it.
         peer: description of the other end, for error messages.
     """
 
@@ -413,8 +414,8 @@ class FrameConnection:
     async def write(self) -> None:
         """Send queued frames until the connection breaks.
 
-        It waits for a queued frame, then until the peer has read enough for the socket to take it. When it takes the
-        queued frames, it wakes the senders that wait for room.
+        The writer waits for a queued frame, then until the peer has read enough for the socket to take the frame. When
+        the writer takes the queued frames, it wakes the senders that wait for room.
         """
         try:
             while True:
@@ -432,8 +433,8 @@ class FrameConnection:
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
             return  # `receive` raises the loss.
         finally:
-            # This runs also when this task is cancelled. Otherwise a sender would wait for ever for a writer that has
-            # ended.
+            # This block also runs when the task is cancelled. Otherwise a sender would wait for ever for a writer that
+            # has ended.
             self._broken = True
             self._outgoing, self._waiting_bytes = [], 0
             self._drained.set()

@@ -162,14 +162,15 @@ async def serve(
         port: the port to listen at; 0 takes any free one.
         token: the secret that both ends prove.
         request_type: the struct, or tagged union of structs, that peers send.
-        handler: turns a request into its reply. It runs in a task of its own, so that a later request may be answered
-            first. A `FlashError` that it raises is sent to the caller; a `ProtocolError` ends the connection too. Any
-            other exception is a bug and ends the server.
+        handler: turns a request into its reply. The handler runs in a task of its own, so that a later request may be
+            answered first. A `FlashError` that it raises is sent to the caller; a `ProtocolError` ends the connection
+            too. Any other exception is a bug and ends the server.
         deadline: seconds for a new connection to prove the token.
         connection_to_replace: returns the id of the connection that a new connection with this name replaces; None if
             it replaces none. The old connection is ended first, and its handlers end before `on_connect` is called. If
             this argument is None, no connection is replaced.
-        on_connect: called once per peer, before its first request. It refuses the peer by raising a `ProtocolError`.
+        on_connect: called once per peer, before its first request. The function refuses the peer by raising a
+            `ProtocolError`.
         on_disconnect: called once per peer, after its last handler ended, also when the server ends.
         task_status: receives the bound port.
 

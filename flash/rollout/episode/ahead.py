@@ -27,7 +27,7 @@ from flash.rollout.episode.transcript import BranchFormat, Transcript, min_token
 from flash.types import Completion
 
 NewRequest = Callable[[list[int], int, tuple[str, ...], Callable[[Sequence[int]], None]], ResponseRequest]
-"""Function that makes the next request of an episode. Its arguments are the prompt, the largest number of new tokens,
+"""Function that makes the next request of an episode. The arguments are the prompt, the largest number of new tokens,
 the texts that end the response, and a function that is called with new tokens. Requests are numbered in the order in
 which they are made."""
 
@@ -213,7 +213,8 @@ class ResponsesAhead:
         return None
 
     async def take(self, response: ExpectedResponse) -> Completion:
-        """Wait until a response that `find` returned is complete, and return it. It then belongs to the episode.
+        """Wait until a response that `find` returned is complete, and return it. The response then belongs to the
+        episode.
 
         Raises:
             EngineError, DeadlineError: the response could not be sampled.

@@ -155,7 +155,8 @@ class ChatTemplate:
         return self._controls.encode(text)
 
     def follow(self, messages: Sequence[Message], end: int | None, tools: Sequence[Tool] = ()) -> list[int]:
-        """Return the tokens that show messages after a response. They are appended to the response as it was sampled.
+        """Return the tokens that show messages after a response. The tokens are appended to the response as it was
+        sampled.
 
         The template writes the end of the response and the messages after a stand-in for the response. Tokens of this
         end that the response already contains are left out of the result.
@@ -273,8 +274,9 @@ class ChatTemplate:
     def min_message_tokens(self) -> int:
         """Lower bound on the tokens that one more message takes, even without content. At least 1.
 
-        It does not hold for results of tools, of which a template may show several as one message. `Transcript` refuses
-        conversations of far too many messages by it. Trials with `count` more messages find it.
+        The bound does not hold for results of tools, of which a template may show several as one message. `Transcript`
+        uses it to refuse conversations of far too many messages. To find it, the lengths of prompts with one and with 1
+        + `count` more messages are compared.
         """
         count, least = 8, list[int]()
         for roles in (["user"], [ASSISTANT], ["user", ASSISTANT], ["system"]):
@@ -300,7 +302,8 @@ class ChatTemplate:
         return frozenset(name for source in sources for name in arguments_of(source)) - given
 
     def unread(self, arguments: Mapping[str, Any]) -> list[str]:
-        """Return the names of arguments that the chat template never reads, sorted. They are probably misspelled."""
+        """Return the names of arguments that the chat template never reads, sorted. Such names are probably
+        misspelled."""
         return sorted(set(arguments) - self.read_arguments)
 
     def warn_once(self, text: str) -> None:

@@ -310,6 +310,7 @@ def _with_secret_names(backend: Any, names: Mapping[str, str], predecessor: str)
     from tokenizers import Tokenizer
 
     form: dict[str, Any] = json.loads(backend.to_str())
+    # The copy must encode exactly the given text: it cuts nothing and adds no tokens.
     form |= {"truncation": None, "padding": None, "post_processor": None}
     for token in form["added_tokens"]:
         if token["content"] in names:

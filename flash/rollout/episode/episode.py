@@ -132,7 +132,8 @@ class EpisodeProgress(TokenTally):
 
 
 def response_key(task: Task, request: int) -> int:
-    """Return the number that identifies request `request` (from 0) of a task. It is equal in each attempt at the task.
+    """Return the number that identifies request `request` (from 0) of a task. The number is equal in each attempt at
+    the task.
 
     Simulated engines derive the length of the response from this key (`flash.simulate.workload`).
     """
@@ -409,8 +410,8 @@ class EpisodePlayer:
             on_tokens = format.start_reading(transcript.tokens, calling=options.calling).forward_to(options.hear)
         request = state.new_request(list(transcript.tokens), most, options.stop, on_tokens)
         start = self._now()
-        # An outage is a time in which no engine of the node serves. It does not count in the deadline of an episode
-        # that waits for the engines here. It does count while a response is only sampled ahead, because the episode
+        # An outage is a time in which no engine of the node serves. An outage does not count in the deadline of an
+        # episode that waits for the engines here. It counts while a response is only sampled ahead, because the episode
         # does not wait for that response.
         with self._outages.extending(state.scope):
             return await self._sample(state, request, lambda tokens: None), start
@@ -436,8 +437,8 @@ class EpisodePlayer:
             request.on_tokens(tokens)
 
         state.progress.on_request()
-        # The proxy calls `on_tokens` for each piece. It counts the tokens and calls `request.on_tokens`, with which the
-        # environment may listen to the response.
+        # The proxy calls `on_tokens` for each piece. `on_tokens` counts the tokens and calls `request.on_tokens`, with
+        # which the environment may listen to the response.
         completion = await self._proxy.generate(msgspec.structs.replace(request, on_tokens=on_tokens))
         # The last tokens of a response are in the completion only.
         add(len(completion.token_ids) - counted)
@@ -552,7 +553,8 @@ class _EpisodeState:
         )
 
     def failed(self, outcome: Outcome, message: str) -> Failure:
-        """Return a failure of the episode. It contains the number of all tokens that were sampled for the episode."""
+        """Return a failure of the episode. The failure contains the number of all tokens that were sampled for the
+        episode."""
         return Failure(self.task, outcome, message, self.progress.tokens + self.progress.lost)
 
 

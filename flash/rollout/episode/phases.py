@@ -26,7 +26,8 @@ from flash.config.tree import Config
 from flash.types import Lease
 
 GroupKey = tuple[str, int]
-"""Split (training or evaluation) and group id. Both are needed, because evaluations number their groups separately."""
+"""Split (training or evaluation) and group id. The split is needed, because evaluations number their groups
+separately."""
 
 
 class PhaseRule(Protocol):
@@ -168,7 +169,7 @@ class LockStep:
     def _finish(self, lease: int) -> set[int]:
         """Record that an episode has done its part of the phase, or has left. Return the leases that may continue.
 
-        These are all waiting leases if no episode holds the phase any more: then the phase changes.
+        If no episode holds the phase any more, the phase changes, and all waiting leases may continue.
         """
         self._holding.discard(lease)
         if self._holding:

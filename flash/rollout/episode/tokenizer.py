@@ -81,7 +81,7 @@ class ResponseReader:
     def forward_to(self, hear: Callable[[Piece], None]) -> Callable[[Sequence[int]], None]:
         """Return a function that takes new tokens and calls `hear` with each piece that has text.
 
-        It becomes `ResponseRequest.on_tokens`, which the proxy calls while the response is sampled.
+        The function becomes `ResponseRequest.on_tokens`, which the proxy calls while the response is sampled.
         """
 
         def on_tokens(token_ids: Sequence[int]) -> None:

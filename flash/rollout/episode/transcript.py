@@ -7,13 +7,13 @@ and makes the trajectory of all of it with `trajectory`. Rules:
    sampled, with its log-probs and the numbers of the policy versions that sampled its tokens. No text is tokenized
    twice.
 2. Most episodes have one sequence of tokens, branch 0. If the environment continues from an earlier place, for example
-   because an agent's client has sent a history that differs from the transcript, a new branch begins. It starts with a
-   copy of the tokens up to that place, and the old branch stays unchanged.
+   because an agent's client has sent a history that differs from the transcript, a new branch begins. The new branch
+   starts with a copy of the tokens up to that place, and the old branch stays unchanged.
 3. Copied tokens count as prompt in the new branch. So every sampled token is in exactly one *span* (the positions of
    one response) of one branch, and is trained once.
 
-The environment may choose the place of the next observation, and options of the next response. It uses
-`flash.rollout.episode.view.TranscriptView` for this, and the transcript keeps the choices until they are used.
+The environment may choose the place of the next observation, and options of the next response. The environment uses
+`flash.rollout.episode.view.TranscriptView` for this. The transcript keeps the choices until they are used.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class ResponseEnd(NamedTuple):
     cut: bool
     """True if the limit on its tokens has cut the response."""
     ended: bool
-    """True if the model has ended the response. Then the last token of the response is a token that ends a turn. Both
-    are False if a stop text has ended the response."""
+    """True if the model has ended the response. Then the last token of the response is a token that ends a turn. `cut`
+    and `ended` are both False if a stop text has ended the response."""
 
 
 class BranchFormat(NamedTuple):
@@ -142,7 +142,8 @@ class BranchFormat(NamedTuple):
         """
         if self.chat:
             return self.tokenizer.read_response(token_ids, ended, prompt, self.tools, calling=calling)
-        # Parsers expect an answer in the form that a chat template begins. They might take plain text for reasoning.
+        # Parsers expect an answer in the form that a chat template begins. The parsers might take plain text for
+        # reasoning.
         return Spoken(Message(ASSISTANT, self.tokenizer.decode(token_ids)))
 
 
@@ -263,7 +264,8 @@ class Transcript:
         return left - (least if least > left else len(self.render(observation)))
 
     def _min_tokens(self, observation: Observation) -> int:
-        """Return a lower bound on the tokens of the next observation. It is computed without rendering it."""
+        """Return a lower bound on the tokens of the next observation. The bound is computed without rendering the
+        observation."""
         # Tools are shown with the first observation of a sequence only.
         tools = () if self._responses else self._new_format.tools
         # The tokenizer's bound takes trials with the chat template the first time. Small observations do not need it.
@@ -303,9 +305,9 @@ class Transcript:
     def set_template_arguments(self, arguments: Mapping[str, Any]) -> None:
         """Set arguments of the chat template, which override `model.chat_template_kwargs`.
 
-        The arguments come from the info of `reset`, or from the environment through its view. They hold for each branch
-        that begins after this call without copied tokens, and for branch 0 if its first observation was not added yet.
-        They replace the arguments of an earlier call.
+        The arguments come from the info of `reset`, or from the environment through its view. The arguments hold for
+        each branch that begins after this call without copied tokens, and for branch 0 if its first observation was not
+        added yet. They replace the arguments of an earlier call.
 
         Raises:
             EnvError: the chat template cannot have such an argument.
@@ -330,8 +332,8 @@ class Transcript:
     async def prepare(self, observation: Observation) -> None:
         """Render an observation that may be shown next in a thread, if it is large, and keep its tokens.
 
-        `render` and `room` then use these tokens. They render a small observation themselves, on the event loop. An
-        observation that is certainly too large is not rendered; `room` refuses it.
+        `render` and `room` then use these tokens. `render` and `room` render a small observation themselves, on the
+        event loop. An observation that is certainly too large is not rendered; `room` refuses it.
 
         Raises:
             EnvError: the observation cannot be shown.

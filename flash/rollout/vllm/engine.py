@@ -4,14 +4,14 @@
 the end of the file translate the request, and the pieces that vLLM returns.
 
 The proxy also calls `load` for each policy version (the weights after one training step). A *swap* pauses the engine,
-lets its workers fetch the weights from the trainer, and resumes. It proves that the weights are right: by a
+lets its workers fetch the weights from the trainer, and resumes. A swap also proves that the weights are right: by a
 *fingerprint* (a checksum of all tensors), and by the *canary*, a fixed text whose log-probs must agree with the
 trainer's. vLLM labels each token with the version that was set at the end of the last swap. The label changes only
 while no step runs, so it is exact.
 
 vLLM's `AsyncLLM` is in this process. Its *core*, which schedules steps, is a process of its own, and starts the
-*workers*, which compute. This object owns them: they end with `close` and with this process. If one of them dies, all
-requests of the engine fail.
+*workers*, which compute. This object owns the core and the workers: they end with `close` and with this process. If one
+of them dies, all requests of the engine fail.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class VLLMEngine:
         config: the configuration of the run.
         index: number of this engine among all engines of the run. `reassign` changes it.
         gpus: indices of the engine's GPUs among the GPUs that this process sees; empty on the CPU.
-        remember: called in a thread with the process id of the engine's core. It records which shared memory the
-            engine's processes use, so that this memory is freed with the job if the processes are killed. It is called
-            repeatedly while the engine starts, because this process may be killed together with the core, and once at
-            the end of the start.
+        remember: called in a thread with the process id of the engine's core. The function records which shared memory
+            the engine's processes use, so that this memory is freed with the job if the processes are killed. It is
+            called repeatedly while the engine starts, because this process may be killed together with the core, and
+            once at the end of the start.
         cpus: CPU cores of all engines, if they compute on the CPU; None: the cores of this process.
         ends: tokens that end a response, in addition to the end tokens in the model's files.
     """
@@ -103,8 +103,8 @@ class VLLMEngine:
         """`UpdateInfo.init` with which the workers were last initialised; None if they never were. It changes when
         other trainer ranks publish the weights."""
         self._adapters = Adapters(config.adapters)
-        # `exact`: the fingerprint must equal the published one. This holds for an adapter in a single worker. Otherwise
-        # the first load shows if it can hold.
+        # `exact=True`: the fingerprint must equal the published one, as it can for an adapter in a single worker. None:
+        # the first load shows if the two can be equal.
         self._loaded = LoadedWeights(exact=True if config.adapters and config.engine.tensor_parallel == 1 else None)
         self._request_ids = itertools.count()
         self._sampling = SamplingParameters(ends)
@@ -524,7 +524,8 @@ class SamplingParameters:
     def of(self, request: ResponseRequest, vocabulary: int) -> Any:
         """Return vLLM's parameters of a request, for a model with `vocabulary` tokens."""
         sampling = request.sampling
-        # vLLM counts new tokens only. To it, tokens that another engine has sampled are part of the prompt.
+        # vLLM counts new tokens only. To it, tokens that another engine has sampled are part of the prompt. And it
+        # refuses a `min_tokens` above `max_tokens`.
         min_tokens = min(max(sampling.min_tokens - request.generated, 0), request.max_new_tokens)
         if request.stop or min_tokens != sampling.min_tokens:
             stop = (*sampling.stop, *request.stop)
@@ -544,7 +545,7 @@ class SamplingParameters:
             # Environments and agents may use any number of different stop texts, which would fill the cache.
             if not request.stop:
                 self._cache[key] = parameters
-        if request.seed is None or sampling.temperature == 0:
+        if request.seed is None or sampling.temperature == 0:  # at temperature 0 nothing is drawn
             return parameters
         # A response that has moved here must not use the random numbers of its first tokens again.
         return vllm.with_seed(parameters, (request.seed + request.generated) % SEEDS)

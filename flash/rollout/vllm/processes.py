@@ -87,8 +87,8 @@ class Core(ForkedProcess):
     def enter(self) -> None:
         """Set up the core before any other code runs in it; called in the new process.
 
-        The core leads a process group, so that it can be killed together with its workers. It ends when the node loop
-        ends.
+        The core leads a process group, so that it can be killed together with its workers. The core ends when the node
+        loop ends.
         """
         super().enter()
         os.setpgid(0, 0)
@@ -268,7 +268,7 @@ class EngineProcesses:
     def end(self, seconds: float) -> None:
         """Kill the processes of an engine, and block for at most `seconds` until they have ended.
 
-        Their memory is then free for another engine. Does nothing if the core was never started.
+        The memory of the processes is then free for another engine. Does nothing if the core was never started.
         """
         if self._core is None:
             return

@@ -338,7 +338,7 @@ def ready_tokenizer(config: Config) -> HfTokenizer:
 
 
 def _set_environment(variables: Mapping[str, str]) -> None:
-    """Make os.environ equal to `variables`. It is never empty meanwhile, because other threads read it."""
+    """Make os.environ equal to `variables`. The environment is never empty meanwhile, because other threads read it."""
     os.environ.update(variables)
     for name in set(os.environ) - set(variables):
         del os.environ[name]

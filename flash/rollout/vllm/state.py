@@ -1,6 +1,6 @@
 """State of one vLLM engine: the adapters that it holds, its load, and the time of its last step.
 
-`VLLMEngine` calls these classes. They make no calls themselves, own no tasks, and read no clock.
+`VLLMEngine` calls these classes. The classes make no calls themselves, own no tasks, and read no clock.
 
 The adapters are the versions of a LoRA run, one after each training step. An engine with room for one adapter replaces
 it by the next version, and running requests continue under the next version. With room for several adapters, the next
