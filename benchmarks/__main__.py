@@ -27,7 +27,6 @@ MODULES = {
     "real_textworld": "benchmarks.real.textworld",
     "offpolicy": "benchmarks.offpolicy",
     "sandbox": "benchmarks.sandbox",
-    "sandbox_faults": "benchmarks.sandbox.faults",
     "versus_trl": "benchmarks.versus_trl",
 }
 """Where each benchmark is."""

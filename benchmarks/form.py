@@ -26,8 +26,7 @@ import msgspec
 
 LOWER_IS_BETTER = (
     *("_us", "_ms", "_ms_median", "_ms_p99", "_s", "_s_per_step", "seconds", "ratio_to_bare"),
-    *("_error", "_bytes", "_mib", "_gib", "start_ratio", "leaked"),
-    *("false_successes", "late_answers", "untyped_errors"),
+    *("_error", "_bytes", "_mib", "_gib", "start_ratio"),
     *("_lost", "_crossed", "_doubled", "_unaccounted", "_beyond_alpha", "_left", "_failed", "hangs"),
 )
 """Endings of metrics for which less is better, unless they are rates (`…_per_s`)."""

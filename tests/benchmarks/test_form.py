@@ -85,7 +85,6 @@ def test_quick_reaches_the_benchmark(argv: list[str], quick: bool) -> None:
         ("round_trip_ms_median", False),
         ("round_trip_ms_p99", False),
         ("start_ratio", False),
-        ("leaked", False),
     ],
 )
 def test_the_direction_of_a_metric_follows_from_its_name(metric: str, higher: bool) -> None:

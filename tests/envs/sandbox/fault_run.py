@@ -1,41 +1,38 @@
-"""Sandboxes under faults: containers, the service and its engine are killed while users work.
+"""A run in which containers, the sandbox service and its engine are killed while users work; test_faults.py judges it.
 
-Users in several processes hold sandboxes over `SandboxClient`: commands, shells, jobs, files, forks, with deadlines,
-some cancelled. Meanwhile `kill -9` hits the agent, the `conmon` and the runtime of random containers, the service
-(`flash sandbox serve`, started again at once with the same state), and the engine (`podman system service`, started
-again on the same root). Needs root, Debian's `podman` and `runc`, and packages for the image.
+Users in several processes (fault_load.py) hold sandboxes over `SandboxClient`: commands, shells, jobs, files, forks,
+with deadlines, and some are cancelled. Meanwhile SIGKILL hits the agent, the `conmon` and the runtime of random
+containers, the service (`flash sandbox serve`, started again at once with the same state), and the engine (`podman
+system service`, started again on the same storage). Needs root, Debian's `podman` and `runc`, and packages for the
+image.
 
-The law: nothing is left, nobody is told of a success that was none, and everybody is answered in time.
+The law: nothing is left, no user gets an answer that is false, and every user is answered in time.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import random
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
 
 import anyio
 import anyio.to_thread
 import msgspec
 
-from benchmarks.form import Args, Row
-from benchmarks.form import main as benchmark
+from benchmarks.form import ROOT
 from benchmarks.sandbox.engine import PodmanEngine, Process, ensure_image, send_kill
-from benchmarks.sandbox.faults_tally import GRACE_S, Tally
 from envs.sandbox.engines.backend import SNAPSHOT_LABEL
 from envs.sandbox.engines.docker import open_engine
 from envs.sandbox.pool.ownership import PREFIX
 from envs.sandbox.remote.client import LEASE_S, SandboxClient, service_token
 from flash.errors import SandboxError
+from tests.envs.sandbox.fault_tally import Tally
 
 SERVE_S = 60.0
 """Seconds for the service to say that it listens."""
@@ -46,7 +43,7 @@ END_S = 60.0
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """How hard it is tried."""
+    """Length of a run, and frequency of the kills."""
 
     seconds: float = 180.0
     seed: int = 0
@@ -60,12 +57,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it."""
+    """Result of a run."""
 
     tally: Tally
     faults: dict[str, int]
     leaked: list[str]
-    """Containers and snapshots that the engine has in the end, or its storage alone."""
+    """Containers and snapshots that the engine, or only its storage, has in the end."""
     leftovers: list[str]
     """Processes of containers that are gone."""
     settled_s: float
@@ -73,7 +70,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Serving:
-    """The service as a process of its own."""
+    """The sandbox service, as a process of its own."""
 
     def __init__(self, folder: Path, engine: str) -> None:
         self.folder = folder
@@ -97,7 +94,7 @@ class Serving:
             raise RuntimeError(f"the service did not start; see {self.log}:\n{self.log.read_text()[-2000:]}")
 
     async def end(self, number: signal.Signals) -> None:
-        """End it: SIGKILL at once, SIGTERM with everything closed."""
+        """End it with SIGKILL at once, or with SIGTERM, after which it closes everything."""
         if self._process is None:
             return
         process, self._process = self._process, None
@@ -114,7 +111,7 @@ class Serving:
 
 
 class Faults:
-    """Kills at random moments. One kind of kill does not wait for another."""
+    """Kills at random moments. The kinds of kills do not wait for each other."""
 
     def __init__(self, plan: Plan, engine: PodmanEngine, serving: Serving) -> None:
         self.counts: Counter[str] = Counter()
@@ -124,7 +121,7 @@ class Faults:
         self._serving = serving
 
     async def run(self) -> None:
-        """Until the load is over."""
+        """Kill until the load is over."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._each, self._plan.container_every_s, self._container)
             tasks.start_soon(self._each, self._plan.service_every_s, self._service)
@@ -135,12 +132,12 @@ class Faults:
     async def _each(self, mean_s: float, kill: Callable[[], Awaitable[None]]) -> None:
         while True:
             await anyio.sleep(min(self._rng.expovariate(1 / mean_s), 3 * mean_s))
-            # What was killed must be there again, also when the load ends now.
+            # The process that was killed must be there again, also when the load ends now.
             with anyio.CancelScope(shield=True):
                 await kill()
 
     async def _container(self) -> None:
-        """A part of one: its agent, its conmon, both, or a runtime that is at work."""
+        """Kill the agent or the conmon of a container, or a runtime that is at work."""
         found = await anyio.to_thread.run_sync(self._engine.processes)
         kind = self._rng.choices(["agent", "conmon", "runtime"], [5, 3, 3])[0]
         some = [each for each in found if each.kind == kind and "flash-snapshot" not in each.command]
@@ -201,7 +198,7 @@ async def faults(plan: Plan) -> Outcome:
 async def _load(plan: Plan, serving: Serving, seed: int, tally: Tally) -> None:
     words = [serving.url, str(serving.tokens), str(plan.seconds), str(plan.users), str(seed)]
     done = await anyio.run_process(
-        [sys.executable, "-m", "benchmarks.sandbox.faults_load", *words], stderr=None, check=False
+        [sys.executable, "-m", "tests.envs.sandbox.fault_load", *words], stderr=None, check=False, cwd=ROOT
     )
     if done.returncode != 0:
         tally.untyped.append(f"a client process ended with {done.returncode}")
@@ -210,7 +207,7 @@ async def _load(plan: Plan, serving: Serving, seed: int, tally: Tally) -> None:
 
 
 async def _settle(engine: PodmanEngine, serving: Serving) -> float:
-    """Wait until the service has given up every sandbox, and the engine has only those that stand ready; seconds."""
+    """Wait until no sandbox is left except those that stand ready; return the seconds."""
     begin = time.monotonic()
     token = service_token(serving.tokens)
     async with open_engine(engine.url) as backend, SandboxClient(serving.url, token) as client:
@@ -227,7 +224,7 @@ async def _settle(engine: PodmanEngine, serving: Serving) -> float:
 
 
 async def _left(engine: PodmanEngine) -> tuple[list[str], list[str]]:
-    """What the engine still has, and which processes outlived their containers."""
+    """Return what the engine still has, and the processes that outlived their containers."""
     async with open_engine(engine.url) as backend:
         leaked = [f"container {sandbox.name} ({sandbox.labels})" for sandbox in await backend.containers.list({})]
         leaked += [f"snapshot {name}" for name in await backend.images.list({SNAPSHOT_LABEL: ""})]
@@ -238,52 +235,3 @@ async def _left(engine: PodmanEngine) -> tuple[list[str], list[str]]:
         while processes := await anyio.to_thread.run_sync(engine.processes):  # noqa: ASYNC110  # nobody tells us
             await anyio.sleep(0.5)
     return leaked, [f"{each.kind} {each.pid}: {each.command}" for each in processes]
-
-
-def rows(outcome: Outcome) -> list[Row]:
-    """The rows of the report, from what was counted."""
-    tally, case = outcome.tally, f"faults for {outcome.seconds:.0f} s"
-    figures = [
-        Row(case, "leaked", "containers", len(outcome.leaked), goal=0),
-        Row(case, "processes_leaked", "processes", len(outcome.leftovers), goal=0),
-        Row(case, "false_successes", "answers", len(tally.false), goal=0),
-        Row(case, "late_answers", f"answers > {GRACE_S:g} s late", len(tally.late), goal=0),
-        Row(case, "untyped_errors", "answers", len(tally.untyped), goal=0),
-        Row(case, "worst_lateness_s", f"s ({tally.latest})", tally.overtime_s, goal=GRACE_S),
-        Row(case, "settling_s", "s", outcome.settled_s, goal=SETTLE_S),
-        Row(case, "commands_per_s", "commands/s", tally.done / outcome.seconds),
-        Row(case, "checks", "proofs", tally.checks),
-    ]
-    figures += [Row(case, name, "kills", number) for name, number in sorted(outcome.faults.items())]
-    return figures + [Row("answers", name, "calls", number) for name, number in sorted(tally.answers.items())]
-
-
-def main(argv: Sequence[str] | None = None) -> list[Row]:
-    """`--minutes` and `--seed`, and the options of every benchmark."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--minutes", type=float, default=3.0)
-    parser.add_argument("--seed", type=int, default=0)
-    own, rest = parser.parse_known_args(argv)
-
-    def run(args: Args) -> list[Row]:
-        if os.geteuid() != 0:
-            raise SystemExit("the fault run starts a container engine of its own, which needs root")
-        seconds = 30.0 if args.quick else 60.0 * own.minutes
-        outcome = anyio.run(faults, Plan(seconds=seconds, seed=own.seed))
-        for title in ("leaked", "leftovers"):
-            _show(title, cast("list[str]", getattr(outcome, title)))
-        for title in ("false", "late", "untyped"):
-            _show(title, cast("list[str]", getattr(outcome.tally, title)))
-        return rows(outcome)
-
-    description = "sandboxes while containers, service and engine are killed [--minutes 3] [--seed 0]"
-    return benchmark("sandbox_faults", description, run, rest)
-
-
-def _show(title: str, lines: Sequence[str]) -> None:
-    for line in lines[:20]:
-        print(f"{title}: {line}")
-
-
-if __name__ == "__main__":
-    main()

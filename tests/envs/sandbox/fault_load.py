@@ -1,6 +1,6 @@
-"""One client process of the fault run: users who hold sandboxes, and check everything that they are told.
+"""One client process of the fault run: users who hold sandboxes, and check every answer.
 
-    python -m benchmarks.sandbox.faults_load URL TOKEN_FILE SECONDS USERS SEED
+    python -m tests.envs.sandbox.fault_load URL TOKEN_FILE SECONDS USERS SEED
 
 Prints its `Tally` as one line of JSON. Each command carries a nonce and a known exit code; each file that was reported
 as written is read again later, also in forks.
@@ -19,11 +19,11 @@ from typing import Any, cast
 import anyio
 import msgspec
 
-from benchmarks.sandbox.engine import IMAGE
-from benchmarks.sandbox.faults_tally import Proof, Tally
 from envs.sandbox.api import Chunk, Result, Session, Spec
 from envs.sandbox.remote.client import CLOSE_S, SandboxClient, service_token
 from flash.errors import SandboxError
+from tests.envs.sandbox.conftest import IMAGE
+from tests.envs.sandbox.fault_tally import Proof, Tally
 
 SPEC = Spec(image=IMAGE, memory_mib=64, cpus=0.5, pids=64, disk_mib=16)
 NEVER_ENDS = 600
@@ -46,13 +46,13 @@ class User:
         self._until = until
         self._sandbox: Any = None
         self._files: dict[str, bytes] = {}
-        """What must be in the sandbox."""
+        """Files that must be in the sandbox, with their content."""
         self._made_again = False
-        """The sandbox may be made again, empty, after an error."""
+        """True if the sandbox may be made again, empty, after an error."""
         self._errors = 0
 
     async def work(self) -> None:
-        """Until the time is over."""
+        """Hold sandboxes until the time is over."""
         while time.monotonic() < self._until:
             await self._hold()
 
@@ -80,7 +80,7 @@ class User:
     # ---- operations
 
     async def _ask(self, kind: str, deadline: float, work: Any) -> Any:
-        """A call; after an error the sandbox may be another one."""
+        """Make a call and count it; after an error the sandbox may be another one."""
         value = await self._tally.answered(kind, deadline, work)
         if value is None:
             self._unknown()
@@ -92,7 +92,7 @@ class User:
             self._files.clear()
 
     def _command(self) -> tuple[str, Proof, str]:
-        """A command, what it must give, and the file that it must write."""
+        """Make a command, with the result that it must have, and the file that it must write."""
         rng = self._rng
         nonce, code, name = f"{rng.getrandbits(64):016x}", rng.choice([0, 0, 1, 3, 42]), f"f{rng.randrange(1000)}"
         seconds = rng.choice([0, 0, 0, 0.05, 0.3, 1.0])
@@ -243,7 +243,7 @@ class User:
         raise SandboxError(f"the user waited {seconds:g} s for a fork")
 
     async def _look_again(self) -> None:
-        """Something that was reported as done must be so."""
+        """Check that a file that was reported as written is there."""
         if not self._files or self._rng.random() < 0.5:
             return
         name, data = self._rng.choice(list(self._files.items()))

@@ -1,4 +1,4 @@
-"""What the users of the fault run count: answers, and the three things that must not happen.
+"""Counts of the fault run: answers, and the three things that must not happen.
 
 A *false success* is an answer that claims what is not so: another result than the command must give, or a file that was
 reported as written and is not there. A *late* answer comes more than `GRACE_S` after the deadline of its call. An
@@ -40,12 +40,12 @@ class Tally(msgspec.Struct):
     late: list[str] = []
     untyped: list[str] = []
     overtime_s: float = 0.0
-    """The most that an answer took beyond its deadline."""
+    """Longest time that an answer took beyond its deadline."""
     latest: str = ""
-    """Which one that was."""
+    """Kind and outcome of that answer."""
 
     def add(self, other: Tally) -> None:
-        """Count another one in."""
+        """Add the counts of another process."""
         for name, number in other.answers.items():
             self.answers[name] = self.answers.get(name, 0) + number
         self.done += other.done
@@ -57,13 +57,13 @@ class Tally(msgspec.Struct):
             self.overtime_s, self.latest = other.overtime_s, other.latest
 
     def check(self, ok: bool, what: str) -> None:
-        """A proof: `what` is the false success, unless `ok`."""
+        """Count a proof; unless `ok`, record `what` as a false success."""
         self.checks += 1
         if not ok:
             self.false.append(f"{time.strftime('%H:%M:%S')} {what}")
 
     async def answered(self, kind: str, deadline: float, work: Callable[[], Awaitable[_T]]) -> _T | None:
-        """What a call gives, None when that is an error; both are counted and timed against `deadline` seconds."""
+        """Return the result of a call, or None after an error; count it, and compare its time with its deadline."""
         begin = time.monotonic()
         outcome, value = "never", None
         with anyio.move_on_after(deadline + GRACE_S + HANG_S):
@@ -79,7 +79,7 @@ class Tally(msgspec.Struct):
         return value
 
     async def cancelled(self, kind: str, after: float, work: Callable[[], Awaitable[object]]) -> None:
-        """A call that its caller cancels after a while: it must come back in time, too."""
+        """Make a call and cancel it after a while: it must return in time, too."""
         begin, outcome = time.monotonic(), "cancelled"
         with anyio.move_on_after(after):
             try:
@@ -99,7 +99,7 @@ class Tally(msgspec.Struct):
 
 
 class Proof(msgspec.Struct, frozen=True):
-    """What a command must give."""
+    """The result that a command must have."""
 
     nonce: str
     exit_code: int
@@ -107,9 +107,9 @@ class Proof(msgspec.Struct, frozen=True):
     stderr: bytes
 
     def fault_of(self, result: Result, timeout: float) -> str:
-        """What is wrong with a result; "" if it is true.
+        """Say what is wrong with a result; "" if it is right.
 
-        A command whose time was over on a busy machine is answered truly, too: with what it wrote until then.
+        A command that timed out on a busy machine is answered rightly with the output that it wrote until then.
         """
         if result.timed_out:
             fits = self.stdout.startswith(result.stdout) and self.stderr.startswith(result.stderr)
