@@ -3,11 +3,11 @@
 The roles are inverted. The agent's first request is the observation of `reset`. The policy's response is the action,
 and it answers that request. The messages that the agent appends for its next request are the observation of the step.
 Another environment (`tasks`) gives the task and judges the answer that the agent returns. `flash.service` serves the
-endpoint; each episode has its own API key, which is valid until the episode ends.
+endpoint, one on each rollout node; each episode has its own API key, which is valid until the episode ends.
 
-An agent that only appends messages has an episode of one sequence. An agent that rewrites or drops messages, sends
-requests in parallel, or repeats a request begins branches; each branch is a sequence of its own. Parallel requests are
-answered in the order in which they arrived.
+An agent that only appends messages has an episode of one sequence of tokens. An agent that rewrites or drops messages,
+sends requests in parallel, or repeats a request begins branches; each branch is a sequence of its own. Parallel
+requests are answered in the order in which they arrived.
 
 An agent that fails is an error of the environment, with two exceptions: a limit of the run refused one of its requests,
 or the last response that it got was cut off. Then the episode is truncated and judged on an empty answer. A retry
@@ -66,7 +66,7 @@ LIMITS = HttpLimits(strangers=4096)
 """Connection limits of the endpoint's server. All agents of a node may connect at once, before one has sent its key."""
 
 AgentFunction = Callable[[str, str, str], Awaitable[str] | str]
-"""Function `(base_url, api_key, task)` that returns the answer."""
+"""Function `(base_url, api_key, task)` that runs the agent and returns the answer as text."""
 
 
 class AgentOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -100,7 +100,7 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def environment(self) -> tuple[type[Any], dict[str, Any]]:
-        """Class of the environment that gives tasks, and its keyword arguments."""
+        """Class of the environment that gives tasks, and its keyword arguments. Raises ConfigError if it is invalid."""
         return load_tasks(self.tasks)
 
     @cached_property
@@ -110,7 +110,13 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def agent(self) -> AgentFunction:
-        """The agent as an asynchronous function of `(base_url, api_key, task)`."""
+        """The agent as an asynchronous function of `(base_url, api_key, task)`, on the node and not in a sandbox.
+
+        A function that is not asynchronous runs in a thread, so that it does not block the event loop.
+
+        Raises:
+            ConfigError: the function does not exist, or takes other arguments.
+        """
         if self.command is not None:
             command = self.command
             return lambda base_url, api_key, task: run_command(command, base_url, api_key, task)
@@ -143,7 +149,11 @@ async def open_endpoint() -> AsyncGenerator[AgentEndpoint]:
 
 
 class AgentRun:
-    """An agent that works on its task until it returns, fails or is ended."""
+    """One run of an agent, in a task beside the episode, until the agent returns, fails or is ended.
+
+    The agent is user code, so its errors are kept here and do not end the episode's own task. The session is told at
+    the end, so that the episode stops waiting for a request.
+    """
 
     def __init__(self, agent: AgentFunction, arguments: tuple[str, str, str], session: EpisodeSession) -> None:
         self._run = UserTask("the agent", lambda: agent(*arguments), on_end=session.agent_ended)
@@ -155,7 +165,7 @@ class AgentRun:
         return value if isinstance(value, str) else None
 
     @property
-    def why(self) -> str:
+    def failure(self) -> str:
         """Reason of the agent's failure, as the end of a sentence; empty if the agent has answered."""
         error: BaseException | None = self._run.error
         if isinstance(error, asyncio.CancelledError):
@@ -188,11 +198,11 @@ class Agent:
         self._tasks: Environment | None = None
         self._run: AgentRun | None = None
         self._pending: PendingCall | None = None
-        """The request that the policy answers now."""
+        """The request that the policy answers now; None before the first request and after the agent's end."""
         self._limited = False
-        """True if a request was refused because of a limit of the run."""
+        """True if a request was refused because of a limit of the run: the agent's failure is then no error."""
         self._cut = False
-        """True if the last response was cut off."""
+        """True if a limit on tokens cut off the last response: the agent's failure is then no error."""
         self._calls = 0
         self._malformed = 0
         """`_calls`: tool calls that the policy has made. `_malformed`: those that are not well formed."""
@@ -209,7 +219,7 @@ class Agent:
 
     @classmethod
     async def prepare(cls, options: AgentOptions) -> None:
-        """Prepare the tasks, try out the sandbox and open the endpoint."""
+        """Prepare the tasks, try out the agent's sandbox if it has one, and open the endpoint of the node."""
         await nested.prepare(*options.environment)
         if options.boxed is not None:
             await try_box(options.boxed, cls.opener)
@@ -217,16 +227,23 @@ class Agent:
 
     @classmethod
     def wrapped(cls, options: AgentOptions) -> tuple[type[Any], dict[str, Any]]:
-        """Return the environment class of the tasks, which has the optional methods such as `kind_of`."""
+        """Return the environment class of the tasks and its options.
+
+        Optional class methods such as `kind_of`, which this class lacks, are then called on that class.
+        """
         return options.environment
 
     def inform(self, episode: EpisodeView) -> None:
-        """Keep the view of the episode's tokens."""
+        """Keep the view of the episode's tokens, through which requests set limits, tools and branches."""
         self._episode = episode
 
     async def reset(self, seed: int) -> ResetResult:
-        """Start the agent with the task of this seed, and return the agent's first request as the observation."""
-        self._tasks = wrap(self._make())
+        """Start the agent with the task of this seed, and return the agent's first request as the observation.
+
+        Raises:
+            EnvError: the agent ended before its first request.
+        """
+        self._tasks = wrap(self._make_tasks())
         task = _as_text(check_reset_result(await self._tasks.reset(seed))[0])
         self._endpoint = await shared(ENDPOINT, open_endpoint)
         self._session, self._key = self._endpoint.sessions.open(
@@ -234,24 +251,34 @@ class Agent:
         )
         self._session.queued = self._expect
         self._run = AgentRun(self._agent(), (self._endpoint.url, self._key, task), self._session)
-        self._pending = await self._asked()
+        self._pending = await self._next_request()
         if self._pending is None:
-            raise EnvError(f"the agent ended before it had asked anything{self._run.why}")
+            raise EnvError(f"the agent ended before it had asked anything{self._run.failure}")
         return self._pending.observation, {}
 
     async def step(self, action: str) -> StepResult:
-        """Answer the agent's request and return its next one. Judge the agent's answer if it has ended."""
+        """Answer the agent's request with the policy's response, and return the agent's next request.
+
+        If the agent has ended instead, its answer is judged and the episode ends.
+
+        Raises:
+            EnvError: the agent failed for another reason than a limit of the run.
+        """
         self._session.answer(self._answer(action))
-        self._pending = await self._asked()
+        self._pending = await self._next_request()
         if self._pending is not None:
-            return self._pending.observation, 0.0, False, False, self._counted({})
-        return await self._judged()
+            return self._pending.observation, 0.0, False, False, self._with_counts({})
+        return await self._judge_answer()
 
     def _answer(self, action: str) -> PolicyAnswer:
-        """Return the last response in the form that the agent gets. Also counts the tool calls in it."""
+        """Return the policy's last response in the form that the agent gets. Also counts the tool calls in it.
+
+        The text ends before the first stop text of the request. Only the first call is returned if the request forbids
+        parallel calls. A request in plain text, without chat messages, has no calls.
+        """
         assert self._pending is not None
-        asked, said = self._pending.call.request, self._episode.last
-        self._cut = said.cut
+        asked, response = self._pending.call.request, self._episode.last
+        self._cut = response.cut
         scored = self._episode.scored() if asked.logprobs else None
         if isinstance(self._pending.observation, str):
             content, stop = before_stop(action, asked.stop)
@@ -264,9 +291,10 @@ class Agent:
             self._malformed += spoken.malformed + sum(not is_well_formed(call, asked.tools) for call in calls)
             if not asked.parallel:
                 message = msgspec.structs.replace(message, tool_calls=calls[:1])
-        return PolicyAnswer(message, said.cut, said.prompt_tokens, said.tokens, scored, stop)
+        return PolicyAnswer(message, response.cut, response.prompt_tokens, response.tokens, scored, stop)
 
-    def _counted(self, info: Info) -> Info:
+    def _with_counts(self, info: Info) -> Info:
+        """Return the info with the counts of tool calls among its metrics, if the policy has called a tool."""
         if not self._calls:
             return info
         counts = {"tool_calls": self._calls, "malformed_calls": self._malformed}
@@ -282,8 +310,11 @@ class Agent:
             if self._tasks is not None:
                 await self._tasks.close()
 
-    async def _asked(self) -> PendingCall | None:
-        """Wait for the next request that can be answered; refuse the others. Returns None when the agent has ended."""
+    async def _next_request(self) -> PendingCall | None:
+        """Wait for the agent's next request and apply its settings to the next response. Returns None at the agent's end.
+
+        Requests that cannot be answered are refused with an error of the API; then the next one is awaited.
+        """
         while (pending := await self._session.next_call()) is not None:
             asked, place = pending.call.request, pending.place
             self._episode.go_on(place.branch, place.answers)
@@ -301,7 +332,10 @@ class Agent:
         return None
 
     def _expect(self, pending: PendingCall) -> None:
-        """Announce a queued request to the episode, so that requests sent in parallel are sampled in parallel."""
+        """Announce a queued request to the episode, so that requests sent in parallel are sampled in parallel.
+
+        The session calls this when a request arrives while another one is being answered.
+        """
         asked, place = pending.call.request, pending.place
         hear = pending.call.add if asked.stream else None
         self._episode.expect(
@@ -315,7 +349,11 @@ class Agent:
         )
 
     async def _refusal(self, pending: PendingCall) -> ApiError | None:
-        """Return the error for a request that cannot be answered, else None. The cheap checks are made first."""
+        """Return the error for a request that cannot be answered, else None. The cheap checks are made first.
+
+        The order of the checks also decides the error that the agent gets. A refusal because of a limit of the run is
+        recorded in `_limited`. Tools and the chat template are set only where a branch begins: later turns keep them.
+        """
         if self._episode.turns_left < 1:
             self._limited = True
             return ApiError(400, "The episode has had all its answers (rollout.max_turns).", "turns_exhausted")
@@ -351,20 +389,26 @@ class Agent:
             return ApiError(400, message, "context_length_exceeded", "messages")
         return None
 
-    async def _judged(self) -> StepResult:
-        """Return the episode's last result. Raises EnvError if the agent failed for another reason than a limit."""
+    async def _judge_answer(self) -> StepResult:
+        """Return the last step of the episode, after the agent's end.
+
+        The reward is the one that the agent has set (`own_reward`), or else the one that `tasks` gives for its answer.
+
+        Raises:
+            EnvError: the agent failed for another reason than a limit of the run, or `tasks` goes on after one answer.
+        """
         assert self._run is not None
         assert self._tasks is not None
         if self._session.reward is not None:
-            return "", self._session.reward, True, False, self._counted({})
+            return "", self._session.reward, True, False, self._with_counts({})
         answer = self._run.answer
         if answer is None and not (self._limited or self._cut):
-            raise EnvError(f"the agent failed{self._run.why}")
+            raise EnvError(f"the agent failed{self._run.failure}")
         _, reward, terminated, truncated, info = check_step_result(await self._tasks.step(answer or ""))
         if not (terminated or truncated):
             raise EnvError("the environment of `tasks` goes on after a step: an agent has one answer")
         truncated = truncated or answer is None
-        return "", reward, not truncated, truncated, self._counted(info)
+        return "", reward, not truncated, truncated, self._with_counts(info)
 
     def _agent(self) -> AgentFunction:
         """Return the agent as a function, in its sandbox if it has one."""
@@ -374,14 +418,15 @@ class Agent:
         assert options.command is not None
         return partial(run_boxed, options.boxed, options.command, opener=type(self).opener)
 
-    def _make(self) -> Environment | SyncEnvironment:
+    def _make_tasks(self) -> Environment | SyncEnvironment:
+        """Return a new environment of the tasks."""
         kind, kwargs = self._options.environment
         return kind(**kwargs)
 
-    # -- a tiny model is taught the tasks as they are ----------------------------------------------------------------
+    # -- examples that teach a tiny model, before the run, to answer at all --------------------------------------------
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
-        """Return solved examples of the tasks, for an agent that sends the task as its only request."""
+        """Return `count` solved examples of the tasks. They fit an agent that sends the task as its only request."""
         return self._solved.solved_examples(count, seed)
 
     def alphabet(self) -> str:
@@ -391,7 +436,7 @@ class Agent:
     @property
     def _solved(self) -> WarmStart:
         """The environment of the tasks, which must have solved examples. Raises ConfigError if it has none."""
-        env = self._make()
+        env = self._make_tasks()
         if not isinstance(env, WarmStart):
             raise ConfigError(
                 "the environment of `tasks` cannot show solved examples (see flash.environment.WarmStart), which a "
@@ -401,7 +446,11 @@ class Agent:
 
 
 def _as_text(shown: Observation) -> str:
-    """Return a task as text: the text itself, or the content of its only message, which must be a user's."""
+    """Return a task as the text for the agent: the text itself, or the content of its only message, which is a user's.
+
+    Raises:
+        EnvError: the task has another form.
+    """
     match shown:
         case str():
             return shown

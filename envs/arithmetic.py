@@ -20,11 +20,13 @@ from flash.errors import ConfigError
 from flash.types import Message, Observation
 
 OPERATORS: Final[dict[str, Callable[[int, int], int]]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+"""Operators that the option `operators` may name."""
 
 QUESTION = "What is {}? Reply with only the number."
-"""Prompt for a chat model."""
+"""Prompt for a chat model, with a placeholder for the problem."""
 
 NUMBER = re.compile(r"-?\d+")
+"""Pattern of an integer in an answer."""
 
 MAX_DIGITS = 18
 """Largest number of digits of an operand. Longer operands no longer test arithmetic."""
@@ -68,6 +70,7 @@ class Arithmetic(OneTurn):
         return "0123456789=" + self._operators
 
     def _draw(self, rng: random.Random, held_out: bool) -> SolvedExample:
+        """Draw problems until one is on the training or the held-out side."""
         while True:
             left, right = rng.randrange(self._low, self._high), rng.randrange(self._low, self._high)
             symbol = rng.choice(self._operators)
@@ -76,23 +79,29 @@ class Arithmetic(OneTurn):
                 return SolvedExample(prompt, str(OPERATORS[symbol](left, right)))
 
     def _shown(self, prompt: str) -> Observation:
-        return [Message("user", asked(prompt))] if self._chat else prompt
+        """Return a problem as text, or as a question in a message for chat models."""
+        return [Message("user", as_question(prompt))] if self._chat else prompt
 
     def _reward(self, answer: str, solution: str) -> float:
-        said = last_number(answer) if self._chat else answer.strip()
-        return float(said == solution)
+        """Return 1 for the right number, else 0. With `chat`, text may surround the number."""
+        number = last_number(answer) if self._chat else answer.strip()
+        return float(number == solution)
 
 
-def asked(problem: str) -> str:
+def as_question(problem: str) -> str:
     """Return a problem as a question: `12-34=` becomes `What is 12 - 34? Reply with only the number.`"""
     return QUESTION.format(re.sub(r"\D", r" \g<0> ", problem.rstrip("=")))
 
 
 def last_number(answer: str) -> str | None:
-    """Return the last integer of an answer, without thousands separators. A minus between two numbers is no sign."""
+    """Return the last integer of an answer, without thousands separators; None if there is none.
+
+    A minus between two numbers is an operator and no sign: the last integer of `5-3` is 3.
+    """
     numbers = NUMBER.findall(re.sub(r"(?<=\d),(?=\d{3}\b)|(?<=\d)\s*-(?=\s*\d)", _apart, answer))
     return numbers[-1] if numbers else None
 
 
 def _apart(sign: re.Match[str]) -> str:
+    """Return the replacement of a matched sign: nothing for a thousands separator, a blank for a minus operator."""
     return "" if sign.group().endswith(",") else " "

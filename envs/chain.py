@@ -5,7 +5,8 @@ its last `digits` digits, is the first operand of the next problem. A right answ
 the faults that make real environments hard to schedule: steps take time, a share of the environments is slow, and in a
 share one step never returns.
 
-Held-out chains consist of held-out sums only, and training chains contain no held-out sums.
+Held-out problems are for evaluation only. Held-out chains consist of held-out sums only, and training chains contain no
+held-out sums.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ MAX_TURNS = 1000
 """Largest number of sums in a chain."""
 
 REMEMBERED_SEEDS = 1 << 16
-"""Number of seeds whose instances are counted: far more than are ever in flight."""
+"""Number of seeds whose instances are counted: far more than a process ever works on at the same time."""
 
 
 class _Waits(msgspec.Struct, frozen=True):
-    """Delays of one instance."""
+    """Delays of one instance, that is, of one environment object."""
 
     seconds: list[float]
     """Seconds of each step."""
@@ -105,7 +106,10 @@ class ChainedSums:
         return self._chain[0].prompt, {}
 
     async def step(self, action: str) -> StepResult:
-        """Compare the answer, without surrounding white space, with the right result, and show the next sum."""
+        """Compare the answer, without surrounding white space, with the right result, and show the next sum.
+
+        Waits for the delay of this step first, or forever if this is the step that never returns.
+        """
         if self._turn >= len(self._chain):
             raise EnvError("step() was called before reset() or after the end")
         if self._turn == self._waits.hangs_at:
@@ -144,7 +148,10 @@ class ChainedSums:
         return chain
 
     def _draw_waits(self, rng: random.Random) -> _Waits:
-        """Draw the delays of one instance."""
+        """Draw the delays of one instance.
+
+        All numbers are drawn in each case, so that options do not shift later draws.
+        """
         options = self._options
         slow = rng.random() < options.fail_slow
         hangs = rng.random() < options.fail_stop

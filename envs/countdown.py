@@ -5,7 +5,8 @@ line inside its last `<answer>…</answer>`; the text before it counts as thinki
 rational arithmetic, and no part of an answer is executed as code. The reward is 1 if the value is exactly the target
 and 0 for anything else; the note says what is wrong.
 
-Problems are divided into training and held-out ones by their target and their numbers, in any order.
+Problems are divided into training and held-out ones, which are for evaluation only, by their target and their numbers
+in any order.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ MOST_CHARACTERS = 200
 """Largest number of characters of an expression. This limit also bounds how deep parentheses nest."""
 
 MOST_NUMBERS, LARGEST_NUMBER, HIGHEST = 8, 9999, 1_000_000
+"""Largest values of the options `numbers`, `largest` and `highest`."""
 
 MOST_DRAWS = 20_000
 """Number of problems that are drawn before the options are refused as too narrow."""
@@ -139,18 +141,19 @@ class Countdown:
         return [SolvedExample(self._text(problem), problem.solution) for problem in problems]
 
     def alphabet(self) -> str:
-        """Return the characters of prompts and solutions."""
+        """Return the characters of prompts and solutions, which become the tiny model's vocabulary."""
         signs = "0123456789 :\n=()+-*/"
-        told = _told((1, 2), 3) if self._options.template == "chat" else ""
+        told = _chat_text((1, 2), 3) if self._options.template == "chat" else ""
         return "".join(dict.fromkeys(signs + told))
 
     def _text(self, problem: CountdownProblem) -> str:
         if self._options.template == "plain":
             return problem.prompt
-        return _told(problem.numbers, problem.target)
+        return _chat_text(problem.numbers, problem.target)
 
 
-def _told(numbers: tuple[int, ...], target: int) -> str:
+def _chat_text(numbers: tuple[int, ...], target: int) -> str:
+    """Return the text of a problem for a chat."""
     return (
         f"Reach {target} with the numbers {', '.join(map(str, numbers))}: use each at most once, with + - * / and "
         "parentheses. Think as long as you like; then write the expression alone on the last line.\n"
@@ -174,10 +177,12 @@ def draw(rng: random.Random, options: CountdownOptions, *, held_out: bool) -> Co
 
 
 def _combined(rng: random.Random, numbers: list[int], options: CountdownOptions) -> CountdownProblem | None:
-    """Combine two random numbers at a time until one is left. Returns None if a result is not a positive integer.
+    """Combine two random numbers at a time until one is left, which is the target of the problem.
 
-    The problem is also None if the target is out of range or is one of the given numbers.
+    Returns None if a result is not a positive integer, or if the target is out of range or is one of the given numbers.
     """
+    # For each number that is left: its value, its expression, and the level of the operator that joins the expression.
+    # Level 3 is a bare number, which never needs parentheses.
     left = [(number, str(number), 3) for number in numbers]
     steps: list[str] = []
     while len(left) > 1:
@@ -210,7 +215,7 @@ def _value(sign: str, left: Fraction, right: Fraction) -> Fraction | None:
 
 def what_is_wrong(answer: str, numbers: tuple[int, ...], target: int) -> str:
     """Return the reason why an answer does not reach the target; empty if it does."""
-    said = _last_word(answer)
+    said = _last_line(answer)
     expression, equals, result = said.partition("=")
     if equals and result.strip() != str(target):
         return f"{said!r} does not end in {target}"
@@ -224,7 +229,11 @@ def what_is_wrong(answer: str, numbers: tuple[int, ...], target: int) -> str:
     return "" if value == target else f"{said!r} is {value}, not {target}"
 
 
-def _last_word(answer: str) -> str:
+def _last_line(answer: str) -> str:
+    """Return the last line of an answer, or of its last answer tags, with usual operators.
+
+    One character more than `MOST_CHARACTERS` is kept, so that the parser refuses a longer line.
+    """
     marked = answer.rpartition("<answer>")[2].partition("</answer>")[0] if "<answer>" in answer else answer
     return marked.strip().rpartition("\n")[2].translate(SPELLED).strip()[: MOST_CHARACTERS + 1]
 

@@ -57,7 +57,7 @@ class Counting(OneTurn):
         self._signs = _signs(options.longest + 1)
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
-        """Return `count` training problems, half of them with uniformly drawn lengths."""
+        """Return `count` training problems with answers to teach a small model, half with uniformly drawn lengths."""
         # Usual lengths alone would hardly ever show the last letters of the alphabet.
         rng = random.Random(seed)
         lengths = [None if index % 2 else rng.randint(1, self._options.longest) for index in range(count)]
@@ -68,7 +68,10 @@ class Counting(OneTurn):
         return self._signs + "0123456789"
 
     def _draw(self, rng: random.Random, held_out: bool, length: int | None = None) -> SolvedExample:
-        """Draw a training or a held-out problem. A given length is tried once, then lengths are drawn."""
+        """Draw a training or a held-out problem. A given length is tried once, then lengths are drawn.
+
+        All problems of one length may be on the other side, so a fixed length could repeat forever.
+        """
         while True:
             left = length or self._length(rng)
             digit = rng.randrange(10)
@@ -78,10 +81,12 @@ class Counting(OneTurn):
             length = None
 
     def _reward(self, answer: str, solution: str) -> float:
+        """Return the share of characters that are right at their position: see the module."""
         right = sum(ours == theirs for ours, theirs in zip(solution, answer, strict=False))
         return right / max(len(solution), len(answer))
 
     def _length(self, rng: random.Random) -> int:
+        """Draw the length of an answer, in letters, from a log-normal distribution that is cut at 1 and `longest`."""
         options = self._options
         drawn = options.median * math.exp(min(options.spread * rng.gauss(0, 1), math.log(MAX_LONGEST)))
         return max(1, min(options.longest, round(drawn)))

@@ -1,7 +1,8 @@
 """Generated problems: drawn from a seed, and divided into training and held-out problems.
 
-The problems themselves are divided, not only the seeds. A stable hash of the prompt makes about one problem in ten a
-held-out one, the same in every process and every run.
+Held-out problems are for evaluation only. The problems themselves are divided, not only the seeds: two seeds may draw
+the same problem. A stable hash of the prompt makes about one problem in ten a held-out one, the same in every process
+and every run. An environment draws until it gets a problem of the side that it needs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from flash.errors import EnvError
 from flash.types import Observation
 
 HELD_OUT_ONE_IN = 10
-"""Division: one problem in this many is held out, about 800 of the two-digit sums. That suffices for an evaluation."""
+"""Number of problems among which about one is held out: about 800 of all two-digit sums, enough for an evaluation."""
 
 
 def in_held_out_part(prompt: str) -> bool:
@@ -28,6 +29,7 @@ class OneTurn(ABC):
     """Base class of environments with generated problems and one turn."""
 
     _solution: str | None = None
+    """Right answer to the problem; None before `reset`."""
 
     @abstractmethod
     def _draw(self, rng: random.Random, held_out: bool) -> SolvedExample:
@@ -44,7 +46,7 @@ class OneTurn(ABC):
         return self._shown(problem.prompt), {}
 
     def _shown(self, prompt: str) -> Observation:
-        """Return a prompt in the form in which the model sees it."""
+        """Return a prompt in the form in which the model sees it. A subclass may make it a chat message."""
         return prompt
 
     async def step(self, action: str) -> StepResult:

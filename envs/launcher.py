@@ -1,8 +1,9 @@
-"""Run a program to its end, and then kill every process that it has started, even in a session of its own.
+"""Launcher: runs a program to its end, and then kills every process that the program has started.
 
-A process that loses its parent becomes a child of this process (PR_SET_CHILD_SUBREAPER), so that none escapes. SIGTERM
-ends the program as well. This script imports only the standard library, because it is started for each episode of an
-agent and must start quickly.
+`envs.programs` starts it for each episode of an agent that is a program. It also kills processes that have begun a
+session of their own, which a signal to the process group would miss. A process that loses its parent becomes a child of
+this process (PR_SET_CHILD_SUBREAPER), so that none escapes. SIGTERM ends the program as well. The script imports only
+the standard library, because it must start quickly.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ def main(command: list[str]) -> None:
     ended, status = os.wait()
     while ended != program:
         ended, status = os.wait()
+    # A second SIGTERM must not interrupt the killing.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_children()
+    # Exit in the way in which the program has ended, so that the caller sees its exit code or its signal.
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         if number != signal.SIGKILL:
@@ -50,13 +53,17 @@ def _become(command: list[str]) -> None:
 
 
 def _stop(*_: object) -> None:
+    """Handle SIGTERM: kill all descendants and exit like a process that SIGTERM has ended, with code 143."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_children()
     os._exit(128 + signal.SIGTERM)
 
 
 def end_children() -> None:
-    """Kill child processes until there are none. The children of a killed process become children of this process."""
+    """Kill child processes until there are none.
+
+    The children of a killed process become children of this process, so the loop reaches all descendants.
+    """
     while True:
         try:
             if os.waitpid(-1, os.WNOHANG)[0]:

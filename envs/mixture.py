@@ -4,7 +4,8 @@ The kind of a problem is the name of the environment that it comes from. The kin
 Consecutive seeds take the kinds in turn, so that every range of seeds, training or held-out, contains each kind in
 proportion to its weight. The hub calls `kind_of`, so that one environment that keeps failing can be put in quarantine
 while the others continue. The hub also reads the weights from `domains`: the trained groups have the shares that the
-weights give, no matter how long the problems of a kind take and how many groups are filtered out.
+weights give, no matter how long the problems of a kind take and how many groups are filtered out. A group is the set of
+samples of one problem; held-out problems are for evaluation only.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Kind(Domain, frozen=True, kw_only=True):
     """Factor for the rewards of training problems. Rewards of held-out problems are not scaled."""
 
     def faults(self) -> Iterator[tuple[str, str]]:
-        """Yield each invalid option and the reason why it is invalid."""
+        """Yield the name of each invalid option and the reason why it is invalid."""
         for name in ("weight", "reward_scale"):
             if math.isinf(value := getattr(self, name)):
                 yield name, f"expected a number above 0, got {value!r}"
@@ -62,7 +63,7 @@ class Kind(Domain, frozen=True, kw_only=True):
 
 
 class _Maker(msgspec.Struct, frozen=True, dict=True):
-    """Factory of one kind's environments."""
+    """Factory of one kind's environments: the class with its checked arguments."""
 
     env: type[Environment | SyncEnvironment]
     kwargs: dict[str, Any]
@@ -135,7 +136,10 @@ class Mixture:
 
     @classmethod
     def kind_of(cls, seed: int, options: MixtureOptions) -> str:
-        """Return the name of the kind that a seed's problem comes from."""
+        """Return the name of the kind that a seed's problem comes from.
+
+        The hub and the node call it with equal results.
+        """
         weights = {name: kind.weight for name, kind in options.parsed.items()}
         at = seed * GOLDEN % 2**64 / 2**64 * sum(weights.values())
         for name, end in zip(weights, accumulate(weights.values()), strict=True):
@@ -145,11 +149,11 @@ class Mixture:
 
     @classmethod
     def domains(cls, options: MixtureOptions) -> dict[str, Domain]:
-        """Return the domain of each kind."""
+        """Return the domain of each kind: its weight and the hub's other settings for its problems."""
         return options.domains
 
     def inform(self, episode: EpisodeView) -> None:
-        """Keep the view of the episode for the environment, if it uses it."""
+        """Keep the view of the episode, until `reset` has made an environment that may use it."""
         self._episode = episode
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
@@ -162,7 +166,7 @@ class Mixture:
         return await self._env.reset(seed)
 
     async def step(self, action: str) -> StepResult:
-        """Pass the answer to the environment, and scale its reward."""
+        """Pass the answer to the environment, and scale its reward if the problem is a training problem."""
         if self._env is None:
             raise EnvError("step() was called before reset()")
         observation, reward, terminated, truncated, info = await self._env.step(action)
@@ -199,11 +203,12 @@ class Mixture:
 
     @cached_property
     def _solved(self) -> dict[str, WarmStart]:
+        """One environment of each kind, for its solved examples. Raises ConfigError if a kind has none."""
         envs = {name: maker() for name, maker in self._options.makers.items()}
-        silent = [name for name, env in envs.items() if not isinstance(env, WarmStart)]
-        if silent:
+        without_examples = [name for name, env in envs.items() if not isinstance(env, WarmStart)]
+        if without_examples:
             raise ConfigError(
-                f"of the mixture's kinds, {', '.join(silent)} cannot show solved examples (see "
+                f"of the mixture's kinds, {', '.join(without_examples)} cannot show solved examples (see "
                 "flash.environment.WarmStart), which a tiny model is taught with: set model.path to an existing model"
             )
         return cast("dict[str, WarmStart]", envs)

@@ -1,4 +1,8 @@
-"""Environments that are named in the options of another one, by a table with a class path and options."""
+"""Environments that are named in the options of another one, by a table with a class path and options.
+
+`envs.agent`, `envs.mixture` and `envs.tools` wrap other environments in this way. They check and prepare the inner
+class with these functions, because the run itself calls only the outer one.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ def load_tasks(table: dict[str, Any]) -> tuple[type[Any], dict[str, Any]]:
 
 
 def check(kind: type[Any], kwargs: dict[str, Any]) -> None:
-    """Call the class's own `check`, if it has one.
+    """Call the class's own `check` of its options, if it has one.
 
     Raises:
         ConfigError: the options are invalid. The message names the fault.

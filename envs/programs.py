@@ -1,4 +1,4 @@
-"""Agents that are programs, and run on the node itself."""
+"""Agents that are programs, and run on the node itself: the option `command` of `envs.agent` without a `box`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ STDERR_BYTES = 1 << 16
 
 
 async def run_command(command: list[str], base_url: str, api_key: str, task: str) -> str:
-    """Run a program on the task, and return its standard output as the answer.
+    """Run a program on the task, which it reads from standard input, and return its standard output as the answer.
+
+    The program calls the policy through the endpoint in its environment variables. If this call is cancelled, the
+    program and all its descendants are killed.
 
     Raises:
         EnvError: the program failed, or wrote more than `OUTPUT_BYTES`.
@@ -66,7 +69,7 @@ async def run_command(command: list[str], base_url: str, api_key: str, task: str
 
 
 async def _begin(command: list[str], variables: dict[str, str]) -> Process:
-    """Start a program, even if the task is cancelled meanwhile."""
+    """Start a program in a session of its own. A cancellation takes effect only when the program has started."""
     # A cancellation half-way would leave a process without an owner, and pipes that are never closed.
     with anyio.CancelScope(shield=True):
         return await anyio.open_process(
@@ -81,7 +84,10 @@ def too_long(command: list[str]) -> EnvError:
 
 
 async def _end(process: Process) -> None:
-    """End a program if it still runs, and kill all processes that it has started."""
+    """End a program if it still runs, and kill all processes of its session.
+
+    SIGTERM lets the launcher kill the others.
+    """
     if process.returncode is None:
         with suppress(ProcessLookupError):
             process.terminate()

@@ -1,6 +1,7 @@
-"""Calls of user code in worker processes, because it may take long, never return, or end its process.
+"""Calls of user code in worker processes, because such code may take long, never return, or end its process.
 
-The code may print, close its standard streams and fork. None of that disturbs the results of this call and later calls.
+Verifiers, games and generators of problems run here. The code may print, close its standard streams and fork. None of
+that disturbs the results of this call and of later calls.
 """
 
 from __future__ import annotations
@@ -49,11 +50,15 @@ async def in_worker(timeout: float, function: Callable[_P, _T], *arguments: _P.a
 def _guarded(
     timeout: float, function: Callable[..., object], arguments: tuple[object, ...]
 ) -> tuple[object, FlashError | None]:
-    """Call the function in the worker's main thread. Returns its result or the error that it raised."""
+    """Call the function in the worker's main thread. Returns its result and None, or None and the error that it raised.
+
+    Errors are returned and not raised, because anyio could not send one that cannot be pickled.
+    """
     # If memory runs out, the kernel then kills this process before the run's own.
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
-    # If the run itself is killed, nothing else kills a hanging worker: SIGALRM's default action ends it.
+    # If the run itself is killed, nothing else kills a hanging worker. SIGALRM's default action ends it then. The
+    # factor of 2 leaves the deadline of `in_worker` to the run.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, 2 * timeout)
     # The worker receives calls on stdin and sends results on stdout. The function and its child processes must not use

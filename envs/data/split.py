@@ -1,7 +1,9 @@
 """Rows of a data set: their prompts, their division into training and held-out rows, and their assignment to seeds.
 
-Consecutive training seeds go through the training rows in a shuffled order without repetition. Each epoch has another
-order. No prompt is on both sides.
+Held-out rows are for evaluation only. No prompt is on both sides, so that an evaluation never shows a trained prompt.
+The run gives each problem a seed: training seeds count from 0, and held-out ones from `HELD_OUT`. Consecutive training
+seeds go through the training rows in a shuffled order without repetition. Each epoch, one pass through all training
+rows, has another order.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from flash.errors import ConfigError
 from flash.types import Int32Array, Message
 
 Prompt = str | tuple[Message, ...]
-"""Prompt of a row: text, or a complete chat."""
+"""Prompt of a row: text, or the messages of a complete chat."""
 
 
 class SplitOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +48,7 @@ class SplitOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HasPrompt(Protocol):
-    """A row with a prompt. Dividing needs nothing else."""
+    """A row with a prompt. The division needs nothing else of a row."""
 
     @property
     def prompt(self) -> Prompt: ...
@@ -66,7 +68,7 @@ class Split(msgspec.Struct, Generic[R], frozen=True):
         return (self.held_out if is_held_out(seed) else self.train)[self.place(seed)]
 
     def place(self, seed: int) -> int:
-        """Return the index of a seed's row among the rows of its side."""
+        """Return the index of a seed's row among the rows of its side. Seeds beyond the last row start a new epoch."""
         if is_held_out(seed):
             count, epoch, place = len(self.held_out), -1, (seed - HELD_OUT) % len(self.held_out)
         else:
@@ -75,7 +77,10 @@ class Split(msgspec.Struct, Generic[R], frozen=True):
 
 
 def divide(rows: Sequence[R], held_out: Sequence[R] | None, fraction: float, name: str) -> Split[R]:
-    """Divide rows. If `held_out` is None, a `fraction` of the distinct prompts is held out.
+    """Divide rows into training and held-out ones.
+
+    If `held_out` is None, a `fraction` of the distinct prompts is held out. Otherwise `held_out` has the rows for
+    evaluation, and rows with the same prompts are removed from the training rows.
 
     Raises:
         ConfigError: a side would be empty. The message gives `name`, the data set's name.
@@ -112,4 +117,5 @@ def _order(count: int, epoch: int) -> Int32Array:
 
 
 def _hash(prompt: Prompt) -> bytes:
+    """Return a hash of a prompt that is the same in every process, unlike Python's own."""
     return hashlib.blake2b(msgspec.json.encode(prompt), digest_size=16).digest()

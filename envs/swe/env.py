@@ -37,7 +37,7 @@ from flash.errors import ConfigError, SandboxFileError, SandboxLimitError
 from flash.types import Observation
 
 REPOSITORY = "repository"
-"""Folder of the repository in the policy's sandbox, relative to the working directory."""
+"""Folder of the repository in the policy's sandbox, relative to the sandbox's working directory."""
 VARIABLES = {"PYTHONDONTWRITEBYTECODE": "1"}
 """Environment variables of the policy's commands. They switch off byte code: Python would run outdated byte code for a
 file that was changed within the same second to a text of the same length."""
@@ -102,7 +102,7 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
 
     @classmethod
     def check(cls, options: SweOptions) -> None:
-        """Read the tasks; start no sandbox.
+        """Read the tasks, so that a fault is found when the configuration is checked; start no sandbox.
 
         Raises:
             ConfigError: a task or an option is wrong. The message gives the error and the expected form.
@@ -122,7 +122,7 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
 
     @classmethod
     def held_out_problems(cls, options: SweOptions) -> int:
-        """Return the number of held-out tasks."""
+        """Return the number of held-out tasks, which are used for evaluation only."""
         return len(load_tasks(options.folder).held_out)
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
@@ -134,6 +134,7 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
     # -- the policy's sandbox ----------------------------------------------------------------------------------------
 
     async def _run(self, task: SweTask, command: str) -> Result:
+        """Run commands in the repository's folder, with errors among the output. The first call borrows the sandbox."""
         if self._sandbox is None:
             self._sandbox = await self._borrowed(task)
         # The prefix is on the same line, so that line numbers in the shell's error messages are those of the policy's
@@ -143,7 +144,7 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
         return await self._sandbox.run(command, timeout=timeout, env=VARIABLES, cwd=REPOSITORY)
 
     async def _borrowed(self, task: SweTask) -> Sandbox:
-        """Borrow a sandbox for the policy and write the repository into it."""
+        """Borrow a sandbox for the policy until the end of its work, and write the repository into it."""
         judge = await self._judge()
         spec = spec_of(self._options.language, self._options.allowed)
         sandbox = await self._held.enter_async_context(judge.sandboxes.borrow(spec, self._options.pool.wait))
@@ -154,12 +155,16 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
     # -- the judge's sandbox -----------------------------------------------------------------------------------------
 
     async def _judged(self, task: SweTask, *, truncated: bool) -> StepResult:
-        """Check the current files in a clean sandbox, and return the last step of the episode."""
+        """Check the current files in a clean sandbox, and return the last step of the episode.
+
+        Files that cannot be copied out of the policy's sandbox, such as too large ones, count as a failed check: the
+        policy has made them.
+        """
         options = self._options
         outcomes: list[CaseOutcome] = []
-        async with _folder() as folder:
+        async with _temporary_folder() as folder:
             try:
-                await self._take_out(task, folder)
+                await self._copy_out(task, folder)
             except (SandboxFileError, SandboxLimitError) as error:
                 verdict = SuiteVerdict(0, len(task.checks), "crash", f"the files cannot be taken out: {error}")
             else:
@@ -182,8 +187,10 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
         info = {"level": task.level, "cause": verdict.cause, "metrics": metrics, "note": verdict.note()}
         return "", float(solved), not truncated, truncated, info
 
-    async def _take_out(self, task: SweTask, folder: Path) -> None:
+    async def _copy_out(self, task: SweTask, folder: Path) -> None:
         """Copy the repository's files, as the policy left them, into `folder` on this machine.
+
+        If the policy has run no command, the files of the task are written instead, and no sandbox is needed.
 
         Raises:
             SandboxFileError: the repository's folder is gone.
@@ -200,6 +207,7 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
     # -- observations ------------------------------------------------------------------------------------------------
 
     def _question(self, task: SweTask) -> str:
+        """Return the text of the first observation: the report, the names of the files, and in a chat the rules."""
         about = f"{task.issue.strip()}\n\nFiles: {', '.join(sorted(task.files))}"
         if self._options.template == "plain":
             return about
@@ -208,6 +216,7 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
         return f"{about}\n\n{rules}"
 
     def _shown(self, text: str) -> Observation:
+        """Return a text as an observation: a message, or with `plain` a text that ends in a shell prompt."""
         if self.fenced:
             return super()._shown(text)
         # The newline ends the answer before it. The first observation has no answer before it.
@@ -232,6 +241,7 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
         return PLAIN
 
     def _example(self, task: SweTask) -> SolvedExample:
+        """Return a task with a solution in two answers: a Python program that makes the edits, and the submission."""
         edits = "".join(
             f"p={edit.file!r};s=open(p).read()\nopen(p,'w').write(s.replace({edit.old!r},{edit.new!r}))\n"
             for edit in task.solution
@@ -251,7 +261,7 @@ def _shares(task: SweTask, outcomes: list[CaseOutcome]) -> dict[str, float]:
 
 
 @asynccontextmanager
-async def _folder() -> AsyncGenerator[Path]:
+async def _temporary_folder() -> AsyncGenerator[Path]:
     """Make an empty temporary folder for the time of the block."""
     path = Path(await anyio.to_thread.run_sync(lambda: tempfile.mkdtemp(prefix="flash-swe-")))
     try:

@@ -1,8 +1,8 @@
 """ShellEnv: an environment in which each answer holds shell commands and each observation shows their output.
 
-`ShellEnv` implements the turn. A subclass runs the commands and judges the result. A line `submit` ends the work and
-has it judged. The result is also judged, as it is, after the last answer that is allowed, and after an answer that
-leaves no room for another one.
+`ShellEnv` implements the turn. A subclass (`envs.swe.env`, `envs.adapters.harbor`) runs the commands in a sandbox and
+judges the result. A line `submit` ends the work and has it judged. The work is also judged in its current state after
+the last answer that is allowed, and after an answer that leaves no room for another one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class ShellOrder(msgspec.Struct, frozen=True):
 def read_order(answer: str, *, fenced: bool) -> ShellOrder | None:
     """Return the commands of an answer, from its last block if `fenced`, else from the whole text.
 
-    Returns None if there are no commands.
+    A last line `submit` submits the work. An answer that is only `submit` needs no block. Returns None if there are
+    neither commands nor a submission.
     """
     text = last_block(answer, FENCES) if fenced else answer
     if text is None:
@@ -111,14 +112,14 @@ class ShellEnv(ABC, Generic[_Options, _Task]):
         self._counts = {"turns": 0, "no_command": 0, "command_timeouts": 0}
 
     def inform(self, episode: EpisodeView) -> None:
-        """Remember the episode's view.
+        """Keep the view of the episode, which knows how many tokens and turns are left.
 
-        With it, `step` judges the work before a limit on tokens or turns ends the episode.
+        `step` needs it to judge the work before the run's limits end the episode.
         """
         self._episode = episode
 
     async def step(self, action: str) -> StepResult:
-        """Run the commands of an answer, or judge the work."""
+        """Run the commands of an answer and return their output, or judge the work if this was the last answer."""
         if self._task is None:
             raise EnvError("step() was called before reset()")
         self._counts["turns"] += 1
@@ -136,6 +137,7 @@ class ShellEnv(ABC, Generic[_Options, _Task]):
             return await self._judged(self._task, truncated=False)
         shown = self._shown(text)
         if self._episode is not None:
+            # Without room for another answer, the run would cut the episode, and the work would get no reward.
             await self._episode.prepare(shown)
             if self._episode.turns_left < 1 or self._episode.room(shown) < 1:
                 return await self._judged(self._task, truncated=True)
@@ -154,7 +156,9 @@ class ShellEnv(ABC, Generic[_Options, _Task]):
         """Judge the work in its current state, and return the last step of the episode."""
 
     def _shown(self, text: str) -> Observation:
+        """Return a text as an observation: a message of the user. A subclass may show plain text."""
         return [Message("user", text)]
 
     async def _judge(self) -> Judge:
+        """Return this node's judge, which holds the pool of sandboxes."""
         return await shared_judge(self._options.pool, type(self).opener)

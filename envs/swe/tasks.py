@@ -14,7 +14,8 @@
     run = "from money.parse import cents; print(cents(' 5'))"
     shows = "5"
 
-A check is a script that runs in the repository's folder, and the output that it must have. The output is compared
+`envs.swe.env` shows the report, and runs the checks. Held-out tasks are for evaluation only. A check is a script that
+runs in the repository's folder, and the output that it must have. The output is compared
 outside the sandbox, so that nothing in the sandbox, such as an edited test or a program that exits early, can report
 that a check has passed.
 """
@@ -40,7 +41,7 @@ _Text = Annotated[str, Meta(min_length=1)]
 
 
 class Edit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Replacement of a piece of a file."""
+    """Replacement of a piece of a file, as a part of a solution. `old` occurs exactly once in the file."""
 
     file: str
     old: _Text
@@ -58,7 +59,7 @@ class SweCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def case(self) -> SuiteCase:
-        """The check in the form that the judge takes."""
+        """The check in the form that the judge takes: the script is the input of Python, and its output is compared."""
         return SuiteCase(stdin=self.run, stdout=self.shows)
 
 
@@ -75,7 +76,7 @@ class SweTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def prompt(self) -> str:
-        """Text that identifies the task: the report."""
+        """Text that identifies the task: the report. `envs.data.split` needs this property of its rows."""
         return self.issue
 
     @property

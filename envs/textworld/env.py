@@ -1,7 +1,8 @@
 """Environment over games that TextWorld generates.
 
 A game is generated when it is first needed, which takes seconds, and then kept in a folder. Training uses `games`
-different games. Held-out games have other seeds; if the kind has separate content for tests, they use that.
+different games. Held-out games are for evaluation only and have other seeds; if the kind has separate content for
+tests, they use that. Worker processes generate and play the games: see `envs.workers`.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from flash.waiting import run_apart
 _T = TypeVar("_T")
 
 MOST_GAMES = 1_000_000
-"""Highest number of different games."""
+"""Largest value of the option `games`. It is far below `HELD_OUT`, so that no training number is a held-out one."""
 
 GENERATE_S = 300.0
-"""Seconds for a game to be generated. Even the slowest machine has compiled it by then."""
+"""Seconds for a game to be generated. Compiling takes seconds; the limit is for slow and busy machines."""
 
 
 class TextWorldOptions(GameOptions, frozen=True, kw_only=True):
@@ -63,7 +64,7 @@ class TextWorldOptions(GameOptions, frozen=True, kw_only=True):
         return os.path.abspath(self.folder)
 
     def game_of(self, seed: int) -> GameOf:
-        """Return the game of a seed."""
+        """Return the game of a seed: training seeds take the `games` numbers in turn, held-out seeds their own ones."""
         held_out = is_held_out(seed)
         number = held_out * HELD_OUT + (seed - held_out * HELD_OUT) % self.games
         return GameOf(self.kind, self.level, number, held_out)
@@ -77,7 +78,7 @@ class TextWorld(TextGame[TextWorldOptions]):
 
     @classmethod
     def check(cls, options: TextWorldOptions) -> None:
-        """Check that the packages are installed.
+        """Check that the packages are installed; import none, because the import takes seconds.
 
         Raises:
             ConfigError: a package is missing.
@@ -90,40 +91,45 @@ class TextWorld(TextGame[TextWorldOptions]):
                 raise ConfigError(f"{package} is not installed: {how} in Flash's folder") from None
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
-        """Start the game of this seed and show its beginning."""
+        """Start the game of this seed and return its first observation. Raises EnvError if it cannot be generated."""
         return await self._begin(await self._generated(self._options.game_of(seed))), {}
 
     async def _generated(self, game: GameOf) -> str:
-        """Return the path of a game's file, which is generated if it does not exist."""
-        return await _made(generate, game, self._options.place)
+        """Return the path of a game's file, which is generated if it does not exist. Tests override this method."""
+        return await _make_in_worker(generate, game, self._options.place)
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
-        """Return `count` training games, each with the commands of its own solution.
+        """Return `count` training games, each with the commands of its own solution, to teach a small model to play.
 
-        Another process generates and plays them; this call blocks meanwhile.
+        Another process generates and plays the games; this call blocks meanwhile.
         """
         numbers = [(seed * count + index) % self._options.games for index in range(count)]
-        walks = {number: self._walked(number) for number in sorted(set(numbers))}
-        return [walks[number] for number in numbers]
+        examples = {number: self._example(number) for number in sorted(set(numbers))}
+        return [examples[number] for number in numbers]
 
     def alphabet(self) -> str:
         """Return the characters that a game can show: printable ASCII, since games are written in English."""
         return "".join(map(chr, range(32, 127))) + "\n"
 
-    def _walked(self, number: int) -> SolvedExample:
-        turns = _walked(self._options.game_of(number), self._options.place)
+    def _example(self, number: int) -> SolvedExample:
+        """Return training game `number` as one example: its first turn, with all later turns in `later`."""
+        turns = _solution_turns(self._options.game_of(number), self._options.place)
         shown = [SolvedExample(self._text(one, first=not index), say) for index, (one, say) in enumerate(turns)]
         return msgspec.structs.replace(shown[0], later=tuple(shown[1:]))
 
 
 @functools.cache
-def _walked(game: GameOf, folder: str) -> list[Turn]:
+def _solution_turns(game: GameOf, folder: str) -> list[Turn]:
     """Return the turns of a game's solution. Blocks while another process plays it. Raises EnvError."""
-    return run_apart(_made, walk, game, folder)
+    return run_apart(_make_in_worker, walk, game, folder)
 
 
-async def _made(make: Callable[[GameOf, str], _T], game: GameOf, folder: str) -> _T:
-    """Return the result of `make` for a game, called in a worker. Raises EnvError."""
+async def _make_in_worker(make: Callable[[GameOf, str], _T], game: GameOf, folder: str) -> _T:
+    """Call `make`, which is `generate` or `walk`, in a worker process and return its result.
+
+    Raises:
+        EnvError: the game was not generated in time, or the worker process died.
+    """
     try:
         return await in_worker(GENERATE_S, make, game, folder)
     except TimeoutError:

@@ -1,4 +1,9 @@
-"""TextGame: an environment that plays one game of TextWorld, with one command in each turn."""
+"""TextGame: an environment that plays one game of TextWorld, with one command in each turn.
+
+`envs.textworld.env` plays generated games with it, and `envs.adapters.alfworld` plays the games of ALFWorld. The games
+run in worker processes (`envs.textworld.games`). An episode only keeps its commands so far and sends all of them with
+each turn, so that any worker can continue its game.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +27,16 @@ RULES = (
 """Instructions of the first observation, with `template = "chat"`."""
 
 MOST_MOVES = 1000
-"""Highest value of `max_moves`."""
+"""Largest value of `max_moves`: each turn sends all earlier commands to a worker."""
 
 COMMAND_LENGTH = 100
-"""Most characters of a command. No game knows a longer one."""
+"""Largest number of characters of a command; the rest is cut off. No game has a longer command."""
 
 LOAD_S = 180.0
-"""Seconds for a worker to load TextWorld. Loading takes about one second on an idle core."""
+"""Seconds for a worker to load TextWorld. Loading takes about one second on an idle core, and more on a busy one."""
 
 _episodes = itertools.count()
-"""Numbers of episodes, which identify their games in the workers."""
+"""Source of the numbers by which workers recognize the episodes of this process and their open games."""
 
 
 class GameOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,10 +66,11 @@ class GameOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"timeout must be a positive number of seconds, but is {self.timeout!r}")
 
 
-async def played(episode: int, file: str, commands: Sequence[str], timeout: float) -> ShownGame:
-    """Return the state of a game after these commands.
+async def play_in_worker(episode: int, file: str, commands: Sequence[str], timeout: float) -> ShownGame:
+    """Return the state of a game after these commands, which a worker plays.
 
-    The deadline counts from the moment when a worker is free and has loaded TextWorld.
+    `episode` is the number of the episode, and `file` is the path of the game. The deadline of `timeout` seconds counts
+    from the moment when a worker is free and has loaded TextWorld.
 
     Raises:
         EnvError: the game did not answer in time, its worker died, or the worker did not load TextWorld.
@@ -82,17 +88,22 @@ _Options = TypeVar("_Options", bound=GameOptions)
 
 
 class TextGame(Generic[_Options]):
-    """Environment over one game. The `reset` of a subclass passes the game's file to `_begin`."""
+    """Environment of one game in each episode.
 
-    player: ClassVar[Callable[[int, str, Sequence[str], float], Awaitable[ShownGame]]] = staticmethod(played)
-    """Function that plays the commands: `played`, or a fake in tests."""
+    The `reset` of a subclass chooses the game and passes its file to `_begin`.
+    """
+
+    player: ClassVar[Callable[[int, str, Sequence[str], float], Awaitable[ShownGame]]] = staticmethod(play_in_worker)
+    """Function that plays the commands: `play_in_worker`, or a fake of a test."""
 
     def __init__(self, options: _Options) -> None:
         self._options = options
         self._episode = next(_episodes)
         self._file = ""
+        """Path of the game's file; empty before `reset` and after the end."""
         self._commands: list[str] = []
         self._score = 0.0
+        """Score after the last turn, from which the next turn's reward is computed."""
 
     @classmethod
     async def prepare(cls, options: _Options) -> None:
@@ -114,7 +125,10 @@ class TextGame(Generic[_Options]):
         return self._show(shown, first=True)
 
     async def step(self, action: str) -> StepResult:
-        """Give the last line of the answer to the game as a command."""
+        """Give the last line of the answer to the game as a command, and return the new state and its reward.
+
+        The episode ends when the game is won or lost, or after `max_moves` commands.
+        """
         if not self._file:
             raise EnvError("step() was called before reset() or after the end")
         self._commands.append(command_of(action))
@@ -131,13 +145,16 @@ class TextGame(Generic[_Options]):
         """Do nothing: workers close games that are no longer played."""
 
     async def _play(self) -> ShownGame:
+        """Return the state of the game after all commands so far."""
         return await type(self).player(self._episode, self._file, self._commands, self._options.timeout)
 
     def _show(self, shown: ShownGame, *, first: bool) -> Observation:
+        """Return a state as an observation, in the form of the option `template`."""
         text = self._text(shown, first=first)
         return text if self._options.template == "plain" else [Message("user", text)]
 
     def _text(self, shown: ShownGame, *, first: bool) -> str:
+        """Return the text of a state: with the rules before the first one in a chat, and with the possible commands."""
         commands = f"\n\nCommands: {', '.join(shown.commands)}" if self._options.admissible else ""
         if self._options.template == "plain":
             return f"{'' if first else chr(10)}{shown.text}{commands}\n> "
@@ -145,7 +162,7 @@ class TextGame(Generic[_Options]):
 
 
 def command_of(action: str) -> str:
-    """Return the command in the last line of an answer, at most `COMMAND_LENGTH` characters.
+    """Return the command in the last line of an answer: at most `COMMAND_LENGTH` characters, without a leading `>`.
 
     Backslashes are removed: the games' interpreter takes them for its own commands, and hangs on unknown ones.
     """

@@ -32,7 +32,7 @@ PDDL: Final = ".tw-pddl"
 """Suffix of the file names of ALFWorld's games."""
 
 PROMPT = re.compile(r"\n>[^\n]*\Z")
-"""Prompt at the end of a game's text."""
+"""Pattern of the prompt at the end of a game's text, which observations do not show."""
 
 
 class GameOf(msgspec.Struct, frozen=True):
@@ -63,11 +63,13 @@ class ShownGame(msgspec.Struct, frozen=True):
     lost: bool
 
 
-def _coins(level: int, held_out: bool) -> dict[str, Any]:
+def _by_level(level: int, held_out: bool) -> dict[str, Any]:
+    """Return the settings of a kind that has only a level. Its held-out games differ from others by their seeds."""
     return {"level": level}
 
 
 def _simple(level: int, held_out: bool) -> dict[str, Any]:
+    """Return the settings of a simple game: higher levels describe the goal less. Held-out games use other content."""
     return {"rewards": "dense", "goal": ("detailed", "brief", "none")[level - 1], "test": held_out}
 
 
@@ -87,8 +89,8 @@ def _cooking(level: int, held_out: bool) -> dict[str, Any]:
 
 
 KINDS: Final[dict[str, tuple[int, Callable[[int, bool], dict[str, Any]]]]] = {
-    "coin_collector": (300, _coins),
-    "treasure_hunter": (30, _coins),
+    "coin_collector": (300, _by_level),
+    "treasure_hunter": (30, _by_level),
     "simple": (3, _simple),
     "cooking": (4, _cooking),
 }
@@ -131,11 +133,11 @@ def keep_generated(scratch: Path, place: Path) -> None:
 
 
 Turn = tuple[ShownGame, str]
-"""State of a game, and the command that is given in it."""
+"""State of a game, and the command of the solution in this state."""
 
 
 def walk(game: GameOf, folder: str) -> list[Turn]:
-    """Generate a game and return all turns of its own solution."""
+    """Generate a game if needed, play its own solution, and return all turns: examples for a small model."""
     file, games = generate(game, folder), Games()
     commands: list[str] = []
     turns: list[Turn] = []
@@ -149,9 +151,10 @@ def walk(game: GameOf, folder: str) -> list[Turn]:
 
 
 def play(episode: int, file: str, commands: Sequence[str], timeout: float) -> ShownGame:
-    """Return the state of a game after these commands.
+    """Return the state of a game after these commands. Called in a worker process by `envs.textworld.game`.
 
-    If the game takes more than `timeout` seconds, an alarm signal kills the worker.
+    If the game takes more than `timeout` seconds, an alarm signal kills the worker: a game's interpreter is C code,
+    which no exception interrupts. `envs.workers` sets the signal's default action and clears the timer after the call.
     """
     with _quiet():
         games = _games()
@@ -168,27 +171,31 @@ def load_library() -> None:
 
 @functools.cache
 def _games() -> Games:
+    """Return the open games of this worker process. The first call loads TextWorld."""
     _library()
     return Games()
 
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Send the output of the games' interpreter to standard error.
+    """Send the output of the games' interpreter to standard error during the block.
 
-    On standard output it would corrupt the worker's messages to its owner.
+    On standard output it would corrupt the messages to the owner of the worker.
     """
-    said = os.dup(1)
+    stdout = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
-        os.dup2(said, 1)
-        os.close(said)
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 class Games:
-    """The open games of a worker process."""
+    """The open games of a worker process, at most `OPEN_GAMES`.
+
+    A game that is not open is played again from its start.
+    """
 
     def __init__(self) -> None:
         self._open: OrderedDict[int, tuple[Any, str, list[str], Any]] = OrderedDict()
@@ -197,7 +204,8 @@ class Games:
     def play(self, episode: int, file: str, commands: Sequence[str]) -> ShownGame:
         """Give a game the commands that it has not received yet, and return its state.
 
-        The game is started again from its file if it is not open, or if the earlier commands differ.
+        The game is started again from its file if it is not open, or if the earlier commands differ: this worker may
+        have missed turns of the episode that other workers played.
         """
         game, known, had, state = self._open.pop(episode, (None, "", [], None))
         if game is None or known != file or had != commands[: len(had)]:
@@ -214,7 +222,10 @@ class Games:
 
 
 def _start(file: str) -> Any:
-    """Start a game. In ALFWorld's games the things get the names that ALFWorld uses."""
+    """Start a game and return TextWorld's object for it.
+
+    In ALFWorld's games, things get the names that ALFWorld uses.
+    """
     library = _library()
     names = ["admissible_commands", "description", "objective", "score", "max_score", "won", "lost"]
     # Without `policy_commands`: a planner computes these for ALFWorld, and would run again in each turn.
@@ -245,9 +256,12 @@ def names_of(things: Iterable[str]) -> dict[str, str]:
 
 
 def _shown(state: Any, *, begun: bool) -> ShownGame:
-    """Return a state of TextWorld in the form that players see. The first one shows the objective as well."""
-    whole = begun and state.objective
-    text = f"{state.objective}\n\n{state.description}" if whole else PROMPT.sub("", state.feedback)
+    """Return a state of TextWorld in the form that players see. Text that is not ASCII is replaced by `?`.
+
+    With `begun`, the state is the first one, which shows the objective as well.
+    """
+    with_objective = begun and state.objective
+    text = f"{state.objective}\n\n{state.description}" if with_objective else PROMPT.sub("", state.feedback)
     return ShownGame(
         re.sub(r"\n\s*\n+", "\n\n", text).strip().encode("ascii", "replace").decode(),
         list(state.admissible_commands),
@@ -259,6 +273,7 @@ def _shown(state: Any, *, begun: bool) -> ShownGame:
 
 
 def _library() -> Any:
+    """Import TextWorld and return its module. Only workers call this, because the import takes a second."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module("textworld")

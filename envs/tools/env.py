@@ -1,9 +1,13 @@
 """ToolEnv: problems of another environment, with functions that the policy may call before it answers.
 
 The model's chat template renders the functions into the prompt. vLLM's parser for the model (`model.tool_parser`) reads
-the calls from the sampled text. The calls of one turn run at the same time, and their results are the observation. A
-call that cannot be carried out has an error message as its result. The other environment judges the first answer
-without a call.
+the calls from the sampled text. The calls of one turn run at the same time, and their results are the next observation.
+A call that cannot be carried out has an error message as its result, from which the policy can learn. The first answer
+without a call is the final one: the other environment (`tasks`) judges it, and the episode ends if that environment
+ends it.
+
+A toolset makes the functions (`Runner`) of one episode: see `envs.tools.runner`. The rollout node calls `reset`, `step`
+and `close` of each episode; `check` and `prepare` run once, before the run begins.
 """
 
 from __future__ import annotations
@@ -85,12 +89,15 @@ class ToolOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def environment(self) -> tuple[type[Any], dict[str, Any]]:
-        """Class of the environment that gives problems, and its keyword arguments."""
+        """Class of the environment that gives problems, and its keyword arguments.
+
+        Raises ConfigError if it is invalid.
+        """
         return load_tasks(self.tasks)
 
     @cached_property
     def toolsets(self) -> dict[str, tuple[type[Any], dict[str, Any]]]:
-        """Class and keyword arguments of each toolset, by name."""
+        """Class and keyword arguments of each toolset, by name. Raises ConfigError if a table is invalid."""
         return {name: _toolset(name, table) for name, table in self.tools.items()}
 
     @cached_property
@@ -104,15 +111,15 @@ class ToolOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return Language(image=self.image, file="-", run=("python3", "-"))
 
     def work(self, opener: SandboxOpener) -> ToolSandboxes:
-        """Return a description of the sandboxes in which tools run."""
+        """Return a description of the sandboxes in which tools run. `opener` opens them."""
         return ToolSandboxes(spec_of(self.language, limits_of(self.limits)), self.pool, opener)
 
 
 class ToolEnv:
-    """Environment of one problem, with tools."""
+    """Environment of one episode: one problem of the environment `tasks`, with tools."""
 
     opener: ClassVar[SandboxOpener] = staticmethod(open_sandboxes)
-    """Function that opens the sandboxes of a node."""
+    """Function that opens the sandboxes of a node. Tests replace it by a fake."""
 
     _episode: EpisodeView
     _env: Environment
@@ -151,15 +158,22 @@ class ToolEnv:
 
     @classmethod
     def wrapped(cls, options: ToolOptions) -> tuple[type[Any], dict[str, Any]]:
-        """Return the environment class of the problems, which has the optional methods such as `kind_of`."""
+        """Return the environment class of the problems and its options.
+
+        Optional class methods such as `kind_of`, which this class lacks, are then called on that class.
+        """
         return options.environment
 
     def inform(self, episode: EpisodeView) -> None:
-        """Keep the view of the episode's tokens."""
+        """Keep the view of the episode's tokens: `step` reads the calls of the last answer from it."""
         self._episode = episode
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
-        """Open the tools, offer them to the policy, and return the problem."""
+        """Open the tools, offer them to the policy, and return the problem.
+
+        Raises:
+            FlashError: a tool cannot be opened, or the environment of the problems failed.
+        """
         options = self._options
         self._runners = await _open(options, self._held, type(self).opener)
         if options.cache:
@@ -175,7 +189,11 @@ class ToolEnv:
         return [*system, *_messages(observation)], info
 
     async def step(self, action: str) -> StepResult:
-        """Carry out the calls of an answer; an answer without calls is judged."""
+        """Carry out the calls of an answer and return their results. An answer without calls is judged.
+
+        An answer whose call cannot be read at all gets an explanation instead of results. If the run's limits on turns
+        or tokens leave no room for another answer, the problem is judged now, on an empty answer.
+        """
         spoken = self._episode.spoken()
         calls = spoken.message.tool_calls
         self._counts["tool_calls"] += len(calls) + spoken.malformed
@@ -185,26 +203,32 @@ class ToolEnv:
             self._counts["malformed_calls"] += 1
             shown = [Message("user", UNREADABLE)]
         else:
-            return await self._answered(spoken.message.content)
+            return await self._judge(spoken.message.content)
         await self._episode.prepare(shown)
         if self._episode.turns_left < 1 or self._episode.room(shown) < 1:
-            # A limit of the run ends the episode before there was an answer.
+            # Otherwise the run would cut the episode without a reward. An empty answer gets the reward that the
+            # environment of the problems gives for no answer.
             _, reward, _, _, info = check_step_result(await self._env.step(""))
-            return "", reward, False, True, self._counted(info)
+            return "", reward, False, True, self._with_counts(info)
         return shown, 0.0, False, False, {}
 
     async def close(self) -> None:
         """Close the environment, the tools and their sandbox."""
         await self._held.aclose()
 
-    async def _answered(self, answer: str) -> StepResult:
+    async def _judge(self, answer: str) -> StepResult:
+        """Pass a final answer to the environment of the problems. Counts are added to the result of its last step."""
         observation, reward, terminated, truncated, info = check_step_result(await self._env.step(answer))
         if terminated or truncated:
-            return observation, reward, terminated, truncated, self._counted(info)
+            return observation, reward, terminated, truncated, self._with_counts(info)
         return _messages(observation), reward, False, False, info
 
     async def _results(self, calls: Sequence[ToolCall]) -> list[Message]:
-        """Carry out calls at the same time, and return their results in the order of the calls."""
+        """Carry out calls at the same time, and return their results in the order of the calls.
+
+        Calls after the first `most` are not carried out, so that one answer cannot occupy the node. Their result says
+        so.
+        """
         texts = [""] * len(calls)
 
         async def carry_out(place: int) -> None:
@@ -236,7 +260,8 @@ class ToolEnv:
         # retried.
         return encodable(clipped(answer, self._options.output))
 
-    def _counted(self, info: Info) -> Info:
+    def _with_counts(self, info: Info) -> Info:
+        """Return the info of the last step with the episode's counts of calls among its metrics."""
         counts: dict[str, float] = dict(self._counts)
         if self._memory is not None:
             counts["cached_calls"] = self._memory.used_again
@@ -249,6 +274,8 @@ class MalformedCallError(Exception):
 
 def read_call(call: ToolCall, runners: Mapping[str, Runner]) -> tuple[Runner, dict[str, Any]]:
     """Return the tool that is called and its arguments, checked against the first level of the tool's schema.
+
+    Deeper levels are left to the tool, because a full check of JSON schemas would need another package.
 
     Raises:
         MalformedCallError: there is no such tool, or the arguments are not a JSON object that fits the schema.
@@ -268,7 +295,11 @@ def read_call(call: ToolCall, runners: Mapping[str, Runner]) -> tuple[Runner, di
 
 
 def _check(name: str, arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
-    """Check arguments against the first level of a schema. Raises MalformedCallError."""
+    """Check names and types of arguments against the first level of a schema. Raises MalformedCallError.
+
+    Additional arguments are allowed if the schema says so or lists no properties. An argument whose type the schema
+    does not name is not checked.
+    """
     properties: Mapping[str, Any] = schema.get("properties", {})
     known = ", ".join(properties) or "none"
     for key in schema.get("required", ()):
@@ -285,13 +316,14 @@ def _check(name: str, arguments: Mapping[str, Any], schema: Mapping[str, Any]) -
 
 
 def _is(value: object, kind: str) -> bool:
+    """Return True if a value has a type of JSON schema. A boolean is no number, and 3.0 counts as an integer."""
     if isinstance(value, bool):
         return kind == "boolean"
     return isinstance(value, _KINDS[kind]) or (kind == "integer" and isinstance(value, float) and value.is_integer())
 
 
 def _toolset(name: str, table: dict[str, Any]) -> tuple[type[Any], dict[str, Any]]:
-    """Load the class of a toolset, and check its options. Raises ConfigError if the table is invalid."""
+    """Load the class of the toolset `name`, and check its options. Raises ConfigError if the table is invalid."""
     where = f"tools.{name}"
     named = ClassTable(**check_options(ClassTable, table, where))
     try:
@@ -305,7 +337,12 @@ def _toolset(name: str, table: dict[str, Any]) -> tuple[type[Any], dict[str, Any
 
 
 async def _open(options: ToolOptions, held: AsyncExitStack, opener: SandboxOpener) -> dict[str, Runner]:
-    """Open the tools of an episode; `held` closes them. Returns them by name."""
+    """Open the tools of an episode and return them by name. `held` closes them, also if this function fails.
+
+    Raises:
+        ConfigError: two tools have the same name.
+        FlashError: a tool cannot be opened.
+    """
     place = ToolPlace(options.work(opener))
     held.push_async_callback(place.close)
     runners: dict[str, Runner] = {}
@@ -321,8 +358,10 @@ async def _open(options: ToolOptions, held: AsyncExitStack, opener: SandboxOpene
 
 @asynccontextmanager
 async def _open_answers() -> AsyncGenerator[Answers]:
+    """Provide the known answers that all episodes of a node share, in the form that `shared` takes."""
     yield Answers()
 
 
 def _messages(observation: Observation) -> list[Message]:
+    """Return an observation as messages: tools need a chat, so a text becomes a message of the user."""
     return [Message("user", observation)] if isinstance(observation, str) else observation

@@ -1,8 +1,9 @@
 """Tools of a server of the Model Context Protocol. The server is started as a program and uses its standard streams.
 
-Each episode has its own process, which a task of the node owns. The process runs on this machine with the rights of the
-run and outside of any sandbox, and it receives the text that the policy writes. So configure only servers that are safe
-with any input.
+Each episode has its own process. A task of the node runs it, because the client of the package `mcp` must be opened and
+closed in the same task, and an episode's `open` and `close` are called from different ones. The process runs on this
+machine with the rights of the run and outside of any sandbox, and it receives the text that the policy writes. So
+configure only servers that are safe with any input.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from flash.waiting import first_error
 
 START_S = 60.0
 """Seconds that a server has to start and to list its tools."""
-COMPLAINT = 500
+STDERR_SHOWN = 500
 """Number of characters of a failed server's standard error in an error message, taken from its end."""
 
 
@@ -55,15 +56,21 @@ class McpServer:
     def __init__(self, options: McpOptions) -> None:
         self._options = options
         self._session: Any = None
+        """Connection to the server; None until its tools are listed."""
         self._why = ""
         """Reason of the server's failure, for the error message."""
         self._listed: list[dict[str, Any]] = []
+        """Tools of the server, in the protocol's form."""
         self._settled = anyio.Event()
+        """Set when the tools are listed, or when the server has failed."""
         self._ending = anyio.Event()
+        """Set by `close`: the server's task should end the server."""
         self._over = anyio.Event()
+        """Set when the server's task is over."""
         self._scope = anyio.CancelScope()
         """Scope of the server's task, from its start to its end."""
         self._begun = False
+        """True if the server's task was started, so that `close` must wait for its end."""
 
     async def open(self, place: ToolPlace) -> Sequence[Runner]:
         """Start the server, and request its list of tools.
@@ -71,7 +78,7 @@ class McpServer:
         Raises:
             EnvError: the server does not start, or does not answer in time.
         """
-        (await place.tasks()).start_soon(self._live)
+        (await place.tasks()).start_soon(self._run_server)
         self._begun = True
         with anyio.move_on_after(START_S):
             await self._settled.wait()
@@ -82,7 +89,7 @@ class McpServer:
         return [self._runner(tool, state) for tool in self._listed]
 
     async def close(self) -> None:
-        """End the server. A server that has not listed its tools yet is killed."""
+        """End the server and wait for its end. A server that has not listed its tools yet is killed."""
         self._ending.set()
         if self._session is None:
             self._scope.cancel()
@@ -90,7 +97,7 @@ class McpServer:
             await self._over.wait()
 
     def _runner(self, tool: dict[str, Any], state: str | None) -> Runner:
-        """Return the runner of one tool of the server."""
+        """Return one tool of the server as a function of the policy. It is assumed to change the server's state."""
         name: str = tool["name"]
 
         async def call(arguments: dict[str, Any]) -> str:
@@ -102,7 +109,11 @@ class McpServer:
         )
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Call a tool. Raises EnvError if the server has ended; other errors are part of the returned text."""
+        """Call a tool and return its result as text. Other errors than the end of the server are part of the text.
+
+        Raises:
+            EnvError: the server has ended.
+        """
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
@@ -114,22 +125,26 @@ class McpServer:
             return f"error: {error.error.message}"
         return shown_result(plain(result))
 
-    async def _live(self) -> None:
-        """Run the server until the episode ends. An error before the tools are listed is kept for `open`."""
-        with tempfile.TemporaryFile("w+") as complaints:
+    async def _run_server(self) -> None:
+        """Run the server until the episode ends. The body of the task that `open` starts.
+
+        It is unblocked by `close`. An error before the tools are listed is kept for `open`, with the end of the
+        server's standard error. It raises nothing, because an error would cancel all tasks of the node's task group.
+        """
+        with tempfile.TemporaryFile("w+") as stderr:
             try:
                 with self._scope:
-                    await self._serve(complaints)
+                    await self._connect(stderr)
             except Exception as error:  # boundary to a foreign program and a foreign library
                 first = first_error(error) if isinstance(error, BaseExceptionGroup) else error
-                complaints.seek(0)
-                said = complaints.read().strip()[-COMPLAINT:]
-                self._why = f"{type(first).__name__}: {first}" + (f": {said}" if said else "")
+                stderr.seek(0)
+                shown_error = stderr.read().strip()[-STDERR_SHOWN:]
+                self._why = f"{type(first).__name__}: {first}" + (f": {shown_error}" if shown_error else "")
             finally:
                 self._settled.set()
                 self._over.set()
 
-    async def _serve(self, complaints: Any) -> None:
+    async def _connect(self, stderr: Any) -> None:
         """Start the server, list its tools page by page, and keep it until the episode ends."""
         try:
             # In a thread, because the import takes seconds.
@@ -141,7 +156,7 @@ class McpServer:
 
         program, *words = self._options.command
         server = StdioServerParameters(command=program, args=words, env=self._options.env)
-        async with stdio_client(server, errlog=complaints) as (read, write), ClientSession(read, write) as session:
+        async with stdio_client(server, errlog=stderr) as (read, write), ClientSession(read, write) as session:
             await session.initialize()
             cursor: str | None = None
             while True:
@@ -156,7 +171,7 @@ class McpServer:
 
 
 def plain(model: Any) -> dict[str, Any]:
-    """Return a message in the spelling of the protocol."""
+    """Return a message of the package `mcp` as JSON values, with the protocol's own names: `inputSchema`, `isError`."""
     return model.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 

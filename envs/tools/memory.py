@@ -1,6 +1,7 @@
 """Reuse of tool answers: an equal call in the same state has the same answer, in every episode of a node.
 
-The state of a sandbox is the sequence of the calls that were made in it. A call whose answer is known is not carried
+`envs.tools.env` uses it if the option `cache` is set. The state of a sandbox is the sequence of the calls that were
+made in it. A call whose answer is known is not carried
 out at once. If it may change the state, the sandbox lacks its changes. So it is carried out later, before the next call
 whose answer is not known. An episode that repeats the calls of another one therefore needs no sandbox at all.
 
@@ -25,7 +26,7 @@ MOST = 4096
 
 
 class Answers:
-    """Known answers of one node."""
+    """Known answers of one node, by a digest of the call and of the state in which it was made."""
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
@@ -50,11 +51,13 @@ class _State:
 
     def __init__(self) -> None:
         self.digest = b""
+        """Digest of all calls so far that may have changed the state."""
         self.sure = True
-        """True if every call so far has finished."""
-        self.owed: list[tuple[Runner, dict[str, Any]]] = []
-        """Calls that were answered without being carried out."""
+        """True if every call so far has finished. Only then are answers reused and kept."""
+        self.skipped: list[tuple[Runner, dict[str, Any]]] = []
+        """Calls that may change the state and were answered without being carried out, in order."""
         self.lock = anyio.Lock()
+        """Lock that makes the calls of one turn, which arrive together, run one after the other in this state."""
 
 
 class Memory:
@@ -64,9 +67,13 @@ class Memory:
         self._answers = answers
         self._states: dict[str, _State] = {}
         self.used_again = 0
+        """Number of answers of this episode that were reused."""
 
     async def call(self, runner: Runner, arguments: dict[str, Any]) -> str:
-        """Return the answer to a call: a known one, or the result of carrying the call out."""
+        """Return the answer to a call: a known one, or the result of carrying the call out.
+
+        Only the arguments count for a tool without a state. A tool with an unknown state (None) is always carried out.
+        """
         if runner.state is None:
             return await runner.call(arguments)
         name = _digest([runner.name, arguments])
@@ -81,17 +88,22 @@ class Memory:
             return await self._in_state(state, runner, arguments, name)
 
     async def _in_state(self, state: _State, runner: Runner, arguments: dict[str, Any], name: bytes) -> str:
-        """Return the answer to a call that depends on a state. Unknown calls are carried out after the skipped ones."""
+        """Return the answer to a call that depends on a state.
+
+        A known call is skipped. Before an unknown call is carried out, all skipped calls are, so that the state is the
+        one in which the call was made.
+        """
         key = _digest([runner.state, state.digest, name])
         answer = self._known(key) if state.sure else None
         if answer is not None:
             if runner.changes:
-                state.owed.append((runner, arguments))
+                state.skipped.append((runner, arguments))
         else:
+            # If a call below raises an error, the state stays uncertain.
             was_sure, state.sure = state.sure, False
-            while state.owed:
-                skipped, given = state.owed.pop(0)
-                was_sure = not isinstance(await skipped.call(given), Cut) and was_sure
+            while state.skipped:
+                runner_before, arguments_before = state.skipped.pop(0)
+                was_sure = not isinstance(await runner_before.call(arguments_before), Cut) and was_sure
             answer = await runner.call(arguments)
             state.sure = was_sure and not isinstance(answer, Cut)
             if state.sure:
@@ -101,10 +113,12 @@ class Memory:
         return answer
 
     def _keep(self, key: bytes, answer: str) -> None:
+        """Keep an answer, unless a deadline ended the call."""
         if not isinstance(answer, Cut):
             self._answers.keep(key, answer)
 
     def _known(self, key: bytes) -> str | None:
+        """Return the known answer for a key and count its reuse; None if it is unknown."""
         answer = self._answers.get(key)
         self.used_again += answer is not None
         return answer

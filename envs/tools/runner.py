@@ -24,8 +24,7 @@ from flash.service.tools import Function, as_tool
 from flash.types import Tool
 
 SANDBOX = "sandbox"
-"""State of the tools that share the episode's sandbox."""
-
+"""Value of `Runner.state` for the tools that share the episode's sandbox."""
 
 TASKS = "envs.tools"
 """Key under which the tools of a node share their task group."""
@@ -49,7 +48,7 @@ class ToolPlace:
         self._one = anyio.Lock()
 
     async def sandbox(self) -> Sandbox:
-        """Return the episode's sandbox. The first call borrows it.
+        """Return the episode's sandbox. The first call borrows it, so that an episode without such calls needs none.
 
         Raises:
             SandboxError: no sandbox is available.
@@ -62,7 +61,10 @@ class ToolPlace:
             return self._sandbox
 
     async def tasks(self) -> TaskGroup:
-        """Return a task group of the node. A toolset must end the tasks that it starts there."""
+        """Return a task group of the node, for tasks that outlive a call.
+
+        A toolset must end the tasks that it starts.
+        """
         return await shared(TASKS, _open_tasks)
 
     async def close(self) -> None:
@@ -72,13 +74,18 @@ class ToolPlace:
 
 @asynccontextmanager
 async def _open_tasks() -> AsyncGenerator[TaskGroup]:
+    """Provide the task group of the node, in the form that `shared` takes. Remaining tasks are cancelled at its end."""
     async with anyio.create_task_group() as tasks:
         yield tasks
         tasks.cancel_scope.cancel()
 
 
 class Cut(str):
-    """Answer of a call that its deadline ended. It is unknown which of its effects have happened."""
+    """Answer of a call that its deadline ended. It is unknown which of the call's effects have happened.
+
+    It is a text for the policy like any other answer. The type tells `ToolEnv`, which counts such calls, and
+    `envs.tools.memory`, which must not reuse their answers.
+    """
 
 
 class Runner(msgspec.Struct, frozen=True, kw_only=True):

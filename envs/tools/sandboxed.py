@@ -1,4 +1,7 @@
-"""Tools in the episode's sandbox: Python, a shell, files. All of them share its working directory."""
+"""Tools in the episode's sandbox: Python, a shell, files. All of them share the sandbox's working directory.
+
+The configuration names a class of this module as a toolset; `envs.tools.env` opens it for each episode.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from envs.tools.runner import SANDBOX, Cut, Runner, ToolPlace, schema, within
 from flash.errors import ConfigError, SandboxFileError, SandboxLimitError, encodable
 
 READ_BYTES = 1 << 18
-"""Largest number of bytes that are read of one file."""
+"""Largest file that `read_file` reads, in bytes. A larger one is an error that the policy is shown."""
 
 
 class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +47,7 @@ class Python:
         async def call(arguments: dict[str, Any]) -> str:
             sandbox = await place.sandbox()
             code = arguments["code"].encode("utf-8", "replace")
-            return await _ran(sandbox.run(["python3", "-"], timeout=self._options.timeout, stdin=code))
+            return await _command_result(sandbox.run(["python3", "-"], timeout=self._options.timeout, stdin=code))
 
         about = "Runs a Python program and gives what it prints. Files stay for later calls, variables do not."
         code = schema(code="The program.")
@@ -67,8 +70,9 @@ class Bash:
             if fault := unusable_command(arguments["command"]):
                 return fault
             sandbox = await place.sandbox()
+            # Output and errors are joined, so that the policy sees them in the order in which they were written.
             command = f"exec 2>&1; {arguments['command']}"
-            return await _ran(sandbox.run(command, timeout=self._options.timeout))
+            return await _command_result(sandbox.run(command, timeout=self._options.timeout))
 
         about = "Runs shell commands and gives what they write. Files stay for later calls, nothing else does."
         command = schema(command="One or more lines of shell.")
@@ -115,7 +119,10 @@ class FileTools:
         *,
         changes: bool,
     ) -> Runner:
-        """Return a tool whose argument `path` is checked before the sandbox is used."""
+        """Return a tool whose argument `path` is checked before the sandbox is used.
+
+        An error of the file or of a limit of the sandbox is the tool's result: the policy caused it and can act on it.
+        """
 
         async def call(arguments: dict[str, Any]) -> str:
             if fault := unusable_path(arguments["path"]):
@@ -134,13 +141,13 @@ class FileTools:
         """Do nothing: no resource is held."""
 
 
-async def _ran(running: Awaitable[Result]) -> str:
-    """Return the result of a command as text. A limit of the sandbox that the policy has hit is also a result."""
+async def _command_result(running: Awaitable[Result]) -> str:
+    """Wait for a command and return its result as text: a `Cut` if its time ran out.
+
+    A limit of the sandbox that the policy has hit is also a result.
+    """
     try:
-        return _answer(await running)
+        result = await running
     except SandboxLimitError as error:
         return f"error: {error}"
-
-
-def _answer(result: Result) -> str:
     return Cut(result_text(result)) if result.timed_out else result_text(result)

@@ -1,4 +1,4 @@
-"""Search over the texts of a folder: exact BM25, in the form that Lucene uses.
+"""Search: a tool of the policy that searches the texts of a folder by exact BM25, in the form that Lucene uses.
 
     score(q, d) = sum over terms t of q: idf(t) · f(t, d) / (f(t, d) + k1 · (1 - b + b · |d| / mean |d|))
     idf(t) = ln(1 + (N - n(t) + 0.5) / (n(t) + 0.5))
@@ -69,27 +69,35 @@ class Passage(msgspec.Struct, frozen=True):
 
 
 class Index:
-    """Inverted index: for each term, the passages that contain it."""
+    """Inverted index: for each term, the passages that contain it.
+
+    All episodes of a node share one; it never changes.
+    """
 
     def __init__(self, passages: Sequence[Passage]) -> None:
         self.passages = passages
         counts = [Counter(terms(passage.text)) for passage in passages]
         lengths = [count.total() for count in counts]
         mean = sum(lengths) / max(1, len(lengths)) or 1.0
+        # The part of the formula's denominator that depends on the passage alone.
         self._weights = [K1 * (1 - B + B * length / mean) for length in lengths]
         self._postings: dict[str, list[tuple[int, int]]] = {}
+        """For each term, the index of each passage that contains it, and the number of occurrences there."""
         for place, count in enumerate(counts):
-            for term, often in count.items():
-                self._postings.setdefault(term, []).append((place, often))
+            for term, occurrences in count.items():
+                self._postings.setdefault(term, []).append((place, occurrences))
 
     def search(self, query: str, most: int) -> list[tuple[float, Passage]]:
-        """Return the `most` best passages with their scores, best first. Passages without a query term are left out."""
+        """Return the `most` best passages with their scores, best first; of equal scores, the earlier passage.
+
+        Passages without a query term are left out. A term that the query repeats counts each time.
+        """
         scores: dict[int, float] = {}
         for term in terms(query):
             found = self._postings.get(term, [])
             idf = math.log(1 + (len(self.passages) - len(found) + 0.5) / (len(found) + 0.5))
-            for place, often in found:
-                scores[place] = scores.get(place, 0.0) + idf * often / (often + self._weights[place])
+            for place, occurrences in found:
+                scores[place] = scores.get(place, 0.0) + idf * occurrences / (occurrences + self._weights[place])
         best = sorted(scores, key=lambda place: (-scores[place], place))[:most]
         return [(scores[place], self.passages[place]) for place in best]
 
@@ -105,19 +113,19 @@ class Search:
         options = self._options
 
         @asynccontextmanager
-        async def read() -> AsyncGenerator[Index]:
+        async def open_index() -> AsyncGenerator[Index]:
             yield await anyio.to_thread.run_sync(lambda: Index(passages(options)))
 
-        index = await shared(("envs.tools.search", options), read)
+        index = await shared(("envs.tools.search", options), open_index)
 
-        async def found(arguments: dict[str, Any]) -> str:
+        async def best_passages(arguments: dict[str, Any]) -> str:
             most = min(max(1, int(arguments.get("results", options.results))), max(MOST_RESULTS, options.results))
             # In a thread, because the search of a large folder takes long.
             best = await anyio.to_thread.run_sync(index.search, arguments["query"], most, abandon_on_cancel=True)
             return "\n\n".join(f"[{passage.name}]\n{passage.text}" for _, passage in best) or "nothing was found"
 
         async def call(arguments: dict[str, Any]) -> str:
-            return await within(options.timeout, found(arguments))
+            return await within(options.timeout, best_passages(arguments))
 
         query = {"type": "string", "description": "Words to look for."}
         results = {"type": "integer", "description": f"Passages to give; {options.results} if left out."}
@@ -135,7 +143,10 @@ def terms(text: str) -> list[str]:
 
 
 def passages(options: SearchOptions) -> list[Passage]:
-    """Return the passages of a folder, in the order of the files' names."""
+    """Read the files of a folder and return their passages, in the order of the files' names.
+
+    A passage ends at the first end of a paragraph after `options.passage` characters, or at the end of its file.
+    """
     found: list[Passage] = []
     root = Path(options.folder)
     for path in sorted(root.rglob(options.pattern)):

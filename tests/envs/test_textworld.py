@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from envs.textworld import TextWorld, TextWorldOptions
-from envs.textworld.game import command_of, played
+from envs.textworld.game import command_of, play_in_worker
 from envs.textworld.games import GAME_FILE, GameOf, ShownGame, keep_generated
 from flash.environment import HELD_OUT, Environment, WarmStart
 from flash.errors import ConfigError, EnvError
@@ -153,7 +153,7 @@ async def test_a_real_game_is_won_by_its_own_solution(tmp_path: Path) -> None:
     _, earned, *_ = await env.step(turns[0].answer)
     # In a worker that has seen nothing of it.
     with pytest.raises(EnvError, match="did not answer 'look' within 1e-06 s, or its process died"):
-        await played(0, env._file, ["look"], 1e-6)
+        await play_in_worker(0, env._file, ["look"], 1e-6)
     for turn in turns[1:]:
         _, reward, over, _, info = await env.step(turn.answer)
         earned += reward
