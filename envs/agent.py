@@ -149,7 +149,7 @@ async def open_endpoint() -> AsyncGenerator[AgentEndpoint]:
 
 
 class AgentRun:
-    """One run of an agent, in a task beside the episode, until the agent returns, fails or is ended.
+    """Run of an agent in a task beside the episode, until the agent returns, fails or is ended.
 
     The agent is user code, so its errors are kept here and do not end the episode's own task. The session is told at
     the end, so that the episode stops waiting for a request.
@@ -204,8 +204,9 @@ class Agent:
         self._cut = False
         """True if a limit on tokens cut off the last response: the agent's failure is then no error."""
         self._calls = 0
+        """Number of tool calls that the policy has made, including malformed ones."""
         self._malformed = 0
-        """`_calls`: tool calls that the policy has made. `_malformed`: those that are not well formed."""
+        """Number of tool calls that cannot be read or do not fit the request's tools."""
 
     @classmethod
     def check(cls, options: AgentOptions) -> None:
@@ -311,7 +312,7 @@ class Agent:
                 await self._tasks.close()
 
     async def _next_request(self) -> PendingCall | None:
-        """Wait for the agent's next request and apply its settings to the next response. Returns None at the agent's end.
+        """Wait for the agent's next request and apply its settings to the next response. None: the agent has ended.
 
         Requests that cannot be answered are refused with an error of the API; then the next one is awaited.
         """

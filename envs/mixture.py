@@ -203,7 +203,7 @@ class Mixture:
 
     @cached_property
     def _solved(self) -> dict[str, WarmStart]:
-        """One environment of each kind, for its solved examples. Raises ConfigError if a kind has none."""
+        """An environment of each kind, for its solved examples. Raises ConfigError if a kind has none."""
         envs = {name: maker() for name, maker in self._options.makers.items()}
         without_examples = [name for name, env in envs.items() if not isinstance(env, WarmStart)]
         if without_examples:
