@@ -278,19 +278,19 @@ class Agent:
         parallel calls. A request in plain text, without chat messages, has no calls.
         """
         assert self._pending is not None
-        asked, response = self._pending.call.request, self._episode.last
+        request, response = self._pending.call.request, self._episode.last
         self._cut = response.cut
-        scored = self._episode.scored() if asked.logprobs else None
+        scored = self._episode.scored() if request.logprobs else None
         if isinstance(self._pending.observation, str):
-            content, stop = before_stop(action, asked.stop)
+            content, stop = before_stop(action, request.stop)
             message = Message(ASSISTANT, content)
         else:
-            spoken = self._episode.spoken(calling=asked.calling)
-            content, stop = before_stop(spoken.message.content, asked.stop)
+            spoken = self._episode.spoken(calling=request.calling)
+            content, stop = before_stop(spoken.message.content, request.stop)
             message, calls = msgspec.structs.replace(spoken.message, content=content), spoken.message.tool_calls
             self._calls += len(calls) + spoken.malformed
-            self._malformed += spoken.malformed + sum(not is_well_formed(call, asked.tools) for call in calls)
-            if not asked.parallel:
+            self._malformed += spoken.malformed + sum(not is_well_formed(call, request.tools) for call in calls)
+            if not request.parallel:
                 message = msgspec.structs.replace(message, tool_calls=calls[:1])
         return PolicyAnswer(message, response.cut, response.prompt_tokens, response.tokens, scored, stop)
 
@@ -317,16 +317,16 @@ class Agent:
         Requests that cannot be answered are refused with an error of the API; then the next one is awaited.
         """
         while (pending := await self._session.next_call()) is not None:
-            asked, place = pending.call.request, pending.place
+            request, place = pending.call.request, pending.place
             self._episode.go_on(place.branch, place.answers)
             self._episode.comes(pending.call.name)
             refusal = await self._refusal(pending)
             if refusal is None:
-                if asked.max_tokens is not None:
-                    self._episode.limit(asked.max_tokens)
-                self._episode.stop_at(asked.stop)
-                if asked.stream:
-                    self._episode.listen(pending.call.add, calling=asked.calling)
+                if request.max_tokens is not None:
+                    self._episode.limit(request.max_tokens)
+                self._episode.stop_at(request.stop)
+                if request.stream:
+                    self._episode.listen(pending.call.add, calling=request.calling)
                 return pending
             self._session.refuse(refusal)
             await anyio.lowlevel.checkpoint()  # the agent may have thousands of open requests: let other tasks run
@@ -337,15 +337,15 @@ class Agent:
 
         The session calls this when a request arrives while another one is being answered.
         """
-        asked, place = pending.call.request, pending.place
-        hear = pending.call.add if asked.stream else None
+        request, place = pending.call.request, pending.place
+        hear = pending.call.add if request.stream else None
         self._episode.expect(
             Expected(
-                *(pending.call.name, pending.observation, place.branch, place.answers, asked.tools, asked.template),
-                tokens=asked.max_tokens,
-                stop=asked.stop,
+                *(pending.call.name, pending.observation, place.branch, place.answers, request.tools, request.template),
+                tokens=request.max_tokens,
+                stop=request.stop,
                 hear=hear,
-                calling=asked.calling,
+                calling=request.calling,
             )
         )
 
