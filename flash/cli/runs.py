@@ -30,10 +30,10 @@ from flash.config.models import is_hub_id
 from flash.config.tree import Config, ModelConfig, TrackerName
 from flash.errors import ConfigError, FlashError
 from flash.observe.comparison import differences, read_run, results, table
-from flash.observe.rhythm import RhythmSeen, coupling_lines, head_lines, response_lines
+from flash.observe.rhythm import MeasuredRhythm, coupling_lines, head_lines, response_lines
 from flash.observe.rundir.rundir import RunDirectory, write_atomically
 from flash.observe.timeline import trace
-from flash.observe.trackers.trackers import Tracking, held, not_installed, settings
+from flash.observe.trackers.trackers import Tracking, not_installed, settings, tracker_lock
 from flash.run.fetch import hub_fault
 from flash.run.models import Dtype, export_model, make_fetched, own_dtype
 from flash.run.replay import Comparison, plan, refuse_idle, replay
@@ -246,7 +246,7 @@ def _send_rows(directory: RunDirectory, name: TrackerName, project: str | None) 
         raise ConfigError(f"track.to: expected one of {', '.join(TRACKERS)}, got {name!r}")
     if (problem := not_installed(name)) is not None:
         raise ConfigError(problem)
-    with held(directory, name) as alone:
+    with tracker_lock(directory, name) as alone:
         if not alone:
             raise ConfigError(f"{name}: the run itself or another command is sending rows to it: wait until that ends")
         tracking = Tracking(directory, name)
@@ -558,7 +558,7 @@ def _check_shown(arguments: argparse.Namespace, given: RhythmResponses) -> None:
         raise ConfigError(f"--at: expected 0 to {tokens - 1}, a token of that response, got {arguments.at}")
 
 
-def _print_rhythm(seen: RhythmSeen, show: int) -> None:
+def _print_rhythm(seen: MeasuredRhythm, show: int) -> None:
     """Print the findings of all responses, and the response of number `show` token by token."""
     lines: list[str] = []
     columns = shutil.get_terminal_size().columns

@@ -1,5 +1,8 @@
 """HTTP connections that end when their client is too slow, or when there are too many of them.
 
+`flash.http.server.serving` gives `http_protocol` to uvicorn, which makes an `HttpConnection` for each connection, and
+runs the server with `accepting`.
+
 A *stranger* is a connection that has not shown a valid token yet. A *bounded* token is one whose connections are
 counted, because its application calls `HttpConnection.hold`.
 
@@ -82,7 +85,7 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StrangerConnections:
-    """Connections that have not shown a valid token yet, the oldest first; at most `most` of them."""
+    """Connections that may not have shown a valid token yet, the oldest first; at most `most` of them."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -94,7 +97,7 @@ class StrangerConnections:
         while len(self._waiting) > self._most:
             oldest = next(iter(self._waiting))
             del self._waiting[oldest]
-            # Nobody removes a connection from here when it shows a token. So that is looked at now.
+            # A connection stays here after it has shown a token, so this is checked only now.
             if not oldest.known:
                 oldest.transport.abort()
 
@@ -115,8 +118,8 @@ class TokenConnections:
     def claim(self, connection: HttpConnection, token: str) -> bool:
         """Count a connection, whose request has begun, as one of `token`, and as busy.
 
-        If the token has too many connections, one that is idle is ended to make room. Returns False if none is idle;
-        the caller then refuses the request.
+        `HttpConnection.hold` calls it for each request. If the token has too many connections, the one that is idle for
+        longest is ended to make room. Returns False if none is idle; the caller then refuses the request.
         """
         if connection.holder == token:
             self._idle.get(token, {}).pop(connection, None)
@@ -137,7 +140,7 @@ class TokenConnections:
             self._idle.setdefault(connection.holder, {})[connection] = None
 
     def remove(self, connection: HttpConnection) -> None:
-        """Forget a connection that has ended, or that now shows another token."""
+        """Forget a connection that has ended, or that now shows another token. Does nothing if it has no token."""
         token, connection.holder = connection.holder, ""
         if not token:
             return
@@ -153,8 +156,8 @@ class TokenConnections:
 class SendTimer:
     """A timer that ends a connection whose client reads an answer too slowly.
 
-    It measures as long as bytes wait to be sent. Without it, a client that reads nothing could keep a connection, and
-    the memory of its answer, for ever.
+    The timer runs as long as bytes wait to be sent. Without it, a client that reads nothing could keep a connection,
+    and the memory of its answer, for ever.
     """
 
     def __init__(self, transport: asyncio.Transport, limits: HttpLimits) -> None:
@@ -317,7 +320,10 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
             self.transport.abort()
 
     def _set_timer(self) -> None:
-        """Start or stop the timer, which runs while a head is incomplete or the body of an answered request arrives."""
+        """Start or stop the timer, which runs while a head is incomplete or the body of an answered request arrives.
+
+        The timer goes on if the awaited part is the same as before: further bytes of a head do not extend its time.
+        """
         awaited = None
         if self.conn.their_state is h11.IDLE:
             awaited = "head"
@@ -340,7 +346,7 @@ def _content_length(headers: Iterable[tuple[bytes, bytes]]) -> int:
 
 
 class _Server(uvicorn.Server):
-    """A server of uvicorn that installs no signal handlers, and sets `listening` once it listens."""
+    """A server of uvicorn that installs no signal handlers, and sets the event `listening` once it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

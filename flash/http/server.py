@@ -1,7 +1,10 @@
 """Serving of an application: sockets and TLS, bounded request bodies, and an application served during a block.
 
-Limits on connections are in `flash.http.connections`. The default address is loopback. A public address needs TLS,
-because on the network anyone could read a token that is not encrypted. Only its owner can use a unix socket.
+Limits on connections are in `flash.http.connections`, which also says what a *bounded* token is. `envs.agent`, the
+sandbox service and `flash view` open a socket and serve their application here.
+
+The default address is loopback. A public address needs TLS, because on the network anyone could read a token that is
+not encrypted. Only its owner can use a unix socket.
 
 Law of bodies: each body is bounded in bytes and in time. All bodies that are held at the same time are bounded in bytes
 together, for the server and for each bounded token. A JSON body is bounded in the number of values that decoding would
@@ -107,7 +110,7 @@ def _open_unix(path: Path) -> socket.socket:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             if probe.connect_ex(str(path)) == 0:
                 raise ConfigError(f"a service listens at {path} already")
-        path.unlink()  # A service that was killed has left it.
+        path.unlink()  # A service that was killed has left this socket.
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     # This sets the umask and does not use chmod afterwards, because other users could connect before the chmod.
     before = os.umask(0o177)
@@ -141,7 +144,7 @@ async def serving(
         ConfigError: the certificate cannot be used.
     """
     limits = limits or HttpLimits()
-    # Half of the files that this process may open is left for other uses.
+    # The process also opens other files, so connections get at most half of the number that it may open.
     connections = min(limits.connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
     config = uvicorn.Config(
         BoundedBodies(app, limits),
@@ -176,7 +179,8 @@ async def serving(
 def with_headers(send: Send, headers: Mapping[str, str]) -> Send:
     """Return a `send` that adds these headers to an answer. Headers that the answer sets itself stay as they are.
 
-    An ASGI application sends its answer with `send`, so a wrapper around the application passes on the returned one.
+    An ASGI application sends its answer with `send`. Middleware calls the application with the returned function
+    instead.
     """
 
     async def send_with_headers(message: Message) -> None:
@@ -241,7 +245,11 @@ class BoundedBodies:
         """Bytes in `_held` by holder: the name of a bounded token, or empty for all other callers together."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request with bounds on its body. Its bytes are counted as they come, and given back at the end."""
+        """Answer one request with bounds on its body.
+
+        The application gets a `receive` that counts the bytes as they come and raises HTTPException beyond a bound. The
+        bytes are given back when the application has answered, or failed.
+        """
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         body, holder = _Body(receive, self._limits), ""
@@ -288,8 +296,10 @@ class _Body:
             HTTPException: the body is too large, no piece came in time, or all of it came too slowly.
         """
         if self._complete:
-            return await self._receive()  # Returns when the client leaves or the answer is complete, without a timeout.
+            # This call waits until the client leaves or the answer is complete, so it must have no timeout.
+            return await self._receive()
         now, pause = anyio.current_time(), self._limits.receive_s
+        # The latest time for the next piece, if the whole body keeps the average rate `bytes_per_s`.
         due = self._begun + pause + self.size / self._limits.bytes_per_s
         try:
             with anyio.fail_after(min(pause, due - now)):

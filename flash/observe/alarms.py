@@ -1,8 +1,8 @@
 """Alarms: warnings about the numbers of a run while it goes on, each with advice for the configuration.
 
-`flash.observe.recorder` calls `Alarms.step` with the row of each step. An alarm compares the weighted mean of the last
-`alarms.window` rows with its limit. It is raised once, and again only after its number has been well within the limit:
-otherwise a number that hovers around its limit would fill the terminal.
+`flash.observe.recorder` and `flash watch` call `Alarms.step` with the row of each step. An alarm compares the weighted
+mean of the last `alarms.window` rows with its limit. It is raised once, and again only after its number has been well
+within the limit: otherwise a number that hovers around its limit would fill the terminal.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from flash.observe.columns.table import columns, named
 from flash.observe.columns.training import SKIPPED, SKIPPED_NOW
 from flash.observe.rundir.summary import number
 
-WELL = 0.5
+RECOVERED = 0.5
 """Distance from the limit, as a share of the limit, that a number must reach before its alarm can be raised again."""
 MISMATCH = named("mismatch_k3_age_0")
+"""Column that measures how far the log-probs of engines and trainer differ for the same tokens and weights."""
 BY_ENVIRONMENT = named("mismatch_k3_env_NAME")
 """Replaces `MISMATCH` in a run with several environments: each environment has its own mismatch."""
 ALARMS = {column.name: (column, column.alarm) for column in columns("step") if column.alarm is not None}
@@ -45,7 +46,7 @@ class Alarms:
         self._raised: set[str] = set()
         """Keys whose alarm was raised and whose number has not been well since."""
         self._skipped: float | None = None
-        """Skipped updates of the whole run at the last row; None before the first row."""
+        """Number of updates of the whole run that were skipped until the last row; None before the first row."""
         self._restarted = False
         """True if the last row counted a restart."""
 
@@ -66,10 +67,10 @@ class Alarms:
             known = [measured[key] for measured in rows if key in measured]
             weight = sum(weight for weight, _ in known)
             if limit is None or weight == 0:
-                continue
+                continue  # The alarm is turned off, or no row has its number.
             found = sum(weighed for _, weighed in known) / weight
             beyond = limit - found if alarm.below else found - limit
-            if beyond <= -WELL * limit:
+            if beyond <= -RECOVERED * limit:
                 self._raised.discard(key)
             # A window that is smaller than `min_steps` never has more rows than the window.
             enough = len(rows) >= min(alarm.min_steps, self._config.window)
@@ -92,7 +93,10 @@ class Alarms:
 
 
 def _alarms_by_key(row: Row) -> Mapping[str, tuple[Column, Alarm]]:
-    """Return the alarms by the key of the row that each compares."""
+    """Return the alarms by the key of the row that each compares.
+
+    In a row with a mismatch for each environment, each of these keys has the alarm of the mismatch.
+    """
     environments = [key for key in row if BY_ENVIRONMENT.kind(key) is not None]
     if not environments:
         return ALARMS

@@ -2,7 +2,8 @@
 
 Each node reports its status to the hub (`NodeStatus`). The hub adds its own state (`HubNow`), and the recorder adds
 failures and the lines printed for people. The result is `cluster.json`, which is replaced every two seconds. `flash
-view`, `flash watch` and Prometheus read it, and show the numbers of `COUNTS` and `EACH_ENGINE`. Times are Unix seconds.
+view`, `flash watch` and Prometheus read it, and show the numbers of `CLUSTER_NUMBERS` and `ENGINE_NUMBERS`. Times are
+Unix seconds.
 
 Terms: a *lease* gives a sample to a node for a while. *Incarnations* of the hub are its processes, one after another.
 A *swap* loads the weights of a new policy version into an engine.
@@ -28,7 +29,7 @@ import msgspec
 from flash.errors import RunDirectoryError
 from flash.observe.columns.column import Column, capital, short, without_marks
 from flash.observe.columns.table import columns
-from flash.observe.rundir.rundir import NO_ROW, RunDirectory, opened, write_atomically
+from flash.observe.rundir.rundir import NO_ROW, RunDirectory, open_regular_file, write_atomically
 from flash.types import Stock
 
 EVERY_S = 2.0
@@ -220,7 +221,8 @@ class FailureTally:
         self._events = deque(events, maxlen=MOST_EVENTS)
 
     def failed(self, kind: str, message: str, now: float) -> None:
-        """Count a failure. `now` is in Unix seconds."""
+        """ClusterNumber a failure. `now` is in Unix seconds."""
+        # The number of kinds is bounded, so that the file stays small.
         kind = kind if kind in self._kinds or len(self._kinds) < MOST_KINDS else "other"
         before = self._kinds.get(kind)
         count, first = (before.count, before.first) if before is not None else (0, now)
@@ -262,7 +264,7 @@ class ClusterFile:
         self._writing: Future[None] | None = None
         self._warned = False
         earlier: Cluster | None = None
-        with suppress(RunDirectoryError):  # `show` warns of it when it cannot write either
+        with suppress(RunDirectoryError):  # If the file cannot be written either, `show` returns a warning.
             earlier = read_cluster(directory)
         self._incarnations = 1 if earlier is None else earlier.lives + 1
         self._tally = FailureTally() if earlier is None else FailureTally(earlier.failures, earlier.events)
@@ -270,7 +272,7 @@ class ClusterFile:
             self._tally.failed("hub_lost", HUB_VANISHED, self._since)
 
     def failed(self, kind: str, message: str) -> None:
-        """Count a failure."""
+        """ClusterNumber a failure."""
         self._tally.failed(kind, message, self._now())
 
     def event(self, text: str) -> None:
@@ -294,11 +296,14 @@ class ClusterFile:
         if error:
             self.failed("run_failed", error)
         if self._writing is not None:
-            self._writing.exception()  # waits, so that an older state cannot replace the last one
-        with suppress(RunDirectoryError):  # the run's other files are on the same disk: their writers report it
+            # This waits for the write in progress, so that an older state cannot replace the last one.
+            self._writing.exception()
+        # The run's other files are on the same disk, so their writers report the error.
+        with suppress(RunDirectoryError):
             _write(self._path, self._picture(ended, error))
 
     def _picture(self, ended: Literal["", "finished", "interrupted", "failed"] = "", error: str = "") -> Cluster:
+        """Return the content of the file at this moment."""
         return Cluster(
             at=self._now(),
             hub=self._hub,
@@ -320,7 +325,7 @@ def read_cluster(directory: RunDirectory) -> Cluster | None:
         RunDirectoryError: `cluster.json` is no regular file.
     """
     try:
-        with opened(directory.cluster) as file:
+        with open_regular_file(directory.cluster) as file:
             return msgspec.json.decode(file.read(MOST_BYTES), type=Cluster)
     except (OSError, *NO_ROW):
         return None
@@ -338,7 +343,7 @@ KIND = "kind"
 """Label in monitoring systems for the kinds of a number, if there is no better word."""
 
 
-class Count(NamedTuple):
+class ClusterNumber(NamedTuple):
     """Number of a cluster, or several numbers, one of each kind."""
 
     name: str
@@ -376,10 +381,12 @@ def engines_of(cluster: Cluster) -> list[EngineNow]:
 
 
 def _of_hub(of: Callable[[HubNow], Mapping[str, float]]) -> Callable[[Cluster], Mapping[str, float]]:
+    """Return the function of a cluster for a function of the hub's state. It counts nothing before the hub reports."""
     return lambda cluster: {} if cluster.hub is None else of(cluster.hub)
 
 
 def _statuses(hub: HubNow) -> list[NodeStatus]:
+    """Return the last reports of all nodes that are not gone."""
     return [node.status for node in hub.nodes if node.status is not None and node.state != "gone"]
 
 
@@ -403,8 +410,9 @@ def _samples(hub: HubNow) -> Mapping[str, float]:
 
 
 def _episodes(hub: HubNow) -> Mapping[str, float]:
-    alive, asked = sum(one.episodes for one in _statuses(hub)), sum(_requests(hub).values())
-    return {"alive": alive, "in the environment": max(0.0, alive - asked)}
+    """Return the live episodes, and those whose environment works: each other episode has a request at an engine."""
+    alive, requests = sum(one.episodes for one in _statuses(hub)), sum(_requests(hub).values())
+    return {"alive": alive, "in the environment": max(0.0, alive - requests)}
 
 
 def _sandboxes(hub: HubNow) -> Mapping[str, float]:
@@ -421,29 +429,29 @@ def _restarts(cluster: Cluster) -> Mapping[str, float]:
     return {"of the run": cluster.lives - 1, "of trainers": trainers, "of engines": engines}
 
 
-COUNTS = (
-    Count(
+CLUSTER_NUMBERS = (
+    ClusterNumber(
         "nodes",
         "Nodes",
         "Processes that roll out samples or train, by their state. `gone` counts nodes that have left the run.",
         "a node is silent or gone: the cluster page says since when, and why.",
         _of_hub(lambda hub: Counter(node.state for node in hub.nodes)),
     ),
-    Count(
+    ClusterNumber(
         "engines",
         "Engines",
         "Engines of all nodes that are not gone, by their state.",
         "an engine returns again and again, or is gone. If no engine serves, nothing is sampled.",
         _of_hub(lambda hub: Counter(engine.state for engine in _engines(hub))),
     ),
-    Count(
+    ClusterNumber(
         "trainer_ranks",
         "Trainer ranks",
         "The processes that train.",
         "a rank is not there: all ranks start again, and repeat the steps since the last checkpoint.",
         _of_hub(_ranks),
     ),
-    Count(
+    ClusterNumber(
         "requests",
         "Requests",
         "Responses that engines sample now, and requests that wait for an engine.",
@@ -451,14 +459,14 @@ COUNTS = (
         "run waits for.",
         _of_hub(_requests),
     ),
-    Count(
+    ClusterNumber(
         "tokens_per_second",
         "Tokens per second",
         "Response tokens per second of all engines, over the last seconds.",
         "it falls far below the throughput of the steps: an engine is gone, or loads weights.",
         _of_hub(lambda hub: {"": sum(one.figures.get("tokens_per_second", 0.0) for one in _engines(hub))}),
     ),
-    Count(
+    ClusterNumber(
         "in_flight",
         "Samples on their way",
         "Samples that are issued and not yet trained or given up. The limit is 1 + train.async_ratio batches, plus "
@@ -466,14 +474,14 @@ COUNTS = (
         "it is at its limit while engines have no requests: trainers are too slow, or train.async_ratio is too low.",
         _of_hub(lambda hub: {"issued": hub.flow.in_flight, "at most": hub.flow.most}),
     ),
-    Count(
+    ClusterNumber(
         "samples",
         "Samples with nodes",
         "Samples that nodes work on, samples that wait for a node, and unfinished answers of an evaluation.",
         "many are queued: nodes are full, or their engines are too old for them.",
         _of_hub(_samples),
     ),
-    Count(
+    ClusterNumber(
         "groups",
         "Groups ready",
         "Complete groups that wait to be trained, and the number of groups that a step takes.",
@@ -481,7 +489,7 @@ COUNTS = (
         "grow old.",
         _of_hub(lambda hub: {"ready": hub.flow.ready_groups, "make a step": hub.flow.groups_per_batch}),
     ),
-    Count(
+    ClusterNumber(
         "episodes",
         "Environment sessions",
         "Live episodes, and how many of them have no request at an engine: their environment works, or they wait for a "
@@ -490,14 +498,14 @@ COUNTS = (
         "low.",
         _of_hub(_episodes),
     ),
-    Count(
+    ClusterNumber(
         "sandboxes",
         "Sandboxes",
         "Sandboxes of all nodes: in use, warm (ready to be used), and requested but not there yet.",
         "sandboxes are waited for all the time: raise the pool's parallel, or judge fewer samples at once.",
         _of_hub(_sandboxes),
     ),
-    Count(
+    ClusterNumber(
         "failures",
         "Failures",
         "Attempts at samples, engines, nodes and trainer ranks that failed, by kind, over the whole run.",
@@ -506,7 +514,7 @@ COUNTS = (
         listed=True,
         of_the_run=True,
     ),
-    Count(
+    ClusterNumber(
         "restarts",
         "Restarts",
         "Restarts of the whole run, of the trainer ranks since then, and of engines.",
@@ -518,15 +526,17 @@ COUNTS = (
 """All numbers, in the order in which they are shown."""
 
 
-def _each_engine(column: Column) -> Count:
+def _each_engine(column: Column) -> ClusterNumber:
+    """Return a number of the cluster that has the value of `column` for each engine."""
+
     def of(cluster: Cluster) -> Mapping[str, float]:
         values = ((str(engine.number), column.value_in(engine.figures)) for engine in engines_of(cluster))
         return {number: value for number, value in values if value is not None}
 
     worry = without_marks(". ".join(filter(None, (column.worry, capital(column.helps)))))
     title, means = f"Each engine: {column.label}", f"{capital(without_marks(column.meaning))}."
-    return Count(f"engine_{column.name}", title, means, worry, of, column.unit, "engine")
+    return ClusterNumber(f"engine_{column.name}", title, means, worry, of, column.unit, "engine")
 
 
-EACH_ENGINE = tuple(map(_each_engine, columns("engine")))
+ENGINE_NUMBERS = tuple(map(_each_engine, columns("engine")))
 """Numbers that each engine reports, with the engine's number as the kind."""

@@ -60,7 +60,10 @@ def read_run(path: Path) -> Compared:
 
 
 def results(runs: Sequence[Compared]) -> list[Row]:
-    """Return rows with the results of the runs. Each row has a text for each run."""
+    """Return rows with the results of the runs, each with a text for each run: evaluations, then the summaries.
+
+    A result that a run does not have is `-`. Rewards are called accuracies only if they are that in all runs.
+    """
     measure = "accuracy" if all(number(run.last, "binary") == 1 for run in runs) else "reward"
     rows: list[Row] = [
         ("state", [_state(run.summary) for run in runs]),
@@ -73,7 +76,7 @@ def results(runs: Sequence[Compared]) -> list[Row]:
     if any((number(run.last, "k") or 1) > 1 for run in runs):
         rows.append(("  best of k", [_best_of_k(run.last) for run in runs]))
     if len(runs) > 1:
-        rows.append(("  over the first", [BLANK, *(_apart(runs[0], run) for run in runs[1:])]))
+        rows.append(("  over the first", [BLANK, *(_difference(runs[0], run) for run in runs[1:])]))
     summaries = [dict(summary_rows(run.summary)) if run.summary is not None else {} for run in runs]
     titles = dict.fromkeys(title for texts in summaries for title in texts)
     return rows + [(title, [texts.get(title, BLANK) for texts in summaries]) for title in titles]
@@ -104,6 +107,7 @@ def _filled(text: str, columns: int) -> str:
 
 
 def _interval(row: Mapping[str, Any]) -> Interval | None:
+    """Return the mean reward of an evaluation with its interval; None if the row lacks one of the numbers."""
     mean, low, high = (number(row, key) for key in ("mean_reward", "low", "high"))
     return None if mean is None or low is None or high is None else Interval(mean, low, high)
 
@@ -118,6 +122,7 @@ def _limits(row: Mapping[str, Any]) -> str:
 
 
 def _whole(row: Mapping[str, Any], key: str) -> str:
+    """Return the number under `key` without decimals; `-` if the row has none."""
     return plain(number(row, key), ".0f")
 
 
@@ -126,8 +131,8 @@ def _best_of_k(row: Mapping[str, Any]) -> str:
     return BLANK if best is None else f"{best:.3f} of {_whole(row, 'k')}"
 
 
-def _apart(one: Compared, other: Compared) -> str:
-    """Return the difference of two runs' last evaluations with its interval.
+def _difference(one: Compared, other: Compared) -> str:
+    """Return the difference of two runs' last evaluations with its interval; `-` if one of them has none.
 
     If 0 is not in the interval, the difference is more than chance.
     """

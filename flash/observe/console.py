@@ -1,9 +1,10 @@
 """The terminal: a live progress line, one line per step, a closing table.
 
-On a terminal rich draws the live line below the printed ones. Anywhere else the same lines are written
-plainly, without control characters. Texts from outside (an environment's error, a model's path) are stripped
-of control characters in both cases. The console only writes: it owns no clock, and estimates the time left
-from the rows' `wall_s`.
+`flash.observe.recorder` owns the `Console` of a run. `flash watch`, `flash compare` and `flash evaluate` use the
+functions that make lines. If the output is a terminal, rich draws the live line below the printed ones. Otherwise the
+same lines are written without control characters. In texts from outside (an environment's error, a model's path),
+control characters are escaped in both cases. The console only writes: it owns no clock, and estimates the remaining
+time from the rows' `wall_s`.
 """
 
 from __future__ import annotations
@@ -34,16 +35,20 @@ class LineCell(NamedTuple):
 
     columns: tuple[Column, ...]
     width: int
+    """Characters of the cell. Titles and numbers are aligned to the right."""
 
     @property
     def title(self) -> str:
+        """Title of the cell in the header."""
         return "/".join(column.title for column in self.columns).rjust(self.width)
 
     def text(self, row: Row) -> str:
+        """Return the numbers of the cell in a row."""
         return "/".join(column.text(column.value_in(row), "") for column in self.columns).rjust(self.width)
 
 
 HELD_OUT = named("mean_reward", "evaluation")
+"""Column with the result of an evaluation, which is made on problems that are never trained (*held out*)."""
 LINE = (
     LineCell((named("step"),), 5),
     LineCell((named("reward_mean"),), 6),
@@ -158,12 +163,14 @@ class Console:
             self._live.stop()
 
     def _time_left(self, steps: int) -> str:
+        """Return the time that so many steps take at the pace of the last ones; `-` before the second step."""
         if len(self._walls) < 2:
             return BLANK
         pace = (self._walls[-1] - self._walls[0]) / (len(self._walls) - 1)
         return clock(pace * max(0, steps))
 
     def _print(self, text: str, style: str) -> None:
+        """Print a text as one line. Characters that the output's encoding does not have become question marks."""
         text = one_line(text)
         if self._live is not None:
             self._live.print(text, style)
@@ -173,7 +180,8 @@ class Console:
                 self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
                 self._stream.flush()
             except OSError:
-                self._stream = None  # a run outlives the terminal or pipe it was started from
+                # The terminal or pipe is gone. The run goes on, and prints nothing more.
+                self._stream = None
 
 
 def evaluation_line(row: Row) -> str:
@@ -264,7 +272,7 @@ class _Live:
 
 
 def closing_table(config: Config, summary: Summary) -> list[tuple[str, str]]:
-    """Return the closing table of a run, as (title, text) lines."""
+    """Return the closing table of a run, as (title, text) lines. A run of `flash sft` has losses and no rewards."""
     directory = RunDirectory(config.run_dir)
     plots = sorted(directory.plots.glob("*.png"))
     ledger = ", ".join(f"{key} {value}" for key, value in summary.ledger.items() if value)
@@ -276,7 +284,7 @@ def closing_table(config: Config, summary: Summary) -> list[tuple[str, str]]:
         return [first, *rest, ("directory", str(directory.path)), *(("plot", str(plot)) for plot in plots)]
     return [
         first,
-        ("accuracy" if summary.binary else "reward", _held_out(summary)),
+        ("accuracy" if summary.binary else "reward", _held_out_rewards(summary)),
         *rest,
         ("ledger", ledger or BLANK),
         ("directory", str(directory.path)),
@@ -284,7 +292,7 @@ def closing_table(config: Config, summary: Summary) -> list[tuple[str, str]]:
     ]
 
 
-def _held_out(summary: Summary) -> str:
+def _held_out_rewards(summary: Summary) -> str:
     """Return the rewards of the first and last evaluation; if there is only one, its reward and step."""
     if summary.final_reward is None:
         return "no held-out evaluation"
@@ -315,4 +323,5 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _whole(row: Row, key: str) -> str:
+    """Return the number under `key` without decimals; `-` if the row has none."""
     return plain(number(row, key), ".0f")

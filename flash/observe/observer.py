@@ -1,5 +1,7 @@
 """Events that the hub reports while a run goes on.
 
+The hub calls an `Observer` at each event and knows no file, terminal or tracker.
+
 `flash.observe.recorder.Recorder` observes a real run. `MemoryObserver` is for tests.
 """
 
@@ -15,7 +17,7 @@ Wish = Literal["checkpoint", "stop"]
 
 
 class Observer(Protocol):
-    """Receives the events of a run, in order. Calls must return at once."""
+    """Receives the events of a run, in order. Calls must return at once, because the hub's event loop makes them."""
 
     def step(self, row: Mapping[str, float]) -> Wish | None:
         """Receive the metrics of a committed step, and return a wish or None."""
@@ -34,11 +36,11 @@ class Observer(Protocol):
         ...
 
     def trained(self, step: int, seen: Sequence[TrainedSample]) -> None:
-        """Receive the trainer's values of single tokens, when the step is committed."""
+        """Receive the trainer's values of single tokens of some samples, when the step is committed."""
         ...
 
     def ledger(self, totals: Mapping[str, int]) -> None:
-        """Receive the ledger's totals at a checkpoint."""
+        """Receive the totals of the ledger, which counts the fate of each sample and token, at a checkpoint."""
         ...
 
     def note(self, text: str) -> None:

@@ -58,6 +58,30 @@ GREEN = "#009e73"
 PURPLE = "#cc79a7"
 
 
+Row = Mapping[str, Any]
+SEVERAL = (BLUE, PURPLE, GREEN, "#e69f00", ORANGE)
+"""Colours of several curves in one plot, in this order."""
+RATIO_TICKS = (
+    (0.12, (1.02, 1.05, 1.1)),
+    (0.5, (1.1, 1.25, 1.5)),
+    (1.5, (1.5, 2.0, 4.0)),
+    (4.0, (2.0, 5.0, 20.0)),
+    (np.inf, (10.0, 1e2, 1e3, 1e4, 1e6, 1e8)),
+)
+"""Pairs of a largest |log ratio| in the plot and the ratios above 1 that get a tick. Their inverses get a tick too."""
+SMOOTH_FROM = 20
+"""Number of steps from which a running mean is drawn over a curve."""
+MOST_POINTS = 40
+"""Largest number of evaluations that are each marked by a point."""
+MASKS = tuple(map(named, ("masked_old_share", "masked_correction_share", "masked_cap_share")))
+"""Columns with shares of tokens that are left out of the loss or get weight 0."""
+_RATIO_KEY = re.compile(r"ratio_p50_age_(\d+)")
+BINS = 400
+"""Number of time bins in the view of the whole run: a bin is about two pixels wide."""
+MAX_LANES = 24
+"""Largest number of lanes in the plot. Of more lanes, evenly spaced ones are drawn."""
+
+
 def new_figure(height: float) -> Figure:
     """Return an empty figure with a height in inches."""
     from matplotlib.figure import Figure
@@ -111,27 +135,6 @@ def time_unit(seconds: float) -> tuple[float, str]:
     if seconds < 300:
         return 1.0, "seconds"
     return (60.0, "minutes") if seconds < 3 * 3600 else (3600.0, "hours")
-
-
-Row = Mapping[str, Any]
-
-SEVERAL = (BLUE, PURPLE, GREEN, "#e69f00", ORANGE)
-"""Colours of several curves in one plot, in this order."""
-RATIO_TICKS = (
-    (0.12, (1.02, 1.05, 1.1)),
-    (0.5, (1.1, 1.25, 1.5)),
-    (1.5, (1.5, 2.0, 4.0)),
-    (4.0, (2.0, 5.0, 20.0)),
-    (np.inf, (10.0, 1e2, 1e3, 1e4, 1e6, 1e8)),
-)
-"""Pairs of a largest |log ratio| in the plot and the ratios above 1 that get a tick. Their inverses get a tick too."""
-SMOOTH_FROM = 20
-"""Number of steps from which a running mean is drawn over a curve."""
-MOST_POINTS = 40
-"""Largest number of evaluations that are each marked by a point."""
-MASKS = tuple(map(named, ("masked_old_share", "masked_correction_share", "masked_cap_share")))
-"""Columns with shares of tokens that are left out of the loss or get weight 0."""
-_RATIO_KEY = re.compile(r"ratio_p50_age_(\d+)")
 
 
 def write_plots(run_dir: Path) -> list[Path]:
@@ -240,6 +243,7 @@ def ratio_quantiles(rows: Sequence[Row]) -> tuple[Floats, Floats]:
 
 
 def _mean_ratio(rows: Sequence[Row], age: int, percent: int) -> float:
+    """Return the weighted geometric mean of a quantile of the ratio at an age over all rows; NaN if no row has it."""
     known = [
         (math.log(ratio), (number(row, f"age_{age}") or 0.0) * (number(row, "trained_tokens") or 0.0))
         for row in rows
@@ -295,6 +299,7 @@ def _curves(axes: Axes, places: tuple[Floats, Floats], metrics: Sequence[Row], e
 
 
 def _over_steps(*all_axes: Axes) -> None:
+    """Give axes whole steps as x axis."""
     for axes in all_axes:
         axes.set_xlabel("step")
         axes.locator_params(axis="x", integer=True)
@@ -333,11 +338,6 @@ def column(rows: Sequence[Row], key: str) -> Floats:
 
 
 # -- the timeline ------------------------------------------------------------------------------------------------------
-
-BINS = 400
-"""Number of time bins in the view of the whole run: a bin is about two pixels wide."""
-MAX_LANES = 24
-"""Largest number of lanes in the plot. Of more lanes, evenly spaced ones are drawn."""
 
 
 def draw_timeline(series: TimelineSeries) -> Figure:
@@ -411,12 +411,14 @@ def _activity_legend(figure: Figure, lanes: Sequence[TimelineLane]) -> None:
 
 
 def _chosen(lanes: Sequence[TimelineLane]) -> list[TimelineLane]:
+    """Return the lanes to draw: all, or MAX_LANES evenly spaced ones."""
     if len(lanes) <= MAX_LANES:
         return list(lanes)
     return [lanes[place * len(lanes) // MAX_LANES] for place in range(MAX_LANES)]
 
 
 def _steps_named(steps: tuple[int, int] | None) -> str:
+    """Return the words for the steps of the close-up."""
     if steps is None:
         return "the middle"
     return f"step {steps[0]}" if steps[0] == steps[1] else f"steps {steps[0]} to {steps[1]}"

@@ -57,7 +57,7 @@ class Recorder:
         self._console = Console(config)
         self._alarms = Alarms(config.alarms)
         self.stopped: AlarmError | None = None
-        """Alarm that ends the run early; None if there is none."""
+        """Alarm that ends the run early; None if there is none. The process of the run raises it at its end."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self.batches = Batches(config, self.directory, tokenizer, self._writer)
         self._cluster = ClusterFile(self.directory, self._writer)
@@ -71,6 +71,10 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        """Write what is left, and close the receivers and the terminal. An error is recorded as the end of the run.
+
+        Without an error, an earlier failed write of samples is raised.
+        """
         try:
             if error is None:
                 self.batches.written()
@@ -115,6 +119,7 @@ class Recorder:
         return wish
 
     def _warn_all(self, texts: Sequence[str]) -> None:
+        """Print warnings of receivers."""
         for text in texts:
             self._console.warn(text)
 
@@ -126,6 +131,7 @@ class Recorder:
         self._send("evaluation", full)
 
     def _send(self, kind: str, row: Mapping[str, Any]) -> None:
+        """Pass a row to all receivers, without waiting, and print their warnings so far."""
         self._receivers.row(kind, row)
         self._warn_all(self._receivers.warnings())
 
@@ -152,7 +158,7 @@ class Recorder:
         self.batches.commit(step, seen)
 
     def ledger(self, totals: Mapping[str, int]) -> None:
-        """Write the ledger's totals. At each checkpoint too: a run that is killed leaves these."""
+        """Write the ledger's totals: at each checkpoint, for a run that is killed later, and at the end."""
         self.directory.write_totals(self.directory.ledger, totals)
 
     def stage(self, text: str) -> None:
@@ -176,7 +182,7 @@ class Recorder:
     def finish(self, ledger: Mapping[str, int], late: Mapping[str, int], *, interrupted: bool) -> None:
         """Write summary, ledger and plots, and print the closing table. An interrupted run has no time for plots.
 
-        `late`: restarts of engines and trainer ranks that no row has.
+        `late`: restarts of engines and trainer ranks after the last step, which no row has.
         """
         self._console.stage("writing the summary")
         self.batches.written()
@@ -204,6 +210,8 @@ def write_summary(
     error: str = "",
 ) -> Summary:
     """Compute the summary of a run from the files in its directory, and write it there.
+
+    The recorder calls it at the end of a run. The launcher calls it if an error or a signal has ended the run earlier.
 
     Args:
         directory: directory of the run.

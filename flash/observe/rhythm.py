@@ -45,7 +45,18 @@ DECIMALS = 6
 """Digits after the point that are shown. Rounding errors of sums are smaller, and so are shown as 0."""
 
 
-class HeadSeen(msgspec.Struct, frozen=True):
+HEIGHT = 7.6
+"""Height of the plot in inches."""
+MOST_NAMED = 48
+"""Largest number of tokens that are written on the axes one by one. More would not fit."""
+NAME = 8
+"""Largest number of characters of a token on an axis."""
+BRIGHTEST = 0.99
+"""Quantile of the attention weights that gets the darkest colour. With the maximum, a few tokens with very large
+weights would make all others invisible."""
+
+
+class MeasuredHead(msgspec.Struct, frozen=True):
     """Attention head of a measured layer."""
 
     layer: int
@@ -56,7 +67,7 @@ class HeadSeen(msgspec.Struct, frozen=True):
     """`local`, `global`, or neither."""
 
 
-class ResponseSeen(msgspec.Struct, frozen=True):
+class MeasuredResponse(msgspec.Struct, frozen=True):
     """Signals of a response of R tokens. Each list but `tokens` has R entries."""
 
     name: str
@@ -78,15 +89,15 @@ class ResponseSeen(msgspec.Struct, frozen=True):
     """True if FAI is among the top share: an anchor token."""
 
 
-class RhythmSeen(msgspec.Struct, frozen=True):
+class MeasuredRhythm(msgspec.Struct, frozen=True):
     """All inputs and results of `flash rhythm`."""
 
     weights: str
     options: Rhythm
     temperatures: list[float]
     """Temperatures at which the responses were sampled. Entropies are for the same temperatures."""
-    heads: list[HeadSeen]
-    responses: list[ResponseSeen]
+    heads: list[MeasuredHead]
+    responses: list[MeasuredResponse]
     couplings: list[Coupling]
 
 
@@ -103,7 +114,7 @@ def shortened(text: str, columns: int) -> str:
     return "".join(one for one, end in zip(text, ends, strict=True) if end < columns) + "…"
 
 
-def head_lines(heads: Sequence[HeadSeen], columns: int) -> Iterator[str]:
+def head_lines(heads: Sequence[MeasuredHead], columns: int) -> Iterator[str]:
     """Yield lines with the heads of each kind, as layer.head (span). Heads of neither kind come last."""
     for kind in ("local", "global", ""):
         cells = [f"{one.layer}.{one.head} ({one.span:.1f})" for one in heads if one.kind == kind]
@@ -124,12 +135,14 @@ def coupling_lines(couplings: Sequence[Coupling]) -> Iterator[str]:
         yield f"{one.name:{names}} {one.tokens:>7} {means} {'-' if math.isnan(one.p) else chance:>32} {p:>6}"
 
 
-def response_lines(response: ResponseSeen, columns: int) -> Iterator[str]:
+def response_lines(response: MeasuredResponse, columns: int) -> Iterator[str]:
     """Yield the tokens with their signals beneath them, in blocks that fit into `columns`."""
+    changes = zip(response.change, response.plan, strict=True)
+    influences = zip(response.fai, response.anchor, strict=True)
     rows = {
         "WAAD": [f"{value:.2f}" for value in response.waad],
-        "change": [f"{value:.2f}{PLAN if peak else ' '}" for value, peak in _marked(response.change, response.plan)],
-        "FAI": [f"{value:.2g}{ANCHOR if peak else ' '}" for value, peak in _marked(response.fai, response.anchor)],
+        "change": [f"{value:.2f}{PLAN if peak else ' '}" for value, peak in changes],
+        "FAI": [f"{value:.2g}{ANCHOR if peak else ' '}" for value, peak in influences],
         "entropy": [f"{value:.2f}" for value in response.entropy],
         "multiplier": ["" if value == 1 else f"{value:.2f}" for value in response.multiplier],
     }
@@ -141,10 +154,6 @@ def response_lines(response: ResponseSeen, columns: int) -> Iterator[str]:
         for name, values in rows.items():
             yield _row(name, values[block], widths[block])
         yield ""
-
-
-def _marked(values: Sequence[float], marks: Sequence[bool]) -> Iterator[tuple[float, bool]]:
-    return zip(values, marks, strict=True)
 
 
 def _blocks(widths: Sequence[int], columns: int) -> Iterator[slice]:
@@ -159,6 +168,7 @@ def _blocks(widths: Sequence[int], columns: int) -> Iterator[slice]:
 
 
 def _row(name: str, cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Return a line of the table: the name of the row, and its cells aligned to the right."""
     padded = (" " * (room - width(cell)) + cell for cell, room in zip(cells, widths, strict=True))
     return f"{name:{LABEL}}{''.join(padded)}".rstrip()
 
@@ -169,24 +179,14 @@ def _number(value: float) -> str:
 
 
 def _signed(value: float) -> str:
+    """Return a number with its sign and three significant digits; `-` for NaN."""
     return "-" if math.isnan(value) else f"{round(value, DECIMALS):+.3g}"
-
-
-HEIGHT = 7.6
-"""Height of the plot in inches."""
-MOST_NAMED = 48
-"""Largest number of tokens that are written on the axes one by one. More would not fit."""
-NAME = 8
-"""Largest number of characters of a token on an axis."""
-BRIGHTEST = 0.99
-"""Quantile of the attention weights that gets the darkest colour. With the maximum, a few tokens with very large
-weights would make all others invisible."""
 
 
 class DrawnRhythm(NamedTuple):
     """Part of a response with its attention maps."""
 
-    response: ResponseSeen
+    response: MeasuredResponse
     start: int
     """Place in the sequence of the first of the B tokens."""
     map_2BB: npt.NDArray[np.float32]
@@ -221,6 +221,7 @@ def draw_rhythm(drawn: DrawnRhythm) -> Figure:
 
 
 def _draw_map(axes: Axes, drawn: DrawnRhythm, map_BB: npt.NDArray[np.float32], title: str) -> None:
+    """Draw an attention map below its diagonal. A dashed line separates the prompt from the response."""
     from matplotlib.colors import PowerNorm
 
     size = len(map_BB)

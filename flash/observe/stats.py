@@ -1,5 +1,7 @@
 """Means and best-of-k of evaluations, with confidence intervals. Pure functions.
 
+The hub uses them for the rows of evaluations, and `flash evaluate`, `flash compare` and benchmarks for their results.
+
 Legend: n samples, G problems (clusters), p the mean of 0/1 values, z and t the 97.5 % quantiles.
 """
 
@@ -104,7 +106,7 @@ def mean_interval(values: Sequence[float], problems: Sequence[int] | None = None
 def _effective_size(p: float, variance: float, n: int, clusters: int) -> float:
     """Return the number of independent samples that would have this variance; between G and n.
 
-    When all values agree the variance is 0 and says nothing: each problem then counts once.
+    If all values agree, their variance is 0 and does not show the effect of clusters. Each problem then counts once.
     """
     if clusters == n:
         return n
@@ -114,6 +116,7 @@ def _effective_size(p: float, variance: float, n: int, clusters: int) -> float:
 
 
 def _wilson(p: float, n: float) -> Interval:
+    """Return Wilson's score interval of a share p of n samples."""
     centre = (p + _Z * _Z / (2 * n)) / (1 + _Z * _Z / n)
     half = _Z / (1 + _Z * _Z / n) * math.sqrt(p * (1 - p) / n + _Z * _Z / (4 * n * n))
     return Interval(p, max(0.0, centre - half), min(1.0, centre + half))

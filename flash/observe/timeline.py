@@ -131,6 +131,7 @@ def covered_until(spans: Sequence[Activity], times: Floats) -> Floats:
 
 
 def _priority(name: str) -> tuple[int, str]:
+    """Return the sort key of an activity's name for `drawing_order`."""
     return ([*COLOURS].index(name) if name in COLOURS else len(COLOURS), name)
 
 
@@ -220,6 +221,7 @@ def _tracks(spans: Iterable[Activity]) -> list[list[Activity]]:
 
 
 def _step_events(rows: Iterable[Mapping[str, Any]], begin: float) -> Iterator[dict[str, Any]]:
+    """Yield an event for each step, with the numbers of its row, and its counters at the end of the step."""
     for row in rows:
         start, seconds = _begun(row), number(row, "interval_s") or 0.0
         event = _complete(f"step {row.get('step')}", STEPS, 1, start - begin, seconds)
@@ -236,10 +238,12 @@ def _begun(row: Mapping[str, Any]) -> float:
 
 
 def _complete(name: str, process: int, thread: int, start: float, seconds: float) -> dict[str, Any]:
+    """Return a complete event: a bar with its start and length, in seconds since the begin of the trace."""
     return {"ph": "X", "name": name, "pid": process, "tid": thread, "ts": _micros(start), "dur": _micros(seconds)}
 
 
 def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    """Return a metadata event that names a process or a thread."""
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
 
 

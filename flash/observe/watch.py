@@ -15,11 +15,11 @@ from rich.text import Text
 from flash.config.load import load
 from flash.errors import ConfigError
 from flash.observe.alarms import Alarms
-from flash.observe.cluster import COUNTS, Cluster, EngineNow, NodeNow, engines_of, read_cluster
+from flash.observe.cluster import CLUSTER_NUMBERS, Cluster, EngineNow, NodeNow, engines_of, read_cluster
 from flash.observe.columns.column import clock
 from flash.observe.columns.table import columns, named
 from flash.observe.console import RECENT_STEPS, domain_line, evaluation_line
-from flash.observe.rundir.rundir import Followed, RunDirectory, opened
+from flash.observe.rundir.rundir import Followed, RunDirectory, open_regular_file
 from flash.observe.rundir.summary import number
 from flash.text import one_line
 
@@ -70,12 +70,16 @@ class Watched:
         self._begin()
 
     def _begin(self) -> None:
-        """Start with empty alarms. Called again if a resumed run replaced the rows: their alarms are forgotten."""
+        """Start with empty alarms, with the limits of the run's configuration.
+
+        It is called again if a resumed run has replaced the rows, so the alarms of the replaced rows are forgotten. A
+        configuration that cannot be read gives no alarms.
+        """
         try:
-            with opened(self._directory.config):
+            with open_regular_file(self._directory.config):
                 pass
             config = load([self._directory.config], []).alarms
-        except (ConfigError, FileNotFoundError):  # of another version of Flash
+        except (ConfigError, FileNotFoundError):  # Another version of Flash wrote it, or it is not there yet.
             config = None
         self._alarms = None if config is None else Alarms(config)
         self._raised: deque[str] = deque(maxlen=SHOWN_ALARMS)
@@ -103,6 +107,7 @@ class Watched:
         return Group(*self._parts(rows, evals, now, width), *(() if cluster is None else cluster_lines(cluster, now)))
 
     def _parts(self, rows: Sequence[Row], evals: Sequence[Row], now: float, width: int) -> Iterator[Table | Text]:
+        """Yield the parts of the screen that come from rows and settings, from top to bottom."""
         yield self._title(rows, now)
         known = [f"{name} {value}" for name, value in self._facts.items()]
         yield Text(one_line("  ".join(known)), style="dim")
@@ -121,6 +126,7 @@ class Watched:
             yield Text(one_line(f"alarm at {text}"), style="yellow")
 
     def _title(self, rows: Sequence[Row], now: float) -> Text:
+        """Return the first line: the run's name, its progress, and its end, silence or remaining time."""
         setting = self._facts.get("steps", "")
         steps = int(setting) if setting.isdecimal() else 0
         done = 0 if not rows else int(number(rows[-1], "step") or 0) + 1
@@ -142,8 +148,11 @@ class Watched:
 
 
 def numbers(rows: Sequence[Row], evals: Sequence[Row], width: int) -> Table:
-    """Return a table with a line for each measured number: its last value, the mean of the last ones, and a
-    sparkline."""
+    """Return a table with a line for each measured number.
+
+    A line has the last value, the mean of the last `MEAN_OF` values (none for evaluations) and, if `width` is large
+    enough, a sparkline of all values. Numbers that no recent row has are left out.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("", no_wrap=True)
     table.add_column("last", justify="right", no_wrap=True)
@@ -202,6 +211,7 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
 
 
 def _block(mean: float | None, low: float, high: float) -> str:
+    """Return the character of a sparkline for a value between `low` and `high`."""
     if mean is None:
         return " "
     if not math.isfinite(mean):
@@ -220,7 +230,7 @@ def cluster_lines(cluster: Cluster, now: float) -> Iterator[Text]:
         if age > OLD_S:
             yield Text(f"the state of the cluster is {clock(age)} old", "bold yellow")
         yield Text(one_line(f"waits for {cluster.hub.doing}"), style="dim")
-    for count in COUNTS:
+    for count in CLUSTER_NUMBERS:
         if not count.listed and count.holds(cluster) and (text := count.text(cluster)) not in ("", "0"):
             yield Text(f"{count.title.lower()}: {text}")
     if cluster.hub is not None and not cluster.ended:
@@ -245,6 +255,7 @@ def _engine_figures(engines: Sequence[EngineNow]) -> Iterator[str]:
 
 
 def _missing(node: NodeNow, now: float) -> Text:
+    """Return a line about a node that is gone or silent: since when, on which machine, and why if that is known."""
     since = node.gone_at if node.gone_at is not None else node.heard_at
     when = "" if since is None else f" for {clock(now - since)}"
     host = f" ({node.status.host})" if node.status is not None else ""

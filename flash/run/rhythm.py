@@ -24,7 +24,7 @@ from flash.config.load import parse_value
 from flash.config.tree import ModelConfig
 from flash.errors import ConfigError
 from flash.foreign.torch import single_process_group
-from flash.observe.rhythm import DrawnRhythm, HeadSeen, ResponseSeen, RhythmSeen
+from flash.observe.rhythm import DrawnRhythm, MeasuredHead, MeasuredResponse, MeasuredRhythm
 from flash.observe.rundir.recording import read_batch, recorded_steps
 from flash.observe.rundir.rundir import RunDirectory
 from flash.types import Outcome, ShardSample, Span, Task, Trajectory, Turn, VersionRun
@@ -146,7 +146,7 @@ def examine_responses(
     options: Rhythm,
     token_texts: Callable[[Sequence[int]], list[str]],
     drawn: tuple[int, int] | None,
-) -> tuple[RhythmSeen, DrawnRhythm | None]:
+) -> tuple[MeasuredRhythm, DrawnRhythm | None]:
     """Measure the rhythm of responses under a model. If `drawn` is given, also return attention maps of one response.
 
     Args:
@@ -177,11 +177,11 @@ def examine_responses(
         micros = pack(samples, min_version=given.min_version, max_tokens=given.max_tokens)
         heads, found = observe_responses(policy, mesh, micros, options)
         found.sort(key=lambda one: one.sample)
-        seen = RhythmSeen(
+        seen = MeasuredRhythm(
             weights=weights,
             options=options,
             temperatures=sorted({one.task.sampling.temperature for one in given.trajectories}),
-            heads=[HeadSeen(one.layer, one.head, one.span, one.kind) for one in heads],
+            heads=[MeasuredHead(one.layer, one.head, one.span, one.kind) for one in heads],
             responses=[
                 _response(given.names[one.sample], token_texts(tokens.tolist()), options, one.signals, one.multiplier_R)
                 for one, tokens in ((one, given.trajectories[one.sample].tokens()) for one in found)
@@ -210,7 +210,7 @@ def _part(signals: Signals, length: int, begin: int) -> slice:
 
 def _response(
     name: str, tokens: list[str], options: Rhythm, signals: Signals, multiplier_R: FloatArray
-) -> ResponseSeen:
+) -> MeasuredResponse:
     """Return the findings of one response, for the output.
 
     Args:
@@ -220,7 +220,7 @@ def _response(
         signals: signals of its R tokens.
         multiplier_R: multipliers of its advantages.
     """
-    return ResponseSeen(
+    return MeasuredResponse(
         name=name,
         tokens=tokens,
         places=signals.position_R.tolist(),

@@ -10,6 +10,7 @@ Clients may repeat the history in another form with the same meaning. Therefore 
 by numbers, `sort_results` sorts the results of calls, and `says_the_same` compares two messages.
 
 The *tools* of a request are here its `form`: its tools, and the arguments of the chat template if it has any.
+`sessions` asks for the place of a request with `History.place`, and records the answer with `History.answer`.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class _Branch:
         self.messages = list(messages)
         """Messages and answers, with the ids of calls that the policy has seen."""
         self.tools = list(tools)
+        """`form` of the requests of this branch."""
         self.answers = list(answers)
         """Places of the policy's answers in `messages`, ascending."""
         self._numbered: list[Message] | None = None
@@ -211,7 +213,10 @@ def _repeats(known: Message, messages: Sequence[Message], start: int) -> int:
 
 
 def _follows(last: Message, more: Message) -> bool:
-    """Return True if `more` can continue the message `last`: reasoning precedes content, and content precedes calls."""
+    """Return True if `more` can continue the assistant's message `last`: reasoning precedes content and calls.
+
+    Calls continue any message, but only if `more` has nothing else.
+    """
     if more.tool_calls:
         return not (more.content or more.reasoning)
     if more.reasoning:

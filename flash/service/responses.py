@@ -51,11 +51,15 @@ Event = tuple[str, dict[str, Any]]
 
 
 class _MessageItem(msgspec.Struct):
+    """Message of any role. A message of an assistant is the content of an answer."""
+
     role: str
     content: str | list[ContentPart] | None = None
 
 
 class _CallItem(msgspec.Struct):
+    """Call of a function by the assistant."""
+
     call_id: str
     name: str
     arguments: str | dict[str, Any] | None = ""
@@ -63,11 +67,15 @@ class _CallItem(msgspec.Struct):
 
 
 class _ResultItem(msgspec.Struct):
+    """Result of a call of a function."""
+
     call_id: str
     output: str | list[ContentPart]
 
 
 class _ReasoningItem(msgspec.Struct):
+    """Reasoning before an answer of the assistant. `content` is preferred to `summary`."""
+
     summary: list[ContentPart] | None = None
     content: list[ContentPart] | None = None
 
@@ -99,6 +107,8 @@ class _Messages:
 
     def __init__(self, before: Sequence[Message]) -> None:
         self.made: list[Message] = []
+        """Messages so far."""
+        # A result names only the id of its call, but chat templates may need the name of the function.
         self._names = {call.id: call.name for message in before for call in message.tool_calls}
 
     def add(self, item: _Item, place: str) -> None:
@@ -133,7 +143,11 @@ class _Messages:
 
 
 def _follows(last: Message, more: Message) -> bool:
-    """Return True if `more` can continue the message `last`: reasoning precedes content, and content precedes calls."""
+    """Return True if `more` can continue the assistant's message `last`.
+
+    `more` has only one of reasoning, content and calls. In one message, reasoning precedes content, and content
+    precedes calls. Reasoning therefore always begins a new message.
+    """
     if more.tool_calls:
         return True
     if more.reasoning:
@@ -243,6 +257,8 @@ class ResponsesRequest(msgspec.Struct, frozen=True):
 
 
 class _ResponsesTool(msgspec.Struct):
+    """Tool of a request. Other than in chat completions, the fields of the function are those of the tool."""
+
     type: str
     name: str = ""
     description: str | None = None

@@ -36,6 +36,18 @@ from flash.service.fields import ApiError, before_stop, unsupported, warn_of_ign
 from flash.service.history import TEXT, Continuation, EarlierAnswers, History
 from flash.types import ASSISTANT, Message, Observation, Piece
 
+KEY_BYTES = 16
+"""Random bytes of a key. An agent cannot guess 128 bits, and so not the key of another episode."""
+MOST_OPEN = 1024
+"""Most open calls of one episode."""
+OPEN_BYTES = 64 << 20
+"""Most bytes of all open calls of one episode. The bound on connections does not bound them: a call stays open when its
+client has left, since the client may send the request again."""
+OVER = "The episode of this key is over."
+"""Error message for a request after the end of its episode."""
+_SECRET = secrets.token_bytes(32)
+"""Key of the digests, which each process chooses at random."""
+
 
 class AnswerDeltas:
     """Pieces of one answer, and the part of its content that is held back. Pure state.
@@ -103,19 +115,6 @@ def _rest(sent: str, whole: str) -> str:
         return whole[len(sent) :]
     begun, stripped = sent.lstrip(), whole.lstrip()
     return stripped[len(begun) :] if stripped.startswith(begun) else ""
-
-
-KEY_BYTES = 16
-"""Random bytes of a key. An agent cannot guess 128 bits, and so not the key of another episode."""
-
-MOST_OPEN = 1024
-"""Most open calls of one episode."""
-OPEN_BYTES = 64 << 20
-"""Most bytes of all open calls of one episode. The bound on connections does not bound them: a call stays open when its
-client has left, since the client may send the request again."""
-
-OVER = "The episode of this key is over."
-"""Error message for a request after the end of its episode."""
 
 
 class Call:
@@ -446,7 +445,3 @@ def _digest(key: str) -> bytes:
     """Return the keyed digest of an episode's key."""
     # Sessions are looked up by this digest and not by the key, so that the time of a look-up reveals nothing of a key.
     return hmac.digest(_SECRET, key.encode("utf-8", "surrogatepass"), "sha256")
-
-
-_SECRET = secrets.token_bytes(32)
-"""Key of the digests, which each process chooses at random."""

@@ -59,7 +59,6 @@ HEADERS = {
 DIGITS = 15
 """Largest number of digits of an integer in a query: JavaScript's numbers are exact up to 15 digits."""
 
-
 T = TypeVar("T")
 Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
 """Unix time in seconds, limited to a range in which floats distinguish nearby moments."""
@@ -93,11 +92,11 @@ def make_app(runs: Sequence[ViewedRun], shown: int) -> Starlette:
     """Return the application for these runs. The page shows the first `shown` runs from the start."""
 
     def contents(_: Request) -> Contents:
-        told = [
+        descriptions = [
             RunFacts(run.name, one_line(str(run.directory.path)), number < shown, run.facts())
             for number, run in enumerate(runs)
         ]
-        return Contents(told, DRAWN)
+        return Contents(descriptions, DRAWN)
 
     def rows(request: Request) -> Rows:
         life = request.query_params.get("life", "")
@@ -150,6 +149,7 @@ def _readable(runs: Sequence[ViewedRun]) -> Iterator[Latest]:
 
 
 def _number(request: Request, name: str, below: int | None = None) -> int:
+    """Return a whole number from a request's query. Raises HTTPException unless it is one, and less than `below`."""
     text = request.query_params.get(name, "")
     if not text.isdecimal() or len(text) > DIGITS or (below is not None and int(text) >= below):
         end = "" if below is None else f" below {below}"
@@ -159,15 +159,17 @@ def _number(request: Request, name: str, below: int | None = None) -> int:
 
 def _decoded(request: Request, kind: type[T]) -> T:
     """Convert the query of a request, without `run`, to a struct. Raises HTTPException if a value is invalid."""
-    questions = {name: text for name, text in request.query_params.items() if name != "run"}
+    values = {name: text for name, text in request.query_params.items() if name != "run"}
     try:
-        return msgspec.convert(questions, kind, strict=False)
+        return msgspec.convert(values, kind, strict=False)
     except msgspec.ValidationError as error:
         raise HTTPException(400, str(error)) from error
 
 
 # Starlette runs endpoints that are plain functions in threads, so reading and encoding do not block the event loop.
 def _answering(answer: Callable[[Request], object]) -> Callable[[Request], Response]:
+    """Return an endpoint that encodes the result of `answer` as JSON."""
+
     def handle(request: Request) -> Response:
         return Response(msgspec.json.encode(answer(request)), media_type="application/json")
 
@@ -175,6 +177,8 @@ def _answering(answer: Callable[[Request], object]) -> Callable[[Request], Respo
 
 
 def _asset(file: Path) -> Callable[[Request], Response]:
+    """Return an endpoint that serves a static file. The file is read at each request."""
+
     def handle(_: Request) -> Response:
         return Response(file.read_bytes(), media_type=MEDIA_TYPES[file.suffix])
 
@@ -188,12 +192,14 @@ def _plotly(_: Request) -> Response:
 
 @cache
 def _plotly_script() -> str:
+    """Return the script of Plotly from the Python package, which is imported only if a browser asks for it."""
     from plotly.offline import get_plotlyjs
 
     return get_plotlyjs()
 
 
 def _failed(_: Request, error: Exception) -> Response:
+    """Return the response to a request that raised a FlashError, such as a run whose files cannot be read."""
     return Response(str(error), status_code=500, media_type="text/plain")
 
 

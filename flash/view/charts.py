@@ -58,29 +58,34 @@ class DrawnChart(msgspec.Struct, frozen=True, kw_only=True):
 
 def _drawn(chart: Chart) -> DrawnChart:
     """Return a chart in the form that the page gets."""
-    found = chart.columns
-    alone, unit = len(found) == 1, found[0].unit
+    drawn_columns = chart.columns
+    alone, unit = len(drawn_columns) == 1, drawn_columns[0].unit
     return DrawnChart(
         id=chart.id,
         title=chart.title,
         lines=[
             Line(column.key, "" if alone else column.label, DASHES[place % len(DASHES)])
-            for place, column in enumerate(found)
+            for place, column in enumerate(drawn_columns)
         ],
-        means=_told((column, column.means) for column in found),
-        worry=_told((column, ". ".join(filter(None, (column.worry, capital(column.helps))))) for column in found),
+        means=_joined((column, column.means) for column in drawn_columns),
+        worry=_joined(
+            (column, ". ".join(filter(None, (column.worry, capital(column.helps))))) for column in drawn_columns
+        ),
         of="steps" if chart.of == "step" else "evals",
         unit="" if unit == "share" else unit,
         percent=unit == "share",
         log=chart.log,
         from_zero=chart.from_zero,
-        limit=min((column.limit for column in found if column.limit is not None), default=None),
+        limit=min((column.limit for column in drawn_columns if column.limit is not None), default=None),
     )
 
 
-def _told(texts: Iterable[tuple[Column, str]]) -> str:
-    """Join sentences about columns. Each follows the labels of its columns if there are several texts; equal texts are
-    joined."""
+def _joined(texts: Iterable[tuple[Column, str]]) -> str:
+    """Join the texts about the columns of a chart to sentences.
+
+    Equal texts of several columns become one sentence. If several sentences are left, each begins with the labels of
+    its columns. Empty texts are left out.
+    """
     by_text: dict[str, list[str]] = {}
     for column, text in texts:
         if text:
@@ -95,17 +100,18 @@ DRAWN = [_drawn(chart) for chart in CHARTS]
 """Charts, in the order in which they are shown."""
 
 
-def _wanted(of: Kind, more: Sequence[str]) -> re.Pattern[str]:
+def _column_pattern(of: Kind, more: Sequence[str]) -> re.Pattern[str]:
+    """Return an expression that matches the names of the columns that charts of this kind of rows need, and `more`."""
     keys = [line.key for chart in DRAWN if (chart.of == "steps") == (of == "step") for line in chart.lines]
     return re.compile("|".join(re.escape(key).replace(r"\*", ".+") for key in (*ALWAYS, *more, *keys)))
 
 
-_WANTED = {"step": _wanted("step", ()), "evaluation": _wanted("evaluation", INTERVAL)}
+_COLUMN_PATTERNS = {"step": _column_pattern("step", ()), "evaluation": _column_pattern("evaluation", INTERVAL)}
 
 
 def values(rows: Iterable[Row], of: Kind) -> list[dict[str, float]]:
-    """Return the finite numbers of these rows that the charts draw."""
-    wanted = _WANTED[of]
+    """Return, for each row, the finite numbers that the charts draw. Other columns are not sent to the browser."""
+    wanted = _COLUMN_PATTERNS[of]
     return [
         {key: value for key in row if wanted.fullmatch(key) and (value := number(row, key)) is not None} for row in rows
     ]

@@ -1,4 +1,8 @@
-"""Cluster page: the newest snapshot of the cluster, and its numbers as text."""
+"""Cluster page: the newest snapshot of the cluster, and its numbers as text.
+
+A run replaces its `cluster.json` every two seconds (`flash.observe.cluster`). A *tile* of the page shows a number of
+the whole cluster.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from flash.observe.cluster import COUNTS, EACH_ENGINE, Cluster, engines_of, read_cluster
+from flash.observe.cluster import CLUSTER_NUMBERS, ENGINE_NUMBERS, Cluster, engines_of, read_cluster
 from flash.observe.columns.column import capital, without_marks
 from flash.observe.columns.table import columns
 from flash.observe.rundir.rundir import RunDirectory
@@ -42,7 +46,7 @@ class ShownCluster(msgspec.Struct, frozen=True, kw_only=True):
 
 FIGURES = [
     ShownNumber(capital(column.label), count.means, count.worry)
-    for column, count in zip(columns("engine"), EACH_ENGINE, strict=True)
+    for column, count in zip(columns("engine"), ENGINE_NUMBERS, strict=True)
 ]
 """Columns of the table of engines, without values."""
 
@@ -67,6 +71,7 @@ def show_cluster(directory: RunDirectory) -> ShownCluster:
 
 
 def _tiles(picture: Cluster) -> Iterator[ShownNumber]:
-    for count in COUNTS:
+    """Yield a tile for each number that the snapshot has."""
+    for count in CLUSTER_NUMBERS:
         if text := count.text(picture):
             yield ShownNumber(count.title, count.means, without_marks(count.worry), text)

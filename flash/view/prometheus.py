@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from flash.observe.cluster import COUNTS, EACH_ENGINE, KIND, Cluster, Count
+from flash.observe.cluster import CLUSTER_NUMBERS, ENGINE_NUMBERS, KIND, Cluster, ClusterNumber
 from flash.observe.columns.column import Column, without_marks
 from flash.observe.columns.table import CHARTS, Chart, Kind, column_of, columns
 from flash.observe.rundir.summary import number
@@ -79,12 +79,16 @@ def dashboard() -> dict[str, Any]:
         },
         "panels": [
             *(_panel(place, *chart) for place, chart in enumerate(zip(CHARTS, DRAWN, strict=True))),
-            *(_cluster_panel(len(DRAWN) + place, count) for place, count in enumerate((*COUNTS, *EACH_ENGINE))),
+            *(
+                _cluster_panel(len(DRAWN) + place, count)
+                for place, count in enumerate((*CLUSTER_NUMBERS, *ENGINE_NUMBERS))
+            ),
         ],
     }
 
 
 ENDED = "flash_ended"
+"""Metric that is always there, also without runs: the dashboard lists the names of runs from it."""
 
 
 def _metrics() -> Iterator[tuple[str, str, Values, str]]:
@@ -94,7 +98,7 @@ def _metrics() -> Iterator[tuple[str, str, Values, str]]:
         for column in columns(of):
             help_ = without_marks(column.meaning).replace("\\", r"\\")
             yield _metric(column, of), help_, _of_column(column, of), KIND
-    for count in (*COUNTS, *EACH_ENGINE):
+    for count in (*CLUSTER_NUMBERS, *ENGINE_NUMBERS):
         yield f"flash_cluster_{count.name}", count.means, _of_cluster(count), count.label
     help_ = "Unix seconds of the last failure of each kind; its message is on the page and in `flash watch`."
     yield "flash_cluster_failed_at", help_, _failed_at, KIND
@@ -110,11 +114,17 @@ def _picture_at(run: Latest) -> Iterable[tuple[str, float]]:
     return () if run.cluster is None or run.cluster.ended else [("", run.cluster.at)]
 
 
-def _of_cluster(count: Count) -> Values:
+def _of_cluster(count: ClusterNumber) -> Values:
+    """Return a function that takes the values of a number from a run's cluster.
+
+    It returns none without a cluster, and none for a momentary number after the end of the run.
+    """
     return lambda run: () if run.cluster is None or not count.holds(run.cluster) else count.of(run.cluster).items()
 
 
 def _of_column(column: Column, of: Kind) -> Values:
+    """Return a function that takes the values of a column from a run's last row of this kind."""
+
     def values(run: Latest) -> Iterator[tuple[str, float]]:
         row = run.steps if of == "step" else run.evals
         for key in row if column.has_placeholder else [column.name]:
@@ -125,7 +135,7 @@ def _of_column(column: Column, of: Kind) -> Values:
 
 
 def _metric(column: Column, of: Kind) -> str:
-    """Return a valid name of the metric of a column.
+    """Return the name of a column's metric, which Prometheus accepts.
 
     A column such as `failures` may have the same beginning as columns by kind, so those get a suffix.
     """
@@ -134,10 +144,12 @@ def _metric(column: Column, of: Kind) -> str:
 
 
 def _labelled(label: str, kind: str) -> str:
+    """Return the label of a value's kind, after a comma; empty if the value has no kind."""
     return f',{label}="{_escaped(kind)}"' if kind else ""
 
 
 def _escaped(label: str) -> str:
+    """Escape the value of a label as the text format demands."""
     return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
@@ -154,7 +166,8 @@ def _frame(place: int, title: str, means: str, worry: str) -> dict[str, Any]:
     }
 
 
-def _cluster_panel(place: int, count: Count) -> dict[str, Any]:
+def _cluster_panel(place: int, count: ClusterNumber) -> dict[str, Any]:
+    """Return the dashboard's panel of a number of the cluster, at a place counted from 0."""
     expression = f'flash_cluster_{count.name}{{run=~"$run"}}'
     legend = f"{{{{run}}}} {{{{{count.label}}}}}"
     return _frame(place, count.title, count.means, count.worry) | {
@@ -192,6 +205,7 @@ def _panel(place: int, chart: Chart, drawn: DrawnChart) -> dict[str, Any]:
 
 
 def _thresholds(limit: float | None) -> Iterable[dict[str, Any]]:
+    """Yield the steps of a panel's threshold: no colour below the limit, orange beyond it."""
     yield {"color": "transparent", "value": None}
     if limit is not None:
         yield {"color": "orange", "value": limit}

@@ -51,6 +51,7 @@ class ViewedRun:
         self._spans = Followed(self.directory.spans, Activity)
         self._lock = threading.Lock()
         self._born = uuid4().hex
+        """Makes `Rows.life` differ from that of earlier servers, whose rows a page may still have."""
 
     def facts(self) -> dict[str, str]:
         """Return a description of the run from its configuration."""
@@ -97,6 +98,7 @@ def open_runs(paths: Sequence[Path]) -> list[ViewedRun]:
 
 
 def _name(path: Path, among: Sequence[Path]) -> str:
+    """Return the shortest end of `path` that no other path of `among` has; the whole path if there is none."""
     for parts in range(1, len(path.parts)):
         end = path.parts[-parts:]
         if sum(other.parts[-parts:] == end for other in among) == 1:

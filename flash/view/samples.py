@@ -1,4 +1,9 @@
-"""Readable samples of a run: search by their properties, and display token by token."""
+"""Readable samples of a run: search by their properties, and display token by token.
+
+A run keeps a few samples of each step in readable form (`flash.observe.rundir.samples`). The page asks for a list with
+`find`, and for all samples of one group with `show_group`. A *group* is the samples of one problem, whose rewards are
+compared with each other. The *age* of a token is the version that trained on it minus the version that sampled it.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +18,11 @@ from msgspec import Meta
 from flash.ages import age_of
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.rundir.samples import (
-    Glance,
     Sample,
+    SampleOutline,
     SampleTurn,
     TokenValues,
-    read_glances,
+    read_outlines,
     read_samples,
     sampled_steps,
 )
@@ -114,7 +119,7 @@ class ShownTurn(msgspec.Struct, frozen=True):
     branch: int
 
 
-AS_IT_WAS = [name for name in SampleTurn.__struct_fields__ if name in ShownTurn.__struct_fields__]
+COPIED_FIELDS = [name for name in SampleTurn.__struct_fields__ if name in ShownTurn.__struct_fields__]
 """Fields of a turn that are copied without a change."""
 
 
@@ -147,7 +152,11 @@ def find(
     most_bytes: int = MOST_BYTES,
     most_steps: int = MOST_STEPS,
 ) -> FoundSamples:
-    """Return the newest samples that match a query."""
+    """Return the newest samples that match a query.
+
+    A search stops after a number of samples, bytes or steps, so that each request takes a short time. The page then
+    continues it from `FoundSamples.searched_to`.
+    """
     steps = sampled_steps(directory)
     newest = steps[-1] if steps else None
     if query.step is not None:
@@ -159,13 +168,13 @@ def find(
     for place, step in enumerate(reversed(steps)):
         if left <= 0 or place == most_steps or len(found) >= most_found:
             return FoundSamples(found, step + 1, newest)
-        samples = read_glances(directory, step)
+        samples = read_outlines(directory, step)
         left -= sum(len(turn.observation) + len(turn.action) for sample in samples for turn in sample.turns)
-        found += [one for sample in samples if _meant(query, sample, one := _found(sample))]
+        found += [one for sample in samples if _matches(query, sample, one := _found(sample))]
     return FoundSamples(found, None, newest)
 
 
-def _found(sample: Glance) -> FoundSample:
+def _found(sample: SampleOutline) -> FoundSample:
     """Return a sample in the form of the list."""
     return FoundSample(
         step=sample.step,
@@ -181,7 +190,7 @@ def _found(sample: Glance) -> FoundSample:
     )
 
 
-def _meant(query: Query, sample: Glance, found: FoundSample) -> bool:
+def _matches(query: Query, sample: SampleOutline, found: FoundSample) -> bool:
     """Return True if a sample matches a query. `found`: the sample in the form of the list."""
     within = (
         (query.reward_min, found.reward, query.reward_max),
@@ -192,7 +201,7 @@ def _meant(query: Query, sample: Glance, found: FoundSample) -> bool:
         return False
     if any((low is not None and value < low) or (high is not None and value > high) for low, value, high in within):
         return False
-    if not any(_under_way(query, turn) for turn in sample.turns):
+    if not any(_overlaps(query, turn) for turn in sample.turns):
         return False
     text = query.text.casefold()
     return not text or any(
@@ -200,20 +209,20 @@ def _meant(query: Query, sample: Glance, found: FoundSample) -> bool:
     )
 
 
-def _under_way(query: Query, turn: SampleTurn) -> bool:
+def _overlaps(query: Query, turn: SampleTurn) -> bool:
     """Return True if a turn overlaps the time range of a query."""
     begun = query.time_max is None or turn.start <= query.time_max
     return begun and (query.time_min is None or query.time_min <= turn.start + turn.generate_s + turn.env_s)
 
 
 def show_group(directory: RunDirectory, step: int, group_id: int) -> ShownGroup:
-    """Return the readable samples of a group."""
-    samples = [one for one in read_samples(directory, step, group_id) if _whole(one)]
+    """Return the readable samples of a group. Damaged samples are left out."""
+    samples = [one for one in read_samples(directory, step, group_id) if _is_consistent(one)]
     rewards = samples[0].group_rewards if samples else []
     return ShownGroup(step, group_id, rewards, [_shown(sample) for sample in samples])
 
 
-def _whole(sample: Sample) -> bool:
+def _is_consistent(sample: Sample) -> bool:
     """Return True if the parts of a sample have consistent lengths. A damaged file may still have the right form."""
     count = sum(map(_length, sample.action_spans))
     values = [getattr(sample.values, name) for name in TokenValues.__struct_fields__]
@@ -229,14 +238,17 @@ def _length(span: Span) -> int:
 
 
 def _shown(sample: Sample) -> ShownSample:
-    """Return a sample with its values divided by turn. It must have consistent lengths (`_whole`)."""
+    """Return a sample with its values divided by turn. It must have consistent lengths (`_is_consistent`)."""
     spans, values = sample.action_spans, sample.values
+    # In an episode with branches, turns may not be in the order of their tokens.
     order = sorted(range(len(spans)), key=lambda turn: spans[turn].start)
     lengths = [_length(spans[turn]) for turn in order]
 
     def by_turn(each: Sequence[T]) -> list[list[T]]:
-        """Divide values that belong to action tokens, in token order, into one list per turn. No values: empty
-        lists."""
+        """Divide values of action tokens, which are in token order, into one list per turn.
+
+        If there are no values, each list is empty.
+        """
         if not each:
             return [[] for _ in spans]
         of_turn = dict(zip(order, _parts(each, lengths), strict=True))
@@ -258,7 +270,7 @@ def _shown(sample: Sample) -> ShownSample:
     turns = [
         ShownTurn(
             **{name: of_turn[place] for name, of_turn in columns.items()},
-            **{name: getattr(turn, name) for name in AS_IT_WAS},
+            **{name: getattr(turn, name) for name in COPIED_FIELDS},
         )
         for place, turn in enumerate(sample.turns)
     ]
@@ -279,6 +291,7 @@ def _numbers(values: Sequence[float] | FloatArray) -> list[float | None]:
 
 
 def _parts(values: Sequence[T], lengths: Sequence[int]) -> Iterator[list[T]]:
+    """Divide values into successive lists of these lengths."""
     begin = 0
     for length in lengths:
         yield list(values[begin : begin + length])

@@ -1,4 +1,8 @@
-"""Timeline of a window of time: bars, or shares of time if single bars would be too thin to see."""
+"""Timeline of a window of time: bars, or shares of time if single bars would be too thin to see.
+
+A *lane* has the activities of one worker, such as an engine or a trainer rank. `flash.observe.timeline` computes the
+shares.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +54,7 @@ class Window(msgspec.Struct, frozen=True):
 
 
 def show_window(spans: Sequence[Activity], start: float | None, stop: float | None) -> Window | None:
-    """Return the activities between two moments; None if no activity is recorded.
+    """Return the activities between two moments; None if no activity is recorded, or if `stop` is not after `start`.
 
     A bound of None is the start, or the end, of the recorded time.
     """
@@ -73,6 +77,7 @@ def show_window(spans: Sequence[Activity], start: float | None, stop: float | No
 
 
 def _lane(name: str, spans: Sequence[Activity], start: float, stop: float, most: int) -> ShownLane:
+    """Return a lane of the window: a bar for each activity if there are at most `most`, else shares of bins of time."""
     whole = lane_shares(spans, np.array([start, stop]))
     busy = sum(float(share[0]) for activity, share in whole.items() if activity not in IDLE)
     if len(spans) <= most:

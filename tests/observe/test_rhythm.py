@@ -15,8 +15,8 @@ from flash.observe.rhythm import (
     GAP,
     LABEL,
     DrawnRhythm,
-    HeadSeen,
-    ResponseSeen,
+    MeasuredHead,
+    MeasuredResponse,
     coupling_lines,
     draw_rhythm,
     head_lines,
@@ -30,10 +30,10 @@ from flash.observe.rhythm import (
 TOKENS = ["ask", "=", " so", "12", "\n", "\x1b[2J", "\u202e", "好的", "a-very-long-token-indeed", "$\\x"]
 
 
-def response(count: int = 8, **changes: Any) -> ResponseSeen:
+def response(count: int = 8, **changes: Any) -> MeasuredResponse:
     values = [0.25 * place for place in range(count)]
     plan = [place == 1 for place in range(count)]
-    seen = ResponseSeen(
+    seen = MeasuredResponse(
         name="a",
         tokens=(TOKENS * (count // len(TOKENS) + 1))[: count + 2],
         places=list(range(2, count + 2)),
@@ -79,13 +79,13 @@ def test_a_long_response_goes_on_in_blocks_that_fit(columns: int) -> None:
 
 
 def test_heads_stand_by_their_kind() -> None:
-    heads = [HeadSeen(1, 0, 2.5, "local"), HeadSeen(1, 1, 9.0, "global"), HeadSeen(2, 0, 5.0, "")]
+    heads = [MeasuredHead(1, 0, 2.5, "local"), MeasuredHead(1, 1, 9.0, "global"), MeasuredHead(2, 0, 5.0, "")]
     assert [line.split() for line in head_lines(heads, 80)] == [
         ["local", "1.0", "(2.5)"],
         ["global", "1.1", "(9.0)"],
         ["neither", "2.0", "(5.0)"],
     ]
-    many = list(head_lines([HeadSeen(1, head, 2.5, "local") for head in range(30)], 60))
+    many = list(head_lines([MeasuredHead(1, head, 2.5, "local") for head in range(30)], 60))
     assert len(many) > 1
     assert [line.split()[0] == "local" for line in many] == [True] + [False] * (len(many) - 1)
 
@@ -121,5 +121,5 @@ def test_a_picture_has_both_maps_and_both_signals(tokens: int, size: int) -> Non
 
 def test_what_would_command_a_terminal_is_shown_escaped() -> None:
     assert [visible(token) for token in TOKENS[2:7]] == ["␣so", "12", "\\n", "\\x1b[2J", "\\u202e"]
-    text = "\n".join([*response_lines(response(), 200), *head_lines([HeadSeen(1, 0, 2.5, "local")], 80)])
+    text = "\n".join([*response_lines(response(), 200), *head_lines([MeasuredHead(1, 0, 2.5, "local")], 80)])
     assert all(one.isprintable() for one in text.replace("\n", ""))

@@ -21,7 +21,7 @@ from flash.observe.rundir.samples import (
     Sample,
     SampleTurn,
     TokenValues,
-    read_glances,
+    read_outlines,
     read_samples,
     readable,
     sampled_steps,
@@ -84,7 +84,7 @@ def test_samples_come_back_as_they_were(directory: RunDirectory) -> None:
     file = write_samples(directory, 12, [made(12), made(12, "another")])
     assert file.name == "step-000012.arrow"
     assert read_samples(directory, 12) == [made(12), made(12, "another")]
-    first, second = read_glances(directory, 12)
+    first, second = read_outlines(directory, 12)
     assert (first.turns[0].action, second.turns[0].action) == ("a sum", "another")
     assert (first.outcome, first.environment, first.ages) == (Outcome.TRUNCATED, "sums", {0: 1, 1: 1})
     assert read_samples(directory, 13) == []
@@ -125,7 +125,7 @@ def test_what_is_damaged_is_no_sample(directory: RunDirectory, spoil: object) ->
     assert callable(spoil)
     file.write_bytes(spoil(file.read_bytes()))
     assert read_samples(directory, 1) == []
-    assert read_glances(directory, 1) == []
+    assert read_outlines(directory, 1) == []
 
 
 def test_every_byte_may_be_wrong_and_the_reader_lives(directory: RunDirectory) -> None:

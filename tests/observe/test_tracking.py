@@ -20,7 +20,7 @@ from flash.config.tree import Config, TrackConfig, TrackerName
 from flash.observe.recorder import Recorder
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.trackers.feed import Feed
-from flash.observe.trackers.trackers import TRACKERS, TrackerProcess, held, not_installed, tracked
+from flash.observe.trackers.trackers import TRACKERS, TrackerProcess, not_installed, tracked, tracker_lock
 from tests.observe.sample_rows import eval_row, metrics_row
 
 FAKES = Path(__file__).parent / "fake_trackers"
@@ -139,7 +139,7 @@ def test_what_was_told_before_a_failure_is_not_told_again(
 
 
 def test_two_do_not_tell_the_same(calls: Calls, tracked_run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    with held(tracked_run, "wandb") as alone:
+    with tracker_lock(tracked_run, "wandb") as alone:
         assert alone
         assert main(["track", str(tracked_run.path)]) == 2
     assert "wandb: the run itself or another command is sending rows to it" in capsys.readouterr().err

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from flash.observe.cluster import COUNTS, EACH_ENGINE
+from flash.observe.cluster import CLUSTER_NUMBERS, ENGINE_NUMBERS
 from flash.observe.columns.table import CHARTS
 from flash.observe.rundir.rundir import RunDirectory
 from flash.view.app import make_app
@@ -78,7 +78,7 @@ def test_the_dashboard_in_the_docs_is_this_one_and_draws_what_is_told() -> None:
     told = {name for name, _, _ in scraped(exposition([latest]))}
     drawn = [target["expr"] for panel in dashboard()["panels"] for target in panel["targets"]]
     assert {re.sub(r"\{.*", "", expression) for expression in drawn} <= told
-    assert len(dashboard()["panels"]) == len(CHARTS) + len(COUNTS) + len(EACH_ENGINE)
+    assert len(dashboard()["panels"]) == len(CHARTS) + len(CLUSTER_NUMBERS) + len(ENGINE_NUMBERS)
 
 
 @pytest.mark.anyio

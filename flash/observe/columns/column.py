@@ -36,12 +36,12 @@ UNIT_WORDS = {"s": "seconds"}
 
 
 def tokens(row: Row) -> float:
-    """Return the number of tokens that the step trained. As an alarm's weight, each step counts as its tokens do."""
+    """Return the number of tokens that a step trained: the weight of the step in the mean of most alarms."""
     return number(row, "trained_tokens") or 0.0
 
 
 def steps(row: Row) -> float:
-    """Return 1. As an alarm's weight, each step counts the same."""
+    """Return 1, the weight of each step in the mean of an alarm that does not depend on tokens."""
     return 1.0
 
 
@@ -175,6 +175,7 @@ def capital(text: str) -> str:
 
 
 def plain(value: float | None, form: str) -> str:
+    """Return a number in a format specification; `-` for None."""
     return BLANK if value is None else format(value, form)
 
 

@@ -23,10 +23,12 @@ def _failures(row: Row) -> float:
 
 
 def _attempts(row: Row) -> float:
+    """Return the number of attempts at a sample: failed ones, and samples of the batch. It is an alarm's weight."""
     return _failures(row) + (number(row, "samples") or 0.0)
 
 
 def _failed_share(row: Row) -> float:
+    """Return the share of the attempts that failed, which an alarm compares with its limit."""
     return _failures(row) / max(_attempts(row), 1.0)
 
 

@@ -16,14 +16,17 @@ LOWER_ALPHA = "lower `train.async_ratio` or `train.learning_rate`"
 
 
 def _masked(row: Row) -> float:
+    """Return the share of tokens that corrections and caps take out of the loss, which an alarm compares."""
     return (number(row, "masked_correction_share") or 0.0) + (number(row, "masked_cap_share") or 0.0)
 
 
 def _nothing_to_learn(row: Row) -> float:
+    """Return 1 for a step without any advantage, else 0: an alarm compares the share of such steps."""
     return float(number(row, "advantage_abs_mean") == 0)
 
 
 def _nonfinite(row: Row) -> float:
+    """Return 1 for a step with a number that is not finite or with a skipped update, else 0. An alarm compares it."""
     bad = any(key in row and number(row, key) is None for key in FINITE)
     return float(bad or (number(row, SKIPPED_NOW) or 0.0) > 0)
 

@@ -134,6 +134,7 @@ class Batches:
                 self._write_readable(step, shown, ())
 
     def _shown(self, batch: Batch) -> list[_Shown]:
+        """Choose the samples of a batch that are written in readable form, as the trainer ranks choose them."""
         rewards: dict[int, list[float]] = {}
         for one in batch.trajectories:
             rewards.setdefault(one.task.group_id, []).append(one.reward)
@@ -142,6 +143,10 @@ class Batches:
         return [_Shown(place, one, rewards[one.task.group_id]) for place, one in chosen]
 
     def _write_readable(self, step: int, shown: Sequence[_Shown], seen: Sequence[TrainedSample]) -> None:
+        """Write the readable samples of a step, and delete files if all of them together are too large.
+
+        `seen` has the trainer's values, each by the place of its sample in the batch.
+        """
         if not shown:
             return
         seen_at = {sample.index: sample for sample in seen}

@@ -45,6 +45,7 @@ class RecordingHead(msgspec.Struct, frozen=True):
     trajectories: int
     """Number of records that follow."""
     earlier: list[BatchSample]
+    """`Batch.earlier` of the batch."""
     format: Literal[3]
     """`FORMAT`. An older Flash must refuse the file: it would assume that each token was sampled from all tokens."""
 
@@ -123,7 +124,7 @@ def recorded_steps(folder: Path) -> list[int]:
 
 
 def forget_before(folder: Path, step: int) -> None:
-    """Delete the batches of earlier steps."""
+    """Delete the batches of the steps before `step`: no checkpoint needs them any more."""
     for recorded in recorded_steps(folder):
         if recorded < step:
             _file(folder, recorded).unlink(missing_ok=True)
@@ -167,7 +168,8 @@ def read_frames(source: BinaryIO) -> Iterator[bytes]:
 def whole_frame_after(file: Path, start: int) -> bool:
     """Return True if a whole record begins anywhere after byte `start`.
 
-    Damage at `start` is then no torn end of the file, as a crash leaves it.
+    The journal asks this about a damaged record at `start`. A crash damages only the end of a file. If a whole record
+    follows, the damage has another cause, and records of the run are lost.
     """
     size = file.stat().st_size
     if size - start <= HEADER.size:
@@ -181,6 +183,7 @@ def whole_frame_after(file: Path, start: int) -> bool:
 
 
 def _whole_at(view: memoryview, offset: int, size: int) -> bool:
+    """Return True if a whole record begins at `offset`. `size` is the size of the file in bytes."""
     length, crc = HEADER.unpack_from(view, offset)
     begin = offset + HEADER.size
     # Records are short msgpack arrays and maps, and their first byte says so. This test skips most offsets cheaply.

@@ -42,14 +42,31 @@ from flash.observe.rundir import recording
 from flash.observe.rundir.summary import Summary
 from flash.types import Activity, Batch, Trajectory
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+Row = Mapping[str, Any]
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a full disk, or of a user's quota."""
 NO_ROW = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Errors from decoding a line that is no row. A crash cut the line off and later lines follow, or the disk is
+"""Errors from decoding a line that is no row. Either a crash cut the line off and later lines follow, or the disk is
 broken."""
+FACTS = (
+    ("model", ("model", "path")),
+    ("environment", ("env", "path")),
+    ("objective", ("algorithm", "objective")),
+    ("α", ("train", "async_ratio")),
+    ("steps", ("run", "steps")),
+    ("batch", ("train", "batch_size")),
+    ("seed", ("run", "seed")),
+)
+"""Settings that describe a run to people: a name for each, and its section and key in the configuration."""
 
 
-def opened(path: Path) -> BufferedReader:
+def open_regular_file(path: Path) -> BufferedReader:
     """Open a regular file for reading. Never blocks, as opening a pipe would.
 
     Raises:
@@ -82,12 +99,14 @@ class Followed(Generic[T]):
         self._file: tuple[int, int] | None = None
         self._offset = 0
         self.rows: list[T] = []
+        """Rows so far. A line that is no row is left out."""
         self.life = 0
+        """Number of times that the rows started again."""
 
     def read(self) -> None:
         """Add the appended rows to `rows`. Raises RunDirectoryError if the file cannot be read."""
         try:
-            with opened(self._path) as file:
+            with open_regular_file(self._path) as file:
                 status = os.fstat(file.fileno())
                 self._begin((status.st_dev, status.st_ino), status.st_size)
                 file.seek(self._offset)
@@ -109,27 +128,6 @@ class Followed(Generic[T]):
             if self._file is not None:
                 self.life += 1
             self._file, self._offset, self.rows = file, 0, []
-
-
-Row = Mapping[str, Any]
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-
-_log = logging.getLogger(__name__)
-
-FACTS = (
-    ("model", ("model", "path")),
-    ("environment", ("env", "path")),
-    ("objective", ("algorithm", "objective")),
-    ("α", ("train", "async_ratio")),
-    ("steps", ("run", "steps")),
-    ("batch", ("train", "batch_size")),
-    ("seed", ("run", "seed")),
-)
-"""Settings that describe a run to people: a name for each, and its section and key in the configuration."""
 
 
 class TurnTimes(msgspec.Struct, frozen=True, array_like=True):
@@ -179,7 +177,10 @@ def sample_times(trajectory: Trajectory, step: int) -> SampleTimes:
 
 
 def _oldest_versions(trajectory: Trajectory) -> list[int]:
-    """Return the oldest policy version in each action span; −1 for an empty span."""
+    """Return the oldest policy version in each action span (tokens that the policy sampled); −1 for an empty span.
+
+    `trajectory.versions` is run-length encoded over all action tokens, so a run may reach over several spans.
+    """
     runs, left, version = iter(trajectory.versions), 0, 0
     found: list[int] = []
     for span in trajectory.action_spans:
@@ -196,7 +197,7 @@ def _oldest_versions(trajectory: Trajectory) -> list[int]:
 
 
 class HubIncarnations:
-    """Numbers the hub processes of a run, in the file `hub-lives`."""
+    """Counter of the hub processes of a run (*incarnations* of the hub), in the file `hub-lives`."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -265,6 +266,7 @@ class AppendedFile:
                 self._hold()
 
     def _hold(self) -> None:
+        """Open the descriptor that keeps a deleted file readable. It is closed with this object."""
         self._held = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         self._finalizer = weakref.finalize(self, os.close, self._held)
 
@@ -421,7 +423,7 @@ class RunDirectory:
     def facts(self) -> dict[str, str]:
         """Return the main settings of the run under names for people; empty if the configuration cannot be read."""
         try:
-            with opened(self.config) as file:
+            with open_regular_file(self.config) as file:
                 settings = tomllib.load(file)
         except (OSError, ValueError):
             return {}
@@ -465,7 +467,7 @@ def write_atomically(path: Path, data: Buffer, *, durably: bool = True) -> None:
 def writing(path: Path, advice: str = "") -> Generator[None]:
     """Turn an OSError inside the block into a RunDirectoryError that says what to do.
 
-    It gives `advice`, unless the disk is full or the folder is gone: these have their own advice.
+    `advice` is the advice in the message, unless the disk is full or the folder is gone: these have their own.
     """
     try:
         yield
@@ -479,10 +481,12 @@ def writing(path: Path, advice: str = "") -> Generator[None]:
 
 
 def _lines(rows: Iterable[Any]) -> bytes:
+    """Encode each row as a line of JSON."""
     return b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
 
 
 def _pretty(value: Any) -> bytes:
+    """Encode a value as indented JSON, for files that people open."""
     return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
 
 
@@ -494,7 +498,7 @@ def _whole_lines(path: Path, kind: type[T]) -> Iterator[tuple[bytes, T]]:
     """
     decoder = msgspec.json.Decoder(kind)
     try:
-        with opened(path) as file:
+        with open_regular_file(path) as file:
             data = file.read()
     except FileNotFoundError:
         return

@@ -27,6 +27,58 @@ from flash.observe.rundir.recording import step_named
 from flash.observe.rundir.rundir import RunDirectory, write_atomically, writing
 from flash.types import Outcome, Span, TrainedSample, Trajectory, VersionRun
 
+SUFFIX = ".arrow"
+WORTH_COMPRESSING = 64 << 10
+"""Bytes of a step's samples from which on they are compressed. For less, starting to compress takes longer than it
+saves."""
+COMPRESSED = ipc.IpcWriteOptions(compression="lz4")
+"""Options for writing compressed files."""
+TOKENS_AT_ONCE = 8192
+"""Largest number of tokens of samples that are written together. A larger sample is written alone."""
+KEPT_AT_LEAST = 2
+"""Smallest number of files that are kept: the first and the last."""
+T = TypeVar("T")
+_TURN = pa.struct(
+    [
+        ("observation", pa.string()),
+        ("action", pa.string()),
+        ("reward", pa.float64()),
+        ("generate_s", pa.float64()),
+        ("env_s", pa.float64()),
+        ("metrics", pa.map_(pa.string(), pa.float64())),
+        ("note", pa.string()),
+        ("branch", pa.int32()),
+        ("start", pa.float64()),
+    ]
+)
+_OUTLINE: list[tuple[str, Any]] = [
+    ("step", pa.int64()),
+    ("task_id", pa.int64()),
+    ("group_id", pa.int64()),
+    ("sample_index", pa.int64()),
+    ("seed", pa.uint64()),
+    ("environment", pa.string()),
+    ("outcome", pa.string()),
+    ("reward", pa.float64()),
+    ("ages", pa.map_(pa.int64(), pa.int64())),
+    ("turns", pa.list_(_TURN)),
+]
+_TOKENS: list[tuple[str, Any]] = [
+    ("tokens", pa.list_(pa.string())),
+    ("branches", pa.list_(pa.int64())),
+    ("action_spans", pa.list_(pa.struct([("start", pa.int64()), ("stop", pa.int64())]))),
+    ("versions", pa.list_(pa.struct([("version", pa.int64()), ("count", pa.int64())]))),
+    ("sampled_logprobs", pa.list_(pa.float32())),
+    ("logprobs", pa.list_(pa.float32())),
+    ("entropies", pa.list_(pa.float32())),
+    ("advantages", pa.list_(pa.float32())),
+    ("uses", pa.list_(pa.uint8())),
+    ("group_rewards", pa.list_(pa.float64())),
+]
+_COLUMNS = [*_OUTLINE, *_TOKENS]
+SCHEMA = pa.schema(_COLUMNS)
+"""Columns of a file: first those of `SampleOutline`, then those of the tokens."""
+
 
 class SampleTurn(msgspec.Struct, frozen=True):
     """Turn of a sample in readable form."""
@@ -132,6 +184,7 @@ def readable(
 
 
 def _values(trajectory: Trajectory, seen: TrainedSample | None) -> TokenValues:
+    """Return the values of the action tokens. Values of the trainer for another number of tokens are left out."""
     sampled = _numbers(trajectory.logprobs)
     if seen is None or len(seen.uses) != len(sampled):
         return TokenValues(sampled)
@@ -143,62 +196,7 @@ def _numbers(values: bytes) -> list[float]:
     return np.frombuffer(values, dtype="<f4").tolist()
 
 
-SUFFIX = ".arrow"
-WORTH_COMPRESSING = 64 << 10
-"""Bytes of a step's samples from which on they are compressed. For less, starting to compress takes longer than it
-saves."""
-COMPRESSED = ipc.IpcWriteOptions(compression="lz4")
-"""Options for writing compressed files."""
-TOKENS_AT_ONCE = 8192
-"""Largest number of tokens of samples that are written together. A larger sample is written alone."""
-KEPT_AT_LEAST = 2
-"""Smallest number of files that are kept: the first and the last."""
-
-T = TypeVar("T")
-
-_TURN = pa.struct(
-    [
-        ("observation", pa.string()),
-        ("action", pa.string()),
-        ("reward", pa.float64()),
-        ("generate_s", pa.float64()),
-        ("env_s", pa.float64()),
-        ("metrics", pa.map_(pa.string(), pa.float64())),
-        ("note", pa.string()),
-        ("branch", pa.int32()),
-        ("start", pa.float64()),
-    ]
-)
-_GLANCE: list[tuple[str, Any]] = [
-    ("step", pa.int64()),
-    ("task_id", pa.int64()),
-    ("group_id", pa.int64()),
-    ("sample_index", pa.int64()),
-    ("seed", pa.uint64()),
-    ("environment", pa.string()),
-    ("outcome", pa.string()),
-    ("reward", pa.float64()),
-    ("ages", pa.map_(pa.int64(), pa.int64())),
-    ("turns", pa.list_(_TURN)),
-]
-_TOKENS: list[tuple[str, Any]] = [
-    ("tokens", pa.list_(pa.string())),
-    ("branches", pa.list_(pa.int64())),
-    ("action_spans", pa.list_(pa.struct([("start", pa.int64()), ("stop", pa.int64())]))),
-    ("versions", pa.list_(pa.struct([("version", pa.int64()), ("count", pa.int64())]))),
-    ("sampled_logprobs", pa.list_(pa.float32())),
-    ("logprobs", pa.list_(pa.float32())),
-    ("entropies", pa.list_(pa.float32())),
-    ("advantages", pa.list_(pa.float32())),
-    ("uses", pa.list_(pa.uint8())),
-    ("group_rewards", pa.list_(pa.float64())),
-]
-_COLUMNS = [*_GLANCE, *_TOKENS]
-SCHEMA = pa.schema(_COLUMNS)
-"""Columns of a file: first those of `Glance`, then those of the tokens."""
-
-
-class Glance(msgspec.Struct, frozen=True):
+class SampleOutline(msgspec.Struct, frozen=True):
     """Readable sample without its tokens, for lists and searches."""
 
     step: int
@@ -240,14 +238,14 @@ def read_samples(directory: RunDirectory, step: int, group_id: int | None = None
     return [found for row in rows if (found := _sample(row)) is not None]
 
 
-def read_glances(directory: RunDirectory, step: int) -> list[Glance]:
+def read_outlines(directory: RunDirectory, step: int) -> list[SampleOutline]:
     """Return the readable samples of a step without their tokens; empty if the file is missing or damaged.
 
     Raises:
         RunDirectoryError: the file may not be read.
     """
-    rows = _read(samples_of(directory, step), list(Glance.__struct_fields__))
-    return [found for row in rows if (found := _converted(row, Glance)) is not None]
+    rows = _read(samples_of(directory, step), list(SampleOutline.__struct_fields__))
+    return [found for row in rows if (found := _converted(row, SampleOutline)) is not None]
 
 
 def samples_of(directory: RunDirectory, step: int) -> Path:
@@ -293,10 +291,12 @@ def _parts(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
 
 
 def _column(samples: Sequence[Sample], name: str, kind: pa.DataType) -> pa.Array:
+    """Return a column of the file with one cell for each sample."""
     return pa.array([_cell(sample, name) for sample in samples], kind)
 
 
 def _cell(sample: Sample, name: str) -> Any:
+    """Return the value of a sample in a column, in a form that Arrow can convert."""
     match name:
         case "outcome":
             return str(sample.outcome)
@@ -331,6 +331,7 @@ def _read(file: Path, columns: Sequence[str], group_id: int | None = None) -> li
 
 
 def _sample(row: dict[str, Any]) -> Sample | None:
+    """Return the sample of a row of the file; None if the row does not have the form of one."""
     row["values"] = {name: row.get(name) for name in TokenValues.__struct_fields__}
     for name in ("action_spans", "versions"):
         row[name] = [tuple(one.values()) for one in row.get(name) or ()]
@@ -338,6 +339,7 @@ def _sample(row: dict[str, Any]) -> Sample | None:
 
 
 def _converted(row: dict[str, Any], kind: type[T]) -> T | None:
+    """Convert a row to a struct; None if it does not have that form."""
     try:
         return msgspec.convert(row, kind)
     except msgspec.ValidationError:

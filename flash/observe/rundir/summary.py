@@ -77,7 +77,14 @@ def summarise(
 ) -> Summary:
     """Compute the summary of a run from its rows. Missing keys count as not measured.
 
-    `undone` are rows of steps that were made again. Only their restarts count.
+    Args:
+        config: configuration of the run.
+        metrics: rows of the steps.
+        evaluations: rows of the evaluations.
+        undone: rows of steps that a resumed run made again, and restarts that no row has. Only their restarts count.
+        ledger: totals of the ledger, which counts the fate of each sample and token.
+        restarts: number of restarts of the hub.
+        error: message of the error that ended the run; empty if none did.
     """
     held_out = [row for row in by_step(evaluations) if number(row, "mean_reward") is not None] or [{}]
     first, last = held_out[0], held_out[-1]
@@ -111,14 +118,17 @@ def summarise(
 
 
 def _whole(row: Row, key: str) -> int | None:
+    """Return the number under `key` as an integer; None if the row has none."""
     return None if (value := number(row, key)) is None else int(value)
 
 
 def _counted(name: str, *rows: Sequence[Row]) -> int:
+    """Return the sum of a column over several sequences of rows."""
     return int(sum(number(row, name) or 0 for some in rows for row in some))
 
 
 def _stale_share(ledger: Row) -> float | None:
+    """Return the share of the tokens that were too old to be trained; None if no token was trained or too old."""
     stale = number(ledger, "discarded_tokens_stale") or 0
     known = stale + (number(ledger, "trained_tokens") or 0)
     return stale / known if known else None
@@ -137,7 +147,7 @@ def number(row: Row, key: str) -> float | None:
 
 
 def by_step(rows: Sequence[Row]) -> list[Row]:
-    """Return rows in the order of their steps. Of a step that was recorded twice, only the later row."""
+    """Return rows in the order of their steps. If a step was recorded twice, only its later row is returned."""
     latest = {row["step"]: row for row in rows if number(row, "step") is not None}
     return [latest[step] for step in sorted(latest)]
 
@@ -153,7 +163,7 @@ def _step_seconds(row: Row) -> float:
 def _over_time(metrics: Sequence[Row], key: str) -> float | None:
     """Return the mean of a rate or share, weighted by the steps' seconds; None if it was not measured.
 
-    So start-up, restarts and the last evaluation, which have no steps, do not lower it.
+    Times without a step, such as start-up, restarts and the last evaluation, do not lower it.
     """
     known = [(rate, _step_seconds(row)) for row in metrics if (rate := number(row, key)) is not None]
     seconds = sum(step for _, step in known)

@@ -106,10 +106,10 @@ class Feed:
     def warnings(self) -> list[str]:
         """Return warnings that were not returned before: failures, a full queue, and a call that takes very long."""
         name, found = self._receiver.name, [self._failures.get() for _ in range(self._failures.qsize())]
-        if self._dropped and self._first("behind"):
+        if self._dropped and self._first_time("behind"):
             found.append(f"{name} is {WAITING} rows behind: new rows are dropped until it has caught up")
         seconds = 0.0 if (since := self._calling_since) is None else self._now() - since
-        if seconds > SILENT_S and "failure" not in self._reported and self._first("silent"):
+        if seconds > SILENT_S and "failure" not in self._reported and self._first_time("silent"):
             hangs = f"{name} has not answered for {seconds:.0f} s: it hangs, or cannot be reached"
             found.append(f"{hangs}{self._receiver.consequence}")
         return found
@@ -135,7 +135,7 @@ class Feed:
         missed = self._receiver.missed(self._given, self._failed, dropped)
         return [*found, missed] if missed else found
 
-    def _first(self, kind: str) -> bool:
+    def _first_time(self, kind: str) -> bool:
         """Return True at the first call for a kind of warning."""
         first = kind not in self._reported
         self._reported.add(kind)
@@ -157,7 +157,7 @@ class Feed:
         try:
             method()
         except BaseException as error:  # foreign code: whatever it raises is its failure, and not the run's
-            if not self._late and self._first("failure"):
+            if not self._late and self._first_time("failure"):
                 failure = f"{error}" if isinstance(error, ReceiverError) else f"failed: {type(error).__name__}: {error}"
                 self._failures.put(f"{self._receiver.name} {failure}{self._receiver.consequence}")
             return False

@@ -120,6 +120,11 @@ class AlarmCommand(Receiver):
         self._process: subprocess.Popen[bytes] | None = None
 
     def send(self, kind: str, row: dict[str, Any]) -> None:
+        """Start the command with an alarm and wait for its end.
+
+        Raises:
+            ReceiverError: the command cannot be started, takes too long, or ends with an error.
+        """
         # The error output goes to a file and not to a pipe: a pipe can be full, and a process that the command started
         # and left behind could hold it open.
         with tempfile.TemporaryFile() as errors:

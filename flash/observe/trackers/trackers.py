@@ -52,6 +52,22 @@ X_AXIS = "train/global_step"
 be sent after later steps."""
 
 
+NAME_LENGTH = 200
+"""Largest number of characters in the name of a value."""
+LOOK_S = 0.5
+"""Seconds between two checks that the run still lives."""
+RETRY_S = 1.0
+"""Seconds until a tracker that fails at the end of the run is tried again."""
+LAST = ("summary", "error")
+"""Kinds of a run's last event: of a run that ended well, and of one that failed."""
+KILLED = "killed"
+"""Kind that stands for the death of the run without a last event."""
+ERROR_LENGTH = 500
+"""Largest number of characters of an error that is reported to the run."""
+_INVALID = re.compile(r"[^\w.-]")
+"""Characters of a name that not all trackers accept."""
+
+
 class Opening(msgspec.Struct, frozen=True):
     """Everything that a tracker needs to open a run."""
 
@@ -197,23 +213,8 @@ def not_installed(name: str) -> str | None:
 
 
 def _unique(name: str) -> str:
+    """Return an id for a new run in a tracker, since another run may have the same name."""
     return f"{name}-{uuid4().hex[:8]}"
-
-
-NAME_LENGTH = 200
-"""Largest number of characters in the name of a value."""
-LOOK_S = 0.5
-"""Seconds between two checks that the run still lives."""
-RETRY_S = 1.0
-"""Seconds until a tracker that fails at the end of the run is tried again."""
-LAST = ("summary", "error")
-"""Kinds of a run's last event: of a run that ended well, and of one that failed."""
-KILLED = "killed"
-"""Kind that stands for the death of the run without a last event."""
-ERROR_LENGTH = 500
-"""Largest number of characters of an error that is reported to the run."""
-_INVALID = re.compile(r"[^\w.-]")
-"""Characters of a name that not all trackers accept."""
 
 
 class TrackerPlace(msgspec.Struct, frozen=True):
@@ -228,7 +229,7 @@ class TrackerPlace(msgspec.Struct, frozen=True):
 
 
 class Tracking:
-    """Sends the rows of one run to one tracker. Only the process that has the lock of `held` may use it."""
+    """Sends the rows of one run to one tracker. Only the process that has the lock of `tracker_lock` may use it."""
 
     def __init__(self, directory: RunDirectory, name: TrackerName) -> None:
         self._directory = directory
@@ -263,6 +264,7 @@ class Tracking:
             self._tracker.close(failed=failed)
 
     def _open(self, project: str | None) -> Tracker:
+        """Open the run in the tracker, and remember its id there, so that a later process continues the same run."""
         config = settings(self._directory)
         table = config.get("track", {})
         opening = Opening(
@@ -293,6 +295,7 @@ class Tracking:
                     yield kind, sent, row
 
     def _remember(self, place: TrackerPlace) -> None:
+        """Write down the last rows that the tracker has."""
         self._place = place
         write_atomically(self._file, msgspec.json.encode(place))
 
@@ -315,7 +318,7 @@ def settings(directory: RunDirectory) -> dict[str, Any]:
 
 
 @contextmanager
-def held(directory: RunDirectory, name: TrackerName, *, wait: bool = False) -> Generator[bool]:
+def tracker_lock(directory: RunDirectory, name: TrackerName, *, wait: bool = False) -> Generator[bool]:
     """Hold the lock of a tracker inside the block, so that no other process sends the same rows.
 
     Yields False if another process holds the lock. With `wait`, waits for the lock instead.
@@ -432,14 +435,18 @@ class TrackerProcess(Receiver):
 
 
 def main(run_dir: str, name: str) -> None:
-    """Run the tracker's process: send new rows at each event of the run, and the rest at its end."""
-    os.nice(5)
+    """Run the tracker's process: send new rows at each event of the run, and the rest at its end.
+
+    A tracker that fails at the end is tried again until the run kills this process, after `deadlines.sink`. If the run
+    dies without a last event, nothing is tried again, and the tracker's run is closed as failed.
+    """
+    os.nice(5)  # The run's own processes come first.
     # Answers go to the pipe that is stdout now. Afterwards stdout is the log, since trackers print there.
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
     sys.stdout = sys.stderr
     parent, tracker = os.getppid(), cast("TrackerName", name)
-    with held(RunDirectory(Path(run_dir)), tracker, wait=True):
+    with tracker_lock(RunDirectory(Path(run_dir)), tracker, wait=True):
         tracking = Tracking(RunDirectory(Path(run_dir)), tracker)
         kind = error = ""
         while kind not in (*LAST, KILLED):
@@ -472,7 +479,8 @@ def _error_of(call: Callable[[], None]) -> str:
 
 
 def _answer(answers: TextIO, error: str) -> None:
-    with suppress(OSError):  # the run has died
+    """Answer an event of the run with an error message, or with an empty line."""
+    with suppress(OSError):  # The run has died.
         answers.write(f"{error}\n")
 
 
