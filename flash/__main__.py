@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable
 
 GRACE_S = 1.0
-"""Seconds that each remaining thread has to end after the command has ended."""
+"""Seconds that each remaining thread has to end after the command has ended. After that the process ends without
+waiting."""
 
 
 def run(command: Callable[[], int] | None = None) -> None:

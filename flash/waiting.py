@@ -22,7 +22,7 @@ from flash.errors import DeadlineError, FlashError, TransportError
 T = TypeVar("T")
 
 ITEMS_PER_SLICE = 4096
-"""Number of items that `free_in_slices` frees in one slice."""
+"""Number of items that `free_in_slices` frees in one slice, which blocks the event loop."""
 
 GC_THRESHOLDS = (500, 3_600, 10)
 """Thresholds of the garbage collector's three generations inside a block of `rare_garbage_collection`.

@@ -41,7 +41,7 @@ from flash.sampling import Sampling
 from flash.types import Message, Observation, Piece, Tool
 
 HELD_OUT = 1 << 31
-"""First seed of the held-out problems, which are the problems of evaluations."""
+"""First seed of the held-out problems, which are the problems of evaluations. Training problems have smaller seeds."""
 
 Info = dict[str, Any]
 """Further results of `reset` and `step`, by name. In the info of `step`, `metrics` (names with numbers) and `note` (a

@@ -21,7 +21,7 @@ from flash.errors import EnvError, RewardError
 from flash.types import Message, Observation
 
 VALUE_LENGTH = 80
-"""Largest number of characters of a wrong value that an error message shows."""
+"""Largest number of characters of a wrong value that an error message shows, so that the message stays readable."""
 NOTE_LENGTH = 2000
 """Largest number of characters of a note that are kept. The limit is needed because each sample carries its notes to
 the hub."""

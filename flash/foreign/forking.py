@@ -39,7 +39,8 @@ from typing import Any, cast
 MODULES = "FLASH_FORK_MODULES"
 """Environment variable with the names of the modules that `serve` imports, separated by commas."""
 BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""Signals that a server blocks, and that the processes forked from it unblock."""
+"""Signals that a server blocks, and that the processes forked from it unblock. Slurm sends them to all processes of a
+job, but only the forked processes must react."""
 SERVER_GONE = 255
 """Exit code that a process seems to have if its server is gone, because only the server learns the true exit code. The
 process may still be running."""
@@ -172,8 +173,7 @@ def serve() -> None:
     This is called once in the server, before multiprocessing's main function of fork servers.
     """
     Imports.begun = time.time()
-    # Slurm sends these signals to all processes of a job. Only the forked processes must react, so they unblock the
-    # signals (`ForkedProcess.enter`).
+    # The forked processes unblock these signals (`ForkedProcess.enter`).
     signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
     os.setsid()  # the terminal sends signals such as Ctrl-C to the launcher's session only
     # Imported objects are never freed, so garbage collection would only take a fifth of the time of the imports. In a

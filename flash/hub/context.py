@@ -81,7 +81,7 @@ class RunProgress:
         self.done = False
         """True once all peers may leave."""
         self.stages_ended = 0
-        """Counter of the events that end a stage, so that two stages of the same kind can be told apart
+        """Counter of the events that end a stage, so that two stages of the same kind are distinguished
         (`flash.hub.stages`)."""
         self.error: FlashError | None = None
         """Error that has ended the run; None if there is none."""

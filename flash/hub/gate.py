@@ -66,7 +66,7 @@ MOST_ENGINES = 1024
 """Largest number of engines of one node; far above what a machine holds."""
 MOST_STOCKS = 64
 """Largest number of stocks in a status. A stock is a resource that the environments of one node share, such as a pool
-of sandboxes."""
+of sandboxes. The limit bounds the memory that a faulty node can fill."""
 ENGINE_FIGURES = {column.name for column in columns("engine")}
 """Names of the figures (numbers for people) that an engine may report."""
 

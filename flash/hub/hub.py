@@ -309,7 +309,7 @@ class Hub:
                 self._observer.note(f"{request.reason}: {self.interrupt() or 'the run is over'}")
             case p.Fatal():
                 await self._trainers.fatal(request, lambda: self.stages.describe(self.stages.now))
-                # The peer must not get a reply: the end of its connection tells it that the error was reported. So
+                # The peer must not get a reply: the end of its connection shows it that the error was reported. So
                 # wait until its call has timed out; the Ack below then reaches nobody.
                 await anyio.sleep(self._config.deadlines.request)
             case p.RankRequest() | p.FirstRankRequest():

@@ -50,7 +50,8 @@ LEASES_AT_ONCE = 256
 """Largest number of leases in one reply, so that one reply takes only a few milliseconds: granting a lease takes about
 10 microseconds. The node then asks at once for the rest of its share."""
 SLICE = 128
-"""Number of leases after which other tasks of the hub are served before more leases are granted (a slice). A slice may
+"""Number of leases after which other tasks of the hub are served before more leases are granted (a slice), so that no
+other request waits for more than some milliseconds. A slice may
 have more leases: the reply that is being filled when this number is reached still gets the whole share of its node, up
 to `LEASES_AT_ONCE`."""
 
@@ -633,7 +634,7 @@ class NodeWork:
         """Pass on what the buffer has collected: the withdrawn leases to the nodes that hold them, and the notes to
         people.
 
-        The results of withdrawn leases are not needed any more, and the `CancelReply` tells the nodes so. This is
+        The results of withdrawn leases are not needed any more, and the `CancelReply` notifies the nodes. This is
         called after each operation of the buffer that may withdraw leases.
         """
         for node in self.holders.withdraw(self._samples.leases.to_cancel):

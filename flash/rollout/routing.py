@@ -47,7 +47,8 @@ MAX_DEATHS = 3
 of the request count. Three deaths under one request are hardly chance, and a further death would cost the work of
 another engine."""
 REMEMBERED = 1 << 16
-"""Number of tasks, and of groups, whose engine is remembered. This is more than a node runs at once."""
+"""Number of tasks, and of groups, whose engine is remembered. This is more than a node runs at once; older entries
+would only fill memory."""
 
 
 class RequestRecord:

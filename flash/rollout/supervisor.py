@@ -31,7 +31,8 @@ from flash.types import Published
 from flash.waiting import deadline
 
 FIRST_PAUSE_S = 1.0
-"""Seconds before the first restart in a row. Each further pause is twice as long, up to `LONGEST_PAUSE_S`."""
+"""Seconds before the first restart in a row. Each further pause is twice as long, up to `LONGEST_PAUSE_S`, so that a
+cause that lasts has time to pass."""
 STEADY_STARTS, MIN_STEADY_S, MAX_STEADY_S = 10.0, 60.0, 600.0
 """An engine that has served for `STEADY_STARTS` times the seconds of its start, but at least `MIN_STEADY_S` and at most
 `MAX_STEADY_S` seconds, was healthy. A later death has another cause, so the count of restarts begins at 0 again."""

@@ -22,15 +22,16 @@ from flash.errors import ConfigError, RewardError
 from flash.types import Failure, Outcome, Trajectory
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 5.0
-"""First and longest pause between two tries, in seconds. Each pause is twice as long as the one before."""
+"""First and longest pause between two tries, in seconds. Each pause is twice as long as the pause before, so that an
+overloaded server can recover."""
 MAX_CONNECTIONS = 64
-"""Largest number of requests at once. Further requests wait."""
+"""Largest number of requests at once, so that one node does not overload the server. Further requests wait."""
 SLICE = 512
 """Number of tokens whose log-probs are decoded before other tasks of the event loop may run: less than 1 ms."""
 MINUS_INFINITY = -9999.0
 """Number that vLLM writes for a log-prob of −∞."""
 QUOTED = 300
-"""Number of characters of the server's answer that an error quotes."""
+"""Number of characters of the server's answer that an error quotes. The answer may be a whole page of HTML."""
 
 
 class _Token(msgspec.Struct):

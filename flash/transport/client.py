@@ -43,7 +43,7 @@ from flash.waiting import deadline, unwrapped_group
 
 LATE_S = 1.0
 """Seconds by which a deadline may be noticed too late. If the delay is longer, this process was stopped or its loop was
-blocked."""
+blocked, and the reply may have arrived unread."""
 
 _REFUSALS = msgspec.msgpack.Decoder(Refusal)
 

@@ -46,7 +46,7 @@ SLICE_ITEMS = 4096
 takes long although they have few bytes."""
 
 BUFFER_BYTES = 1 << 20
-"""Number of unsent bytes at which senders begin to wait."""
+"""Number of unsent bytes at which senders begin to wait, so that a peer that does not read cannot fill our memory."""
 CHUNK_BYTES = 1 << 20
 """Bytes given to the socket at once. The bytes are copied, and copying all of a long frame would stop the loop."""
 MERGED_BYTES = 1 << 18

@@ -45,12 +45,13 @@ Without this pause the loop would call accept() again and again without effect."
 LOG_WINDOW_S = 60.0
 """Seconds over which `LimitedLog` counts its lines."""
 REFUSALS_LOGGED = 20
-"""Largest number of refused connections that are logged within `LOG_WINDOW_S`."""
+"""Largest number of refused connections that are logged within `LOG_WINDOW_S`, so that strangers cannot fill a disk."""
 MAX_CALLS = 1 << 12
 """Largest number of requests of one peer that may be in progress at once: far more than a peer of a run needs. The
 limit is needed because each request holds a task."""
 FLUSH_S = 2.0
-"""Seconds for a dropped peer to read the error that says why it is dropped."""
+"""Seconds for a dropped peer to read the error that says why it is dropped. A peer that does not read must not delay
+the end of its session for longer."""
 LONGEST_COMMAND = 60
 """Number of characters of a command line in an error message: enough for the program, but not for all options of
 another service."""

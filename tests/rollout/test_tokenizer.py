@@ -311,7 +311,7 @@ def test_tools_that_a_template_leaves_out_are_refused_and_reasoning_is_reported_
     for text in ("one", "two"):
         tokenizer.prompt_and_answer([user(text), Message("assistant", "two", "in thought")])
     assert [record.message.partition("shows ")[2] for record in caplog.records] == [
-        "nothing of an assistant's reasoning, where a conversation has some: it is neither shown nor learned"
+        "nothing of an assistant's reasoning: the reasoning in a conversation is neither shown to the model nor learned"
     ]
 
 

@@ -245,7 +245,7 @@ def outcome(tokenizer: HfTokenizer, case: str) -> str:
 def reason(text: str) -> str:
     """Return the part of a message that names the reason."""
     text = re.sub(r"the chat template of \S+ ", "", text)
-    return re.split(r", so that|; |, where|: it is", text)[0]
+    return re.split(r", so that|, so the|; |, where|: the reasoning|: it is", text)[0]
 
 
 def outcomes(name: str) -> dict[str, str]:

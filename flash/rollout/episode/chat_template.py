@@ -227,7 +227,8 @@ class ChatTemplate:
             change = f"; set chat_template_kwargs ({', '.join(known)}) as the answer has it" if known else ""
             raise EnvError(
                 f"the chat template of {self._path} does not show an assistant's message behind the prompt for it, so "
-                f"that it cannot be learned as it would be said{change}; or give prompt and completion as text"
+                f"the tokens to learn would differ from the tokens that an engine samples{change}; or give prompt and "
+                "completion as text"
             )
         tokens = self._controls.encode(answer, follows=True)
         # The model must learn to end its turn, and nothing after that: an engine stops there.
@@ -366,7 +367,7 @@ class ChatTemplate:
         """Return the text of the error, or of the warning, about a part that the template leaves out."""
         shows_nothing = f"the chat template of {self._path} shows nothing of {PARTS[part].words}"
         if part == "reasoning":
-            return f"{shows_nothing}, where a conversation has some: it is neither shown nor learned"
+            return f"{shows_nothing}: the reasoning in a conversation is neither shown to the model nor learned"
         return (
             f"{shows_nothing}, so that the model would never see it; leave it out, or use a model with another template"
         )

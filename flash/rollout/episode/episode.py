@@ -49,7 +49,7 @@ from flash.types import Completion, Failure, Lease, Observation, Outcome, Task, 
 from flash.waiting import unwrapped_group
 
 KEYS_PER_TASK = 4096
-"""Largest number of requests of a task for which `response_key` returns different keys."""
+"""Largest number of requests of a task for which `response_key` returns keys that no other task has."""
 
 
 class Responder(Protocol):

@@ -36,7 +36,7 @@ KEPT_PROMPTS = 64
 show it soon after each other."""
 KEPT_VARIANTS = 64
 """Number of variants of the tokenizer, with other arguments of the chat template, that are kept. Data sets use few
-different arguments."""
+different arguments; more variants would only fill memory."""
 INCOMPLETE = "\ufffd"
 """Character to which an incomplete sequence of UTF-8 bytes is decoded."""
 

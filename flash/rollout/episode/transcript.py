@@ -330,7 +330,7 @@ class Transcript:
         return self.branches[self.branch].tokens
 
     async def prepare(self, observation: Observation) -> None:
-        """Render an observation that may be shown next in a thread, if it is large, and keep its tokens.
+        """In a thread, render an observation that may be shown next, if it is large, and keep its tokens.
 
         `render` and `room` then use these tokens. `render` and `room` render a small observation themselves, on the
         event loop. An observation that is certainly too large is not rendered; `room` refuses it.
