@@ -1,4 +1,4 @@
-"""Make a step's groups into a batch, split the batch among the trainer ranks, and compute its metrics. Pure functions.
+"""Makes a batch of a step's groups, splits it among the trainer ranks, and computes its metrics. Pure functions.
 
 `flash.hub.steps` gathers the groups of `SampleBuffer.next_batch` into a `Batch` and splits it into shards: a *shard* is
 the part of a batch that one trainer rank trains. (Ranks that compute the same sequences together get the same shard.)
@@ -30,8 +30,8 @@ SAMPLES_PER_SLICE = 512
 ATTEMPTS_PER_SHARD = 4
 """Largest number of assignments that `_balance` tries, per shard. More would balance better, but take longer."""
 PART_BYTES = 1 << 26
-"""Approximate number of bytes of samples in one part of a shard. It is far below the limit of a message. It also bounds
-the memory that the encoded parts, one for each rank, take on the hub beside the batch itself."""
+"""Approximate number of bytes of samples in one part of a shard, far below the limit of a message. It also bounds the
+memory on the hub, which encodes one part for each rank at a time."""
 ENV_PREFIX = "env/"
 """Prefix of the names of the environment's metrics, so that they differ from all other metrics."""
 
@@ -49,7 +49,7 @@ def gather(groups: Sequence[Group], step: int, min_version: int) -> Batch:
 def minibatch_of(groups: Sequence[int], minibatches: int) -> dict[int, int]:
     """Return the minibatch of each group, by the number of the group.
 
-    The hub and the trainer ranks compute it independently from the same batch, so the result must depend on nothing
+    The hub and the trainer ranks compute this independently from the same batch, so the result must depend on nothing
     else. `groups` has the group of each sample, in the order of the batch. Consecutive groups share a minibatch.
     """
     ordered = list(dict.fromkeys(groups))
@@ -62,8 +62,8 @@ def split_into_shards(
     """Split a batch into shards that have about the same number of tokens to compute in each minibatch.
 
     Every sample is in exactly one shard, and every shard has the facts and the denominators of the whole batch.
-    Several samples of a shard may begin with the same tokens. A trainer rank computes these once, so they count once.
-    Each minibatch is balanced on its own, because the ranks wait for each other at its end.
+    Tokens with which several samples of a shard begin count once, because a trainer rank computes them once. Each
+    minibatch is balanced on its own, because the ranks wait for each other at its end.
 
     Args:
         batch: the batch.
@@ -71,7 +71,7 @@ def split_into_shards(
         minibatches: number of minibatches of the step.
         slice_size: number of samples after which this generator yields.
     """
-    # Facts about each sample, and the denominators of the loss.
+    # Collect facts about each sample, and the denominators of the loss.
     entries: list[BatchSample] = []
     tokens = sequences = 0
     for trajectory in batch.trajectories:
@@ -80,7 +80,7 @@ def split_into_shards(
         sequences += count_trained_branches(trajectory, batch.min_version)
         if len(entries) % slice_size == 0:
             yield
-    # Indices of the samples of each shard.
+    # Assign the samples, by their indices, to shards.
     assigned = [list(range(len(entries)))]
     if shards > 1:
         minibatch = minibatch_of([entry.group_id for entry in entries], minibatches)
@@ -108,8 +108,8 @@ def split_into_shards(
 class _SortedGroup(NamedTuple):
     """The samples of a group, ordered so that samples with a long common beginning are neighbours.
 
-    A sample has one token sequence, or several if its episode has branches. Its place is that of its first sequence in
-    the sorted order of all sequences of the group.
+    A sample has one token sequence, or several if its episode has branches. Samples are in the order of their first
+    sequences in the sorted order of all sequences of the group.
     """
 
     indices: list[int]
@@ -128,8 +128,8 @@ class _SortedGroup(NamedTuple):
         """
         tokens = common = 0
         for sample, length, shared in zip(self.sample_of, self.lengths, self.shared, strict=True):
-            # `common`: tokens that this sequence shares with the last one of the block. In sorted order, two sequences
-            # share the smallest number of tokens that two neighbours between them share.
+            # `common` is the number of tokens that this sequence shares with the last sequence of the block: the
+            # smallest number that two neighbours between them in sorted order share.
             common = min(common, shared)
             if sample in samples:
                 tokens, common = tokens + length - common, length
@@ -172,9 +172,9 @@ def _balance(
     """Divide the samples with the indices `chosen` among the shards. Returns the indices of each shard's samples.
 
     At first whole groups are assigned, the largest first, each to the shard with the fewest tokens so far. Then the
-    largest group of the fullest shard is halved, and all are assigned again. This is repeated several times. The result
-    is the assignment whose fullest shard has the fewest tokens. Groups are cut as little as possible, because samples
-    of one group share the tokens of their prompt only within a shard.
+    largest group of the fullest shard is halved, and all groups are assigned again. This is repeated several times. The
+    result is the assignment whose fullest shard has the fewest tokens. Groups are cut as little as possible, because
+    samples of one group share the tokens of their prompt only within a shard.
     """
     members: dict[int, list[int]] = {}
     for index in chosen:
@@ -231,11 +231,11 @@ def split_into_messages(
 
 
 def sample_metrics(trajectory: Trajectory) -> dict[str, float]:
-    """Return the metrics of one sample: those of its environment and, if it has a kind, those of its domain.
+    """Return the metrics of one sample: the metrics of its environment and, if it has a kind, of its domain.
 
-    The hub takes their means over a batch, and an evaluation over its round.
-    The kind is the name of the environment in a run that mixes several. The metrics of a domain are the reward and the
-    number of action tokens, which are the tokens that the policy sampled.
+    The hub takes means over a batch, and an evaluation takes means over its round. The kind is the name of the
+    environment in a run that mixes several. The metrics of a domain are the reward and the number of action tokens,
+    which are the tokens that the policy sampled.
     """
     row = {ENV_PREFIX + name: value for name, value in trajectory.env_metrics().items()}
     if kind := trajectory.task.kind:
@@ -245,7 +245,7 @@ def sample_metrics(trajectory: Trajectory) -> dict[str, float]:
 
 
 def mean_metrics(rows: Iterable[Mapping[str, float]]) -> Generator[None, None, dict[str, float]]:
-    """Return the mean of each metric over the samples that have it, in alphabetical order. A row is one sample's."""
+    """Return the mean of each metric over the samples that have it, in alphabetical order. A row is of one sample."""
     values: dict[str, list[float]] = {}
     for number, metrics in enumerate(rows, start=1):
         for name, value in metrics.items():

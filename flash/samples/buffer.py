@@ -5,15 +5,15 @@ step, and `commit` when the step is trained. Each call decides, records an event
 the `SampleStore`, which holds the state. A *group* is the tasks about one problem, which are its *members*.
 
 - *Admission* (`flash.samples.tasks.Admission`): a task is leased only to a node with an engine whose version is new
-  enough. The age contract, which bounds how many versions old a trained token may be, says which version that is.
+  enough by the age contract, which bounds how many versions old a trained token may be.
 - *Redundancy*: a group may have more members than it needs. When enough are done, the others are withdrawn. There may
   also be more groups than needed. In each step, up to `rollout.extra_groups` groups that are too slow may leave.
 - *Choice* (`choose`): a step takes groups of which enough members are done, groups with the oldest tokens first.
 - *Age*: tokens that are too old are left out of the loss, or their task starts again (`rollout.on_expire`). Finished
-  members that would get too old while they wait for the rest of their group are trained before it.
+  members that would get too old while they wait for the rest of their group are trained before the rest.
 
 The time of a call does not grow with the number of tasks in flight. Work on many groups goes into the store's backlog.
-The owner calls `do_slice` until the backlog is empty; no batch is formed before that.
+The hub calls `do_slice` until the backlog is empty, and no batch is formed before this.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from flash.samples.tasks import TaskSource
 from flash.types import Failure, Lease, Trajectory
 
 MEMBERS_PER_SLICE = 512
-"""Number of members whose groups are processed in one slice of the backlog. Each takes at most ten microseconds, so a
-slice blocks the event loop for a few milliseconds."""
+"""Number of members whose groups are processed in one slice of the backlog. A member takes at most ten microseconds, so
+a slice blocks the event loop for a few milliseconds."""
 
 
 class SampleBuffer:
@@ -146,8 +146,8 @@ class SampleBuffer:
     def _lease_members(self, members: Sequence[Member], versions: Sequence[int], node: int) -> list[Lease]:
         """Lease queued members of one group to a node whose engines run `versions`.
 
-        `Lease.min_version` is the oldest of these versions that may run the task. So it is known from now on how old
-        the tokens of the sample can be at most.
+        `Lease.min_version` is the oldest of these versions that may run the task. It bounds the age of the sample's
+        tokens from now on.
         """
         admission, ids = self.samples.admission, self.samples.leases.ids
         numbered = [
@@ -179,9 +179,9 @@ class SampleBuffer:
     # -- batches -----------------------------------------------------------------------------------------------------
 
     def has_batch(self, version: int) -> bool:
-        """Return True if `next_batch` would return a batch, or begin to form one. False while a backlog is left.
+        """Return True if `next_batch` would return a batch, or begin to form a batch. False while a backlog is left.
 
-        The hub asks this after each result, to wake the trainer ranks that wait for a batch.
+        The hub calls this after each result, to wake the trainer ranks that wait for a batch.
         """
         samples = self.samples
         if samples.backlog:
@@ -265,11 +265,11 @@ def choose(
         contract: the run's age contract.
         step: the version that is trained.
         eligible: the groups that may be trained.
-        begun: by the oldest version of a group's tokens: the number of groups that have begun and that no step has
-            taken yet, complete ones included, and how many of these are not complete.
+        begun: by the oldest version of a group's tokens: the number of groups, complete or not, that have begun and
+            that no step has taken yet, and how many of these are not complete.
         before: only groups with a smaller number may be chosen. None: all.
-        wait: if True, the result is None while some other group would be trained too late if this step took its groups
-            now: the steps after this one could not train all such groups before their oldest tokens are too old.
+        wait: if True, the result is None while later steps could not train all other groups before their oldest tokens
+            are too old.
         limits: largest number of groups of each kind of problem; kinds without an entry have no limit.
     """
     chosen = eligible.first(contract.groups_per_batch, before, limits)
@@ -283,9 +283,9 @@ def _all_in_time(
 ) -> bool:
     """Return True if all groups except the chosen ones can be trained from `step` on before their first tokens expire.
 
-    `step` is the step after the one that takes the chosen groups. The steps from `step` to s have room for s - step + 1
+    The chosen groups are trained in the step before `step`. The steps from `step` to s have room for s - step + 1
     batches. So, for every s, the groups whose oldest token can be trained in step s at the latest must fit into this
-    room. `begun` (as in `choose`) and `chosen` have the groups by the version of their oldest token.
+    room. `begun` (explained in `choose`) and `chosen` have the groups by the version of their oldest token.
     """
     total, any_incomplete = 0, False
     for oldest in sorted(begun):
@@ -293,7 +293,7 @@ def _all_in_time(
         total += groups - len(chosen.get(oldest, ()))
         any_incomplete = any_incomplete or incomplete > 0
         room = max(0, contract.last_step(oldest) - step + 1) * contract.groups_per_batch
-        # If all these groups are complete, waiting could not help them: only a step can take them away.
+        # If all these groups are complete, waiting does not help, because only a step can take them away.
         if any_incomplete and total > room:
             return False
     return True

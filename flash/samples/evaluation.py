@@ -2,8 +2,8 @@
 
 *Held-out* problems are never trained. A *round* evaluates one version of the weights on them, and all rounds have the
 same tasks. The hub reports each published version to `Evaluations`, leases the tasks of the running round to nodes
-beside training tasks (a lease is the right and the duty of a node to run one task), and delivers the results. Engines
-run a task with the round's version or a newer one.
+beside training tasks (a lease assigns one task to one node), and delivers the results. Engines run a task with the
+round's version or a newer version.
 
 A task that fails because of the infrastructure is tried again. If all attempts fail, the sample is reported as missing
 and never scored as 0. Rounds are not part of a checkpoint: a restarted hub begins an interrupted round from the start.
@@ -60,9 +60,9 @@ class EvalRound:
     def row(self) -> dict[str, float]:
         """Return the row of metrics of the round, a line of `evals.jsonl`, after the last result.
 
-        It has the mean reward with its 95 % confidence interval, and the means of the environment's metrics.
-        `best_of_k` is the mean, over the problems with all k samples, of a problem's largest reward; NaN if no problem
-        has all. If every reward is 0 or 1, the mean reward is an accuracy, and `best_of_k` is pass@k.
+        The row has the mean reward with its 95 % confidence interval, and the means of the environment's metrics.
+        `best_of_k` is the mean, over the problems with all k samples, of a problem's largest reward; NaN if there is no
+        such problem. If every reward is 0 or 1, the mean reward is an accuracy, and `best_of_k` is pass@k.
         """
         groups = self._rewards.values()
         flat = [reward for answers in groups for reward in answers]
@@ -95,8 +95,8 @@ class Evaluations:
         first_version: the version with which this hub begins.
         steps: the last version of the run.
         kind_of: returns the kind (the name of the environment, in a run that mixes several) of the problem with a seed.
-        samplings: sampling settings of the run, by kind as in `TaskSource`. The temperature is replaced by that of
-            `config`.
+        samplings: sampling settings of the run, by kind; the entry under the empty name is for all other kinds. The
+            temperature is replaced by the temperature of `config`.
         lease_ids: numbers of new leases, which training and evaluation share.
         evaluated: versions that have results from previous hubs.
     """
@@ -144,12 +144,12 @@ class Evaluations:
         self._begin()
 
     def _is_scheduled(self, version: int) -> bool:
-        """Return True if the configuration asks for an evaluation of this version (`eval.every`)."""
+        """Return True if `eval.every` configures an evaluation of this version."""
         every = self._config.every
         return version in (0, self._steps) or (every > 0 and version % every == 0)
 
     def _begin(self) -> None:
-        """Start the next round that is due, and queue its tasks. Nothing happens if a round runs or none is due."""
+        """Start the next round that is due, and queue its tasks. Does nothing if a round runs or no round is due."""
         if self._round is None and self._due:
             config = self._config
             self._round = EvalRound(self._due.pop(0), config.samples)
@@ -158,8 +158,8 @@ class Evaluations:
 
     @property
     def evaluates_untrained(self) -> bool:
-        """True while version 0, the untrained policy, is evaluated. The hub leases no training task meanwhile. So no
-        newer version is made, and version 0 samples the whole round."""
+        """True while version 0, the untrained policy, is evaluated. The hub then leases no training task, so that no
+        newer version is made and version 0 samples the whole round."""
         return self._round is not None and self._round.version == 0
 
     @property
@@ -192,7 +192,7 @@ class Evaluations:
             return None
         if (member := self._leases.queue.first_for(node, nodes)) is None:
             return None
-        # The oldest version that may sample for the lease is the round's.
+        # No version older than the round's may sample for the lease.
         return self._leases.grant(member, self._round.version, next(self._leases.ids))
 
     def available(self, newest: int) -> int:

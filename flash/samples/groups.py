@@ -1,22 +1,21 @@
 """Groups of tasks from issue to training, the pool of all groups in flight, and the ledger. Pure state.
 
-A *task* asks for one sample, and a *group* is the tasks about one problem, whose rewards are compared. A *member* is a
-task of a group together with its state and result. `flash.samples.store` puts issued groups into the `GroupPool`,
-changes their members, and takes groups out when a step trains them.
+A *task* is a request for one sample, and a *group* is the tasks about one problem, whose rewards are compared. A
+*member* is a task of a group together with its state and result. `flash.samples.store` puts issued groups into the
+`GroupPool`, changes their members, and takes groups out when a step trains them.
 
-A member is queued, leased (a node has the right and the duty to run it), done, lost (given up after a failure), beaten
-(given up because it is not needed) or trained. A group is *complete* when enough members are done, or when some are
-done and none is queued or leased any more. Lost members make the group smaller. A group may be trained in *parts*, in
-several steps, if its finished members would become too old before the others are done. Each part knows the rewards of
-the earlier ones.
+A member is queued, leased (assigned to a node), done, lost (given up after a failure), beaten (given up because it is
+not needed) or trained. A group is *complete* when enough members are done, or when some are done and none is queued or
+leased any more. Lost members make the group smaller. A group may be trained in *parts*, in several steps, if its
+finished members would become too old before the others are done. Each part knows the rewards of the earlier parts.
 
 A step may take a group from the pool while it is *ready* (complete, and kept by the filter) or *expiring* (nearly
 complete, with a finished member that the step after the next could not train). After each change of a group,
-`PoolCounts` updates its sums, so that a number over all groups never needs a loop over them. `Ledger` counts the tasks
-and tokens that have left. Both count independently, so that they can be compared.
+`PoolCounts` updates its sums, so that a number over all groups never needs a loop over all groups. `Ledger` counts the
+tasks and tokens that have left. Both count independently, so that they can be compared.
 
-Law of conservation: `issued = trained + filtered + given_up + in_flight` and
-`generated = trained_tokens + discarded_tokens + buffered_tokens` hold after every event. `Ledger.check` checks it.
+Conservation: `issued = trained + filtered + given_up + in_flight` and
+`generated = trained_tokens + discarded_tokens + buffered_tokens` hold after every event. `Ledger.check` checks both.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ class Member(msgspec.Struct, gc=False):
 
     task: Task
     state: MemberState = "queued"
-    """State of the task; the module's docstring explains them."""
+    """State of the task; the module's docstring explains the states."""
     lease_id: int = -1
-    """Number of the lease, while leased. Older numbers have no meaning."""
+    """Number of the lease, while leased; without meaning in other states."""
     node: int = 0
     """Node that holds the lease, while leased."""
     oldest_version: int = msgspec.field(default=0, name="floor")
-    """While leased: oldest policy version that a token of the sample can have, which is that of the slowest engine that
-    may run the task. While done: version of the oldest token."""
+    """While leased: oldest policy version that a token of the sample can have, the oldest version of an engine that may
+    run the task. While done: version of the oldest token."""
     avoid: tuple[int, ...] = ()
     """Nodes on which the task has failed. Other nodes are preferred for the next attempt."""
     trajectory: Trajectory | None = None
@@ -60,7 +59,7 @@ class Member(msgspec.Struct, gc=False):
 
 
 class Group(msgspec.Struct, gc=False):
-    """All members of a group, or those of one part of it that a step takes."""
+    """All members of a group, or the members of one part of it that a step takes."""
 
     group_id: int
     """Number of the group, from 0 in the order of issue."""
@@ -98,9 +97,9 @@ class Group(msgspec.Struct, gc=False):
         return done + len(self.earlier) >= self.results_needed or (done > 0 and self.pending == 0)
 
     def expiring(self, window_start: int) -> bool:
-        """Return True if nearly all members are done, and all tokens of a finished one are older than `window_start`.
+        """Return True if nearly all members are done, and a finished member has only tokens older than `window_start`.
 
-        The caller passes the oldest version that may begin a sample for the step after the next one. So the next step
+        The caller passes the oldest version that may begin a sample for the step after the next step. So the next step
         is the last that should train such a member, and the finished members should not wait for the others.
         """
         done = self.trajectories()
@@ -109,10 +108,10 @@ class Group(msgspec.Struct, gc=False):
         return few_missing and len(done) > 1 and any(t.trained_tokens(window_start) == 0 for t in done)
 
     def split_done(self) -> Group:
-        """Move the finished members into a group of their own, which a step trains now, and return that group.
+        """Move the finished members into a new group, which a step trains now, and return this new group.
 
-        `self` still has these members, as `trained` and without their trajectories. `self.earlier` keeps the facts
-        about them that the advantages of later parts need.
+        `self` still has the finished members, as `trained` and without their trajectories. `self.earlier` keeps the
+        facts about these members that the advantages of later parts need.
         """
         part = [msgspec.structs.replace(member) for member in self.members if member.state == "done"]
         entries = [trajectory.batch_sample() for trajectory in self.trajectories()]
@@ -129,7 +128,7 @@ class Group(msgspec.Struct, gc=False):
         If several parts rejoin, the newest must come first, because each sets `earlier` to the value before its split.
         """
         own = {member.task.task_id: member for member in part.members}
-        # If the group has left the pool, `self` is itself a later part, which does not have the members of this one.
+        # If the group has left the pool, `self` is itself a later part, which does not have the members of `part`.
         self.members = [own.pop(member.task.task_id, member) for member in self.members] + list(own.values())
         self.earlier = part.earlier
         self.closed = self.closed or part.closed
@@ -208,11 +207,11 @@ class GroupPool:
         self._in_parts: set[int] = set()
         """Groups of which a step has trained a part."""
         self._copies: dict[int, Group] = {}
-        """Copies that `copy_ahead` has made, of groups that have not changed since then."""
+        """Copies that `copy_ahead` has made, of groups that have not changed since."""
         self.counts = PoolCounts()
         """Sums over all groups of the pool."""
         self.eligible = EligibleGroups()
-        """Groups that a step may take: those that are ready or expiring."""
+        """Groups that a step may take, because they are ready or expiring."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._groups)
@@ -275,7 +274,7 @@ class GroupPool:
     def mark_chosen(self, group_ids: Iterable[int]) -> None:
         """Mark groups that a step will take as they are, complete or not. They count as ready until `take`.
 
-        They are taken in slices, so members may finish before `take`. These are trained with the others.
+        The groups are taken in slices, so more members may finish before `take`, and are trained with the others.
         """
         self._ready.update(group_ids)
 
@@ -333,7 +332,7 @@ class GroupCount(NamedTuple):
     oldest: int | None
     """Oldest version that a token of a leased or finished member can have. None if there are no such members."""
     complete: bool
-    """Equal to `Group.complete`."""
+    """Value of `Group.complete`."""
 
     @classmethod
     def of(cls, group: Group) -> GroupCount:
@@ -445,10 +444,10 @@ class Ledger(msgspec.Struct):
         """Count a task of a committed step.
 
         Args:
-            trained: number of the task's action tokens that entered the loss. A task without any counts as given up
-                because it is stale, that is, too old.
-            tokens: number of all action tokens of the task. Those that did not enter the loss count as stale.
-            times: 1 counts the task. -1 undoes this in a replay, because the run will train the step again.
+            trained: number of the task's action tokens that entered the loss. A task without such a token counts as
+                given up because it is stale, that is, too old.
+            tokens: number of all action tokens of the task. Tokens that did not enter the loss count as stale.
+            times: 1 counts the task. -1 undoes the count in a replay, because the run will train the step again.
         """
         self.trained_tokens += times * trained
         self.discard(Outcome.STALE, times * (tokens - trained))
@@ -458,7 +457,7 @@ class Ledger(msgspec.Struct):
             self.give_up(Outcome.STALE, times)
 
     def check(self, in_flight: int, buffered_tokens: int) -> None:
-        """Compare the ledger with independent counts: those of the pool and of the formed batches.
+        """Compare the ledger with the independent counts of the pool and of the formed batches.
 
         Args:
             in_flight: number of tasks that were issued, and are neither trained, filtered out nor given up.
@@ -507,7 +506,7 @@ class EligibleGroups:
         """Oldest version and kind of each group: its place in `_groups`."""
 
     def put(self, group_id: int, oldest: int, kind: str = "") -> None:
-        """Add a group whose oldest token has version `oldest`, or move it there."""
+        """Add a group whose oldest token has version `oldest`, or change the version and kind of a group."""
         if self._keys.get(group_id) == (oldest, kind):
             return
         self.remove(group_id)
@@ -531,15 +530,16 @@ class EligibleGroups:
     ) -> dict[int, Sequence[int]] | None:
         """Return the numbers of the first `size` groups, by the oldest version of their tokens.
 
-        Groups with older tokens are first; among these, groups with lower numbers. None if there are fewer than `size`.
+        Groups with older tokens come first; among groups of one version, lower numbers come first. None if there are
+        fewer than `size` groups.
 
         Args:
             size: number of groups to return.
             before: only groups with a smaller number may be returned. None: groups of any number.
             limits: largest number of groups of each kind. A kind without an entry has no limit.
         """
-        # Versions are few, so this loop is short. Within a version, the groups of each kind are sorted by number. At
-        # most `size` of each kind are merged.
+        # There are few versions, so this loop is short. Within a version, the groups of each kind are sorted by number,
+        # and at most `size` groups of each kind are merged.
         found: dict[int, Sequence[int]] = {}
         left = dict(limits or {})
         for oldest in sorted(self._groups):

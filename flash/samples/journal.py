@@ -1,16 +1,16 @@
 """Journal: the events that change the samples, in the order in which they happened, and the replay of them.
 
 `SampleBuffer` records each event before `apply` makes the change. An event holds the decisions of the buffer, such as
-the task of a lease (the right and the duty of a node to run one task) or the groups of a step. Work on many groups
-waits in the *backlog* of the store and is done in slices. Each slice is an event, too, so that a replay has slices and
-results in the order of the run. Events are encoded as arrays with a number instead of a name, so a new field must be
-the last one, and numbers stay. `flash.run.journal` keeps the events in files.
+the task of a lease (which assigns one task to one node) or the groups of a step. Work on many groups waits in the
+*backlog* of the store and is done in slices. Each slice is an event, too, so that a replay has slices and results in
+the order of the run. Events are encoded as arrays with a number instead of a name, so a new field must be the last
+field, and numbers must not change. `flash.run.journal` keeps the events in files.
 
 When a run starts again, `flash.run.restart` reads a checkpoint and the journal after it, passes each event to
 `Replay.apply`, and then calls `Replay.state`. All results that were delivered after the checkpoint are kept.
 
-Law: no result, batch or commit is acknowledged to a peer before its event is `written`. A lease may be sent to its node
-earlier: after a crash the next hub refuses the claim of a lease that it does not know.
+Invariant: no result, batch or commit is acknowledged to a peer before its event is `written`. A lease may be sent to
+its node earlier: after a crash the next hub refuses the claim of a lease that it does not know.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from flash.types import Failure, Trajectory
 
 
 class Began(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """A hub process has started. Leases that a previous one granted stay valid until they end."""
+    """A hub process has started. Leases that a previous hub process granted stay valid until they end."""
 
     step: int
     """Version from which the run continues. Steps from this number on are trained again, even if the journal has their
@@ -169,7 +169,7 @@ class Journal(Protocol):
 class NoJournal:
     """Journal that keeps no event, for `checkpoint.journal = "off"`, simulations and tests.
 
-    After a crash the run continues from the checkpoint, and generates again what was delivered after it.
+    After a crash the run continues from the checkpoint, and generates later samples again.
     """
 
     def record(self, event: Event) -> None: ...
@@ -206,18 +206,17 @@ class MemoryJournal:
 
 
 NO_JOURNAL = NoJournal()
-"""Journal of all runs that keep none. It has no state, so they can share it."""
+"""Journal of all runs without a journal. It has no state, so all of them can share this object."""
 
 
 class Replay:
     """Applies the events of a journal to the state of a checkpoint, one after the other.
 
-    The run may continue from any version between the checkpoint's and the one that it has `reached`, which is the usual
-    choice. An earlier version is chosen if records of the later steps are missing. Steps from that version on are
+    The run may continue from any version between the checkpoint's and the version that it has `reached`, which is the
+    usual choice. An earlier version is chosen if records of the later steps are missing. Steps from that version on are
     trained again. Batches of such steps that were formed already are trained as they were (`FormedBatches`). If the
-    ledger counts their samples as trained, that is undone.
-
-    The journal may contain the events of several hub processes. Each continued from such a version.
+    ledger counts their samples as trained, `state` undoes this. The journal may contain the events of several hub
+    processes, each of which continued from such a version.
 
     Args:
         state: the state in the checkpoint; the replay changes it. None for a run that has no checkpoint.
@@ -281,15 +280,15 @@ class Replay:
         # is sound, because the event was applied before the breaker raised.
         with suppress(BreakerError):
             apply(store, event)
-        # These are only for nodes and people, to whom the earlier process has passed them on.
+        # The earlier process has passed these lists on to nodes and users.
         store.leases.to_cancel.clear()
         store.notes.clear()
 
     def state(self, until: int) -> BufferState | None:
         """Return the state for a run that continues from version `until`; None if no hub has ever started.
 
-        Finishes the backlog, and undoes the counts of steps from `until` on: their groups are formed batches again. It
-        is called at the end, and for the start of each hub process in the journal.
+        Finishes the backlog, and undoes the counts of steps from `until` on: their groups are formed batches again. The
+        restart calls this at the end, and `apply` for the start of each hub process in the journal.
 
         Raises:
             ContractError: a task or a token is unaccounted for.

@@ -9,7 +9,7 @@ of the next group, and limits the groups of each domain in a step.
 
 A task is *given up* if its last attempt has failed, and a complete group is *filtered out* if it is not worth training.
 `Breaker` counts both in a row. If too many tasks of one kind are given up, the kind goes into *quarantine*: no more
-tasks of it are issued. `DomainShares` and `Breaker` are pure state machines. Their counts are part of the checkpoint.
+tasks of this kind are issued. `DomainShares` and `Breaker` are pure state machines. Checkpoints hold their counts.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from flash.types import Failure, Task
 
 FILTERED_BATCHES = 4
 """Limit of a domain's groups that are filtered out in a row, in batches of the domain's share. Further filtered groups
-are not replaced, and count for the domain's share like trained ones. Otherwise a domain that is solved, or much too
-hard, would hold the other domains back, because it would never reach its share."""
+are not replaced, and count for the domain's share like trained groups. Otherwise a domain that is solved, or much too
+hard, would never reach its share, and would so hold the other domains back."""
 FILTERED_GROUPS = 16
 """Smallest limit of a domain's groups that are filtered out in a row, in groups. For a small share of a small batch,
 `FILTERED_BATCHES` alone would give a limit of one or two groups."""
@@ -50,7 +50,7 @@ class AgeContract(msgspec.Struct, frozen=True):
     Redundant tasks and groups are not included in these numbers. `flash.samples.tasks.Admission` enforces the limit on
     tasks in flight. Tokens that are too old are left out of the loss, or the store gives their samples up.
 
-    The *place* of a group is its number in the order of issue, not counting groups that left untrained.
+    The *place* of a group is its number in the order of issue. Groups that ended without being trained do not count.
     """
 
     async_ratio: float
@@ -58,7 +58,7 @@ class AgeContract(msgspec.Struct, frozen=True):
     batch_size: int
     """B: number of samples of a step."""
     group_size: int
-    """Number of samples of a group, without redundant ones."""
+    """Number of samples of a group, without redundant samples."""
     steps: int
     """Number of steps of the whole run."""
     extra_groups: int = 0
@@ -110,10 +110,11 @@ class AgeContract(msgspec.Struct, frozen=True):
         return version_of(self.max_age, step)
 
     def window_start(self, step: int) -> int:
-        """Return the oldest version that may begin a sample for a step: the version ⌈α⌉ before the step's.
+        """Return `step` − ⌈α⌉, the oldest version that may sample the first token of a sample for step `step`.
 
-        So the sample's window is the steps from the version that began it to ⌈α⌉ steps later. It does not depend on
-        `max_token_age`. At the end of the window, finished members of a group stop waiting for unfinished ones.
+        Seen from a sample: if version v sampled its first token, one of the steps v to v + ⌈α⌉ should train the sample.
+        These steps are its *window*. At their end, finished members of a group stop waiting for unfinished members.
+        `max_token_age` does not change the window: it only allows older tokens, while admission still follows α.
         """
         return version_of(window(self.async_ratio), step)
 
@@ -123,7 +124,7 @@ class AgeContract(msgspec.Struct, frozen=True):
 
     @property
     def trains_parts(self) -> bool:
-        """True if a group may be trained in parts, in several steps. With α = 0 a step waits for all of its members."""
+        """True if a group may be trained in parts, in several steps. With α = 0 a step waits for whole groups."""
         return window(self.async_ratio) >= 1
 
     @property
@@ -138,12 +139,12 @@ class AgeContract(msgspec.Struct, frozen=True):
 
 
 class DomainSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of one domain: the environment's settings (`Domain`), and the run's where the environment gives None."""
+    """Settings of one domain, from the environment (`Domain`). Where the environment gives None, the run's setting."""
 
     weight: float
     """Share of the groups, relative to the weights of the other domains."""
     group_size: int
-    """Number of samples of a group, without redundant ones."""
+    """Number of samples of a group, without redundant samples."""
     filter: GroupFilter
     """Filter of the domain's complete groups."""
     sampling: Sampling = PLAIN
@@ -240,7 +241,7 @@ class BufferRules(msgspec.Struct, frozen=True, kw_only=True):
     whole_groups: bool = False
     """True if the tasks of a group are leased to one node together."""
     waves: bool = False
-    """True if groups start in waves: as many as a batch has, and the next ones only when no task is unfinished."""
+    """True if groups start in waves: the groups of one batch, and the next wave only when no task is unfinished."""
     filter: GroupFilter = GroupFilter()
     """Filter of groups whose kind is not a domain."""
     sampling: Sampling
@@ -279,14 +280,13 @@ class BufferRules(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def filter_of(self, kind: str) -> GroupFilter:
-        """Return the filter for groups of a kind: that of its domain, or the run's."""
+        """Return the filter for groups of a kind: the filter of its domain, or of the run if the kind is no domain."""
         return self.domains[kind].filter if kind in self.domains else self.filter
 
     def sizes(self, group_size: int) -> dict[str, int]:
-        """Return the number of members of a group, redundant ones included, by domain.
+        """Return the number of members of a group, including redundant members, by domain.
 
-        `group_size` is the run's. With the redundant members, it is the number for all other kinds, which the result
-        has under the empty name.
+        The entry under the empty name is for all other kinds: the run's `group_size` plus the redundant members.
         """
         named = {name: domain.group_size for name, domain in self.domains.items()}
         return {name: size + self.extra_per_group for name, size in {"": group_size, **named}.items()}
@@ -325,9 +325,9 @@ class DomainTotals(msgspec.Struct):
 class DomainShares:
     """Divides the groups of a run among its domains, by their weights.
 
-    A *turn* of a domain is a group that counts for its share: a trained group, or one that is filtered out and not
+    A *turn* of a domain is a group that counts for its share: a trained group, or a filtered group that is not
     replaced. A group that leaves without being trained is replaced by a group of its domain. Otherwise the next group
-    is of the domain that is furthest below its share, where groups on their way count as trained. If more than
+    is of the domain that is furthest below its share, where groups in flight count as trained. If more than
     `FILTERED_BATCHES` batches of a domain's groups are filtered out in a row, further filtered groups count as turns
     and are not replaced, until a group of the domain is trained.
 
@@ -336,8 +336,8 @@ class DomainShares:
     other domains, as long as such groups can still become complete. Domains in quarantine have no share; their
     remaining groups may always be trained.
 
-    Law: within one step, and if no domain goes into quarantine, the replacing groups are about the same problems, in
-    whatever order groups end. So a synchronous run (α = 0) can be repeated.
+    Invariant: within one step, and if no domain goes into quarantine, the replacing groups are about the same problems,
+    in whatever order groups end. So a synchronous run (α = 0) can be repeated.
 
     Conservation: a group counts as alive from its issue on. When it is trained, it counts as trained instead, for the
     rest of the run. When it leaves untrained, it no longer counts, unless it is filtered out and counts as a turn.
@@ -381,8 +381,8 @@ class DomainShares:
         shares = self._shares(quarantined)
         if not shares:
             return None
-        # Choose the first domain that is owed a group, not the domain that is owed most groups. This number depends on
-        # the order in which groups left, so a synchronous run could not be repeated.
+        # Choose the first domain that is owed a group, not the domain that is owed most groups. That choice would
+        # depend on the order in which groups left, so a synchronous run could not be repeated.
         if (owed := next((name for name in shares if self._owed[name]), None)) is not None:
             return owed
         counted = {name: self._turns(name) + self._alive[name] for name in shares}
@@ -390,9 +390,9 @@ class DomainShares:
         return max(shares, key=lambda name: shares[name] * total - counted[name])
 
     def limits(self, quarantined: Collection[str]) -> dict[str, int] | None:
-        """Return the largest number of groups of each domain that the next step may take.
+        """Return the largest number of groups of each domain that the next step may take. None without domains.
 
-        None if there are no domains. Domains in `quarantined` have no entry, and so no limit.
+        Domains in `quarantined` have no entry, and so no limit.
         """
         if not self._weights:
             return None
@@ -406,7 +406,7 @@ class DomainShares:
     # -- events ------------------------------------------------------------------------------------------------------
 
     def issued(self, name: str) -> None:
-        """Count a group that was issued. If its domain was owed a group, it replaces that one."""
+        """Count a group that was issued. If its domain was owed a group, the domain is owed one less."""
         self._add(self._alive, name, 1)
         if self._owed.get(name):
             self._owed[name] -= 1
@@ -417,10 +417,11 @@ class DomainShares:
         self._add(self._owed, name, 1)
 
     def filtered(self, name: str, quarantined: Collection[str]) -> int:
-        """Count a complete group that was filtered out. Call this after `left_untrained`, which it may correct.
+        """Count a complete group that was filtered out. Call `left_untrained` first.
 
-        Beyond the limit (`FILTERED_BATCHES`), the group counts as a turn of its domain and is not replaced. Groups of
-        domains in quarantine, and of kinds that are no domains, are not counted.
+        Beyond the limit (`FILTERED_BATCHES`), the group counts as a turn of its domain and is not replaced: the group
+        that `left_untrained` has added to the owed groups is taken back. Groups of domains in quarantine, and of kinds
+        that are no domains, are not counted.
 
         Returns:
             The number of groups filtered out in a row if it has just reached the limit, so that the caller can notify
@@ -436,11 +437,11 @@ class DomainShares:
         return in_a_row if in_a_row == limit else 0
 
     def trained(self, name: str) -> None:
-        """Count a group, or the first part of one, that a step has taken for training."""
+        """Count a group, or the first part of a group, that a step has taken for training."""
         self._add(self._alive, name, -1)
         self._add(self.totals.trained, name, 1)
-        # The count of filtered groups in a row is reset here, and not when the filter keeps a group. That would depend
-        # on the order in which the groups of a step end, and a synchronous run could not be repeated.
+        # The count of filtered groups in a row is reset here, and not when the filter keeps a group. A reset at that
+        # time would depend on the order in which groups end, and a synchronous run could not be repeated.
         self.totals.filtered.pop(name, None)
 
     # -- metrics -----------------------------------------------------------------------------------------------------
@@ -448,7 +449,7 @@ class DomainShares:
     def row(self, quarantined: Collection[str]) -> dict[str, float]:
         """Return metrics of a step: each domain's part of the trained groups, and the largest drift, in batches.
 
-        The drift is the difference between the groups that a domain has had trained and its share. Empty before a group
+        The drift is the difference between a domain's trained groups and its share. The result is empty before a group
         of a domain is trained.
         """
         total = sum(self.totals.trained.values())
@@ -471,7 +472,7 @@ class DomainShares:
         return {name: weight / total for name, weight in weights.items()}
 
     def _add(self, counts: dict[str, int], name: str, count: int) -> None:
-        # Without an entry, the group is of a kind that is no domain, or of a domain that a resumed run has no longer.
+        # A group without an entry is of a kind that is no domain, or of a domain that a resumed run does not have.
         if name in counts:
             counts[name] += count
 
@@ -489,7 +490,7 @@ class Streaks(msgspec.Struct):
     filtered: int = 0
     """Number of groups that were filtered out since a group was last kept."""
     filtered_of_kind: dict[str, int] = {}
-    """The number `filtered` by kind, only for the error message."""
+    """The count `filtered`, divided by kind. Only the error message uses it."""
 
 
 class Breaker:
@@ -549,7 +550,7 @@ class Breaker:
 
         Raises:
             BreakerError: too many groups, of any kinds, were filtered out and none was kept between. The group is
-                counted before.
+                counted before the error is raised.
         """
         of_kind = self.streaks.filtered_of_kind
         self.streaks.filtered += 1

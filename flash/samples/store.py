@@ -16,8 +16,8 @@ It is *closed* if the environment of the resumed run does not have its problem: 
 
 Conservation: every issued task is queued, leased, done, in a batch, or counted in the ledger as trained, filtered or
 given up. Its tokens are counted as trained or discarded. `in_flight` counts tasks independently of the ledger.
-The time of an event does not grow with the number of samples: work on many groups goes into the `backlog` and is done
-in slices, each by one event. Each slice leaves a consistent state. No batch is formed while the backlog has work.
+Applying an event takes a bounded time: work on many groups goes into the `backlog` and is done in slices, each by one
+event. Each slice leaves a consistent state. No batch is formed while the backlog has work.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from flash.samples.tasks import Admission, Cursor, LeaseTable, Places, Problem, 
 from flash.types import Failure, Lease, Outcome, Trajectory
 
 FILTER_BREAKER = 20
-"""Number of batches. If as many groups as they have are filtered out in a row, the run stops: it learns nothing."""
+"""Number of batches. If all groups of so many batches are filtered out in a row, the run stops: it learns nothing."""
 
 
 class Backlog:
-    """Queue of postponed work on numbered groups or leases. It is done in slices, so that none blocks the event loop.
+    """Queue of postponed work on numbered groups or leases. Slices of the work are short, for the event loop's sake.
 
     Args:
         slice_size: number of items in one slice.
@@ -206,12 +206,12 @@ class SampleStore:
             state: the earlier state. Its groups become the groups of the pool and may be changed.
             unreached: numbers of the groups with tokens of versions newer than the version from which the run
                 continues. The run will make other weights under these numbers, so the groups are withdrawn.
-            same_process: as in the constructor.
+            same_process: True in a replay of the events of the hub process that wrote the state.
         """
         if same_process:
             self.leases.withdrawal_reasons.update(state.withdrawn)
-        # `problems` is a fingerprint of the environment's set of problems. An empty one means that the set is unknown.
-        # Then the set counts as unchanged.
+        # `problems` is a fingerprint of the environment's set of problems. If it is empty, the set is unknown, and
+        # counts as unchanged.
         before, now = state.settings.rules.problems, self.rules.problems
         other_problems = bool(before and now and before != now)
         for group in (*state.groups, *(formed.group for formed in state.formed)):
@@ -248,9 +248,9 @@ class SampleStore:
             )
 
     def _end_closed(self, group: Group) -> None:
-        """Give up the queued and leased members of a closed group, and decide about the finished ones.
+        """Give up the queued and leased members of a closed group, and decide about the finished members.
 
-        They are trained without the others if the filter keeps the group. A group without finished members leaves.
+        The finished members are trained alone if the filter keeps the group. A group without finished members leaves.
         """
         self._give_up_pending(group, "lost", Outcome.CANCELLED)
         if group.alive == 0:
@@ -281,7 +281,7 @@ class SampleStore:
     def issue(self, problem: Problem) -> Group:
         """Issue a group for a problem: create its tasks, queue them, and count them. Returns the group."""
         tasks = self.admission.issue(problem)
-        # `extra_per_group` of the members are redundant: the group is complete without its slowest ones.
+        # `extra_per_group` members are redundant: the group is complete without its slowest members.
         results_needed = len(tasks) - self.rules.extra_per_group
         group = Group(tasks[0].group_id, results_needed, [Member(task) for task in tasks])
         for member in group.members:
@@ -345,7 +345,10 @@ class SampleStore:
         self.ledger.discard(self.leases.take_reason(lease_id), tokens)
 
     def revoke(self, lease_ids: Iterable[int]) -> None:
-        """Queue the tasks of leases again, in slices, because their node is lost or has not claimed them."""
+        """Queue the tasks of leases again, in slices.
+
+        Their node is lost or silent, or no node has claimed the leases after a restart of the hub.
+        """
         self.backlog.add(self._queue_again, lease_ids)
 
     def _fail(self, member: Member, failure: Failure, node: int) -> bool:
@@ -368,17 +371,22 @@ class SampleStore:
         return True
 
     def _queue_again(self, lease_id: int) -> None:
-        """Queue the task of a lease again, unless the lease was withdrawn before. Work of the backlog."""
+        """Queue the task of a revoked lease again. The backlog calls this for each lease of `revoke`.
+
+        If the lease was withdrawn before, nothing is queued, and `leases.revoke` forgets the reason of the withdrawal.
+        """
         if (member := self.leases.revoke(lease_id)) is not None:
+            # The task itself has not failed, so this does not count against its retries.
             self.ledger.retry(Outcome.CANCELLED)
             self.pool.recount(self.pool[member.task.group_id])
+            # Makes the hub offer tasks to waiting nodes (`Admission.openings`).
             self.admission.openings += 1
 
     def _quarantine(self, kind: str, failure: Failure) -> None:
         """Issue no more problems of a kind whose tasks keep failing. Give up the queued and leased tasks of this kind.
 
-        A kind is the environment of a task, in a run that mixes several. Finished members of its groups stay and may be
-        trained. `failure`: the last failure, for the note to the user.
+        A kind is the environment of a task, in a run that mixes several. Finished members of the kind's groups stay and
+        may be trained. `failure` is the last failure, for the note to the user.
         """
         self.source.quarantine(kind)
         of_kind = (group_id for group_id in self.pool if self.pool[group_id].kind == kind)
@@ -389,7 +397,7 @@ class SampleStore:
         )
 
     def _end_quarantined(self, outcome: Outcome, group_id: int) -> None:
-        """Give up the queued and leased members of a group, and decide about the group. Work of the backlog."""
+        """Give up the queued and leased members of a group, and decide about the group. The backlog calls this."""
         if (group := self.pool.get(group_id)) is not None:
             self._give_up_pending(group, "lost", outcome)
             self._decide_by_members(group)
@@ -404,7 +412,7 @@ class SampleStore:
             self._give_up_pending(group, "beaten", Outcome.CANCELLED)
             self._count_ended(group)
         if self.pool.is_ready(group.group_id):
-            # It was ready before, or a step has chosen it and takes it in one of the next slices, with this member.
+            # The group was ready before, or a step has chosen it and takes it, with this member, in a later slice.
             self.pool.recount(group)
         elif group.alive == 0:
             # All members have failed.
@@ -432,7 +440,7 @@ class SampleStore:
         """Keep a complete group for a step, or filter it out.
 
         Raises:
-            BreakerError: too many groups were filtered out in a row. The group is removed before.
+            BreakerError: too many groups were filtered out in a row. The group is removed before the error is raised.
         """
         if self.rules.filter_of(group.kind).keeps(group):
             self.pool.mark_ready(group)
@@ -450,11 +458,11 @@ class SampleStore:
         """Put the batch of a step into training, in slices, and decide about the age of the groups that stay.
 
         The batch has the groups with the numbers `group_ids`, and the late parts of partly trained groups. But if a
-        previous hub had formed a batch for this step and it was not trained, that batch is taken.
+        previous hub had formed a batch for this step that was not trained, that batch is taken instead.
         """
         self.batches.step = step
         if step in self.batches.formed:
-            # The decisions about ages followed when this batch was formed the first time.
+            # Decisions about ages were made when this batch was formed the first time.
             formed = self.batches.formed[step]
             self.backlog.add(
                 lambda group_id: self.batches.add_to_step(self.batches.take_formed(step, group_id)), formed
@@ -486,9 +494,9 @@ class SampleStore:
         self.check()
 
     def _count_trained(self, min_version: int, group_id: int) -> None:
-        """Count a group, or a part of a group, as trained in the ledger. Work of the backlog.
+        """Count a group, or a part of a group, as trained in the ledger. The backlog calls this after `commit`.
 
-        `min_version`: oldest version whose tokens the step has trained. Older tokens count as discarded.
+        `min_version` is the oldest version whose tokens the step has trained. Older tokens count as discarded.
         """
         for trajectory in self.batches.remove_from_step(group_id).trajectories():
             self.ledger.train(trajectory.trained_tokens(min_version), trajectory.action_count)
@@ -503,12 +511,12 @@ class SampleStore:
         self.backlog.add(self._withdraw_number, self.pool)
 
     def _withdraw_number(self, group_id: int) -> None:
-        """Withdraw the group with this number, if it is still in the pool. Work of the backlog."""
+        """Withdraw the group with this number, if it is still in the pool. The backlog calls this after `close`."""
         if (group := self.pool.get(group_id)) is not None:
             self._withdraw(group)
 
     def _withdraw_formed(self, step: int, group_id: int) -> None:
-        """Remove a group from a formed batch that will not be trained. Work of the backlog."""
+        """Remove a group from a formed batch that will not be trained. The backlog calls this after `close`."""
         group = self.batches.take_formed(step, group_id)
         for trajectory in group.trajectories():
             self.ledger.discard(Outcome.CANCELLED, trajectory.action_count)
@@ -578,7 +586,7 @@ class SampleStore:
     def _give_up_too_old(self, group: Group) -> None:
         """Give up the finished members of a group, because their tokens are too old for the next step.
 
-        The group leaves, unless members are queued or leased. Then it waits for these.
+        The group leaves, unless it still has to wait for queued or leased members.
         """
         self._give_up_done(group, "lost", Outcome.STALE)
         if group.pending == 0:
@@ -602,7 +610,7 @@ class SampleStore:
 
         Such a group is withdrawn, loses its old members, has them started again, or waits for the next step, which may
         train its finished members. The settings `extra_groups` and `on_expire` decide. Younger groups are not changed.
-        Work of the backlog.
+        The backlog calls this for each group after `_decide_all_by_age`.
         """
         group = self.pool.get(group_id)
         if group is None:
@@ -611,14 +619,14 @@ class SampleStore:
         if oldest is None or oldest >= self.contract.window_start(step + 1):
             return  # No token was sampled yet, or each member may wait for two more steps (`window_start`).
         min_version = self.contract.min_token_version(step)
-        # With redundant groups (`extra_groups`), a slow group is withdrawn as a whole. A redundant one takes its place.
+        # With redundant groups (`extra_groups`), a slow group is withdrawn, and a redundant group takes its place.
         if self._withdrawable and self._may_get_old_tokens(group, min_version):
             self._withdrawable -= 1
             self._withdraw(group)
             return
         if self.rules.on_expire == "requeue":
             if group.closed and oldest < min_version:
-                # Members of a closed group are not started again: its problem is not one of the present run.
+                # Members of a closed group are not started again, because the present run does not have its problem.
                 self._give_up_too_old(group)
                 return
             self._restart_old_members(group, min_version)
@@ -631,8 +639,8 @@ class SampleStore:
     def _may_get_old_tokens(self, group: Group, min_version: int) -> bool:
         """Return True if a waiting group has a leased member that may sample tokens older than `min_version`.
 
-        False for a ready group, because a step can take it as it is. False for a partly trained group, because its
-        place would not become free for a redundant group.
+        Returns False for a ready group, because a step can take it as it is, and for a partly trained group, because
+        its place would not become free for a redundant group.
         """
         if self.pool.is_ready(group.group_id) or group.partly_trained:
             return False
@@ -652,8 +660,8 @@ class SampleStore:
 
         A member whose oldest token has version v should be trained by one of the steps v to v + ⌈α⌉, where α is the
         asynchronous ratio (`train.async_ratio`). These steps are its *window* (`AgeContract.window_start`). The group
-        is expiring if the next step is the last one in the window of a finished member. Then that step may train the
-        finished members without the others. The filter has to keep the group, and some token must be young enough.
+        is expiring if the next step is the last step in the window of a finished member. Then that step may train the
+        finished members alone, if the filter keeps the group and some token is young enough.
         """
         splittable = self.rules.on_expire == "mask" and self.contract.trains_parts
         expiring = False
@@ -669,7 +677,8 @@ class SampleStore:
     def _restart_old_members(self, group: Group, min_version: int) -> None:
         """Queue the leased and finished members again that may have a token older than `min_version`.
 
-        Their tokens are discarded, and their leases are withdrawn. Each member keeps its place in the queue.
+        The tokens of these members are discarded, and their leases are withdrawn. Each member keeps its place in the
+        order of the queue.
         """
         old = [
             member
@@ -710,8 +719,8 @@ class SampleStore:
     def counts(self) -> tuple[int, int, int]:
         """Number of tasks issued, tasks in flight and tokens generated.
 
-        The buffer records them with each commit (`Committed.counts`). Equal events lead to equal numbers, so a replay
-        compares its own with them, and refuses a journal that does not belong to its checkpoint.
+        The buffer records these numbers with each commit (`Committed.counts`). Equal events lead to equal numbers, so a
+        replay compares its own numbers, and refuses a journal that does not belong to its checkpoint.
         """
         return self.ledger.issued, self.in_flight, self.ledger.generated_tokens
 
@@ -722,7 +731,7 @@ class SampleStore:
     def check(self) -> None:
         """Compare the ledger with the tasks and tokens in the pool and in batches: the law of conservation.
 
-        Called at each commit, and by a replay at its end.
+        `commit` calls this, and a replay at its end.
 
         Raises:
             ContractError: the ledger does not account for each issued task and each generated token.

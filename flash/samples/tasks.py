@@ -1,7 +1,7 @@
 """Tasks until they are leased: the problem of the next task, the queue, and the rule which task may start. Pure state.
 
-A *task* asks for one sample of a problem. All tasks of a *group* have the same problem. A *lease* is the right and the
-duty of a node to run one task. `SampleBuffer.lease` takes the next task in this order:
+A *task* is a request for one sample of a problem. All tasks of a *group* have the same problem. A *lease* assigns one
+task to one node. `SampleBuffer.lease` takes the next task in this order:
 
 - `TaskQueue` has the tasks that wait for a node: tasks that are new, and tasks that are tried again.
 - `Admission` decides whether the task may start now. If no task waits, it decides whether another group may be issued.
@@ -13,7 +13,7 @@ owns all of this for training tasks. `flash.samples.evaluation` owns a second `L
 which `held_out_tasks` makes.
 
 A *kind* is a name that an environment gives to some of its problems. A *domain* is a kind that has a share of the
-groups. A kind is in *quarantine* if too many of its tasks have failed in a row: no more tasks of it are issued.
+groups. A kind is in *quarantine* if too many of its tasks have failed in a row: no more of its tasks are issued.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from flash.types import RETRIED, Lease, Outcome, Task
 QueueKey = tuple[int, ...]
 """Sort key of a task in the queue. The waiting task with the lowest key is leased first."""
 SEED_STRIDE = 1 << 20
-"""Distance between the first problems of neighbouring run seeds. Runs with such seeds share no problem until a run has
-issued this many."""
+"""Distance between the first problems of neighbouring run seeds. Runs with such seeds share no problem until one has
+issued this number of problems."""
 PLAIN_FOR_ALL: Mapping[str, Sampling] = MappingProxyType({"": PLAIN})
 """Sampling settings of a run in which all responses are sampled from the policy's own distribution."""
 SEARCH = 10_000
@@ -58,7 +58,7 @@ class Cursor(msgspec.Struct):
     """Number of the next problem, where problems are taken in their order."""
     next_of: dict[str, int] = {}
     """Number of the next problem to look at for each domain, if the run has domains. All domains search the same
-    problems, each for those of its kind."""
+    sequence of problems, each for problems of its kind."""
     quarantined: list[str] = []
     """Kinds in quarantine: no more problems of them are issued, because too many of their tasks were given up."""
     ended: int = 0
@@ -71,7 +71,7 @@ class Problem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The problem that the next group is about. The journal keeps it, so a replay does not ask the environment."""
 
     next_number: int
-    """Number of the problem after this one. `issue` moves the cursor there."""
+    """Number of the problem after this one, to which `issue` moves the cursor."""
     seed: int
     """Seed with which the environment shows the problem."""
     kind: str
@@ -178,8 +178,9 @@ def held_out_tasks(
 ) -> list[Task]:
     """Return the tasks of one evaluation: `samples` tasks for each of the first `problems` held-out problems.
 
-    All evaluations of a run have the same tasks. Numbers of tasks and groups begin at 0, like those of training tasks;
-    `Task.split` tells them apart. `kind_of` and `samplings` are as in `TaskSource`.
+    All evaluations of a run have the same tasks. Numbers of tasks and groups begin at 0, as in training; `Task.split`
+    tells the two apart. `kind_of` returns the kind of the problem with a seed. `samplings` has the sampling settings by
+    kind; the entry under the empty name is for all other kinds.
     """
     tasks: list[Task] = []
     for problem, seed in enumerate(range(HELD_OUT, HELD_OUT + problems)):
@@ -226,8 +227,8 @@ class LeaseTable:
         self.out: dict[int, Member] = {}
         """Tasks that nodes are working on, by the number of the lease."""
         self.withdrawal_reasons: dict[int, Outcome] = {}
-        """Reason of each withdrawn lease, by the number of the lease, until its node has reported the number of tokens
-        that it had generated. The ledger counts these tokens under the reason."""
+        """Reason of each withdrawn lease, by the number of the lease, until its node has reported the number of
+        generated tokens. The ledger counts these tokens under the reason."""
         self.to_cancel: list[int] = []
         """Numbers of the withdrawn leases that nodes have to cancel. The hub passes them on and empties this list."""
 
@@ -264,8 +265,8 @@ class LeaseTable:
     def revoke(self, lease_id: int) -> Member | None:
         """Queue the task of a lease again, because its node is lost, or has not claimed it after a restart of the hub.
 
-        Returns the task. If the lease had been withdrawn before, nothing is queued and the result is None. The reason
-        of the withdrawal is then forgotten, because the node will not report any more.
+        Returns the task. If the lease was withdrawn before, nothing is queued and the result is None. The reason of the
+        withdrawal is then forgotten, because the node will not report any more.
         """
         if (member := self.out.pop(lease_id, None)) is None:
             self.take_reason(lease_id)
@@ -276,7 +277,7 @@ class LeaseTable:
     def remove(self, member: Member, reason: Outcome) -> None:
         """Remove a task from the queue, or withdraw its lease. A finished task has neither, and nothing happens.
 
-        `reason`: the outcome under which the tokens count that the node has generated for the lease.
+        `reason` is the outcome under which the ledger counts the tokens that the node has generated for the lease.
         """
         if member.state == "queued":
             self.queue.take(member)
@@ -287,7 +288,7 @@ class LeaseTable:
     def take_reason(self, lease_id: int) -> Outcome:
         """Return the reason why a lease was withdrawn, and forget it, because a node reports once per lease.
 
-        CANCELLED for an unknown lease: its node was taken for lost and delivers a result after all.
+        Returns CANCELLED for an unknown lease: its node seemed lost and delivers a result after all.
         """
         return self.withdrawal_reasons.pop(lease_id, Outcome.CANCELLED)
 
@@ -296,7 +297,7 @@ class TaskQueue:
     """Queue of the tasks that wait for a node.
 
     The queue has one line for each set of nodes on which tasks have failed. To find a task that a node may run, only
-    the first task of each line is looked at. There are few lines, but there may be a hundred thousand tasks. So
+    the first task of each line is looked at. There are few lines, but there may be a hundred thousand tasks.
     `Member.avoid`, which decides the line, must not change while a task waits.
 
     Args:
@@ -317,9 +318,9 @@ class TaskQueue:
         return min(line.first for line in self._lines.values())[1]
 
     def first_for(self, node: int, nodes: Collection[int]) -> Member | None:
-        """Return the next task for a node, or None if there is none. The task stays in the queue until `take`.
+        """Return the next task for a node; None if there is no such task. The task stays in the queue until `take`.
 
-        A task that has failed on the node is returned only if it has failed on all `nodes`: then no other node could
+        A task that has failed on the node is returned only if it has failed on all `nodes`: then no other node would
         do better. If `nodes` is empty, earlier failures do not matter.
         """
         lines = (line for failed, line in self._lines.items() if node not in failed or failed.issuperset(nodes))
@@ -395,15 +396,15 @@ class Admission:
         self._leases = leases
         self._wave_left = 0
         """Number of groups that may still be issued in this wave; not used without waves (`rules.waves`). A wave is the
-        groups of one batch, and redundant ones. The next wave begins when all tasks of the last one have ended."""
+        groups of one batch, and redundant groups. The next wave begins when all tasks of the wave have ended."""
         self.next_step = next_step
         """Step whose batch is formed next. No task is leased whose first token would be too old for this step."""
         self.openings = 0
         """Counter of events that may have made a lease possible: a task was queued again, a place was given back, or a
         wave ended. If it has changed after a delivery, the hub offers tasks to the waiting nodes."""
         self._sizes = rules.sizes(contract.group_size)
-        """Number of members of a group, redundant ones included, by domain. A domain is a kind of problem with settings
-        of its own. The entry under the empty name is for all other kinds."""
+        """Number of members of a group, including redundant members, by domain. The entry under the empty name is for
+        all other kinds."""
         self._largest = max(self._sizes.values())
         # With on_expire = "wait" a step waits for the groups that have begun. If some members of such a group had to
         # wait for the next version, the step that makes this version would wait for them, and neither could go on.
@@ -435,8 +436,8 @@ class Admission:
     def oldest_version(self, member: Member, versions: Sequence[int]) -> int:
         """Return the oldest of the engine versions `versions` that may run a task.
 
-        This becomes `Lease.min_version`: no token of the sample will be older. At least one of the engines must be
-        allowed to run the task (`admits`).
+        The result becomes `Lease.min_version`: no token of the sample will be older. At least one of the versions must
+        be allowed to run the task (`admits`).
         """
         needed = self._version_needed(member)
         return min(version for version in versions if version >= needed)
@@ -444,7 +445,7 @@ class Admission:
     def room_for_group(self, newest: int) -> bool:
         """Return True if another group may be issued for a node whose newest engine runs version `newest`.
 
-        If groups start in waves, this begins the next wave when all tasks of the last one have ended.
+        If groups start in waves, this begins the next wave when all tasks of the last wave have ended.
         """
         place = self.places.of(self._source.cursor.next_group)
         if place >= self._contract.place_count or self._version_for(place, 0) > newest:
@@ -500,9 +501,9 @@ class Places(msgspec.Struct):
         return group_id - self.before - bisect_left(self.returned, group_id)
 
     def first_at(self, place: int) -> int:
-        """Return the number of the first group, issued or not, that has this place or a later one.
+        """Return the number of the first group, issued or not, that has this place or a later place.
 
-        The buffer uses it for `rollout.fifo_window`, which limits a step to the groups before some place.
+        The buffer calls this for `rollout.fifo_window`, which limits a step to the groups before some place.
         """
         numbers = range(len(self.returned))
         earlier = bisect_left(numbers, place + self.before, key=lambda at: self.returned[at] - at)
