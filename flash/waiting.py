@@ -88,8 +88,8 @@ def free_in_slices(items: list[T]) -> Generator[None]:
 def run_apart(function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
     """Run a coroutine function to its end, from code that is not asynchronous. Returns its result.
 
-    If an event loop runs in this thread already, as in a notebook, the function runs in another thread, and the loop of
-    this thread is blocked until it ends.
+    If an event loop runs in this thread already, as in a notebook, a second one cannot run in it. Then the function
+    runs in another thread, and the loop of this thread is blocked until the function ends.
     """
     try:
         asyncio.get_running_loop()

@@ -163,7 +163,7 @@ class _Marking(NodeTransformer):
         return node
 
     def visit_Call(self, node: nodes.Call) -> nodes.Node:
-        """Call a method of a text, or a function, as the constants at the top of the file say."""
+        """Take marks away from the text and the arguments of a call, as `ASKING`, `CUTTING` and the like require."""
         self.generic_visit(node)
         match node.node:
             case nodes.Getattr(attr=name) as method:

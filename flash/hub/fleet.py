@@ -118,7 +118,7 @@ class NodeRegistry:
         """Register a node: give it and its engines numbers that are free.
 
         A node with trainer ranks asks for the number that it has in the job. Other nodes get a number above the numbers
-        of all nodes with trainer ranks.
+        of all nodes with trainer ranks, so that these stay free.
 
         Raises:
             ConfigError: engines of this run must be on the trainers' machine.

@@ -322,7 +322,8 @@ class Hub:
         return p.Ack()
 
     async def _answer_rank(self, request: Request[Any]) -> msgspec.Struct:
-        """Call the part of the hub that answers a request of a trainer rank. `_answer` describes the reply."""
+        """Call the part of the hub that answers a request of a trainer rank. If it returns no reply, return an
+        `Ack`."""
         match request:
             case p.IncarnationRequest():
                 return await self._trainers.start(request)

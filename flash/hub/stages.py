@@ -165,6 +165,7 @@ class RunStages:
             behind=self._fleet.describe_behind(progress.newest),
             answers=self._evaluations.progress,
         )
+        # While engines start, the fleet does not know them yet, but the registry does.
         no_engines = self._registry.engines == 0 if stage is Stage.STARTING else not self._fleet
         if stage in (Stage.STARTING, Stage.BATCH, Stage.EVALUATING) and no_engines:
             text += ", while no node has an engine: `flash join` brings one"

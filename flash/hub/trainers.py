@@ -338,8 +338,8 @@ class TrainerRanks:
         cause.
 
         Waits until a rank process of any node has started or ended since the launcher's last request, for at most
-        `waits.news_s`. The signal `ranks` wakes the request. The reply comes without a change, too,
-        which shows the launcher that the hub is alive.
+        `waits.news_s`. The signal `ranks` wakes the request. If nothing changes, the reply comes after this time, and
+        shows the launcher that the hub is alive.
         """
         with anyio.move_on_after(waits.news_s(self._config)):
             await self._progress.until("ranks", lambda: request.after != self._changes)

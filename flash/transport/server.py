@@ -411,8 +411,8 @@ class _Session(Generic[RequestT]):
         server work on further requests.
 
         Raises:
-        PeerLostError: the connection has ended.
-        TransportError: the peer broke the protocol.
+            PeerLostError: the connection has ended.
+            TransportError: the peer broke the protocol.
         """
         while True:
             for frame in await self._connection.receive():

@@ -292,7 +292,7 @@ class Transcript:
         """Offer functions to the policy: the chat template shows them with the first observation of a branch.
 
         Environments call this through their view. The functions are offered in each branch that begins after this call
-        without copied tokens, and for branch 0 if its first observation was not added yet. The functions replace the
+        without copied tokens, and in branch 0 if its first observation was not added yet. The functions replace the
         functions of an earlier call. An empty list offers none.
 
         Raises:
