@@ -29,11 +29,11 @@ MODULES = {
     "sandbox": "benchmarks.sandbox",
     "versus_trl": "benchmarks.versus_trl",
 }
-"""Where each benchmark is."""
+"""Module of each benchmark, by its name."""
 
 
 def main() -> int:
-    """Run what was asked for, one after the other; 1 when one of them failed."""
+    """Run the named benchmarks, one after the other; return 1 if one of them failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="all by default")
     parser.add_argument("--quick", action="store_true", help="smaller versions, whose rows are not kept")
@@ -58,22 +58,22 @@ def main() -> int:
 
 
 class Benchmarks:
-    """Runs benchmarks as processes. SIGINT or SIGTERM ends the one that runs, which is awaited; no other begins."""
+    """Runs benchmarks as processes. SIGINT or SIGTERM ends the running one, and no other is started after it."""
 
     def __init__(self) -> None:
         self.signal = 0
-        """What has ended them; 0: nothing."""
+        """Signal that ended the benchmarks; 0 if none did."""
         self._process: subprocess.Popen[bytes] | None = None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._heed)
 
     def run(self, name: str, *, quick: bool) -> bool:
-        """Whether it succeeds."""
+        """Run a benchmark to its end; return True if it succeeds."""
         if self.signal:
             return False
         options = ["--quick"] if quick else ["--json", str(RESULTS / f"{name}.json")]
         print(f"\n=== {name}", flush=True)
-        # A group of its own, which a terminal's Ctrl-C does not reach: it would cut off what the first signal ends.
+        # In its own process group, so that a terminal's Ctrl-C does not interrupt the clean-up.
         self._process = subprocess.Popen([sys.executable, "-m", MODULES[name], *options], cwd=ROOT, process_group=0)
         if self.signal:
             self._process.terminate()

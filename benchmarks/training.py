@@ -1,4 +1,4 @@
-"""A run of `flash train` and what it left behind: what the benchmarks that train for real share."""
+"""Runs of `flash train`, and the files that they leave; shared by all benchmarks that train for real."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ import msgspec
 from benchmarks.form import run_command
 
 PINNED = ["cluster.node_cpus=[0]", "cluster.trainer_cpus=[1]"]
-"""Overrides: the node loop and its engine on core 0, the trainer on core 1, each core for one device."""
+"""Overrides: the node loop and its engine on core 0, the trainer on core 1; each core stands for one device."""
 RUN_TIMEOUT_S = 1800
 """Longest wait for one run."""
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """What a run wrote down."""
+    """Rows that a run has written, and its duration."""
 
     seconds: float
-    """From the end of the first evaluation, when rollouts begin, to the last commit."""
+    """Seconds from the end of the first evaluation, when rollouts begin, to the last commit."""
     summary: dict[str, Any]
     evals: list[dict[str, Any]]
     metrics: list[dict[str, Any]]
 
     def mean(self, name: str, steps: slice = slice(None)) -> float:
-        """A metric, averaged over the steps."""
+        """Return the mean of a metric over the steps."""
         rows = self.metrics[steps]
         return sum(row[name] for row in rows) / len(rows)
 
 
 Train = Callable[[Path, str, list[str]], Measured]
-"""As `train`."""
+"""Signature of `train`."""
 
 
 def run(workload: Path, name: str, overrides: list[str]) -> Path:
-    """Run `flash train`; the run's directory."""
+    """Run `flash train`; return the run's directory."""
     command = [sys.executable, "-m", "flash", "train", str(workload), f"run.name={name}", *overrides]
     run_command(command, RUN_TIMEOUT_S)
     return Path("outputs") / name
 
 
 def train(workload: Path, name: str, overrides: list[str]) -> Measured:
-    """Run `flash train` and read what it left behind."""
+    """Run `flash train`, and read the files that it leaves."""
     run_dir = run(workload, name, overrides)
     evals, metrics = (_rows(run_dir / file) for file in ("evals.jsonl", "metrics.jsonl"))
     summary = json.loads((run_dir / "summary.json").read_text())

@@ -22,7 +22,7 @@ GOALS = {"float32": 1e-3, "bfloat16": 0.1}
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One step."""
+    """A training step whose gradient is taken."""
 
     folder: str
     """Folder of the model."""

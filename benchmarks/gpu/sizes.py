@@ -78,7 +78,7 @@ MIXTURE: dict[str, Any] = {
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """How much each part does. The defaults are for two CPU cores."""
+    """Sizes of the parts. The defaults are for two CPU cores."""
 
     gpu: bool
     swaps: int = 2

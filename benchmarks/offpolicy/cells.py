@@ -91,13 +91,13 @@ class Method(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """One training run of the comparison: a method at an age of its data."""
+    """A training run of the comparison: a method at an age of its data."""
 
     method: Method
     alpha: int
     """Age of the data in versions: step n trains tokens of version max(0, n − alpha)."""
     mixed: bool = False
-    """Every batch has groups of all ages from 0 to alpha, equally many of each."""
+    """True if every batch has groups of all ages from 0 to alpha, equally many of each."""
     seed: int
     """Seed of the problems and of the sampling."""
     setting: Setting = Setting()
@@ -143,7 +143,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Point(msgspec.Struct, frozen=True, array_like=True):
-    """One evaluation, and means over the steps since the one before."""
+    """An evaluation, and means over the steps since the evaluation before."""
 
     step: int
     """Versions made so far."""
@@ -169,7 +169,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     cell: Cell
     curve: list[Point]
-    """From step 0, before any training, to the last step."""
+    """Evaluations from step 0, before any training, to the last step."""
     skipped_updates: int
     """Updates left out because the gradient was not finite."""
     cpu_s: float

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 
 
 class Answer(NamedTuple):
-    """One sampled answer, with the values that training needs."""
+    """A sampled answer, with the values that training needs."""
 
     prompt: list[int]
     """Token ids."""

@@ -25,7 +25,7 @@ CURVE_ALPHA = 8
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """One method at one alpha, over its seeds."""
+    """Final accuracy of a method at one alpha, over its seeds."""
 
     method: Method
     alpha: int

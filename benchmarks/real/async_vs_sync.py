@@ -13,14 +13,14 @@ from benchmarks.training import PINNED, train
 
 WORKLOAD = WORKLOADS / "async_vs_sync.toml"
 GOAL = 1.6
-"""Of the pinned comparison; 2.0 is the limit."""
+"""Goal of the pinned comparison; 2.0 is the limit."""
 
 SYNCHRONOUS = ["train.async_ratio=0", "rollout.seeded=false"]
-"""Without seeds, as in the asynchronous run: they would slow this one down."""
+"""Overrides. Seeds are off as in the asynchronous run, because they would slow this one down."""
 
 
 def compare(args: Args) -> list[Row]:
-    """All runs and the rows they give."""
+    """Make all runs, and return their rows."""
     size = [f"run.steps={8 if args.quick else 30}"]
     runs = {
         "sync, one core each": train(WORKLOAD, "bench-sync", [*size, *PINNED, *SYNCHRONOUS]),

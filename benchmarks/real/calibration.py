@@ -1,4 +1,4 @@
-"""How well `flash simulate` predicts real runs on two cores, with constants fitted by `flash calibrate`.
+"""Errors of `flash simulate` on real runs on two cores, with constants fitted by `flash calibrate`.
 
 An asynchronous run of RL on two-digit sums is measured, with the engine on core 0 and the trainer on core 1. The
 constants fitted to it predict that run itself, and two that the fit has not seen: synchronous training, and

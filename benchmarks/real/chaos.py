@@ -28,7 +28,7 @@ from benchmarks.real.chaos_judge import Left, judge, left_by, stretches, tokens_
 from benchmarks.rig.hosts import Hosts, missing
 
 GOAL = 0.75
-"""Trained tokens per second, as a share of the same run without faults."""
+"""Goal of the trained tokens per second, as a share of the same run without faults."""
 HANG_S = 240.0
 """Seconds without a step that count as a hang: a restart of everything with three engines on two cores takes a minute,
 and a process may be stopped for 90 s meanwhile."""
@@ -45,14 +45,14 @@ class Lived(msgspec.Struct, frozen=True):
     begin: float
     """Unix seconds of the first step with all engines."""
     end: float
-    """When the last fault was over."""
+    """Unix seconds of the end of the last fault."""
     struck: list[Struck]
     missed: int
-    """Faults that found nothing to hit."""
+    """Number of faults that found no victim."""
     failed: list[str]
     """Launches that ended with an error of their own."""
     stuck: list[str]
-    """Commands that did not end when they were told to."""
+    """Commands that did not end after an interrupt."""
     orphans: list[str]
 
 

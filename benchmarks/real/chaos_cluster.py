@@ -1,7 +1,7 @@
-"""The job that the chaos run breaks: its commands on three hosts, its faults, and its end.
+"""Job of the chaos run: its commands on three hosts, its faults, and its end.
 
-Each command that ends is started again after a few seconds, as the manager of a cluster would do it. Nothing else is
-mended from here.
+Each command that ends is started again after a few seconds, as the manager of a cluster would do it. This module
+repairs nothing else.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from flash.observe.rundir.rundir import RunDirectory
 NAMES = ("first", "second", "third")
 WORKLOAD = WORKLOADS / "chaos.toml"
 RESTART_S = 3.0
-"""From the end of a command to its next start."""
+"""Seconds from the end of a command to its next start."""
 VICTIM_S = 15.0
-"""How long a fault waits for a process that it can hit: it may be starting again."""
+"""Seconds that a fault waits for a victim, which may be starting again."""
 LOOK_S = 0.5
-"""Between two looks at what nobody tells us of."""
+"""Seconds between two looks at states that no event announces."""
 START_S = 600.0
 """Longest wait for the first step with all engines."""
 END_S = 120.0
 """Longest wait for a job to end after an interrupt."""
 LAST_STEPS = 20
-"""Steps of the last life, which comes to its end by itself."""
+"""Steps of the last launch, which ends by itself."""
 LAST_LIFE_S = 300.0
 IN_ORDER = (0, 130, -signal.SIGINT, -signal.SIGKILL)
-"""Exit codes of a command that is over, was interrupted, or was killed, which only we do."""
+"""Exit codes of a command that has finished, was interrupted, or was killed, which only this benchmark does."""
 
 
 class Job:
-    """A job on three hosts. `folder` gets the run directory, and what the commands print."""
+    """A job on three hosts. `folder` gets the run directory, and the output of the commands."""
 
     def __init__(self, hosts: Hosts, name: str, folder: Path) -> None:
         self.directory = RunDirectory(folder / name)
@@ -61,7 +61,7 @@ class Job:
             "FLASH_RDZV_ENDPOINT": f"{NAMES[0]}:29411",
             "PYTHONPATH": str(ROOT),
         }
-        # One engine each: on two cores they are not to lie on the same one.
+        # Each host has one engine; on two cores they must not all be pinned to the same one.
         cores = sorted(os.sched_getaffinity(0))
         own = f"cluster.node_cpus=[{cores[host % len(cores)]}]"
         command = [sys.executable, "-m", "flash", "train", *self._arguments, own, *more]
@@ -69,7 +69,7 @@ class Job:
         return self._hosts.start(host, command, output=output, cwd=ROOT, variables=variables)
 
     async def keep(self, host: int) -> None:
-        """Consumes ends of a host's command. Waits for the next one. Produces its next start, until the job ends."""
+        """Start a host's command, and again each time that it ends, until the job ends."""
         resume: tuple[str, ...] = ()
         while not self._ending:
             launch = self._launches[host] = self._start(host, *resume)
@@ -80,10 +80,10 @@ class Job:
             resume = ("--resume",) if host == 0 and self.directory.config.exists() else ()
             await anyio.sleep(RESTART_S)
 
-    # -- what it does ------------------------------------------------------------------------------------------------
+    # -- its engines and processes ------------------------------------------------------------------------------------
 
     def engines(self) -> int:
-        """That the newest step had."""
+        """Return the number of engines in the newest step."""
         rows = self.directory.read_metrics() if self.directory.metrics.exists() else []
         return int(rows[-1]["engines"]) if rows else 0
 
@@ -94,7 +94,7 @@ class Job:
                 await anyio.sleep(LOOK_S)
 
     def victims(self, host: int, target: Target) -> list[int]:
-        """The processes of a kind on a host."""
+        """Return the ids of the processes of a kind on a host."""
         found: list[int] = []
         for pid in self._hosts.processes(host):
             with suppress(OSError):  # it has ended meanwhile
@@ -103,10 +103,10 @@ class Job:
                     found.append(pid)
         return found
 
-    # -- what is done to it ------------------------------------------------------------------------------------------
+    # -- faults -------------------------------------------------------------------------------------------------------
 
     async def strike(self, fault: Fault) -> Struck | None:
-        """Let a fault fall, and last; None: in `VICTIM_S` there was nothing that it could hit."""
+        """Carry out a fault, and wait until it is over; return None if it found no victim within `VICTIM_S`."""
         if fault.target == "network":
             return await self._cut(fault)
         pid = 0
@@ -125,7 +125,7 @@ class Job:
         return struck
 
     def _hit(self, fault: Fault) -> int:
-        """Signal a process that a fault is meant for; 0 where there is none."""
+        """Send the signal of a fault to a process; return its id, or 0 if there is none."""
         for pid in self.victims(fault.host, fault.target):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if fault.how == "kill" else signal.SIGSTOP)
@@ -138,14 +138,14 @@ class Job:
         self._hosts.cut(fault.host, hears=half and not fault.deaf, sends=half and fault.deaf)
         try:
             await anyio.sleep(fault.seconds)
-        finally:  # of two that overlap the first one's end mends the way between their hosts
+        finally:  # where two cuts overlap, the first end also restores the way between their hosts
             self._hosts.heal(fault.host)
         return struck
 
-    # -- its end -----------------------------------------------------------------------------------------------------
+    # -- its end ------------------------------------------------------------------------------------------------------
 
     async def end(self) -> list[str]:
-        """Interrupt the job; what did not end in time, and was killed then."""
+        """Interrupt the job; return a line for each command that did not end in time and was killed."""
         self._ending = True
         for host in range(len(NAMES)):
             self._hosts.heal(host)
@@ -157,7 +157,7 @@ class Job:
         return await self._ended(END_S)
 
     async def finish(self) -> list[str]:
-        """Let the run come to its end in a last life on the first host; what did not end in time."""
+        """Resume the run on the first host until it ends by itself; return lines as `end`."""
         last = int(self.directory.read_metrics()[-1]["version"])
         self._launches = {0: self._start(0, "--resume", f"run.steps={last + LAST_STEPS}")}
         stuck = await self._ended(LAST_LIFE_S)
@@ -166,7 +166,7 @@ class Job:
         return stuck
 
     async def _ended(self, seconds: float) -> list[str]:
-        """Wait until all commands have ended; those that did not are named, and killed with all that they started."""
+        """Wait until all commands have ended; kill all processes of a host whose command has not, and name the host."""
         with anyio.move_on_after(seconds):
             while any(launch.poll() is None for launch in self._launches.values()):  # noqa: ASYNC110  # as above
                 await anyio.sleep(LOOK_S)
@@ -177,7 +177,7 @@ class Job:
         return [f"{NAMES[host]} did not end within {seconds:g} s" for host in stuck]
 
     async def orphans(self, seconds: float) -> list[str]:
-        """Processes and folders that are left when all commands have ended, and had some time."""
+        """Return the processes and folders that are left some time after all commands have ended."""
         with anyio.move_on_after(seconds):
             while any(self._hosts.processes(host) for host in range(len(NAMES))):  # noqa: ASYNC110  # as above
                 await anyio.sleep(LOOK_S)

@@ -1,4 +1,4 @@
-"""The faults of the chaos run: which ones fall when, by seed, and whom of the processes on a host they hit."""
+"""Faults of the chaos run: their plan, which follows from a seed, and the processes that they can hit."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ PLACES: dict[Target, tuple[int, ...]] = {
     "launcher": (0, 1, 2),
     "network": (0, 1, 2),
 }
-"""On which hosts each target is: a trainer rank, the hub's node loop, another node loop, an engine's core, a worker of
-it, `flash train` itself, and a host's link."""
+"""Hosts of each target: a trainer rank, the hub's node loop, another node loop, an engine's core, a worker of it,
+`flash train` itself, and a host's link."""
 
 PROCESSES: tuple[Target, ...] = tuple(target for target in PLACES if target != "network")
 
 Kind = tuple[How, Target]
 
 KINDS: tuple[Kind, ...] = (*product(("kill", "stop"), PROCESSES), ("cut", "network"), ("half cut", "network"))
-"""SIGKILL; SIGSTOP, and after a while SIGCONT; nothing gets through, in both directions or in one."""
+"""All faults: SIGKILL; SIGSTOP and later SIGCONT; a link on which nothing passes, in both directions or in one."""
 
 GAP_S = 20.0
-"""Between two faults, on average."""
+"""Mean seconds between two faults."""
 SHORTEST_S, LONGEST_S = 5.0, 90.0
-"""How long something is stopped or cut off; short times are as likely as long ones, by their logarithm."""
+"""Seconds of a stop or a cut. Their logarithm is uniform, so that short times are as frequent as long ones."""
 ROLES: tuple[Target, ...] = ("hub", "node", "trainer")
-"""What a launcher starts, by the names that it gives them."""
+"""Processes that a launcher starts, by the names that it gives them."""
 CORE_TITLE = b"VLLM::EngineCore"
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """One thing that goes wrong."""
+    """A planned fault."""
 
     at: float
     """Seconds from the beginning."""
@@ -51,18 +51,18 @@ class Fault(msgspec.Struct, frozen=True):
     target: Target
     host: int
     seconds: float = 0.0
-    """How long it lasts; 0 for a kill."""
+    """Duration; 0 for a kill."""
     deaf: bool = False
-    """Of a link that is cut in one direction: whether the host hears nothing. Otherwise nobody hears it."""
+    """For a link that is cut in one direction: True if the host receives nothing, False if it sends nothing."""
 
     @property
     def kind(self) -> str:
-        """What it is counted as."""
+        """Name under which it is counted."""
         return f"{self.how} {self.target}"
 
 
 class Struck(msgspec.Struct, frozen=True):
-    """A fault that fell."""
+    """A fault that happened."""
 
     kind: str
     host: int
@@ -70,11 +70,11 @@ class Struck(msgspec.Struct, frozen=True):
     """Unix seconds."""
     seconds: float
     victim: int
-    """A process id; 0 for a link."""
+    """Process id; 0 for a link."""
 
 
 def plan(seconds: float, seed: int, longest_s: float = LONGEST_S) -> list[Fault]:
-    """One fault every `GAP_S` seconds: all kinds in an order by chance, then all of them in another one."""
+    """Plan one fault every `GAP_S` seconds on average: all kinds in a random order, then all in another order."""
     chance = random.Random(seed)
     faults: list[Fault] = []
     left: list[Kind] = []
@@ -90,12 +90,12 @@ def plan(seconds: float, seed: int, longest_s: float = LONGEST_S) -> list[Fault]
 
 
 def one_of_each(seed: int, longest_s: float) -> list[Fault]:
-    """The beginning of a plan, with every kind once."""
+    """Return the beginning of a plan, with every kind once."""
     return plan(2 * GAP_S * len(KINDS), seed, longest_s)[: len(KINDS)]
 
 
 def role(command: bytes) -> Target | None:
-    """What a process is to the run, by its command line as /proc shows it."""
+    """Return the role of a process in the run, by its command line as /proc shows it; None if it has none."""
     if command.startswith(CORE_TITLE):
         return "core"
     if command.startswith(WORKER_TITLE):

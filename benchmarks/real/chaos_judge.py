@@ -1,7 +1,7 @@
-"""What a run that was broken on purpose has lost, doubled and cost: read from what it left behind, nothing else.
+"""Losses and double counts of a run that was broken on purpose, read from the files that it left.
 
-`left_by` reads a run directory; everything else is a pure function, so that each thing that must not happen can be
-shown to it. The run has come to its end in order: then nothing is in flight, and every task and token has one place.
+`left_by` reads a run directory; all else are pure functions, which tests call with each fault of the counts. The run
+must have ended in order: then nothing is in flight, and every task and token is counted in one place.
 """
 
 from __future__ import annotations
@@ -26,53 +26,53 @@ Row = Mapping[str, Any]
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """What a step trained, as it was recorded."""
+    """The batch of a step, as it was recorded."""
 
     step: int
     min_version: int
     tasks: list[tuple[int, list[VersionRun]]]
-    """Number and versions of each sample."""
+    """Task number and versions of each sample."""
 
     def tokens(self, versions: Iterable[VersionRun]) -> int:
-        """How many of a sample's tokens were trained."""
+        """Count the tokens of a sample that were trained."""
         return sum(run.count for run in versions if run.version >= self.min_version)
 
 
 class Left(msgspec.Struct, frozen=True):
-    """What a run has left behind."""
+    """Files of a run that has ended."""
 
     ledger: Mapping[str, int]
     max_age: int
-    """The most versions that a trained token may be old."""
+    """Largest age of a trained token that the run allows, in versions."""
     rows: Sequence[Row]
-    """Of `metrics.jsonl`."""
+    """Rows of `metrics.jsonl`."""
     redone: Sequence[Row]
-    """The same of steps that a restart did again."""
+    """Rows of steps that a restart repeated."""
     samples: Mapping[int, int]
-    """By step, the lines of `samples.jsonl`."""
+    """Number of lines of `samples.jsonl`, by step."""
     batches: Sequence[Trained]
 
     @property
     def times(self) -> list[float]:
-        """When steps ended, in Unix seconds, those included that were done again."""
+        """Unix seconds at which steps ended, with those that were repeated."""
         return sorted(row["time"] for row in (*self.rows, *self.redone))
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What must not happen, counted. Not a number: the run did not come to its end, so that nobody can tell."""
+    """Counts of the things that must not happen. NaN if the run did not end, because then they cannot be known."""
 
     tasks_lost: float
-    """Issued, and neither trained, filtered, given up nor in flight."""
+    """Tasks that were issued, and neither trained, filtered, given up nor in flight."""
     tasks_doubled: int
-    """Trained more than once: each time beyond the first."""
+    """Times that a task was trained beyond the first."""
     tokens_unaccounted: float
-    """Sampled, and neither trained nor thrown away; or booked as trained, and in no batch; or the other way round."""
+    """Tokens that were sampled, and neither trained nor discarded; or whose count differs from that of the batches."""
     tokens_beyond_alpha: int
-    """Trained, and older than ⌈α⌉ versions."""
+    """Trained tokens that were older than the run allows."""
     rows_doubled: int
-    """Lines of metrics and samples that are there more than once."""
+    """Lines of metrics and samples beyond the first."""
     rows_lost: int
-    """Those that are missing."""
+    """Missing lines of metrics and samples."""
 
 
 def left_by(run_dir: Path) -> Left:
@@ -91,13 +91,13 @@ def left_by(run_dir: Path) -> Left:
 
 
 def trained(folder: Path, step: int) -> Trained:
-    """One recorded batch, without its texts."""
+    """Read a recorded batch, without its texts."""
     batch = read_batch(folder, step)
     return Trained(step, batch.min_version, [(made.task.task_id, made.versions) for made in batch.trajectories])
 
 
 def judge(left: Left) -> Verdict:
-    """Compare what the run booked with what it recorded."""
+    """Compare the run's ledger with its recorded batches."""
     ledger = left.ledger
     times_trained: Counter[int] = Counter()
     found: set[int] = set()
@@ -128,11 +128,11 @@ def judge(left: Left) -> Verdict:
 
 
 def stretches(times: Iterable[float], begin: float, end: float, longest_s: float) -> list[float]:
-    """The spans of time without a step that are too long, in seconds."""
+    """Return the spans without a step that are longer than `longest_s`, in seconds."""
     inside = [begin, *(time for time in sorted(times) if begin < time < end), end]
     return [later - earlier for earlier, later in pairwise(inside) if later - earlier > longest_s]
 
 
 def tokens_per_second(rows: Iterable[Row], begin: float, end: float) -> float:
-    """Trained tokens that counted in the end, over a span of time."""
+    """Return the trained tokens per second of a span of time, without those of steps that were repeated."""
     return sum(row["trained_tokens"] for row in rows if begin < row["time"] <= end) / (end - begin)

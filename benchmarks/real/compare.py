@@ -1,4 +1,4 @@
-"""Real runs of one workload, synchronous against asynchronous: what `real_rlvr` and `real_agentic` share.
+"""Real runs of one workload, synchronous and asynchronous; shared by `real_rlvr` and `real_agentic`.
 
 All runs go through `flash train` with the same seed, model, environment, batch and number of samples, the node loop and
 its engine on core 0, the trainer on core 1: each core stands for one device.
@@ -27,18 +27,18 @@ MODES = {
 }
 """Overrides of each mode. The techniques are on by default."""
 SOME_STEPS = 10
-"""Steps over whose samples `first_rewards` and `last_rewards` are averaged: what the policy got while it learned."""
+"""Number of steps whose samples `first_rewards` and `last_rewards` average, at the beginning and at the end."""
 
 
 def comparison(
     workload: Path, *, steps: int, quick_steps: int, goal: float, reference: float
 ) -> Callable[[Args], list[Row]]:
-    """The benchmark that compares all modes on one workload."""
+    """Return a benchmark that compares all modes on one workload."""
     return lambda args: compare(workload, quick_steps if args.quick else steps, goal, reference)
 
 
 def compare(workload: Path, steps: int, goal: float, reference: float, train: Train = train) -> list[Row]:
-    """All modes, and the rows they give. `reference` is the paper's speed-up."""
+    """Run all modes, and return their rows. `reference` is the paper's speed-up."""
     runs = {
         case: train(workload, f"bench-{workload.stem}-{number}", [*PINNED, *overrides, f"run.steps={steps}"])
         for number, (case, overrides) in enumerate(MODES.items())

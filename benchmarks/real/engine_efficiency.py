@@ -1,4 +1,4 @@
-"""What the path Hub → EpisodePlayer → LLMProxy → vLLM costs over vLLM alone.
+"""Cost of the path Hub → EpisodePlayer → LLMProxy → vLLM over vLLM alone.
 
 One engine serves the same requests in two ways, in turns, in one process: through the whole rollout path (hub over TCP,
 leases, environment, trajectories sent back), and through a bare `AsyncLLM` that is given all requests at once. Answers
@@ -48,7 +48,7 @@ FIRST_VERSION = 10
 
 
 class FixedEngine:
-    """An engine that stays up from round to round: what it is asked passes through, starting and closing do not."""
+    """An engine that stays up from round to round: it forwards requests, but neither starts nor closes the engine."""
 
     def __init__(self, engine: VLLMEngine, version: int) -> None:
         self._engine = engine
@@ -79,7 +79,7 @@ UNTAUGHT = TinyModelConfig(warm_start_steps=0)
 
 
 def endless_model(folder: Path, tiny: TinyModelConfig = UNTAUGHT) -> Path:
-    """A tiny model whose answers only end at the token limit."""
+    """Make a tiny model whose answers only end at the token limit."""
     from flash.trainer.model.tiny_model import make_tiny_model
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -94,7 +94,7 @@ def endless_model(folder: Path, tiny: TinyModelConfig = UNTAUGHT) -> Path:
 
 
 def config_for(model: Path, tokens: int, requests: int) -> Config:
-    """One step of `requests` samples with `tokens` tokens each."""
+    """Configure a step of `requests` samples with `tokens` tokens each."""
     return msgspec.convert(
         {
             "run": {"name": "bench-engine", "steps": 1},
@@ -111,7 +111,7 @@ def config_for(model: Path, tokens: int, requests: int) -> Config:
 
 
 async def through_flash(config: Config, engine: VLLMEngine, version: int, tokenizer: HfTokenizer) -> float:
-    """Seconds from the first lease to the batch, through the whole path."""
+    """Run a batch through the whole path; return the seconds from the first lease to the batch."""
     now = anyio.current_time
     hub = Hub(config, MemoryObserver(), now=now)
     token = secrets.token_bytes(32)
@@ -140,7 +140,7 @@ async def through_flash(config: Config, engine: VLLMEngine, version: int, tokeni
 
 
 async def through_engine(engine: Any, prompts: Sequence[list[int]], tokens: int) -> float:
-    """Seconds for a bare AsyncLLM given all requests at once, streaming as ours does."""
+    """Give all requests to a bare AsyncLLM at once, streaming as ours does; return the seconds."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     params = SamplingParams(
@@ -162,7 +162,7 @@ async def through_engine(engine: Any, prompts: Sequence[list[int]], tokens: int)
 async def measure(
     config: Config, prompts: list[list[int]], tokens: int, rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds per round through us and through the bare engine, in turns."""
+    """Return the seconds of each round through the whole path, and through the bare engine, in turns."""
     engine = VLLMEngine(config, 0)
     tokenizer = HfTokenizer(config.model)
     await engine.start()
@@ -170,7 +170,9 @@ async def measure(
         ours: list[float] = []
         bare: list[float] = []
         for index in range(rounds + 1):
-            bare.append(await through_engine(engine._llm, prompts, tokens))  # the object inside, on purpose
+            bare.append(
+                await through_engine(engine._llm, prompts, tokens)
+            )  # the private attribute on purpose: no interface gives the bare engine
             # The label of the tokens that follow; without it they would count as older than the round.
             await engine._llm.update_weight_version(str(FIRST_VERSION + index))
             ours.append(await through_flash(config, engine, FIRST_VERSION + index, tokenizer))

@@ -1,11 +1,12 @@
-"""What the endpoint for agents costs: 500 agents at once, on the real clock, around an engine of fixed timing.
+"""Cost of the endpoint for agents: 500 agents at once, on the real clock, around an engine of fixed timing.
 
 Each agent is an episode of `envs.agent` with eight turns that append to one another. It runs in a process of its own
 with the 499 others, each with one connection that stays open; every second one has its answers streamed. The engine
-takes 4 s for an answer of 128 tokens, in pieces of 16. What a call takes longer for its client than for the engine is
-added; it has the sending, the reading, the rendering, the books of the episode and the lag of both processes' loops.
-Every answer names its agent and turn, which the client looks for: one that does not come is lost, one of somebody else
-is crossed. Without the endpoint, the same episodes are of an environment that says the same turns in process.
+takes 4 s for an answer of 128 tokens, in pieces of 16. The *added*
+time of a call is its time for the client less its time in the engine: sending, reading, rendering, the episode's own
+work, and the lag of both event loops. Every answer names its agent and turn: an answer that does not arrive is *lost*,
+and the answer of another agent is *crossed*. For comparison, an environment in the process plays the same turns without
+the endpoint.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ TURNS = 8
 ANSWER_TOKENS, PIECE_TOKENS = 128, 16
 ANSWER_S = 4.0
 STAGGER_S = 4.0
-"""Within which they begin: all at once they would stay in step, which nothing outside a benchmark does."""
+"""Seconds within which the agents begin: if all began at once they would stay in step, as no real agents do."""
 ADDED_GOAL_MS = 10
 RATIO_GOAL = 0.95
 DRIVER = "MODEL_SERVICE_DRIVER"
-"""In the environment: the port of the process of agents."""
+"""Environment variable with the port of the process of agents."""
 
 SETTINGS = EpisodeSettings(
     seed=None,
@@ -61,32 +62,32 @@ SETTINGS = EpisodeSettings(
 
 
 class Letters(Tokenizer):
-    """A token per letter, and one for the end of a message."""
+    """Tokenizer with a token for each letter, and one for the end of a message."""
 
     def render(self, observation: Observation, tools: Sequence[Tool] = ()) -> list[int]:
-        """Letters, and who speaks by a letter."""
+        """Return the letters of each message after the first letter of its role."""
         if isinstance(observation, str):
             return [ord(letter) for letter in observation]
         return [token for said in observation for token in (*map(ord, said.role[0] + said.content), 0)] + [ord("a")]
 
     def follow(self, observation: Observation, end: int | None, tools: Sequence[Tool] = ()) -> list[int]:
-        """The same."""
+        """Render the observation."""
         return self.render(observation)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Letters."""
+        """Join the letters."""
         return "".join(chr(token) for token in token_ids if token)
 
 
 class Timed:
-    """A `Responder` of fixed timing: says which question it was asked; keeps how long each took in truth."""
+    """A `Responder` of fixed timing. It repeats the question, and keeps the seconds of each response."""
 
     def __init__(self, answer_s: float) -> None:
         self._piece_s = answer_s * PIECE_TOKENS / ANSWER_TOKENS
         self.took: dict[str, float] = {}
 
     async def generate(self, request: ResponseRequest) -> Completion:
-        """One answer."""
+        """Respond in pieces."""
         start = time.perf_counter()
         last = "".join(map(chr, request.prompt[-40:]))
         question = last.rpartition("u")[2].partition("?")[0]
@@ -100,46 +101,46 @@ class Timed:
 
 
 def question(agent: int, turn: int) -> str:
-    """What an agent asks."""
+    """Return the question of an agent in a turn, without its question mark."""
     return f"{agent}-{turn}"
 
 
 class Talk:
-    """The same turns without an endpoint."""
+    """Environment with the turns of an agent, but without the endpoint."""
 
     async def reset(self, seed: int) -> tuple[Observation, dict[str, Any]]:
-        """The first question."""
+        """Ask the first question."""
         self._seed, self._turn = seed, 0
         await anyio.sleep(random.Random(seed).uniform(0, STAGGER_S))
         return [Message("user", f"{question(seed, 0)}?")], {}
 
     async def step(self, action: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        """The next one."""
+        """Ask the next question."""
         self._turn += 1
         shown = [Message("user", f"{question(self._seed, self._turn)}?")]
         return shown, 0.0, self._turn == TURNS, False, {}
 
     async def close(self) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
 
 class Tasks:
-    """The agent's number."""
+    """Environment of an agent's task, which is the agent's number."""
 
     async def reset(self, seed: int) -> tuple[Observation, dict[str, Any]]:
-        """It."""
+        """Return the number."""
         return str(seed), {}
 
     async def step(self, action: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        """Any answer will do; what the agent has measured is kept."""
+        """Accept any answer, and keep the agent's measurements as a note."""
         return "", 0.0, True, False, {"note": action}
 
     async def close(self) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
 
 async def drive(base_url: str, api_key: str, task: str) -> str:
-    """An agent in the process of agents: what its calls took, by question, in JSON."""
+    """Let an agent play in the process of agents; return its measurements as JSON."""
     async with await anyio.connect_tcp("127.0.0.1", int(os.environ[DRIVER])) as stream:
         await stream.send(msgspec.json.encode([base_url, api_key, int(task)]) + b"\n")
         return (await BufferedByteReceiveStream(stream).receive_until(b"\n", 1 << 20)).decode()
@@ -149,11 +150,11 @@ async def drive(base_url: str, api_key: str, task: str) -> str:
 
 
 async def agents() -> None:
-    """Takes agents at a port, which it prints."""
+    """Run agents that connect to a port, which is printed first."""
     listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
     sys.stdout.write(f"{listener.extra(SocketAttribute.local_port)}\n")
     sys.stdout.flush()
-    with rare_garbage_collection():  # What is measured is the endpoint, and not the collections of those who call it.
+    with rare_garbage_collection():  # The benchmark measures the endpoint, not the garbage collection of its clients.
         await listener.serve(_agent)
 
 
@@ -169,7 +170,7 @@ async def _agent(desk: SocketStream) -> None:
 
 
 async def _talk(stream: SocketStream, key: str, number: int) -> dict[str, Any]:
-    """All turns: what each took, and what was not answered, or by another one's answer."""
+    """Play all turns of an agent; return the seconds of each, and the numbers of lost and crossed answers."""
     received, messages = BufferedByteReceiveStream(stream), list[dict[str, str]]()
     found: dict[str, Any] = {"took": {}, "lost": 0, "crossed": 0}
     for turn in range(TURNS):
@@ -205,7 +206,7 @@ async def _streamed(received: BufferedByteReceiveStream) -> str:
 
 
 async def node(make: Callable[[], Environment], engine: Timed, count: int) -> tuple[list[Trajectory], float, float]:
-    """So many episodes at once, the seconds that they took, and those of the node's processor."""
+    """Play `count` episodes at once; return them, the seconds that passed, and the node's processor seconds."""
     played: list[Trajectory] = []
     player = EpisodePlayer(lambda _: make(), Letters(), engine, SETTINGS, Phases(), now=time.time)
 
@@ -223,13 +224,13 @@ async def node(make: Callable[[], Environment], engine: Timed, count: int) -> tu
 
 
 def agent() -> Agent:
-    """One behind the endpoint."""
+    """Make an environment whose agent calls the endpoint."""
     module = "benchmarks.real.model_service"
     return Agent(AgentOptions(function=f"{module}:drive", tasks={"path": f"{module}:Tasks"}))
 
 
 def measure(args: Args) -> list[Row]:
-    """Without the endpoint, then with it."""
+    """Measure without the endpoint, then with it."""
     count, answer_s = (50, 0.8) if args.quick else (AGENTS, ANSWER_S)
     alone = Timed(answer_s)
     _, alone_s, alone_cpu_s = anyio.run(node, Talk, alone, count)

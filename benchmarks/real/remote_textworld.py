@@ -18,22 +18,22 @@ from flash.environment import Info, StepResult, is_held_out
 from flash.types import Observation
 
 _instances: Counter[int] = Counter()
-"""Of each seed, in this process."""
+"""Number of instances of each seed in this process."""
 
 
 class RemoteOptions(TextWorldOptions, frozen=True, kw_only=True):
-    """Which games, and how late they answer.
+    """Options of the games, and the delay of their answers.
 
     Raises:
         ConfigError: naming the option, what was expected and what was given.
     """
 
     latency: Distribution = 0.0
-    """Seconds of a step."""
+    """Seconds that a step takes in addition."""
 
 
 class Delays:
-    """How late each answer of one episode is."""
+    """Delays of the answers of one episode."""
 
     def __init__(self, latency: Distribution, instances: Counter[int] = _instances) -> None:
         self._latency, self._instances = sampler(latency), instances
@@ -42,18 +42,18 @@ class Delays:
         self._late = False
 
     def begin(self, seed: int) -> None:
-        """Another instance of this problem begins."""
+        """Begin another instance of this problem."""
         self._key, self._turn, self._late = (seed, self._instances[seed]), 0, not is_held_out(seed)
         self._instances[seed] += 1
 
     def next_s(self) -> float:
-        """Of the next turn's answer, in seconds."""
+        """Return the delay of the next turn's answer, in seconds."""
         self._turn += 1
         return self._latency.draw(uniform(*self._key, self._turn - 1)) if self._late else 0.0
 
 
 class RemoteTextWorld(TextWorld):
-    """One game, far away."""
+    """A game that answers late, as if it ran elsewhere."""
 
     def __init__(self, options: RemoteOptions) -> None:
         super().__init__(options)

@@ -36,20 +36,20 @@ GOALS = {OWN: 1.58, REDUNDANT: 2.72}
 
 STEPS, QUICK_STEPS = 8, 2
 ROUNDS = 3
-"""Of a full run; a quick one has one."""
+"""Number of rounds of a full run; a quick run has one."""
 
 Round = Mapping[str, Measured]
-"""What each mode measured."""
+"""Measurements of each mode."""
 
 
 def compare(args: Args) -> list[Row]:
-    """All rounds, and the rows they give."""
+    """Run all rounds, and return their rows."""
     steps = QUICK_STEPS if args.quick else STEPS
     return rows_of([one_round(number, steps) for number in range(1 if args.quick else ROUNDS)])
 
 
 def one_round(number: int, steps: int, train: Train = train) -> Round:
-    """Every mode once; another one begins each time."""
+    """Run every mode once. Each round begins with another mode, so that none is always the first."""
     first = number % len(MODES)
     order = [*MODES, *MODES][first : first + len(MODES)]
     size = [f"run.steps={steps}", f"run.seed={number}"]
@@ -60,7 +60,7 @@ def one_round(number: int, steps: int, train: Train = train) -> Round:
 
 
 def rows_of(rounds: Sequence[Round]) -> list[Row]:
-    """Ratios, whether accuracies agree, then what each mode did."""
+    """Return the ratios, the agreement of accuracies, and the figures of each mode."""
     rows: list[Row] = []
     for mode, paper in PAPER.items():
         ratios = [each[LOCK_STEP].seconds / each[mode].seconds for each in rounds]
@@ -78,7 +78,7 @@ def rows_of(rounds: Sequence[Round]) -> list[Row]:
 
 
 def accuracy(runs: Sequence[Measured], which: int) -> Interval:
-    """The share of held-out games that were won in one evaluation of each run, all games together."""
+    """Return the share of held-out games that were won in one evaluation of each run, over the games of all runs."""
     found = [(row["samples"], row["mean_reward"]) for run in runs for row in [run.evals[which]]]
     won, played = (round(sum(count)) for count in zip(*((n * mean, n) for n, mean in found), strict=True))
     return mean_interval([1.0] * won + [0.0] * (played - won))

@@ -1,5 +1,5 @@
-"""Hosts on this machine: network namespaces on a wire of our own, each process with the host's name and its folder for
-temporary files. Needs root and iproute2. The namespaces, and everything that runs in them, end with the hosts
+"""Hosts on this machine: network namespaces on a wire of our own, whose processes have the host's name and its folder
+for temporary files. Needs root and iproute2. The namespaces, and everything that runs in them, end with the hosts
 (`benchmarks.rig.kept`).
 """
 
@@ -31,11 +31,11 @@ NEEDED = ("ip", "ss", "nsenter", "unshare")
 CLONE_NEWNET = 0x40000000
 
 INSIDE = 'mount --bind "$0" /etc/hosts && hostname "$1" && shift && exec "$@"'
-"""In mount and host name namespaces of the process's own."""
+"""Shell command that each process runs first, in mount and host name namespaces of its own."""
 
 
 def missing() -> str:
-    """Why there can be no hosts here; empty when there can."""
+    """Return the reason why no hosts can be made here; empty if they can."""
     absent = [name for name in NEEDED if shutil.which(name) is None]
     if absent:
         return f"not installed: {', '.join(absent)}"
@@ -50,7 +50,7 @@ def missing() -> str:
 
 
 class Hosts(Kept):
-    """Exist from `with` to its end; numbered from 0 on, in the order of their names."""
+    """Hosts that exist from `with` to its end; they are numbered from 0 on, in the order of their names."""
 
     def __init__(self, *names: str) -> None:
         super().__init__("hosts")
@@ -62,7 +62,7 @@ class Hosts(Kept):
         self._wire = ExitStack()
 
     def begin(self) -> None:
-        """Make them, and the wire between them."""
+        """Make the hosts, and the wire between them."""
         self._set_up()
         self._begin_carrying()
 
@@ -83,7 +83,7 @@ class Hosts(Kept):
             _ip("-n", self._switch, "link", "set", f"port{host}", "up")
 
     def _begin_carrying(self) -> None:
-        """In a thread of its own: nobody here waits for the hosts' traffic, nor the other way round."""
+        """Start the wire in a thread of its own, so that it and the caller do not wait for each other."""
         ports = [
             self._wire.enter_context(_in_space(self._switch, lambda host=host: open_port(f"port{host}")))
             for host in range(len(self.names))
@@ -93,7 +93,7 @@ class Hosts(Kept):
         self._wire.callback(lambda: carrying.result() if carrying.done() else carrying.cancel())
 
     def close(self) -> None:
-        """End what runs on the hosts, and the hosts."""
+        """End the processes on the hosts, and remove the hosts."""
         for host in range(len(self.names)):
             self.kill_all(host)
         for process in self._started:
@@ -104,14 +104,14 @@ class Hosts(Kept):
         finally:
             super().close()
 
-    # -- what runs on them -------------------------------------------------------------------------------------------
+    # -- their processes ----------------------------------------------------------------------------------------------
 
     def address(self, host: int) -> str:
-        """Where the others find it; its name leads there too."""
+        """Return the address of a host, to which its name resolves, too."""
         return f"10.77.0.{host + 1}"
 
     def scratch(self, host: int) -> Path:
-        """Its folder for temporary files."""
+        """Return a host's folder for temporary files."""
         return self.folder / str(host)
 
     def start(
@@ -120,7 +120,7 @@ class Hosts(Kept):
         """Start a command on a host; its output is appended to a file."""
         space = f"--net=/run/netns/{self._spaces[host]}"
         inside = ["nsenter", space, "unshare", "--uts", "--mount", "sh", "-c", INSIDE]
-        # Compiled kernels are worth keeping, and nothing that tells hosts apart.
+        # Compiled kernels are the same on all hosts, and take long to make.
         kernels = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
         own = {"TMPDIR": str(self.scratch(host)), "TORCHINDUCTOR_CACHE_DIR": kernels}
         with output.open("ab") as file:
@@ -137,41 +137,41 @@ class Hosts(Kept):
         return process
 
     def processes(self, host: int) -> list[int]:
-        """The process ids of all that runs there."""
+        """Return the ids of all processes on a host."""
         return processes_in(self._spaces[host])
 
     def socket(self, host: int) -> socket.socket:
-        """A TCP socket of this process that is on a host."""
+        """Make a TCP socket of this process that belongs to a host."""
         return _in_space(self._spaces[host], socket.socket)
 
-    # -- what happens to them ----------------------------------------------------------------------------------------
+    # -- faults -------------------------------------------------------------------------------------------------------
 
     def set_way(self, source: int, target: int, way: Way) -> None:
-        """What happens from now on to what one host sends another."""
+        """Set the delay, loss and rate of the frames that one host sends to another from now on."""
         self._ways.set(source, target, way)
 
     def cut(self, host: int, *, hears: bool = False, sends: bool = False) -> None:
-        """Nothing gets through any more between a host and all others; `hears`, `sends`: but in this direction."""
+        """Stop all frames between a host and the others, except to it if it `hears`, and from it if it `sends`."""
         for other in range(len(self.names)):
             self._ways.set(other, host, Way(cut=not hears))
             self._ways.set(host, other, Way(cut=not sends))
 
     def heal(self, host: int) -> None:
-        """Everything gets through again, at once."""
+        """Let all frames pass again, without a delay."""
         self.cut(host, hears=True, sends=True)
 
     def reset(self, host: int) -> None:
-        """Cut all its connections to others, at both ends; new ones can be made."""
+        """Reset all connections of a host to others, at both ends; new ones can be made."""
         command = ("ss", "--kill", "--tcp", f"dst 10.77.0.0/24 and not dst {self.address(host)}")
         subprocess.run(["ip", "netns", "exec", self._spaces[host], *command], check=True, capture_output=True)
 
     def lose_power(self, host: int) -> None:
-        """It is gone, and nobody hears of it; `heal` brings its link back."""
+        """Cut the link of a host and kill its processes, which no other host notices; `heal` restores the link."""
         self.cut(host)
         self.kill_all(host)
 
     def kill_all(self, host: int) -> None:
-        """Kill whatever runs on a host; the others hear that its connections end."""
+        """Kill all processes on a host; the other hosts see that its connections end."""
         for pid in self.processes(host):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -182,7 +182,7 @@ def _ip(*arguments: str) -> None:
 
 
 def _in_space(space: str, make: Callable[[], _T]) -> _T:
-    """What a function makes in a network namespace: a socket belongs to the one that it was made in."""
+    """Call a function in a network namespace, to which a socket that it makes then belongs."""
 
     def enter() -> _T:
         with Path("/run/netns", space).open("rb") as file:

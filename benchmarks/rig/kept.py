@@ -1,8 +1,8 @@
-"""What tests start on this machine beside their own processes: hosts, a cluster. It ends with them, however they end.
+"""Base class for hosts and clusters that tests start on this machine, which end with the test however it ends.
 
-Each has a folder, named after the process that owns it. A keeper, a process of its own, waits for the end of the one or
-the other, then kills all that runs for the folder and removes it. What was killed together with its keeper is removed
-when the next one begins.
+Each has a folder, named after the process that owns it. A keeper, a process of its own, waits for the end of the owner,
+then kills all processes of the folder and removes it. If the keeper was killed too, the next owner removes the folder
+when it begins.
 
 As a program it is the keeper: `python -S benchmarks/rig/kept.py FOLDER` waits for the end of its input. It needs
 nothing but Python.
@@ -26,17 +26,17 @@ from types import TracebackType
 from typing import Self
 
 PLACE = Path("/tmp")
-"""Not TMPDIR: the paths of the sockets in a folder have at most 107 characters, which pytest's folders may exceed."""
+"""Place of the folders. Not TMPDIR: socket paths have at most 107 characters, which pytest's folders may exceed."""
 SPACES = Path("/run/netns")
-"""Network namespaces; those of a folder are named `FOLDER-…`."""
+"""Folder of network namespaces; those of a kept folder are named `FOLDER-…`."""
 NAME = re.compile(r"flash-[a-z]+-(\d+)-[a-z0-9_]{8}")
-"""A folder: what it is for, its owner's process id, and chance."""
+"""Name of a folder: its kind, its owner's process id, and random characters."""
 DYING_S = 10.0
 """Longest wait for killed processes to be gone."""
 
 
 class Kept(ABC):
-    """Runs from `with` to its end, in a folder of its own.
+    """A group of processes that exists from `with` to its end, with a folder of its own.
 
     Args:
         kind: a word for the folder's name.
@@ -64,15 +64,15 @@ class Kept(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Start what it is made of."""
+        """Start the processes."""
 
     def close(self) -> None:
-        """End all of it, and remove the folder."""
+        """End all processes, and remove the folder."""
         self._keeper.communicate()
 
 
 def remove_abandoned() -> None:
-    """Remove what processes that are gone have left."""
+    """Remove the folders whose owners are gone."""
     names = [path.name for path in PLACE.glob("flash-*")]
     if SPACES.is_dir():
         names += [path.name.rpartition("-")[0] for path in SPACES.iterdir()]
@@ -83,7 +83,7 @@ def remove_abandoned() -> None:
 
 
 def remove(folder: Path) -> None:
-    """Kill what runs for a folder, and remove it with its network namespaces."""
+    """Kill the processes of a folder, and remove it with its network namespaces."""
     end = time.monotonic() + DYING_S
     while (pids := processes(folder)) and time.monotonic() < end:
         for pid in pids:
@@ -96,12 +96,12 @@ def remove(folder: Path) -> None:
 
 
 def processes(folder: Path) -> set[int]:
-    """All that runs in a folder's network namespaces, or names the folder in a variable of its environment."""
+    """Return the processes in a folder's network namespaces, and those with the folder in an environment variable."""
     return {*_named(folder), *(pid for space in spaces(folder) for pid in processes_in(space))}
 
 
 def processes_in(space: str) -> list[int]:
-    """All that runs in a network namespace."""
+    """Return the ids of the processes in a network namespace."""
     found: list[int] = []
     with suppress(OSError):  # it is gone
         wanted = (SPACES / space).stat().st_ino
@@ -113,7 +113,7 @@ def processes_in(space: str) -> list[int]:
 
 
 def spaces(folder: Path) -> list[str]:
-    """The network namespaces of a folder."""
+    """Return the names of a folder's network namespaces."""
     return sorted(path.name for path in SPACES.glob(f"{folder.name}-*"))
 
 
@@ -125,7 +125,7 @@ def _named(folder: Path) -> Iterable[int]:
 
 
 def main() -> None:
-    """The keeper."""
+    """Run as the keeper of a folder."""
     sys.stdin.buffer.read()
     remove(Path(sys.argv[1]))
 

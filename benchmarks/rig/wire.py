@@ -1,4 +1,4 @@
-"""The wire between hosts: a switch of our own, which delays, slows, loses or holds back what one host sends another.
+"""Wire between hosts: a switch of our own, which delays, slows, loses or stops the frames from one host to another.
 
 It carries whole Ethernet frames from one end of a link to another, as the kernel hands them out: up to 64 KiB long,
 with checksums still to be made, and a header that says so, which passes along. What is lost here TCP sends again. The
@@ -22,19 +22,19 @@ SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
 EVERY_PROTOCOL = 3
 """Names that Python's `socket` does not have."""
 HEADER_BYTES = 10
-"""Of what the kernel puts before each frame: what is still to be done to it."""
+"""Bytes of the header that the kernel puts before each frame: it names the work that is still to be done."""
 FRAME_BYTES = 1 << 17
-"""More than any frame has."""
+"""Bytes of a buffer that holds any frame."""
 WAITING_BYTES = 1 << 25
-"""Of frames that wait for us, or for a host."""
+"""Bytes of the buffers for frames that wait for the switch, or for a host."""
 FRAMES_AT_ONCE = 64
-"""Taken from one host before the others get their turn."""
+"""Frames that are taken from one host before the others get their turn."""
 LONGEST_QUEUE_S = 2.0
-"""What would wait longer than this on a slow way is lost, as in any switch."""
+"""Seconds of queueing on a slow way beyond which a frame is lost, as in any switch."""
 
 
 class Way(msgspec.Struct, frozen=True):
-    """What happens on the way from one host to another; not on the way back."""
+    """Properties of the way from one host to another; the way back has its own."""
 
     delay_s: float = 0.0
     loss: float = 0.0
@@ -44,20 +44,20 @@ class Way(msgspec.Struct, frozen=True):
 
 
 class Ways:
-    """When each frame arrives. Pure state; `now` is in seconds, on any clock."""
+    """Computes when each frame arrives. Pure state; `now` is in seconds, on any clock."""
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
         self._ways: dict[tuple[int, int], Way] = {}
         self._free_at: dict[tuple[int, int], float] = {}
-        """When the last frame of a slow way has left."""
+        """Time at which the last frame of a slow way has left."""
 
     def set(self, source: int, target: int, way: Way) -> None:
-        """From now on; what is under way already still arrives."""
+        """Set the properties of a way for later frames; frames that were sent before still arrive."""
         self._ways[source, target] = way
 
     def arrival(self, source: int, target: int, size: int, now: float) -> float | None:
-        """When a frame arrives that is sent now; None: never."""
+        """Return the arrival time of a frame that is sent now; None if it is lost."""
         way = self._ways.get((source, target), Way())
         if way.cut or self._random.random() < way.loss:
             return None
@@ -104,9 +104,9 @@ class Wire:
         self._ways = ways
 
     async def run(self) -> None:
-        """Until cancelled.
+        """Carry frames until cancelled.
 
-        Consumes frames. Waits for the next one of any port. Unblocked by a host. Produces the same frames at other
+        Consumes frames. Waits for the next frame of any port. Unblocked by a host. Produces the same frames at other
         ports, each when it is due.
         """
         async with anyio.create_task_group() as tasks:

@@ -95,7 +95,7 @@ def _archive(name: str) -> Path:
 
 
 class Process(msgspec.Struct, frozen=True):
-    """One process of an engine."""
+    """A process of an engine."""
 
     pid: int
     kind: Kind

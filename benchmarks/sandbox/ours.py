@@ -1,4 +1,4 @@
-"""Our half of `benchmarks.sandbox.run`: what is timed, on real containers."""
+"""Our half of `benchmarks.sandbox.run`: the operations that are timed, on real containers."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ COMMAND_S = 60.0
 READY_S = 120.0
 """Longest wait for a ready sandbox."""
 ONLY_FIXED = HostSettings(warm_max=0)
-"""Keeps as many sandboxes ready as it is told to, and learns nothing."""
+"""Host that keeps a fixed number of sandboxes ready, and does not adapt it to the load."""
 
 
 def checked(result: Result) -> Result:
-    """A result, if the command did what it should. Raises RuntimeError: the figures would mean nothing."""
+    """Return the result if the command succeeded; else raise RuntimeError, because its time would mean nothing."""
     if not result.ok:
         raise RuntimeError(f"a command failed: {result}")
     return result
 
 
 async def timed(call: Callable[[], Awaitable[Result]], count: int) -> list[float]:
-    """Seconds of each of `count` calls."""
+    """Return the seconds of each of `count` calls."""
     taken: list[float] = []
     for _ in range(count):
         begin = time.perf_counter()
@@ -53,17 +53,17 @@ async def timed(call: Callable[[], Awaitable[Result]], count: int) -> list[float
 
 
 async def session(shell: Session, count: int) -> list[float]:
-    """Commands in a shell that stays."""
+    """Return the seconds of each of `count` commands in a shell that stays open."""
     return await timed(lambda: shell.run("true", timeout=COMMAND_S), count)
 
 
 async def fresh(sandbox: Sandbox, count: int) -> list[float]:
-    """Seconds of each of `count` commands, each a process of its own."""
+    """Return the seconds of each of `count` commands, each a process of its own."""
     return await timed(lambda: sandbox.run(["true"], timeout=COMMAND_S), count)
 
 
 async def cold_start(backend: Backend, labels: dict[str, str]) -> float:
-    """Seconds from nothing to the result of a first command."""
+    """Return the seconds from nothing to the result of a first command in a new sandbox."""
     begin = time.perf_counter()
     async with LocalSandbox(backend, SPEC, labels=labels) as sandbox:
         result = await sandbox.run(["true"], timeout=COMMAND_S)
@@ -73,7 +73,7 @@ async def cold_start(backend: Backend, labels: dict[str, str]) -> float:
 
 
 async def engine_start(backend: Backend, labels: dict[str, str]) -> float:
-    """Seconds that the engine takes to make and start the same container, without anything of ours in it."""
+    """Return the seconds of the engine to make and start the same container, without our agent in it."""
     begin = time.perf_counter()
     container_id = await backend.containers.create(SPEC, name=f"bare-{uuid4().hex[:20]}", labels=labels)
     try:
@@ -100,7 +100,7 @@ async def open_local_pool(
 
 @asynccontextmanager
 async def over_http(backend: Backend) -> AsyncGenerator[Sandbox]:
-    """A sandbox of a service, used over HTTP at loopback. Service and client are in this process."""
+    """Provide a sandbox of a service over HTTP at loopback. Service and client are in this process."""
     token, address = uuid4().hex, HttpAddress(port=0)
     async with (
         open_local_pool(backend, ONLY_FIXED) as (pool, _),
@@ -113,7 +113,7 @@ async def over_http(backend: Backend) -> AsyncGenerator[Sandbox]:
 
 
 async def warm_starts(backend: Backend, count: int) -> list[float]:
-    """Seconds from asking a pool for a sandbox, of which one stands ready, to the result of a first command."""
+    """Return the seconds from a request to a pool with a ready sandbox to the result of a first command."""
     taken: list[float] = []
     async with open_local_pool(backend, ONLY_FIXED, [(SPEC, 1)]) as (pool, host):
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""How fast sandboxes are, side by side with swe-rex on the same machine, engine and image.
+"""Speed of sandboxes, side by side with swe-rex on the same machine, engine and image.
 
 `round-trips`: `true` in a shell that stays and as a command of its own, over the sandbox's one channel, and over the
 HTTP service. `starts`: from asking for a sandbox to the result of its first command: with one ready in the pool, and
@@ -38,13 +38,13 @@ WARM_MS = 20.0
 OVER_ENGINE = 1.3
 """Goals."""
 LABEL = "flash.benchmark"
-"""On the containers that no pool makes."""
+"""Label of the containers that no pool makes."""
 WARM_UP = 20
-"""Commands before the first that is timed."""
+"""Number of commands before the first that is timed."""
 
 
 class Size(msgspec.Struct, frozen=True):
-    """How often what is measured. Rounds of ours and of swe-rex take turns."""
+    """Numbers of measurements. Rounds of ours and of swe-rex take turns."""
 
     rounds: int
     session: int
@@ -61,7 +61,7 @@ QUICK = Size(2, 200, 50, 40, 5, 20, 5, 2)
 
 
 class Bed(msgspec.Struct, frozen=True):
-    """What the measurements share."""
+    """Engine, labels, peer and sizes, which all measurements share."""
 
     backend: Backend
     labels: dict[str, str]
@@ -70,7 +70,7 @@ class Bed(msgspec.Struct, frozen=True):
 
 
 async def round_trips(bed: Bed) -> list[Row]:
-    """Rows of commands in running sandboxes."""
+    """Measure commands in running sandboxes."""
     size, peer = bed.size, bed.peer
     kinds = ("session", "fresh", "http", "swerex session", "swerex execute")
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
@@ -105,7 +105,7 @@ async def round_trips(bed: Bed) -> list[Row]:
 
 
 async def starts(bed: Bed) -> list[Row]:
-    """Rows of getting a sandbox."""
+    """Measure how long it takes to get a sandbox."""
     cold: list[float] = []
     bare: list[float] = []
     theirs: list[float] = []
@@ -142,7 +142,7 @@ def latencies(
     goal_ms: float | None = None,
     bound: float | None = None,
 ) -> list[Row]:
-    """Median and 99th percentile; the goal is the median's."""
+    """Return rows of the median and the 99th percentile; the goal is the median's."""
     middle, high = milliseconds(seconds)
     other = milliseconds(reference) if reference else (None, None)
     return [
@@ -152,14 +152,14 @@ def latencies(
 
 
 def speedup(case: str, seconds: Sequence[float], reference: Sequence[float], goal: float | None = None) -> list[Row]:
-    """How many times ours is faster in the median; no row where there is nothing to compare with."""
+    """Return a row with the ratio of the medians; no row without a reference."""
     if not reference:
         return []
     return [Row(case, "speedup", "x", statistics.median(reference) / statistics.median(seconds), goal=goal)]
 
 
 def milliseconds(seconds: Sequence[float]) -> tuple[float, float]:
-    """Median and 99th percentile."""
+    """Return the median and the 99th percentile in milliseconds."""
     return statistics.median(seconds) * 1e3, float(np.percentile(seconds, 99)) * 1e3
 
 

@@ -1,4 +1,4 @@
-"""swe-rex under the same conditions as ours: its server in a container of the same image, engine and limits.
+"""Peer swe-rex under the same conditions as ours: its server in a container of the same image, engine and limits.
 
 Its own deployment calls the `docker` command and installs swe-rex in the container from the network. Here the container
 is made over the engine's socket, has swe-rex's packages mounted read-only with their byte code, and shares the host's
@@ -38,7 +38,7 @@ from flash.errors import ConfigError
 
 FOLDER = ROOT / "build" / "swerex"
 STAMP = "requirements.txt"
-"""Written last: an environment without it is not finished."""
+"""File that is written last: an environment without it is not finished."""
 SWEREX = "swe-rex 1.4.0"
 PINNED = (
     SWEREX.replace(" ", "=="),
@@ -48,15 +48,15 @@ PINNED = (
 )
 INSTALL_S = 900
 MOUNT = "/swerex"
-"""Where the container sees the packages."""
+"""Path of the packages in the container."""
 ANSWER_S = 120.0
 """Longest wait for the client; its slowest answer is a start on a loaded machine."""
 LONGEST_ANSWER = 1 << 20
-"""Bytes."""
+"""Most bytes of an answer."""
 
 
 def python() -> Path:
-    """The environment's Python; the environment is made first unless it is there.
+    """Return the environment's Python; make the environment first, unless it exists.
 
     Raises:
         subprocess.CalledProcessError: pip could not install it; its output was shown.
@@ -74,7 +74,7 @@ def python() -> Path:
 
 
 def packages(image_python: str) -> Path:
-    """The folder of the packages, for a container whose Python is of this version.
+    """Return the folder of the packages, for a container whose Python has this version.
 
     Raises:
         ConfigError: they were installed for another one.
@@ -89,7 +89,7 @@ def packages(image_python: str) -> Path:
 
 
 def container(spec: Spec, labels: Mapping[str, str], folder: Path, port: int, token: str) -> dict[str, Any]:
-    """A container like one of ours, whose first process is swe-rex's server."""
+    """Describe a container like one of ours, whose first process is swe-rex's server."""
     config = profiles.container(spec, dict(labels), user=None, owned_tmpfs=False, seccomp=None)
     host = config["HostConfig"]
     assert isinstance(host, dict)
@@ -108,7 +108,7 @@ def container(spec: Spec, labels: Mapping[str, str], folder: Path, port: int, to
 
 
 class SweRex:
-    """swe-rex on an engine, one container at a time. Made by `connected`."""
+    """Client of swe-rex on an engine, with one container at a time. `connected` makes it."""
 
     def __init__(
         self, docker: aiodocker.Docker, client: Process, spec: Spec, labels: Mapping[str, str], folder: Path
@@ -123,7 +123,7 @@ class SweRex:
         self._container: DockerContainer | None = None
 
     async def start(self) -> float:
-        """Seconds from asking the engine for a container to the result of a first command in it."""
+        """Start a container; return the seconds from the request to the result of a first command in it."""
         port, token = _free_port(), uuid4().hex
         config = container(self._spec, self._labels, self._folder, port, token)
         begin = time.perf_counter()
@@ -140,11 +140,11 @@ class SweRex:
         await self._ask("open_session")
 
     async def session(self, count: int) -> list[float]:
-        """Seconds of commands in the shell."""
+        """Return the seconds of each of `count` commands in the shell."""
         return await self._ask("session", count=count)
 
     async def execute(self, count: int) -> list[float]:
-        """Seconds of commands by themselves."""
+        """Return the seconds of each of `count` commands, each a process of its own."""
         return await self._ask("execute", count=count)
 
     async def stop(self) -> None:
@@ -165,7 +165,7 @@ class SweRex:
 
 @asynccontextmanager
 async def connected(url: str, spec: Spec, labels: Mapping[str, str], image_python: str) -> AsyncGenerator[SweRex]:
-    """swe-rex on the engine at `url` for the time of the block."""
+    """Provide swe-rex on the engine at `url` for the time of the block."""
     executable = await anyio.to_thread.run_sync(python)
     folder = packages(image_python)
     path = url.removeprefix("unix://")

@@ -1,4 +1,4 @@
-"""swe-rex's client for `benchmarks.sandbox.run`, in swe-rex's own environment (see `benchmarks.sandbox.swerex`).
+"""Program of swe-rex's client for `benchmarks.sandbox.run`, in the environment of `benchmarks.sandbox.swerex`.
 
 Reads one JSON request per line, `{"do": NAME, …}`, and answers each with one line: the seconds of every call it made.
 """
@@ -24,7 +24,7 @@ ALIVE_S = 60.0
 
 
 class Client:
-    """One server at a time."""
+    """Client of one server at a time."""
 
     def __init__(self) -> None:
         self._runtime: RemoteRuntime
@@ -36,20 +36,20 @@ class Client:
         return await self.execute(1)
 
     async def open_session(self) -> list[float]:
-        """Seconds until a shell is open."""
+        """Open a shell; return the seconds that it took."""
         return await _seconds(lambda: self._runtime.create_session(CreateBashSessionRequest()), 1)
 
     async def session(self, count: int) -> list[float]:
-        """Commands in the shell."""
+        """Return the seconds of each command in the shell."""
         return await _seconds(lambda: self._runtime.run_in_session(BashAction(command="true")), count)
 
     async def execute(self, count: int) -> list[float]:
-        """Seconds of each command, each a process of its own."""
+        """Return the seconds of each command, each a process of its own."""
         return await _seconds(lambda: self._runtime.execute(Command(command=["true"])), count)
 
 
 async def _seconds(call: Callable[[], Awaitable[object]], count: int) -> list[float]:
-    """What each of `count` calls takes."""
+    """Return the seconds of each of `count` calls."""
     taken: list[float] = []
     for _ in range(count):
         begin = time.perf_counter()
@@ -59,9 +59,9 @@ async def _seconds(call: Callable[[], Awaitable[object]], count: int) -> list[fl
 
 
 def serve() -> None:
-    """Answer until the end of the input."""
+    """Answer requests until the end of the input."""
     client = Client()
-    # What swe-rex prints must not get between the answers.
+    # Output of swe-rex must not get between the answers.
     with os.fdopen(os.dup(1), "w") as answers, asyncio.Runner() as loop:
         os.dup2(2, 1)
         for line in sys.stdin:

@@ -15,11 +15,11 @@ from benchmarks.simulated.peers.areal import areal
 from benchmarks.simulated.peers.roll_flash import Rules, roll_flash
 
 STRAGGLERS = [*[400] * 99, 16000]
-"""Tokens: 1 % are forty times longer."""
+"""Lengths of answers in tokens: 1 % are forty times longer."""
 
 
 def measure(args: Args) -> list[Row]:
-    """Throughput by α, then ages under stragglers."""
+    """Return throughput by α, then ages under stragglers."""
     batch, steps = (512, 5) if args.quick else (1024, 16)
     base = workload(
         "rlvr_long", run={"steps": steps}, train={"batch_size": batch}, simulate={"gpus": 40, "rollout_gpus": 28}
@@ -44,7 +44,7 @@ def measure(args: Args) -> list[Row]:
 
 
 def stragglers(args: Args) -> list[Row]:
-    """1 % stragglers at α = η = 2."""
+    """Simulate 1 % stragglers at α = η = 2."""
     config = workload(
         "rlvr_long",
         run={"steps": 30 if args.quick else 80},

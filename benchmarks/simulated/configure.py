@@ -1,4 +1,4 @@
-"""What the benchmarks of the simulator share: configurations made of tables, and simulated runs of our own code."""
+"""Configurations of the simulator's benchmarks, made of tables, and simulated runs of our own code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flash.simulate.report import SimReport
 from flash.simulate.world import SimObserver, World, simulate
 
 NOTHING_REAL: dict[str, dict[str, Any]] = {"model": {"path": "none"}, "env": {"path": "none:None"}}
-"""What a configuration must name and a simulation does not look at."""
+"""Tables that a configuration must have and a simulation does not use."""
 
 BASE: dict[str, dict[str, Any]] = {
     "run": {"name": "benchmark"},
@@ -29,7 +29,7 @@ BASE: dict[str, dict[str, Any]] = {
     "engine": {"stream_interval": 256},
     "simulate": {},
 }
-"""Every length the workload asks for is possible; deliveries are rare, because nobody reads along."""
+"""Tables that allow every length of a workload. Deliveries of tokens are rare, because nothing reads them early."""
 
 STEP_S = 0.02
 """Seconds of a decoding step, whatever the batch, in `TWO_ENGINES`."""
@@ -43,25 +43,25 @@ TWO_ENGINES: dict[str, Any] = {
     "swap_s": 0.1,
     "train_token_s": 0.0,
 }
-"""Two engines and one trainer whose work is easily counted: nothing but decoding steps, swaps and training steps."""
+"""Two engines and one trainer whose time is easily computed: only decoding steps, swaps and training steps."""
 
 
 GPUS_PER_NODE = 8
-"""Engines are dealt to as many nodes as their GPUs fill, unless a configuration says otherwise."""
+"""GPUs of a node, from which the number of nodes follows unless a configuration names it."""
 
 
 def configure(**tables: Mapping[str, Any]) -> Config:
-    """`BASE` with changes, table by table."""
+    """Return `BASE` with changes, table by table."""
     return _changed(BASE, tables)
 
 
 def workload(name: str, **tables: Mapping[str, Any]) -> Config:
-    """benchmarks/workloads/<name>.toml with changes, table by table."""
+    """Return benchmarks/workloads/<name>.toml with changes, table by table."""
     return _changed(NOTHING_REAL | tomllib.loads((WORKLOADS / f"{name}.toml").read_text()), tables)
 
 
 def change(config: Config, **tables: Mapping[str, Any]) -> Config:
-    """The configuration with changes, table by table."""
+    """Return the configuration with changes, table by table."""
     return _changed(msgspec.to_builtins(config), tables)
 
 
@@ -74,23 +74,23 @@ def _changed(base: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]) -
 
 
 def decode_s(samples: int, tokens: float, places: int) -> float:
-    """Seconds in which `TWO_ENGINES` of so many places each decode samples of so many tokens in the mean."""
+    """Return the seconds in which `TWO_ENGINES`, with `places` each, decode samples of `tokens` in the mean."""
     return samples * tokens * STEP_S / (2 * places)
 
 
 def ours(config: Config, **rollout: object) -> SimReport:
-    """Our own code on a configuration, with switches of `[rollout]`."""
+    """Simulate our own code on a configuration, with switches of `[rollout]`."""
     return simulate(change(config, rollout=rollout))
 
 
 def capacity_s(config: Config, report: SimReport) -> float:
-    """Seconds that a step takes at least, whatever the schedule."""
+    """Return the least seconds of a step under any schedule."""
     every = bounds(quantities(config, report.ledger), config.train.batch_size)
     return next(bound.step_s for bound in every if bound.lower)
 
 
 def run_world(config: Config, observer: SimObserver | None = None) -> tuple[World, SimReport]:
-    """Simulate, and keep what was simulated."""
+    """Simulate a run; return its world and its report."""
 
     async def run() -> tuple[World, SimReport]:
         world = World(config, observer)

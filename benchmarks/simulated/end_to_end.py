@@ -23,7 +23,7 @@ CHAINS = {"alfworld": ((1.58, 2.27, 2.72), (8, 1)), "swe": ((1.23, 1.68, 1.81), 
 
 
 def rlvr(quick: bool) -> list[Row]:
-    """Single-turn: one step from synchronous to asynchronous."""
+    """Simulate the single-turn workload, synchronous and asynchronous."""
     smaller = {"batch_size": 512} if quick else {}
     fewer = {"gpus": 16, "rollout_gpus": 12} if quick else {}
     config = workload("rlvr_long", run={"steps": 5 if quick else 7}, train=smaller, simulate=fewer)
@@ -35,7 +35,7 @@ def rlvr(quick: bool) -> list[Row]:
 
 
 def agentic(name: str, quick: bool) -> list[Row]:
-    """Multi-turn: technique by technique."""
+    """Simulate a multi-turn workload, technique by technique."""
     published, (groups, members) = CHAINS[name]
     smaller = {"batch_size": 128} if quick else {}
     config = workload(name, run={"steps": 3 if quick else 8}, train=smaller)
@@ -58,8 +58,10 @@ def agentic(name: str, quick: bool) -> list[Row]:
 
 
 def _turns(config: Config) -> Config:
-    """Phases that take turns on all GPUs, for code that gives each phase GPUs of its own: all of them to the engines,
-    and a trainer beside that is as fast as all of them. At an async ratio of 0 the phases never overlap."""
+    """Configure phases that take turns on all GPUs, for code that gives each phase GPUs of its own.
+
+    The engines get all GPUs, and the trainer is as fast as all of them. At an async ratio of 0 phases never overlap.
+    """
     simulate = config.simulate
     assert simulate is not None
     gpus = {
@@ -71,7 +73,7 @@ def _turns(config: Config) -> Config:
 
 
 def measure(args: Args) -> list[Row]:
-    """RLVR, then both agentic chains."""
+    """Return the rows of RLVR, then of both agentic chains."""
     return [*rlvr(args.quick), *agentic("alfworld", args.quick), *agentic("swe", args.quick)]
 
 

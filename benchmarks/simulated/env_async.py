@@ -18,7 +18,7 @@ PUBLISHED = {10: (892.0, 362.0)}
 
 
 def measure(args: Args) -> list[Row]:
-    """Speed-up by σ, and the seconds where they are published."""
+    """Return the speed-up by σ, and the seconds where they are published."""
     rows: list[Row] = []
     for sigma in (1, 10) if args.quick else (1, 2, 4, 6, 8, 10):
         steps = 2 if args.quick else 4

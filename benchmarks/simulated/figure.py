@@ -15,9 +15,9 @@ from typing import Any
 from benchmarks.form import Row
 
 CLOSE = 0.15
-"""How far a simulated peer may be from the published figure, as a share of it."""
+"""Goal: largest difference of a simulated peer from the published figure, as a share of it."""
 TIE = 0.99
-"""Ours is as fast as a peer from this share of its speed on: where both do the same, the order of events differs."""
+"""Goal of our speed as a share of the peer's: below 1, because the order of events differs where both do the same."""
 NAMES = {"reference": "published", "peer": "ROLL Flash rules", "ours": "ours", "bound": "bound"}
 COLORS = {"reference": "#8c8c8c", "peer": "#d98032", "ours": "#2f6fb0", "bound": "#9ac29a"}
 
@@ -28,7 +28,7 @@ COLORS = {"reference": "#8c8c8c", "peer": "#d98032", "ours": "#2f6fb0", "bound":
 def speedup(
     case: str, baseline_s: float, ours_s: float, peer_s: float, bound_s: float | None, published: float | None
 ) -> list[Row]:
-    """The speed-up over a baseline, and how well the peer's rules reproduce the published one."""
+    """Return the speed-up over a baseline, and the error of the peer's rules against the published speed-up."""
     peer = baseline_s / peer_s
     bound = None if bound_s is None else baseline_s / bound_s
     rows = [Row(case, "speedup", "x", baseline_s / ours_s, published, TIE * peer, peer, bound)]
@@ -41,7 +41,7 @@ def speedup(
 
 
 def bars(title: str, unit: str, metric: str = "speedup") -> Callable[[Sequence[Row], Path], None]:
-    """A plot of one metric: a group of bars per case, one bar per number that it has."""
+    """Return a plot of one metric: a group of bars per case, one bar per number that it has."""
 
     def plot(rows: Sequence[Row], file: Path) -> None:
         chosen = [row for row in rows if row.metric == metric]
@@ -61,8 +61,7 @@ def bars(title: str, unit: str, metric: str = "speedup") -> Callable[[Sequence[R
 
 
 def lines(title: str, across: str, unit: str, metric: str) -> Callable[[Sequence[Row], Path], None]:
-    """A plot of one metric over the number in the case; cases that differ in more than the number are lines of their
-    own."""
+    """Return a plot of one metric over the number in the case. Cases that differ in more are lines of their own."""
 
     def plot(rows: Sequence[Row], file: Path) -> None:
         figure, axes = _canvas(title)

@@ -16,7 +16,7 @@ GPUS = 40
 
 
 def measure(args: Args) -> list[Row]:
-    """Throughput by split, and the best one."""
+    """Return the throughput by split, and the best split."""
     batch, steps = (512, 5) if args.quick else (1024, 8)
     rows: list[Row] = []
     share = 0.0

@@ -1,4 +1,4 @@
-"""Which lengths are trained first: complete groups in any order favour short answers, `rollout.fifo_window` does not.
+"""Lengths that are trained first: complete groups in any order favour short answers, `rollout.fifo_window` does not.
 
 Simulated: lognormal answers with a deviation above their mean, batches of 128 samples in groups of 8, two engines that
 run four batches at once, so that the order in which samples end is far from that in which they begin, a trainer as fast
@@ -18,17 +18,17 @@ MEAN, DEVIATION = 400, 500
 """Tokens."""
 BATCH, PLACES = 128, 256
 FIRST = 4
-"""Steps of a run that count as its first."""
+"""Number of steps that count as a run's first."""
 CASES = ((2, (None, 2.0, 1.0)), (8, (None, 4.0, 2.0, 1.0)))
 """Async ratio, and windows in batches."""
 
 
-def configured(async_ratio: float, window: float | None, steps: int, max_token_age: int | None = None) -> Config:
-    """A run with a window in batches, None for any order, and perhaps a bound of its own on the age of tokens."""
+def configured(async_ratio: float, window: float | None, steps: int) -> Config:
+    """Configure a run with a window in batches, None for any order."""
     return configure(
         run={"name": "length_bias", "steps": steps},
         rollout={"group_size": 8, "fifo_window": window},
-        train={"batch_size": BATCH, "async_ratio": async_ratio, "max_token_age": max_token_age},
+        train={"batch_size": BATCH, "async_ratio": async_ratio},
         engine={"max_sequences": PLACES},
         simulate=TWO_ENGINES
         | {
@@ -39,7 +39,7 @@ def configured(async_ratio: float, window: float | None, steps: int, max_token_a
 
 
 def measure(args: Args) -> list[Row]:
-    """Rows per async ratio and window."""
+    """Simulate each async ratio and window."""
     steps = 20 if args.quick else 60
     rows: list[Row] = []
     for ratio, windows in CASES:

@@ -16,7 +16,7 @@ CASES = ((32, 16, 116.0, 89.0), (64, 16, 149.0, 81.0), (16, 64, 162.0, 83.0))
 
 
 def measure(args: Args) -> list[Row]:
-    """Seconds and speed-up of each case."""
+    """Return seconds and speed-up of each case."""
     rows: list[Row] = []
     for prompts, samples, before, after in CASES:
         config = workload(

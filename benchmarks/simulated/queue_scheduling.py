@@ -21,7 +21,7 @@ BATCHES_S = 125.0
 
 
 def measure(args: Args) -> list[Row]:
-    """The baseline as both simulate it, then seconds and speed-up of each case."""
+    """Return the baseline as both simulate it, then seconds and speed-up of each case."""
     rows: list[Row] = []
     for groups, extra, seconds, published in CASES:
         steps = (12 if args.quick else 60) if groups == 8 else (2 if args.quick else 6)

@@ -12,11 +12,11 @@ from benchmarks.simulated.figure import bars, speedup
 from benchmarks.simulated.peers.roll_agentic import Rules, roll_agentic
 
 GROUPS, SIZE = 32, 8
-"""What a batch needs."""
+"""Groups of a batch, and members of a group, without redundancy."""
 
 
 def measure(args: Args) -> list[Row]:
-    """One row per cell of the grid, and what redundancy costs in tokens."""
+    """Simulate each cell of the grid; return its speed-up and its share of wasted tokens."""
     rows: list[Row] = []
     config = workload("redundant_envs", run={"steps": 3 if args.quick else 6})
     without_s = roll_agentic(config, Rules()).step_s

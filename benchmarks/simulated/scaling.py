@@ -19,20 +19,20 @@ from benchmarks.simulated.peers.synchronous import synchronous
 PUBLISHED = 7.6
 GOAL = 7.9
 SHARES = {"long": 0.75, "short": 0.5625}
-"""Of the GPUs that serve engines."""
+"""Share of the GPUs that serve engines."""
 SIZES = (16, 32, 64, 128)
 ENDS = (16, 128)
 
 
 def measure(args: Args) -> list[Row]:
-    """Throughput by size and the scaling, for each workload and async ratio."""
+    """Return throughput by size and the scaling, for each workload and async ratio."""
     sizes = ENDS if args.quick else SIZES
     rows = [*scale("long", 2, sizes, args.quick), *scale("short", 2, ENDS, args.quick)]
     return rows if args.quick else [*rows, *scale("long", 4, ENDS, args.quick)]
 
 
 def scale(kind: str, ratio: int, sizes: tuple[int, ...], quick: bool) -> list[Row]:
-    """One workload at one async ratio."""
+    """Simulate one workload at one async ratio over all sizes."""
     label = kind if ratio == 2 else f"{kind}, async ratio {ratio}"
     rows: list[Row] = []
     sync: list[float] = []

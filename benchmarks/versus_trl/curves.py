@@ -17,12 +17,12 @@ COLORS = ("tab:blue", "tab:orange", "tab:brown", "tab:green", "tab:gray")
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One evaluated version of the policy."""
+    """An evaluated version of the policy."""
 
     step: int
-    """Optimizer steps taken."""
+    """Number of optimizer steps."""
     seconds: float
-    """From the first rollout to the end of that step."""
+    """Seconds from the first rollout to the end of that step."""
     accuracy: float
     low: float
     high: float
@@ -30,7 +30,7 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of one system."""
+    """Curve of one run of a system."""
 
     case: str
     system: str
@@ -39,9 +39,9 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
     """Number of trained samples."""
     mean_tokens: float
-    """Tokens of a trained response."""
+    """Mean tokens of a trained response."""
     points: list[Point]
-    """In order of steps, the untrained policy first."""
+    """Evaluations in the order of steps, the untrained policy first."""
 
     @property
     def steps(self) -> int:
@@ -55,7 +55,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One workload of the comparison."""
+    """A workload of the comparison."""
 
     title: str
     accuracy: float

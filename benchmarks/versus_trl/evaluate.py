@@ -1,4 +1,4 @@
-"""The held-out accuracy of saved weights: one evaluator for both systems, outside of their clocks.
+"""Held-out accuracy of saved weights: one evaluator for both systems, outside of their clocks.
 
 Answers come from transformers' `generate`, greedy or sampled as `[eval]` says, with the same random numbers for every
 set of weights.
@@ -20,7 +20,7 @@ BATCH = 512
 
 
 def accuracies(config: Config, saved: Iterable[tuple[int, Path]]) -> Iterator[tuple[int, Interval]]:
-    """The untrained policy's accuracy as that of step 0, then that of each saved step.
+    """Yield the untrained policy's accuracy as that of step 0, then the accuracy of each saved step.
 
     `saved` holds steps with their safetensors files or, from Flash, checkpoint folders.
     """
@@ -35,7 +35,7 @@ def accuracies(config: Config, saved: Iterable[tuple[int, Path]]) -> Iterator[tu
 
 
 def accuracy(config: Config, model: Any, tokenizer: Any) -> Interval:
-    """Mean reward over the held-out problems with its 95 % confidence interval."""
+    """Return the mean reward over the held-out problems with its 95 % confidence interval."""
     import torch
 
     seeds = held_out_seeds(config)
@@ -48,7 +48,7 @@ def accuracy(config: Config, model: Any, tokenizer: Any) -> Interval:
 
 
 def generate(config: Config, model: Any, tokenizer: Any, shown: list[Prompt]) -> list[str]:
-    """One answer per prompt."""
+    """Generate an answer to each prompt."""
     import torch
     from transformers import GenerationConfig
 
@@ -61,7 +61,7 @@ def generate(config: Config, model: Any, tokenizer: Any, shown: list[Prompt]) ->
         max_new_tokens=config.rollout.max_new_tokens,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        # The default one is copied with every token.
+        # The default cache is copied with every token.
         cache_implementation="static",
         disable_compile=True,
         **sampling,
@@ -74,7 +74,7 @@ def generate(config: Config, model: Any, tokenizer: Any, shown: list[Prompt]) ->
 
 
 def as_text(tokenizer: Any, prompt: Prompt) -> str:
-    """As the model is given it."""
+    """Return the prompt as the text that the model gets."""
     if isinstance(prompt, str):
         return prompt
     return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
@@ -98,7 +98,7 @@ def load_weights(model: Any, place: Path) -> None:
 
 
 def load_checkpoint(folder: Path) -> dict[str, Any]:
-    """The policy's tensors of a Flash checkpoint by their Hugging Face names; needs no process group."""
+    """Read the policy's tensors of a Flash checkpoint, by their Hugging Face names; needs no process group."""
     import torch
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -112,7 +112,7 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
         if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }
     with warnings.catch_warnings():
-        # That there is no process group.
+        # torch warns that there is no process group.
         warnings.simplefilter("ignore")
         load(state, storage_reader=reader, no_dist=True)
     return {name.removeprefix(prefix): tensor for name, tensor in state.items()}

@@ -1,4 +1,4 @@
-"""The problems and rewards of a configuration outside of a Flash run: for TRL, and for the evaluation of both systems.
+"""Problems and rewards of a configuration outside of a Flash run: for TRL, and for the evaluation of both systems.
 
 The environment's own class shows the prompts and gives the rewards, for the seeds that a Flash run would use.
 """
@@ -18,13 +18,13 @@ from flash.samples.tasks import TaskSource, held_out_tasks
 
 
 def training_seeds(config: Config) -> list[int]:
-    """The environment seed of each prompt of the run, in order of issue."""
+    """Return the environment seed of each prompt of the run, in the order of issue."""
     source = TaskSource(config.run.seed, 1)
     return [source.issue(source.next_problem())[0].seed for _ in range(config.run.steps * config.groups_per_batch)]
 
 
 def held_out_seeds(config: Config) -> list[int]:
-    """The environment seeds of an evaluation."""
+    """Return the environment seeds of an evaluation."""
     return [task.seed for task in held_out_tasks(config.eval.problems, 1)]
 
 
@@ -33,12 +33,12 @@ Prompt = str | list[dict[str, str]]
 
 
 def prompts(config: Config, seeds: Sequence[int]) -> list[Prompt]:
-    """What the environment shows for each seed."""
+    """Return the prompt of the environment for each seed."""
     return anyio.run(partial(_all_prompts, config, seeds))
 
 
 def rewards(config: Config, seeds: Sequence[int], answers: Sequence[str]) -> list[float]:
-    """What the environment gives for each answer."""
+    """Return the reward of the environment for each answer."""
     return anyio.run(partial(_all_rewards, config, seeds, answers))
 
 
@@ -53,7 +53,7 @@ async def _all_rewards(config: Config, seeds: Sequence[int], answers: Sequence[s
 
 
 async def _episode(env: Environment, seed: int, answer: str | None) -> tuple[Prompt, float]:
-    """The prompt of one episode, and the reward of an answer to it."""
+    """Play one episode; return its prompt, and the reward of the answer (0 without one)."""
     try:
         shown, _ = check_reset_result(await env.reset(seed))
         prompt = shown if isinstance(shown, str) else [{"role": one.role, "content": one.content} for one in shown]

@@ -64,7 +64,7 @@ those that took the least CPU here. Per batch, on one core: short answers 0.6 s 
 and 1.2 s to train (in one part 1.6 s); long ones 4 s with continuous batching, 11 s with a static cache, 22 s with the
 default one, and 6 s to train (in one part 9 s)."""
 SEEDS = (0, 1, 2)
-"""Of full runs: one alone says little, since the time to an accuracy depends on which samples were drawn."""
+"""Seeds of full runs: one alone says little, because the time to an accuracy depends on the samples."""
 QUICK = ["run.steps=4", "checkpoint.every=2", "eval.problems=64"]
 
 CURVES = RESULTS / "versus_trl_curves.json"
@@ -77,7 +77,7 @@ class Trained(msgspec.Struct, frozen=True):
     """Result of one run, before its evaluation."""
 
     seconds: list[float]
-    """From the first rollout to the end of each step."""
+    """Seconds from the first rollout to the end of each step."""
     saved: list[tuple[int, Path]]
     """Steps whose weights were saved, with their files or folders."""
     samples: int

@@ -1,4 +1,4 @@
-"""TRL's half of the comparison: GRPOTrainer on a Flash configuration. Runs in TRL's environment, see
+"""Program of TRL's half of the comparison: GRPOTrainer on a Flash configuration, in the Python environment of
 `benchmarks.versus_trl.environment`.
 
 `python -m benchmarks.versus_trl.runner OUT CHOICES CONFIG.toml [KEY=VALUE …]` leaves in the folder OUT, which must be
@@ -34,7 +34,7 @@ SOFTWARE = ("trl", "transformers", "torch", "accelerate")
 
 
 class Scorer:
-    """The environment's rewards as a reward function of TRL; remembers what each batch was like."""
+    """Reward function of TRL that returns the environment's rewards, and records the lengths of each batch."""
 
     __name__ = "environment"
 
@@ -43,7 +43,7 @@ class Scorer:
         self.batches: list[dict[str, float]] = []
 
     def __call__(self, *, completions: list[Any], completion_ids: list[list[int]], seed: list[int], **_: Any) -> Any:
-        """One reward per completion, a text or, where prompts are messages, a message."""
+        """Return the reward of each completion, which is a text or, where prompts are messages, a message."""
         texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
         given = rewards(self._config, seed, texts)
         lengths = [len(ids) for ids in completion_ids]
@@ -54,7 +54,7 @@ class Scorer:
 
 
 class Clock(TrainerCallback):
-    """Seconds of the steps, and weights at some of them."""
+    """Callback that measures the seconds of the steps, and saves weights at some of them."""
 
     def __init__(self, weights: Path, config: Config, scorer: Scorer) -> None:
         self._weights = weights
@@ -64,14 +64,14 @@ class Clock(TrainerCallback):
         self._start: float | None = None
         self._paused = 0.0
         self.seconds: list[float] = []
-        """From the first rollout to the end of each step."""
+        """Seconds from the first rollout to the end of each step."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The first step's rollout begins after this call."""
+        """Start the clock: the first step's rollout begins after this call."""
         self._start = time.perf_counter() if self._start is None else self._start
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The optimizer has stepped."""
+        """Record the time after a step of the optimizer, and save weights if they are due."""
         assert self._start is not None, "a step begins before it ends"
         now = time.perf_counter()
         self.seconds.append(now - self._start - self._paused)
@@ -85,7 +85,7 @@ class Clock(TrainerCallback):
 
 
 def train(out: Path, choices: TrlChoices, config: Config) -> None:
-    """Train, and write what happened."""
+    """Train, and write weights and the report."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     (out / "weights").mkdir(parents=True)
     scorer = Scorer(config)
@@ -102,7 +102,7 @@ def train(out: Path, choices: TrlChoices, config: Config) -> None:
 
 
 def build(config: Config, choices: TrlChoices, out: Path, clock: Clock, scorer: Scorer) -> GRPOTrainer:
-    """The trainer on the configuration's model, prompts and rewards."""
+    """Make the trainer on the configuration's model, prompts and rewards."""
     # As in Flash: master weights in float32, whatever the precision of the passes.
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     seeds = training_seeds(config)
@@ -120,7 +120,7 @@ def build(config: Config, choices: TrlChoices, out: Path, clock: Clock, scorer: 
 
 
 def warm_up(trainer: GRPOTrainer, config: Config, count: int) -> None:
-    """Generate answers to `count` held-out prompts, and throw them away."""
+    """Generate answers to `count` held-out prompts, and discard them."""
     seeds = (held_out_seeds(config) * count)[:count]
     tokenizer: Any = trainer.processing_class
     texts = [as_text(tokenizer, one) for one in prompts(config, seeds)]

@@ -1,6 +1,6 @@
-"""A Flash configuration in TRL's terms: every value that both systems know, and what TRL would otherwise do by default.
+"""A Flash configuration in TRL's terms: every value that both systems know, and each default of TRL that differs.
 
-Where TRL's own default is another one, the reason for ours stands beside it.
+A comment gives the reason where the value is not TRL's default.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ tokens of each sequence and then the sequences."""
 
 
 class TrlChoices(msgspec.Struct, frozen=True):
-    """What a user of TRL would choose for speed."""
+    """Choices that a user of TRL makes for speed."""
 
     micro_batches: int = 1
     """Parts in which a batch goes through the forward and backward pass."""
@@ -32,7 +32,7 @@ class TrlChoices(msgspec.Struct, frozen=True):
 
 
 def grpo_arguments(config: Config, choices: TrlChoices) -> dict[str, Any]:
-    """Keyword arguments of TRL's `GRPOConfig`.
+    """Return the keyword arguments of TRL's `GRPOConfig`.
 
     Raises:
         ValueError: the configuration asks for something that has no exact counterpart in TRL.
@@ -86,7 +86,7 @@ def grpo_arguments(config: Config, choices: TrlChoices) -> dict[str, Any]:
 
 
 def grpo(config: Config) -> Grpo:
-    """The objective with its options.
+    """Return the objective with its options.
 
     Raises:
         ValueError: it is another one than GRPO with group advantages.
@@ -100,7 +100,7 @@ def grpo(config: Config) -> Grpo:
 
 
 def adamw_arguments(train: TrainConfig) -> dict[str, Any]:
-    """Keyword arguments of `torch.optim.AdamW`. Fused: TRL's own default, and the fastest."""
+    """Return the keyword arguments of `torch.optim.AdamW`. Fused is TRL's own default, and the fastest."""
     return {
         "lr": train.learning_rate,
         "betas": train.betas,
@@ -111,7 +111,7 @@ def adamw_arguments(train: TrainConfig) -> dict[str, Any]:
 
 
 def warmup(train: TrainConfig, step: int) -> float:
-    """Share of the peak learning rate at a step from 0, as in `flash.trainer.optimizer.learning_rate`.
+    """Return the share of the peak learning rate at a step from 0, as `flash.trainer.optimizer.learning_rate`.
 
     The linear warm-up of transformers has a rate of 0 at the first step.
     """

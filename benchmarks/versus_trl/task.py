@@ -29,7 +29,7 @@ MAX_LENGTH = 1000
 
 
 class LaggedOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How long prompts and answers are.
+    """Lengths of prompts and answers.
 
     Raises:
         ConfigError: naming the option, what was expected and what was given.
@@ -48,14 +48,14 @@ class LaggedOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaggedSums(OneTurn):
-    """One problem: a few digits to go on from."""
+    """Environment with one problem: a few digits that the answer continues."""
 
     def __init__(self, options: LaggedOptions) -> None:
         self._lag = options.lag
         self._length = options.length
 
     def alphabet(self) -> str:
-        """The ten digits: prompts and answers hold nothing else."""
+        """Return the ten digits; prompts and answers contain nothing else."""
         return "0123456789"
 
     def _draw(self, rng: random.Random, held_out: bool) -> SolvedExample:
@@ -73,7 +73,7 @@ class LaggedSums(OneTurn):
 
 
 class CountedSums(Counting):
-    """One problem: a sign to count down from; the options are those of `Counting`."""
+    """Environment with one problem: a sign to count down from; the options are those of `Counting`."""
 
     def _draw(self, rng: random.Random, held_out: bool, length: int | None = None) -> SolvedExample:
         while True:

@@ -38,7 +38,7 @@ def capacity(rules: Rules, version: int, batch: int, accepted: int, running: int
 
 
 class Areal:
-    """One run. Use once."""
+    """State of one run; an instance is used once."""
 
     def __init__(self, world: World, rules: Rules) -> None:
         self._world = world

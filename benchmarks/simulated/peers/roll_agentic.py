@@ -41,7 +41,7 @@ def roll_agentic(config: Config, rules: Rules) -> PeerReport:
 
 
 class _Episode:
-    """One prompt that a group of environments plays."""
+    """A prompt that a group of environments plays."""
 
     def __init__(self, step: int, tasks: list[Task]) -> None:
         self.step = step
@@ -51,14 +51,14 @@ class _Episode:
 
 
 class RollAgentic:
-    """One run. Use once."""
+    """State of one run; an instance is used once."""
 
     def __init__(self, world: World, rules: Rules) -> None:
         self._world = world
         self._rules = rules
         self._slots = world.groups_per_batch + rules.extra_groups
         self._open: list[list[_Episode]] = [[] for _ in range(self._slots)]
-        """Per group of environments, the episodes that are not complete."""
+        """Episodes that are not complete, for each group of environments."""
         self._opened = [0] * self._slots
         self._complete: list[_Episode] = []
         self._step = -1
@@ -101,7 +101,7 @@ class RollAgentic:
         self._changed = anyio.Event()
 
     async def _environment(self, slot: int, home: int) -> None:
-        """One environment: an episode after the other."""
+        """Run one environment, which plays an episode after the other."""
         while True:
             while (episode := self._join(slot)) is None:
                 await self._changed.wait()

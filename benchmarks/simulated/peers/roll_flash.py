@@ -46,7 +46,7 @@ def roll_flash(config: Config, rules: Rules) -> PeerReport:
 
 
 class Cohort:
-    """The prompts that began in one step."""
+    """Prompts that began in one step."""
 
     def __init__(self) -> None:
         self.running: dict[int, anyio.CancelScope] = {}
@@ -54,12 +54,12 @@ class Cohort:
         self._changed = anyio.Event()
 
     def change(self) -> None:
-        """Wake who waits for this step's prompts."""
+        """Wake the tasks that wait for this step's prompts."""
         self._changed.set()
         self._changed = anyio.Event()
 
     async def take(self, count: int, *, growing: bool = False) -> list[list[Finished]]:
-        """Up to `count` finished prompts; waits for them while prompts of the step run, or while it is `growing`."""
+        """Take up to `count` finished prompts; wait for them while prompts of the step run, or while more may begin."""
         while len(self.finished) < count and (self.running or growing):
             await self._changed.wait()
         taken, self.finished = self.finished[:count], self.finished[count:]
@@ -67,7 +67,7 @@ class Cohort:
 
 
 class RollFlash:
-    """One run. Use once."""
+    """State of one run; an instance is used once."""
 
     def __init__(self, world: World, rules: Rules) -> None:
         self._world = world

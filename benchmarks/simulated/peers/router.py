@@ -1,4 +1,4 @@
-"""How the peers send requests to engines: a limit per engine, first come first served, and a pause by abort."""
+"""Router of the peers: a limit of requests per engine, first come first served, and a pause by abort."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flash.types import Completion
 
 
 class Response(msgspec.Struct):
-    """What was sampled, over all the engine requests that it took."""
+    """Tokens of a response, over all the engine requests that it took."""
 
     tokens: int = 0
     discarded: int = 0
@@ -71,7 +71,7 @@ class Router:
         self._waiting: list[_Waiter] = []
         self._running: set[anyio.CancelScope] = set()
         self._aborted: dict[int, tuple[int, int]] = {}
-        """What the requests that a pause aborts have sampled."""
+        """Tokens that the requests that a pause aborts have sampled."""
         self._open = anyio.Event()
         self._open.set()
         self._idle = anyio.Event()
@@ -82,7 +82,7 @@ class Router:
         return len(self._waiting)
 
     async def generate(self, prompt: list[int], key: int, max_new_tokens: int, home: int | None) -> Response:
-        """One response, however often it is aborted."""
+        """Sample a response, again after each abort."""
         response = Response()
         while True:
             await self._open.wait()

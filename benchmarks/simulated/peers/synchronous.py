@@ -51,7 +51,7 @@ class _Synchronous:
         return world.report()
 
     async def _wave(self) -> list[list[Finished]]:
-        """A whole batch of groups, all waited for, then their rewards."""
+        """Play a batch of groups to the end of the last one, then compute their rewards."""
         groups: list[list[Finished]] = [[] for _ in range(self._world.groups_per_batch)]
         phases = Phases() if self._rules.env_async else Phases(LockStep())
         async with anyio.create_task_group() as episodes:

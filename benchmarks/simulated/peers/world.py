@@ -1,4 +1,4 @@
-"""What the peers' policies share: simulated engines, environments, a trainer, and the books of a run.
+"""Simulated engines, environments and trainer of the peers' policies, and the counts of a run.
 
 A run is described by the same configuration as one of ours, and its samples are drawn from the same workload by the
 same keys: a response has the same length under every policy.
@@ -23,11 +23,11 @@ from flash.simulate.workload import Workload, env_key
 from flash.types import Canary, Lease, Published, Task
 
 NEVER = 1 << 30
-"""Steps between two deliveries where nobody reads along."""
+"""Steps between two deliveries of tokens, which nothing reads before the end."""
 
 
 class PeerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run of a peer showed. Steady state leaves the first step out."""
+    """Results of a peer's run. Steady state leaves out the first step."""
 
     seconds: float
     """Simulated, start to the end of the last step."""
@@ -50,7 +50,7 @@ class PeerReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finished(msgspec.Struct):
-    """One sample that came home."""
+    """A finished sample."""
 
     task: Task
     reward: float
@@ -113,7 +113,7 @@ class World:
     async def play(
         self, task: Task, home: int | None = None, phases: Phases | None = None, *, wait_for_reward: bool = True
     ) -> Finished:
-        """One episode, tried again with a new environment as often as one does not answer in time."""
+        """Play an episode, again with a new environment whenever one does not answer in time."""
         phases = phases or Phases()
         lease = Lease(task.task_id, task, 0)
         phases.enter(lease)
@@ -158,7 +158,7 @@ class World:
         return Finished(task, reward, work.reward_seconds(name), sampled, len(context), oldest)
 
     def keeps(self, group: Sequence[Finished]) -> bool:
-        """Whether dynamic filtering lets a group into a batch."""
+        """Return True if dynamic filtering lets a group into a batch."""
         rewards, rollout = [sample.reward for sample in group], self.config.rollout
         if rollout.drop_equal_rewards and are_equal(rewards):
             return False
@@ -176,7 +176,7 @@ class World:
                 loads.start_soon(_load, engine, published)
 
     async def train(self, batch: Sequence[Sequence[Finished]]) -> None:
-        """One step on the groups of a batch."""
+        """Train one step on the groups of a batch."""
         samples = [sample for group in batch for sample in group]
         length = sum(sample.length for sample in samples)
         seconds = self.settings.train_step_s + length * self.settings.train_token_s / self._train_gpus
@@ -187,7 +187,7 @@ class World:
         self._commits.append(anyio.current_time())
 
     def report(self) -> PeerReport:
-        """The run, after its last step."""
+        """Return the results of the run, after its last step."""
         first, last, steps = self._commits[0], self._commits[-1], len(self._commits)
         step_s = (last - first) / (steps - 1) if steps > 2 else last / steps
         return PeerReport(
@@ -202,7 +202,7 @@ class World:
 
 
 def make_workload(config: Config, extra_members: int = 0) -> Workload:
-    """The workload of a configuration."""
+    """Make the workload of a configuration."""
     assert config.simulate is not None
     members = config.rollout.group_size + extra_members
     return Workload(config.simulate, config.run.seed, config.rollout.max_new_tokens, members)
