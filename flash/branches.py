@@ -75,9 +75,9 @@ def count_trained_branches(trajectory: Trajectory, min_version: int) -> int:
 def split_branches(trajectory: Trajectory) -> list[Trajectory]:
     """Return each branch as a trajectory of its own, with the reward of the whole trajectory.
 
-    The trainer packs these trajectories, and a teacher on a server scores them. Positions count from the first token of
-    the branch, and `turns` has only the turns of the branch. `lost_tokens` is 0 if there are several branches, so that
-    lost tokens are not counted several times.
+    The trainer packs these trajectories, and a teacher (a model on a server that the policy imitates) scores them.
+    Positions count from the first token of the branch, and `turns` has only the turns of the branch. `lost_tokens` is 0
+    if there are several branches, so that lost tokens are not counted several times.
     """
     if len(trajectory.branches) == 1:
         return [trajectory]

@@ -373,7 +373,8 @@ def offload_inputs(layer: nn.Module, where: str) -> None:
     """Keep the inputs of a checkpointed layer on the device `where` until the backward pass runs the layer again.
 
     A checkpointed layer saves only its inputs in the forward pass, and is computed again in the backward pass. With
-    many layers and long sequences these inputs would fill the device. Must be called before the layer is sharded.
+    many layers and long sequences these inputs would fill the device. Must be called before FSDP shards the layer
+    (divides it among the ranks).
     Copies do not block the host: they run in the order of the device's work, from and to pinned memory if the device is
     a GPU.
     """

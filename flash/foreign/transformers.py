@@ -147,7 +147,7 @@ def positions(model: PreTrainedModel) -> int | None:
 
 
 def layer_types(model: PreTrainedModel) -> set[str]:
-    """Return the class names of the decoder layers, each of which is sharded as a whole."""
+    """Return the class names of the decoder layers. FSDP shards (divides among the ranks) each of them as a whole."""
     return set(model._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
 
 
@@ -239,7 +239,7 @@ load a model, so they would never use an adapter for it."""
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
-    """Return the last parts of the names of all linear layers that may get adapters, such as `q_proj`, sorted.
+    """Return the last parts of the names of all linear layers that may get LoRA adapters, such as `q_proj`, sorted.
 
     The output layer and `ABSORBED` are left out.
     """

@@ -32,7 +32,7 @@ from flash.types import Published
 Signal = Literal["run", "batches", "engines", "versions", "backlog", "ranks"] | tuple[Literal["leases", "cancels"], int]
 """Name of a thing that may have changed:
 
-- `run`: the stage of the run, or its end.
+- `run`: the stage of the run (the event that it waits for), or its end.
 - `batches`: a batch may be formed or fetched now, or the start of an incarnation is known.
 - `engines`: the versions of engines.
 - `versions`: the published version.
@@ -130,7 +130,7 @@ class RunProgress:
 
     @property
     def ending(self) -> bool:
-        """True if the run needs no more nodes, so that a guest that wants to join is refused.
+        """True if the run needs no more nodes, so that a guest (a process that wants to become a node) is refused.
 
         A run that has trained all steps may still need nodes, for its last evaluation.
         """

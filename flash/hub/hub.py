@@ -66,7 +66,8 @@ class Hub:
         config: the configuration of the run.
         observer: receives every row of metrics, every note and every failure of the run.
         now: returns Unix seconds, on the loop's clock.
-        problems: the kind of each problem of the environment, and the settings of its domains.
+        problems: the kind of each problem of the environment, and the settings of its domains (kinds with limits of
+            their own).
         recovered: the state that the previous hub processes have left.
         persistence: the functions and files that save the state which must survive a restart.
         origin: the place where the run was started, for nodes that join.

@@ -131,9 +131,9 @@ class EndedLease(msgspec.Struct, frozen=True, gc=False):
 class DeliverRequest(NodeRequest[Ack], frozen=True, tag=True):
     """A node delivers the results of leases.
 
-    The hub answers once the results are counted and stored in the journal. After the reply the node forgets the
-    results. If the hub is lost before the reply, the node delivers the results again to the next hub, but only for
-    leases that the next hub lets it keep.
+    The hub answers once the results are counted and stored in the journal, a file with every change of the samples.
+    After the reply the node forgets the results. If the hub is lost before the reply, the node delivers the results
+    again to the next hub, but only for leases that the next hub lets it keep.
     """
 
     ended: list[EndedLease]
@@ -182,8 +182,8 @@ class VersionReply(msgspec.Struct, frozen=True, tag=True):
 class VersionRequest(NodeRequest[VersionReply], frozen=True, tag=True):
     """A node asks, for one of its engines, for a version newer than the one that the engine has.
 
-    The hub answers when there is a newer version whose publisher is alive, or empty after the long poll. After the
-    reply the hub announces no further version until the node has reported that it has loaded this one.
+    The hub answers when there is a newer version and the ranks that published it are alive, or empty after the long
+    poll. After the reply the hub announces no further version until the node has reported that it has loaded this one.
     """
 
     after: int
@@ -223,7 +223,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     canary_error: float
     """Mean absolute difference of engine's and trainer's log-probs in the last canary, a fixed text, in nats."""
     drafted: int = 0
-    """Number of speculative tokens that the engine drafted since it started."""
+    """Number of tokens that speculative decoding has drafted (guessed) since the engine started."""
     accepted: int = 0
     """Number of drafted tokens that the engine accepted since it started."""
 

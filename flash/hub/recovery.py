@@ -51,7 +51,7 @@ class HubState(msgspec.Struct):
     version: int
     """Version that the run had reached."""
     buffer: BufferState
-    """All training samples that are not trained yet, and the ledger."""
+    """All training samples that are not trained yet, and the ledger, which counts all tasks and tokens of the run."""
     journal: int
     """Number of the journal file that begins after this state."""
 

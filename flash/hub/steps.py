@@ -8,7 +8,8 @@ tokens. `publish` announces the new version to the engines.
 
 An *incarnation* is the set of trainer ranks that run from one restart of the ranks to the next. After a restart the
 ranks may be *behind* the run: they hold an older version. The ranks then get the recorded batches of earlier steps, and
-none of these steps is counted again. Between two steps `snapshot` writes the hub's state into a checkpoint.
+none of these steps is counted again. Between two steps `snapshot` writes the hub's state into a checkpoint. A *stage*
+of the run is the event that it waits for, with a deadline (`flash.hub.stages`). A *lease* assigns one task to one node.
 
 This module owns no anyio task: its methods run in the tasks of the ranks' requests, which the end of the incarnation
 cancels. Work that must not be left half done is shielded from this cancellation.

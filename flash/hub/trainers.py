@@ -10,7 +10,8 @@ the run ends with an error, and the launchers start all processes again.
 `Incarnations` is the pure state (it has no tasks, clocks or files). `TrainerRanks` answers requests; its `watch` runs
 in a task of `Hub.run`. A *signal* is a name with which `RunProgress.send` wakes the tasks that wait for a change. A
 *collective* is an operation of `torch.distributed` in which all ranks take part, so it fails or hangs if a rank is
-lost. The answers to requests for batches and commits are in `flash.hub.steps`.
+lost. A *stage* is the event that the run waits for, with a deadline (`flash.hub.stages`). The answers to requests for
+batches and commits are in `flash.hub.steps`.
 
 Invariants: each step is counted once, by the incarnation that commits it first. Each incarnation trains every step
 after its checkpoint, in order. Engines are given only the run's version, so they never load an older one.
@@ -189,7 +190,7 @@ class Incarnations:
     def commit(self) -> bool:
         """Record that the ranks have trained a step. Returns True if no earlier incarnation has committed the step.
 
-        Only then the caller counts the step in the ledger and the metrics.
+        Only then the caller counts the step in the ledger (the totals of samples and tokens) and the metrics.
         """
         new = not self._progress.trainers_behind
         self._progress.trainer_version += 1

@@ -578,7 +578,7 @@ class NodeWork:
 
         A failure is also reported to the observer, for people. The last result of an evaluation gives the observer the
         row of the evaluation and its *activity* (a bar on the run's timeline), and wakes the tasks that wait for the
-        stage of the run.
+        next stage of the run, such as its end.
         """
         if isinstance(result, Failure) and result.outcome in FAILURES:
             self._observer.failure(result.outcome, f"node {node}: {result.message}")

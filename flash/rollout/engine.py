@@ -70,8 +70,8 @@ class ResponseRequest(msgspec.Struct, frozen=True):
     """Task of the sample. The router prefers the engine that has served earlier turns of the task, because their tokens
     are in its cache. Ids grow with time, so the router also orders its wait queue by (`group_id`, `task_id`)."""
     min_version: int = 0
-    """Oldest policy version that may sample any of the tokens. The hub sets it with the lease of the task, so that the
-    tokens are not too old when they are trained. An engine with an older version does not get the request."""
+    """Oldest policy version that may sample any of the tokens. The hub sets it when it leases the task to this node, so
+    that the tokens are not too old when they are trained. An engine with an older version does not get the request."""
     timeout_s: float = math.inf
     """Seconds until the proxy aborts the request. The time in the wait queue counts. An outage, in which no engine
     serves, does not count."""

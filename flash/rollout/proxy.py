@@ -150,7 +150,8 @@ class PartialResponse:
         append_versions(versions, last.versions)
         before = self._kept_until(at)
         kept = None if before is None or last.kept is None else join_kept((before, last.kept))
-        # The last engine has computed the earlier tokens again, so its routes are for all tokens.
+        # The last engine has computed the earlier tokens again, so its routes (the experts that it chose) are for all
+        # tokens.
         return Completion(self._tokens, self._logprobs[:at] + last.logprobs, versions, last.finish, kept, last.routes)
 
     def _kept_until(self, tokens: int) -> Kept | None:

@@ -323,7 +323,8 @@ class EngineSupervisor:
             await self._proxy.load(place.index, published)
         except (EngineError, DeadlineError) as error:
             if not isinstance(error, EngineDeadError):
-                # Perhaps the publisher of the version is lost, and the engine is healthy. The hub knows this.
+                # Perhaps the trainer ranks that published the version are lost, and the engine is healthy. The hub
+                # knows this.
                 reply = await self._hub.call(lambda node: p.LoadFailed(node, published.incarnation))
                 if reply.gone:
                     return False

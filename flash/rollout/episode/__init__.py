@@ -1,6 +1,7 @@
 """Episodes: each plays one lease, in which an environment and the policy take turns, and makes a trajectory of it.
 
-The scheduler calls `EpisodePlayer.play` in `episode` for each lease; the episode asks the node's proxy for responses.
+The scheduler calls `EpisodePlayer.play` in `episode` for each lease, which assigns a task to this node; the episode
+asks the node's proxy for responses.
 
 - `transcript` keeps the tokens of an episode; `view` lets the environment read and steer the episode.
 - `ahead` samples responses before the episode reaches them, if the environment announces them.
