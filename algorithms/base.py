@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Advantage = Literal["group", "group_mean", "leave_one_out", "batch", "turn", "gae"]
-"""Advantage estimators: see `algorithms.advantages` and, for gae, `algorithms.critics`."""
+"""Advantage estimators. `algorithms.advantages` has all except gae, which is in `algorithms.critics`."""
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
-"""Ways to sum token losses into one number: see `algorithms.sequences.token_weights`."""
+"""Ways to sum token losses into one number. `algorithms.sequences.token_weights` has their formulas."""
 Proximal = Literal["recompute", "loglinear", "ewma"]
 """Source of the proximal policy, a recent policy to which an objective may keep the new one close. recompute: the
 weights at the start of the step. loglinear: interpolated between the behaviour policy, which sampled the token, and the
@@ -84,7 +84,7 @@ class ObjectiveOutput(NamedTuple):
     """Loss of each token, to be minimised. Values of masked tokens are ignored, even if they are NaN."""
     stats: dict[str, Tensor]
     """Name → [T], detached. `ratio`: importance ratio. `clipped`: 1 where a clip removed the gradient or cut the
-    weight. `weight`: the weight as used in the loss. These three have plots."""
+    weight. `weight`: the weight as used in the loss. The run's pages plot these three."""
     bonus_T: Tensor | None = None
     """[T]: factor of each token's entropy bonus, detached. None: the factor is 1."""
 

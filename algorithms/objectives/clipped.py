@@ -91,7 +91,7 @@ class ReinforcePp(Grpo, frozen=True):
     """max E[min(r A, clip(r, 1 − ε_low, 1 + ε_high) A)], A = (R − mean) / std over all trained tokens of the batch.
 
     REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): the clipped surrogate without groups and without a critic. On
-    policy, r is 1 and the gradient is that of REINFORCE. The token-level KL of the paper is a separate setting:
+    policy, r is 1 and the gradient equals REINFORCE's. The token-level KL of the paper is a separate setting:
     `algorithm.kl` with `estimator = "k1"` and `place = "reward"`.
     """
 

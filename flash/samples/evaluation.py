@@ -44,7 +44,7 @@ class EvalRound:
         self._metrics: list[dict[str, float]] = []
         """Metrics of each finished sample."""
         self.missing = 0
-        """Number of tasks for which all attempts failed. Their samples have no reward."""
+        """Number of tasks for which all attempts failed, so that their samples have no reward."""
 
     def add(self, result: Trajectory) -> None:
         """Add a finished sample."""

@@ -156,7 +156,7 @@ class DomainSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, name: str, domain: Domain, rollout: RolloutConfig) -> DomainSettings:
-        """Combine the settings of the domain `name` with those of the run.
+        """Combine the settings of the domain `name` with the settings of the run.
 
         The first fault that is found is raised.
 
@@ -412,7 +412,7 @@ class DomainShares:
             self._owed[name] -= 1
 
     def left_untrained(self, name: str) -> None:
-        """Count a group that has left without a trained member. Its domain is owed a group."""
+        """Count a group that has left without a trained member. The domain is owed a group instead."""
         self._add(self._alive, name, -1)
         self._add(self._owed, name, 1)
 

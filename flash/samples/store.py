@@ -119,7 +119,8 @@ class BufferState(msgspec.Struct):
         for formed in sorted(self.formed, key=lambda formed: formed.step, reverse=True):
             part = formed.group
             groups.setdefault(part.group_id, part).rejoin(part)
-            # The group was counted for its domain when the batch was formed. It will be counted again.
+            # The group was counted for its domain when the batch was formed. Undo this: the group is counted again when
+            # a step takes it.
             totals = self.domain_totals
             if totals is not None and part.kind in totals.trained and not part.partly_trained:
                 totals.trained[part.kind] -= 1

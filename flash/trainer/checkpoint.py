@@ -120,10 +120,11 @@ def save(run_dir: Path, trainer: Trainer, write_hub_state: WriteHubState, *, kee
         try:
             dcp_saver.save(_state(trainer), checkpoint_id=aside / STATE)
         except CheckpointException as error:
-            # torch gathers the failures of all ranks and raises this on every rank. It does not derive from Exception.
+            # torch gathers the failures of all ranks and raises this error on every rank. The class does not derive
+            # from Exception.
             raise CheckpointError(_reason(error)) from error
         hub_state = _on_all_ranks(lambda: [write_hub_state(aside / HUB_STATE)] if rank == 0 else [], aside)[0]
-        # Each rank reads the files that it has written once more, for their checksums.
+        # For the checksums, each rank reads once more the files that it has written.
         own_files = _on_all_ranks(lambda: _seal(aside, rank, trainer.mesh), aside)
         files = [entry for entries in (hub_state, *own_files) for entry in entries]
         lag = trainer.lag
@@ -150,8 +151,8 @@ def load(path: Path, trainer: Trainer) -> None:
     If reading the tensors fails, some of the trainer's tensors may have been changed.
 
     Raises:
-        CheckpointError: on every rank, if a file is damaged, the model is another one, or the checkpoint has other
-            extras (parts beside the policy) than the trainer.
+        CheckpointError: on every rank, if a file is damaged, the checkpoint is of another model, or it has other extras
+            (parts beside the policy) than the trainer.
     """
     # The tensors of `state` share memory with the trainer's, so reading into them already loads a part.
     state = _state(trainer)
@@ -185,7 +186,7 @@ def read_weights(path: Path, trainer: Trainer) -> dict[str, Tensor]:
     parts of the checkpoint are not loaded.
 
     Raises:
-        CheckpointError: on every rank, if a file is damaged, or the model is another one.
+        CheckpointError: on every rank, if a file is damaged, or the checkpoint is of another model.
     """
     held = _without_frozen(trainer.model, get_model_state_dict(trainer.model))
     weights = {name: torch.zeros_like(value) for name, value in held.items()}
@@ -229,7 +230,7 @@ def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path, most_bytes: 
     Args:
         model: the sharded policy.
         tokenizer: tokenizer of transformers.
-        folder: folder to write; an earlier one is replaced.
+        folder: folder to write; an earlier folder of this name is replaced.
         most_bytes: largest size of a file with weights, unless a single tensor is larger.
 
     Raises:
@@ -264,7 +265,7 @@ def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path, most_bytes: 
     with _removed_on_failure(aside, partial(_export_fault, "model")):
         _on_all_ranks(lambda: make_empty(aside) if first else None, folder)
         for file, names in files.items():
-            # Every rank takes part in gathering each tensor. Only rank 0 keeps them, on the CPU, one file at a time.
+            # Every rank takes part in gathering each tensor. Only rank 0 keeps tensors, on the CPU, one file at a time.
             held = {name: tensor.cpu().contiguous() for name, tensor in islice(tensors, len(names)) if first}
             _on_all_ranks(partial(write, file, held) if first else lambda: None, folder)
             del held  # before the tensors of the next file are gathered
@@ -402,7 +403,7 @@ def _without_frozen(model: nn.Module, weights: dict[str, Any]) -> dict[str, Any]
 def _put_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Put loaded weights and moments into a model and its optimizer.
 
-    The settings of the optimizer, such as the learning rate, stay those of the configuration.
+    The optimizer keeps the settings of the configuration, such as the learning rate.
     """
     options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     weights, moments = state["model"], state["optimizer"]

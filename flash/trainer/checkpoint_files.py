@@ -40,7 +40,7 @@ STATE = "state"
 TMP = ".tmp-"
 """Prefix of the name of a folder that is being written."""
 REPLACED = ".replaced"
-"""Suffix of the name of a folder while another one replaces it."""
+"""Suffix of the name of a folder while another folder replaces it."""
 _NAME = re.compile(rf"step-([0-9]{{6,}})({re.escape(REPLACED)})?")
 """Pattern of the names of checkpoints' folders: the version, and the suffix of a folder that is being replaced."""
 ASIDE = ".making-"
@@ -313,8 +313,8 @@ def make_empty(aside: Path, leftovers: Iterable[Path] = ()) -> None:
 def move_into_place(aside: Path, folder: Path) -> None:
     """Rename `aside` to `folder`. An earlier folder of that name is replaced.
 
-    The earlier folder is renamed first, and removed only when the new one has the name. So if the process is killed in
-    between, one of the two is found.
+    The earlier folder is renamed first, and removed only when the new folder has its name. So if the process is killed
+    in between, one of the two folders is found.
     """
     old = folder.with_name(folder.name + REPLACED)
     if folder.exists():
@@ -331,7 +331,7 @@ def prune(run_dir: Path, keep: int) -> None:
 
     Incomplete checkpoints are deleted, too, even newer ones. Folders `damaged-…` are left alone.
     """
-    # If a replaced folder still exists beside a complete new one of the same version, the new one is kept.
+    # If a replaced folder still exists beside a complete new folder of the same version, the new folder is kept.
     by_version: dict[str, Path] = {}
     for folder in complete_checkpoints(run_dir):
         by_version.setdefault(folder.name.removesuffix(REPLACED), folder)

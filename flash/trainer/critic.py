@@ -51,7 +51,8 @@ class ValueModel(nn.Module):
         super().__init__()
         self.backbone = backbone
         self.head = nn.Linear(backbone.config.hidden_size, 1)
-        # With a random head the first advantages would be noise. With a head of zeros they are the returns themselves.
+        # With a random head the first advantages would be noise. With a head of zeros all values are 0, so that the
+        # first advantages are the returns themselves.
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
@@ -80,7 +81,7 @@ def critic_batch(micro: MicroBatch, return_T: Tensor, old_T: Tensor, keep_S: np.
     """Return the input of `Critic.update` for the sequences of a micro-batch that one critic learns from.
 
     `flash.trainer.step` calls this for each critic. If no sequence is chosen, the input is a micro-batch of one masked
-    token (`flash.trainer.packing.DUMMY`). All ranks must run equally many micro-batches, because each one is a
+    token (`flash.trainer.packing.DUMMY`). All ranks must run equally many micro-batches, because each micro-batch is a
     collective.
 
     Args:
@@ -236,8 +237,8 @@ def value_loss(value_T: Tensor, return_T: Tensor, old_T: Tensor, clip: float | N
 
     With `clip`, the loss is the larger of (value − return)² and (clipped − return)², where clipped is
     old + clip(value − old, ±clip). So a value that has moved further than `clip` towards its return has no gradient,
-    and a value that has moved away from it keeps its gradient. The rule is that of PPO's implementation (Schulman et
-    al. 2017; see Engstrom et al. 2020, section 3, "value function clipping").
+    and a value that has moved away from its return keeps its gradient. PPO's implementation has this rule (Schulman et
+    al. 2017; Engstrom et al. 2020, section 3, "value function clipping").
     """
     error_T = (value_T - return_T).square()
     if clip is None:

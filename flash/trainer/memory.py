@@ -244,7 +244,7 @@ def _other_bytes(config: Config, mesh: TrainerMesh) -> tuple[int, int]:
         assert config.critic is not None
         critic = _sharded_model(config.model, config.critic.path or config.model.path, mesh)
         moments = _new_moment_bytes(critic, msgspec.structs.replace(config.train, optimizer="adamw"))
-        # Twice the parameters: weights and gradients.
+        # The factor 2 counts weights and gradients.
         device += method.critics * (2 * _parameter_bytes(critic, pinned=mesh.offloads) + moments[0])
         host = method.critics * moments[1]
     return device, host
@@ -294,7 +294,7 @@ class EngineMemory:
 def engine_memory(config: Config, parameters: int) -> EngineMemory:
     """Return the memory of an engine that serves a policy of `parameters` parameters. Needs the model's config.json."""
     size, split = getattr(torch, config.model.dtype).itemsize, config.engine.tensor_parallel
-    # If there are fewer key-value heads than GPUs, each GPU holds one.
+    # If there are fewer key-value heads than GPUs, each GPU holds one head.
     numbers = sum(
         2 * max(layer.num_key_value_heads / split, 1) * head_width(layer)
         for layer in layer_configs(empty_model(config.model))

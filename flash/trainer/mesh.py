@@ -208,31 +208,31 @@ def trainer_mesh(
     timeout = None if seconds is None else timedelta(seconds=seconds)
 
     def group(ranks: Tensor) -> dist.ProcessGroup:
-        # A group for each row of `ranks`; returns the group of this rank. Made here because the groups that
-        # `init_device_mesh` makes do not get our timeout.
+        # Make a group for each row of `ranks`, and return the group of this rank. `init_device_mesh` would make groups
+        # without our timeout.
         made: tuple[Any, Any] = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
         return made[0]
 
     def grid(inner: int, name: str) -> DeviceMesh:
-        # All ranks as a grid of `fsdp` by `name`, with `inner` neighbouring ranks in each row.
+        # Arrange all ranks in a grid of `fsdp` by `name`, with `inner` neighbouring ranks in each row.
         ranks = torch.arange(world).view(-1, inner)
         groups = [group(ranks.T), group(ranks)]
         return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=("fsdp", name))
 
-    # Making a group is a collective of all ranks, so every rank makes all groups in this order, even those that it does
-    # not belong to.
-    # 1. Tensor groups, and across them the ranks over which FSDP shards.
+    # Making a group is a collective of all ranks, so every rank makes all groups in this order, even groups of other
+    # ranks.
+    # 1. Make tensor groups, and across them the groups of ranks over which FSDP shards.
     if tensor == 1:
         fsdp, of_tensor = init_device_mesh(device, (world,), mesh_dim_names=("fsdp",)), None
     else:
         whole = grid(tensor, "tensor")
         fsdp, of_tensor = whole["fsdp"], whole["tensor"]
-    # 2. Columns, one rank per data shard, and context groups.
+    # 2. Make columns, which have one rank per data shard, and context groups.
     data, of_context = fsdp.get_group(), None
     if context > 1:
         cube = torch.arange(world).view(-1, context, tensor)
         data = group(cube.flatten(1).T)
         of_context = DeviceMesh.from_group(group(cube.transpose(1, 2).flatten(0, 1)), device)
-    # 3. Expert groups, which are independent of the groups above.
+    # 3. Make expert groups, which are independent of the groups above.
     experts = grid(parallel.expert, "expert") if parallel.expert > 1 else None
     return TrainerMesh(where, parallel, fsdp, data, of_tensor, of_context, experts, offloads)

@@ -229,7 +229,7 @@ def token_loss(
         mask_T=tokens.mask_T & accepted_T,
     )
     mask_T = tokens.mask_T
-    # The policy's loss, with its factors; then the terms that no factor multiplies.
+    # Compute the policy's loss with its factors, and then add the terms that no factor multiplies.
     output = apply_objective(objective, tokens)
     loss_T = output.loss_T.where(mask_T, 0.0) * correction_T * inputs.weight_T.where(mask_T, 0.0)
     divergence_T = None

@@ -368,7 +368,7 @@ class Muon(torch.optim.AdamW):
             state = self.state[parameter]
             if not state:
                 state["momentum"] = torch.zeros_like(parameter)
-                # A tensor, as in AdamW's state, because AdamW's code loads the states of both parameter groups.
+                # The step is a tensor because AdamW's code, which loads the states of all parameters, expects one.
                 state["step"] = torch.zeros((), device=parameter.device)
             state["step"] += 1
             momentum = state["momentum"].lerp_(parameter.grad, 1 - MOMENTUM)
@@ -466,7 +466,7 @@ class LeanAdamW(torch.optim.AdamW):
         tensors: list[Any] = [parameter, parameter.grad, *(state[name] for name in MOMENTS)]
         locals_N = [(one.to_local() if isinstance(one, DTensor) else one).view(-1) for one in tensors]
         for weight_N, grad_N, *moments_N in zip(*(one.split(self._at_once) for one in locals_N), strict=True):
-            # Copies of the moments, or the moments themselves if they are in float32 on the device of the weights.
+            # `to` copies the moments, unless they are already in float32 on the device of the weights.
             first_N, second_N = (one.to(weight_N.device, torch.float32, non_blocking=True) for one in moments_N)
             first_N.lerp_(grad_N, 1 - beta1)
             second_N.mul_(beta2).addcmul_(grad_N, grad_N, value=1 - beta2)

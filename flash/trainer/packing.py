@@ -10,8 +10,8 @@ sequences begin (the prompt of a group, or the turns before branches of a sample
 once against the token budget. `flash.trainer.model.packed` lays the computed tokens out in one row. A *kept set* has
 the tokens that settings such as top_k left in the distribution from which a token was sampled.
 
-Conservation: every trained token of the samples given to `pack` is in exactly one micro-batch. For any token of a
-sequence, the tokens up to it equal those up to the token that is computed in its place.
+Conservation: every trained token of the samples given to `pack` is in exactly one micro-batch. A token whose result
+another sequence computes has the same tokens before it in both sequences.
 
 Shape legend: P = packed tokens, U = computed tokens, T = action tokens, S = sequences, N = tokens of all kept sets.
 """
@@ -354,7 +354,7 @@ def _trees(lengths: Sequence[int], shared: Sequence[int], max_tokens: int) -> li
 
     Args:
         lengths: tokens of each sequence.
-        shared: leading tokens that each sequence shares with the one before it, as `sort_by_prefix` returns them.
+        shared: number of leading tokens that each sequence shares with the sequence before it (`sort_by_prefix`).
         max_tokens: token budget of a run.
 
     Returns:
@@ -388,7 +388,7 @@ def select_sequences(micro: MicroBatch, keep_S: BoolArray) -> MicroBatch:
     if not keep_S.any():
         return DUMMY
     length_S = np.diff(micro.offset_S)
-    # Masks of the tokens and action tokens of the chosen sequences.
+    # Make masks of the tokens and action tokens of the chosen sequences.
     keep_P, keep_T = np.repeat(keep_S, length_S), keep_S[micro.sequence_T]
     # In fields that are indices, an old index becomes the number of kept entries before it.
     return MicroBatch(

@@ -179,7 +179,7 @@ class StepMeter:
     def finish(self, flops: float) -> dict[str, float]:
         """Return `memory_gib`, and `mfu` if the peak of every rank's card is known. A collective of all ranks.
 
-        On a CPU the memory is that of the process at this moment, not its largest value in the step.
+        On a CPU the memory is the memory of the process at this moment, not its largest value in the step.
 
         Args:
             flops: the FLOPs of the step on the samples of this rank. Ranks of one data shard have the same samples, so
@@ -221,8 +221,8 @@ class StepProfiler:
     """Records some steps of one trainer rank, and writes them as one Chrome trace.
 
     The trace begins when the rank asks for the batch of the first recorded step, and ends when it asks for the batch
-    after the last one. If the rank's process is replaced in between, the new one records the remaining steps, and its
-    file replaces the earlier one. Each step is a bar with the name `step N` in the trace.
+    after the last recorded step. If the rank's process is replaced in between, the new process records the remaining
+    steps, and its file replaces the earlier file. Each step is a bar with the name `step N` in the trace.
 
     Args:
         steps: the steps to record; nothing is recorded if it is empty.
@@ -242,8 +242,8 @@ class StepProfiler:
     def begin_step(self, step: int) -> None:
         """Begin a step: start to record at the first step to record, and write the trace after the last one.
 
-        The caller is about to request the batch of `step`. If `step` is not to be recorded, a recording that runs ends
-        here, as in `close`.
+        The caller is about to request the batch of `step`. If `step` is not to be recorded, a recording in progress
+        ends here, and its trace is written.
         """
         self._end_bar()
         if step not in self._steps:

@@ -199,8 +199,8 @@ def plan_step(
         # others wait.
         fault = str(error)
 
-    # One row per data shard: fault, tokens, packed tokens, computed tokens, tokens by age, and for each minibatch the
-    # `_minibatch_counts`.
+    # The row of a data shard has: fault, tokens, packed tokens, computed tokens, tokens by age, and for each minibatch
+    # the `_minibatch_counts`.
     tokens = sum(sample.trajectory.length for sample in shard.samples)
     all_micros = [micro for micros in packed for micro in micros]
     packed_tokens = sum(len(micro.input_P) for micro in all_micros)

@@ -438,7 +438,7 @@ class ResponseSignals(NamedTuple):
     """Signals of one response, outside training."""
 
     sample: int
-    """Index of the response's sample, as in `MicroBatch.index_S`."""
+    """Index of the response's sample in the batch."""
     signals: Signals
     multiplier_R: FloatArray
     """γ of each token, for an advantage whose sign is one of `Rhythm.signs`."""

@@ -4,7 +4,7 @@
 numbers of all ranks up once, at the end of the step. Every rank gets the same metrics.
 
 The *age* of a token is the version that is trained minus the version that sampled the token. The *behaviour* log-prob
-of a token is the one that the engine reported when it sampled the token. A *correction* rejects tokens, or weights
+of a token is the log-prob that the engine reported when it sampled the token. A *correction* rejects tokens, or weights
 them, by the ratio of the policy to the policy that sampled.
 
 Importance weights here are w = exp(start − behaviour), where `start` is the log-prob under the weights at the start of
@@ -83,7 +83,7 @@ class StepTally:
 
     def reduce(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
         """Return sums, minima and maxima over all ranks, by name. One collective. The tally itself does not change."""
-        # Sorted by name, so that each column has the same number on every rank.
+        # Sort by name, so that each column has the same number on every rank.
         kinds = [dict(sorted(values.items())) for values in (self._sums, self._least, self._most)]
         row = torch.stack([value for values in kinds for value in values.values()])
         rows = self._mesh.gather_rows(row).cpu().numpy()
@@ -180,8 +180,8 @@ class StepStatistics:
         current_T = mask_T & (age_T == 0)
         log_ratio_T = (start_T - tokens.behaviour_T).where(mask_T, 0.0)
         self._ratios.add(log_ratio_T, age_T, mask_T)
-        # Distance of the engine's log-probs from the trainer's, over all tokens and over tokens of the current version,
-        # by the estimators k1 = −log w and k3 = w − 1 − log w of a KL divergence.
+        # k1 = −log w and k3 = w − 1 − log w estimate a KL divergence: the distance of the engine's log-probs from the
+        # trainer's, over all tokens and over tokens of the current version.
         k3_T = log_ratio_T.exp() - 1 - log_ratio_T
         for which, chosen_T in (("all", mask_T), ("current", current_T)):
             tally.add(f"count {which}", chosen_T, chosen_T)

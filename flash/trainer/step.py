@@ -93,19 +93,19 @@ class Trainer:
         Raises:
             ConfigError: a model or the objective cannot be made from the configuration.
         """
-        # The method, and the groups of ranks.
+        # Make the method, and the groups of ranks.
         self._config = config
         self._objective = make_objective(config.algorithm)
         self._method = resolve_method(config, self._objective)
         device: Literal["cpu", "cuda"] = "cuda" if config.gpus_per_node > 0 else "cpu"
         offloads = "weights" in config.train.offload
         self.mesh = mesh = trainer_mesh(device, config.parallel, config.deadlines.collective, offloads=offloads)
-        # The policy. It is filled with `plain`, the weights at `model.path` in float32. The canary, a short text on
-        # which engines are checked, is drawn from them.
+        # Make the policy, and fill it with `plain`, the weights at `model.path` in float32. The canary, a short text on
+        # which engines are checked, is drawn from `plain`.
         plain = load_plain(config.model, mesh)
         text = draw_canary(plain, config)
         policy = empty_policy(config)
-        # Counted before the policy is sharded, when its parameters still have their full shapes.
+        # Count before the policy is sharded, because its parameters still have their full shapes now.
         self._arithmetic = ModelArithmetic.of(policy)
         self.model = shard_model(policy, mesh, config.model, recompute=recompute_mode(config.train))
         self.base_fingerprint: tuple[int, ...] = () if config.lora is None else fingerprint_of(plain)
@@ -290,7 +290,7 @@ class Trainer:
             if rhythm is not None:
                 assert output.signals is not None, "the forward passes observed the attention"
                 advantage_T = rhythm.multiply(advantage_T, output.signals, micro)
-            # How much the critics disagree; `bounds` and some objectives use it.
+            # σ says how much the critics disagree. `bounds` and some objectives use it.
             if output.value_MT is None:
                 deviation_T = torch.zeros(len(micro.target_T), device=device)
             else:
@@ -402,8 +402,8 @@ class Trainer:
             else:
                 now = TokenLogprobs(micro_inputs.start_T, torch.zeros_like(micro_inputs.start_T))
             tokens = self._objective_input(micro, now, micro_inputs, step)
-            # A rejected token must count as if it had never been sampled. An advantage of 0 does this, because no
-            # objective counts tokens without an advantage.
+            # A rejected token must count as if it had never been sampled: an advantage of 0 makes `Objective.limit`
+            # ignore the token.
             _, accepted_T = apply_corrections(self._config.algorithm, tokens, micro_inputs)
             pair = torch.stack([tokens.logp_T - tokens.behaviour_T, tokens.advantage_T.where(accepted_T, 0.0)])
             pairs.append(pair[:, tokens.mask_T])
@@ -474,7 +474,7 @@ class Trainer:
             if self.lag is not None:
                 self.lag.add(tokens, age_of(micro.version_T, step), micro.mask_T)
             loss = token_loss(self._objective, algorithm, tokens, inputs, now.entropy_T)
-            # [T]: share of each token's loss in the loss of the minibatch.
+            # share_T is the part of the minibatch's loss that comes from each token.
             share_T = loss.loss_T * token_weights(
                 self._method.aggregation,
                 loss.mask_T,
@@ -482,7 +482,7 @@ class Trainer:
                 tokens.sequences,
                 total_tokens=minibatch.total_tokens,
                 total_sequences=minibatch.total_sequences,
-                # Divisor, in tokens, of the aggregation that divides each sequence by a constant.
+                # The aggregation `constant` divides each sequence by this number of tokens.
                 constant=algorithm.constant_length or self._config.rollout.max_new_tokens,
             )
             if not self._warming_up:

@@ -27,7 +27,7 @@ class Round(msgspec.Struct, frozen=True):
     """Number of the process group. A round with the members of the round before keeps the group and its number."""
     version: int
     members: tuple[str, ...]
-    """Names of the workers. Their ranks in the process group are 1, 2, …; the trainer is rank 0."""
+    """Names of the workers, which have the ranks 1, 2, … in the process group; the trainer is rank 0."""
     first: int
     """Number of the first piece that is sent: some member lacks it, and all members have the pieces before it."""
 

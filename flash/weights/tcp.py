@@ -205,7 +205,7 @@ class WeightServer:
                     connection.sendall(part[start : start + CHUNK_BYTES])
 
     def _held_image(self, version: int) -> WeightImage | None:
-        """Return the image of a version; None if newer ones have replaced it."""
+        """Return the image of a version; None if newer versions have replaced it."""
         with self._lock:
             return self._images.get(version)
 
@@ -216,7 +216,7 @@ class WeightServer:
 
 
 class AuthenticatedListener:
-    """Listening port that authenticates workers and serves each one in a thread of its own.
+    """Listening port that authenticates workers and serves each worker in a thread of its own.
 
     The listener uses threads and no event loop, because rank 0's main thread is busy with torch.
 
@@ -363,8 +363,8 @@ def pull(source: WeightSource, receive: Receive | None = None) -> Iterator[tuple
 
     Raises:
         VersionGoneError: the trainer does not hold the version any more.
-        WeightsError: the manifest, a tensor or all tensors together are not what was published. tcp checks each tensor
-            before it is yielded, a broadcast checks all of them after the last one.
+        WeightsError: the manifest, a tensor or all tensors together differ from the published version. tcp checks each
+            tensor before it is yielded; a broadcast checks all tensors after the last.
         TransportError: the trainer does not prove the token, or hangs up.
         DeadlineError: the trainer is silent for `source.timeout_s` seconds.
     """

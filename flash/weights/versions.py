@@ -85,7 +85,7 @@ class LoadFailure(msgspec.Struct, frozen=True):
 
 
 class LoadedWeights:
-    """Check of the weights that one engine holds, from version to version, by their fingerprints.
+    """Check of the weights that an engine holds, from version to version, by their fingerprints.
 
     A fingerprint is a checksum of all elements (`flash.weights.image.Fingerprint`), which each worker computes for the
     weights that it holds.
@@ -108,7 +108,8 @@ class LoadedWeights:
     def check(self, published: list[int], held: list[list[int]], *, engine: int, version: int) -> None:
         """Compare the fingerprint of `version` as published with the fingerprints that the engine's workers hold now.
 
-        The node loop calls this after each load. Both are remembered for the next call, unless the check fails.
+        The node loop calls this after each load. The fingerprints are remembered for the next call, unless the check
+        fails.
 
         Raises:
             WeightsError: the engine holds other weights.

@@ -85,7 +85,7 @@ def fill_policy(model: PreTrainedModel, plain: PreTrainedModel, seed: int) -> No
         return
     found: dict[str, Any] = {name: state.pop(_base_name(name)) for name, _ in kept_buffers(model)}
     generator = torch.Generator().manual_seed(seed)
-    # The device on which ranks keep their shards: the host if weights are offloaded.
+    # Ranks keep their shards on this device, which is the host if weights are offloaded.
     device = next(plain.parameters()).device
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:

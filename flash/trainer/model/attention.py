@@ -176,7 +176,7 @@ class PaddedPart:
 
     def _batches(self, states: States) -> States:
         """Return query, key and value as padded batches, [S, H, Q or K, D] each."""
-        # On a CPU, short sequences are computed in float32, which is faster on it (`SHORT`).
+        # On a CPU, short sequences are faster in float32 (`SHORT`).
         query, key, value = (
             self._batch(index, state) for index, state in zip((self.queries, self.keys, self.keys), states, strict=True)
         )

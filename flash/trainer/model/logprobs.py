@@ -172,7 +172,7 @@ def watch_attention(model: PreTrainedModel, micro: MicroBatch, watch: AttentionW
 def changes_logits(model: PreTrainedModel) -> ConfigError:
     """Return the error for a model that changes its logits after the output layer in a way that is not known.
 
-    Its log-probs would not be those of the engines, which use the changed logits.
+    The log-probs of the trainer and of the engines would differ, because engines use the changed logits.
     """
     return ConfigError(
         f"model.path: {class_name(model)} caps, scales or otherwise changes the logits after its output layer in a way "
@@ -351,7 +351,7 @@ class OutputLayer(nn.Module):
             change=self.change,
             chunk_bytes=self.chunk_bytes,
         )
-        # A new tensor and not a view, since FSDP warns of outputs that are views.
+        # `stack` makes a new tensor and not a view, because FSDP warns of outputs that are views.
         request.answer = torch.stack((logp_T[None], entropy_T[None]), dim=-1)
         return request.answer
 
@@ -454,7 +454,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         grad_bias_V = torch.zeros_like(bias_V, dtype=norm_T.dtype) if needs_bias else None
         grad_logits = fused(_grad_logits, cuda=hidden_TD.is_cuda)
         for rows in _chunks(norm_T, weight_VD, ctx.chunk_bytes):
-            # The logits of the chunk once more, as in the forward pass.
+            # Compute the logits of the chunk once more, exactly as in the forward pass.
             logits_CV = apply_change(ctx.product(hidden_TD[rows], weight_VD, bias_V), ctx.change)
             slope = _change_slope(logits_CV, ctx.change)
             kept = None if ctx.kept is None else ctx.kept.restrict(logits_CV, rows, target_T[rows])
@@ -532,7 +532,7 @@ def apply_change(logits_CV: Tensor, change: LogitChange) -> Tensor:
 
 
 def _change_slope(changed_CV: Tensor, change: LogitChange) -> Tensor | float:
-    """Return the derivative of the changed logits with respect to those of the output layer.
+    """Return the derivative of the changed logits with respect to the logits of the output layer.
 
     With a cap, y = cap · tanh(scale · x / cap), so dy/dx = scale · (1 − (y / cap)²).
     """

@@ -84,7 +84,7 @@ class PackedRow(NamedTuple):
     position_U: Tensor
     """int64: position of each token in its sequences."""
     row_P: Int64Array
-    """Place in the row at which each token of the sequences is computed, as in `layout`, on the host."""
+    """Place in the row at which each token of the sequences is computed: `layout.row_P` on the host."""
     layout: PackedLayout
     routes_ULK: Tensor | None
     """int32: the experts that engines chose for each token; −1 if unknown. None: no engine reported experts."""
@@ -129,11 +129,11 @@ def model_inputs(model: PreTrainedModel, row: PackedRow) -> dict[str, Any]:
 
 def packed_row(sequences: PackedSequences, device: torch.device) -> PackedRow:
     """Lay sequences out in one row, in which each shared prefix occurs once."""
-    # place_U: for each place of the row, the token of the sequences that it computes. row_P: the reverse.
+    # place_U has, for each place of the row, the token of the sequences that it computes. row_P is the reverse.
     place_U, row_P = sequences.computed
     offset_S = sequences.offset_S
     sequence_U = np.searchsorted(offset_S, place_U, side="right") - 1
-    # Number of own tokens of each sequence; the tokens before them are a prefix that another sequence computes.
+    # Count the own tokens of each sequence. The tokens before them are a prefix that another sequence computes.
     own_S = np.bincount(sequence_U, minlength=len(offset_S) - 1)
     # Sequences whose lengths share a power of two are padded together, so that at most half of a batch is padding.
     length_class_S = np.frexp(own_S)[1]
@@ -261,7 +261,7 @@ class _PackedAttention(torch.autograd.Function):
         if len(parts) == 1 and parts[0].queries.contiguous is not None:
             totals = parts[0].gradients(grad_UHD, states, answer_UHD, lse_UH, ctx.scores)
         else:
-            # Sums in a wide dtype: a prefix that many sequences share gets many small gradients.
+            # Sum in a wide dtype, because a prefix that many sequences share gets many small gradients.
             totals = [torch.zeros(state.shape, dtype=lse_UH.dtype, device=state.device) for state in states]
             for part in parts:
                 gradients = part.gradients(grad_UHD, states, answer_UHD, lse_UH, ctx.scores)

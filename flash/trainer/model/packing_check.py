@@ -80,7 +80,7 @@ log = logging.getLogger("flash")
 
 @torch.no_grad()
 def check_packing(model: PreTrainedModel, config: Config) -> None:
-    """Compare the log-probs of packed sequences with those of each sequence alone. A collective.
+    """Compare the log-probs of packed sequences with the log-probs of each sequence alone. A collective.
 
     The model has been prepared by `shard_model`. If the two differ, the model uses its own attention from here on and
     gets one sequence at a time (`flash.trainer.model.packed.takes_packed_rows` is False). A warning gives the reason.
@@ -366,7 +366,7 @@ def _gradient(
     The loss is over all tokens of `rows`; each row is a list of sequences. The model keeps no gradient, because memory
     may not suffice for the gradients of both comparisons. A collective.
     """
-    # Log-probs of tokens with an odd id count with a minus sign.
+    # As in a loss with advantages of both signs, log-probs of tokens with an odd id get a minus sign.
     for sequences in rows:
         logp_T = _logprobs(model, sequences)
         sign_T = torch.cat([1.0 - 2.0 * (ids[1:] % 2) for ids in sequences])
@@ -448,7 +448,7 @@ def _equal(packed: Tensor | None, alone: Sequence[Tensor | None]) -> bool:
     for dim in range(packed.dim()):
         lengths = [part.shape[dim] for part in parts if part.dim() == packed.dim()]
         others = {part.shape[:dim] + part.shape[dim + 1 :] for part in parts}
-        # The token dimension is the one in which the lengths add up. The tolerance covers rounding.
+        # In the token dimension, the lengths add up. The tolerance covers rounding.
         if sum(lengths) == packed.shape[dim] and others == {packed.shape[:dim] + packed.shape[dim + 1 :]}:
             whole = torch.cat(parts, dim)
             return bool(torch.allclose(packed, whole, rtol=1e-2, atol=1e-3 * float(whole.abs().max())))

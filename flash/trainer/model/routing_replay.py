@@ -77,7 +77,7 @@ class RoutingReplay:
         """Return the hooks that run before and after the router's forward pass.
 
         In between, `torch.topk` is intercepted. The second hook raises a ConfigError if the router has not called it
-        exactly once, since the given experts would then not be those that the layer uses.
+        exactly once, because the layer would then use other experts than the given experts.
         """
         # The interception in progress; empty outside of the router's forward pass.
         open_modes: list[_GivenTopK] = []
