@@ -85,9 +85,9 @@ class Pool:
             case = f"{cell.method.title}, α = {cell.alpha}, seed {cell.seed}"
             if result is None:
                 self.failures.append(f"{case}: {problem}")
-            said = "failed" if result is None else f"{result.start:.3f} → {result.final:.3f}"
+            outcome = "failed" if result is None else f"{result.start:.3f} → {result.final:.3f}"
             done = f"{len(self._cells) - len(self.missing())}/{len(self._cells)}"
-            print(f"[{done}] {case}: {said} in {time.monotonic() - begun:.0f} s", flush=True)
+            print(f"[{done}] {case}: {outcome} in {time.monotonic() - begun:.0f} s", flush=True)
 
 
 async def run_cell(cell: Cell, folder: Path, core: int | None, python: str = sys.executable) -> str:
@@ -105,9 +105,9 @@ async def run_cell(cell: Cell, folder: Path, core: int | None, python: str = sys
             with contextlib.suppress(anyio.BrokenResourceError):
                 await process.stdin.send(msgspec.json.encode(cell))
             await process.stdin.aclose()
-            said = b"".join([chunk async for chunk in process.stderr])
+            errors = b"".join([chunk async for chunk in process.stderr])
             await process.wait()
-            return said.decode(errors="replace").strip()[-2000:]
+            return errors.decode(errors="replace").strip()[-2000:]
     return f"not finished after {CELL_TIMEOUT_S} s"
 
 

@@ -23,7 +23,7 @@ import msgspec
 from benchmarks.form import ROOT, Args, Row
 from benchmarks.form import main as benchmark
 from benchmarks.real.chaos_cluster import NAMES, Job
-from benchmarks.real.chaos_faults import GAP_S, Fault, Struck, one_of_each, plan
+from benchmarks.real.chaos_faults import GAP_S, Fault, InjectedFault, one_of_each, plan
 from benchmarks.real.chaos_judge import Left, judge, left_by, stretches, tokens_per_second
 from benchmarks.rig.hosts import Hosts, missing
 
@@ -39,14 +39,14 @@ SETTLE_S = 100.0
 """Seconds from the end of the commands until a process counts as an orphan: deadlines.shutdown has 90 s with margin."""
 
 
-class Lived(msgspec.Struct, frozen=True):
+class JobResult(msgspec.Struct, frozen=True):
     """Course of a run, beside the files that it left."""
 
     begin: float
     """Unix seconds of the first step with all engines."""
     end: float
     """Unix seconds of the end of the last fault."""
-    struck: list[Struck]
+    injected: list[InjectedFault]
     missed: int
     """Number of faults that found no victim."""
     failed: list[str]
@@ -56,7 +56,7 @@ class Lived(msgspec.Struct, frozen=True):
     orphans: list[str]
 
 
-async def live(name: str, folder: Path, faults: Sequence[Fault], seconds: float) -> Lived:
+async def run_job(name: str, folder: Path, faults: Sequence[Fault], seconds: float) -> JobResult:
     """Run the job with these faults, from its start to its end."""
     with Hosts(*NAMES) as hosts:
         job = Job(hosts, name, folder)
@@ -65,22 +65,22 @@ async def live(name: str, folder: Path, faults: Sequence[Fault], seconds: float)
                 tasks.start_soon(job.keep, host)
             await job.all_engines()
             begin = time.time()
-            struck, missed = await fall(job, faults, seconds)
+            injected, missed = await inject(job, faults, seconds)
             end = time.time()
             stuck = await job.end()
         if faults:
             stuck += await job.finish()
-        return Lived(begin, end, struck, missed, job.failed, stuck, await job.orphans(SETTLE_S))
+        return JobResult(begin, end, injected, missed, job.failed, stuck, await job.orphans(SETTLE_S))
 
 
-async def fall(job: Job, faults: Sequence[Fault], seconds: float) -> tuple[list[Struck], int]:
+async def inject(job: Job, faults: Sequence[Fault], seconds: float) -> tuple[list[InjectedFault], int]:
     """Let all faults happen and pass; return those that happened, and the number of those that found no victim."""
-    struck: list[Struck] = []
+    injected: list[InjectedFault] = []
 
     async def one(fault: Fault) -> None:
         print(f"{time.strftime('%H:%M:%S')} {fault.kind} on {NAMES[fault.host]} for {fault.seconds:.0f} s", flush=True)
-        if (fell := await job.strike(fault)) is not None:
-            struck.append(fell)
+        if (happened := await job.inject(fault)) is not None:
+            injected.append(happened)
 
     begin = anyio.current_time()
     async with anyio.create_task_group() as tasks:
@@ -88,28 +88,28 @@ async def fall(job: Job, faults: Sequence[Fault], seconds: float) -> tuple[list[
             await anyio.sleep_until(begin + fault.at)
             tasks.start_soon(one, fault)
         await anyio.sleep_until(begin + seconds)
-    return sorted(struck, key=lambda each: each.at), len(faults) - len(struck)
+    return sorted(injected, key=lambda each: each.at), len(faults) - len(injected)
 
 
-def rows(lived: Lived, left: Left, calm_per_s: float) -> list[Row]:
+def rows(result: JobResult, left: Left, calm_per_s: float) -> list[Row]:
     """Return the rows of the report."""
     verdict = judge(left)
-    case = f"{len(lived.struck)} faults in {lived.end - lived.begin:.0f} s"
+    case = f"{len(result.injected)} faults in {result.end - result.begin:.0f} s"
     units = {"tasks": "tasks", "tokens": "tokens", "rows": "lines"}
-    hangs = len(stretches(left.times, lived.begin, lived.end, HANG_S)) + len(lived.stuck)
-    struck_per_s = tokens_per_second(left.rows, lived.begin, lived.end)
+    hangs = len(stretches(left.times, result.begin, result.end, HANG_S)) + len(result.stuck)
+    broken_per_s = tokens_per_second(left.rows, result.begin, result.end)
     return [
         *(
             Row(case, name, units[name.partition("_")[0]], value, goal=0)
             for name, value in msgspec.structs.asdict(verdict).items()
         ),
-        Row(case, "orphans_left", "processes, folders", len(lived.orphans), goal=0),
+        Row(case, "orphans_left", "processes, folders", len(result.orphans), goal=0),
         Row(case, "hangs", f"times > {HANG_S:g} s", hangs, goal=0),
-        Row(case, "launches_failed", "commands", len(lived.failed), goal=0),
-        Row(case, "goodput", "share of the calm run", struck_per_s / calm_per_s, goal=GOAL),
-        Row(case, "trained_tokens_per_s", "tokens/s", struck_per_s),
+        Row(case, "launches_failed", "commands", len(result.failed), goal=0),
+        Row(case, "goodput", "share of the calm run", broken_per_s / calm_per_s, goal=GOAL),
+        Row(case, "trained_tokens_per_s", "tokens/s", broken_per_s),
         Row("no faults", "trained_tokens_per_s", "tokens/s", calm_per_s),
-        Row(case, "found_nothing_to_hit", "faults", lived.missed),
+        Row(case, "found_nothing_to_hit", "faults", result.missed),
     ]
 
 
@@ -127,15 +127,15 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         seconds = faults[-1].at + GAP_S if args.quick else own.seconds
         folder = ROOT / "outputs" / time.strftime("chaos-%Y%m%d-%H%M%S")
         folder.mkdir(parents=True)
-        calm = anyio.run(live, "calm", folder, [], QUICK_CALM_S if args.quick else CALM_S)
+        calm = anyio.run(run_job, "calm", folder, [], QUICK_CALM_S if args.quick else CALM_S)
         calm_per_s = tokens_per_second(left_by(folder / "calm").rows, calm.begin, calm.end)
-        lived = anyio.run(live, "struck", folder, faults, seconds)
-        (folder / "faults.jsonl").write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in lived.struck))
+        result = anyio.run(run_job, "broken", folder, faults, seconds)
+        (folder / "faults.jsonl").write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in result.injected))
         for title in ("orphans", "failed", "stuck"):
-            for line in getattr(lived, title):
+            for line in getattr(result, title):
                 print(f"{title}: {line}")
         print(f"outputs and faults are in {folder}")
-        return rows(lived, left_by(folder / "struck"), calm_per_s)
+        return rows(result, left_by(folder / "broken"), calm_per_s)
 
     return benchmark("chaos", __doc__ or "", run, rest)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import anyio
 
 from benchmarks.form import ROOT, WORKLOADS
-from benchmarks.real.chaos_faults import Fault, Struck, Target, role
+from benchmarks.real.chaos_faults import Fault, InjectedFault, Target, role
 from benchmarks.rig.hosts import Hosts
 from flash.observe.rundir.rundir import RunDirectory
 
@@ -105,7 +105,7 @@ class Job:
 
     # -- faults -------------------------------------------------------------------------------------------------------
 
-    async def strike(self, fault: Fault) -> Struck | None:
+    async def inject(self, fault: Fault) -> InjectedFault | None:
         """Carry out a fault, and wait until it is over; return None if it found no victim within `VICTIM_S`."""
         if fault.target == "network":
             return await self._cut(fault)
@@ -115,14 +115,14 @@ class Job:
                 await anyio.sleep(LOOK_S)
         if not pid:
             return None
-        struck = Struck(fault.kind, fault.host, time.time(), fault.seconds, pid)
+        injected = InjectedFault(fault.kind, fault.host, time.time(), fault.seconds, pid)
         if fault.how == "stop":
             try:
                 await anyio.sleep(fault.seconds)
             finally:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
-        return struck
+        return injected
 
     def _hit(self, fault: Fault) -> int:
         """Send the signal of a fault to a process; return its id, or 0 if there is none."""
@@ -132,15 +132,15 @@ class Job:
                 return pid
         return 0
 
-    async def _cut(self, fault: Fault) -> Struck:
+    async def _cut(self, fault: Fault) -> InjectedFault:
         half = fault.how == "half cut"
-        struck = Struck(fault.kind, fault.host, time.time(), fault.seconds, 0)
+        injected = InjectedFault(fault.kind, fault.host, time.time(), fault.seconds, 0)
         self._hosts.cut(fault.host, hears=half and not fault.deaf, sends=half and fault.deaf)
         try:
             await anyio.sleep(fault.seconds)
         finally:  # where two cuts overlap, the first end also restores the way between their hosts
             self._hosts.heal(fault.host)
-        return struck
+        return injected
 
     # -- its end ------------------------------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ class Fault(msgspec.Struct, frozen=True):
         return f"{self.how} {self.target}"
 
 
-class Struck(msgspec.Struct, frozen=True):
+class InjectedFault(msgspec.Struct, frozen=True):
     """A fault that happened."""
 
     kind: str

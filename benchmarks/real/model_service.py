@@ -68,7 +68,9 @@ class Letters(Tokenizer):
         """Return the letters of each message after the first letter of its role."""
         if isinstance(observation, str):
             return [ord(letter) for letter in observation]
-        return [token for said in observation for token in (*map(ord, said.role[0] + said.content), 0)] + [ord("a")]
+        return [token for message in observation for token in (*map(ord, message.role[0] + message.content), 0)] + [
+            ord("a")
+        ]
 
     def follow(self, observation: Observation, end: int | None, tools: Sequence[Tool] = ()) -> list[int]:
         """Render the observation."""
@@ -158,15 +160,15 @@ async def agents() -> None:
         await listener.serve(_agent)
 
 
-async def _agent(desk: SocketStream) -> None:
-    async with desk:
-        given = await BufferedByteReceiveStream(desk).receive_until(b"\n", 1 << 16)
-        base_url, key, number = msgspec.json.decode(given)
+async def _agent(connection: SocketStream) -> None:
+    async with connection:
+        order = await BufferedByteReceiveStream(connection).receive_until(b"\n", 1 << 16)
+        base_url, key, number = msgspec.json.decode(order)
         host, _, port = base_url.partition("//")[2].partition("/")[0].partition(":")
         await anyio.sleep(random.Random(number).uniform(0, STAGGER_S))
         async with await anyio.connect_tcp(host, int(port)) as stream:
             took = await _talk(stream, key, number)
-        await desk.send(msgspec.json.encode(took) + b"\n")
+        await connection.send(msgspec.json.encode(took) + b"\n")
 
 
 async def _talk(stream: SocketStream, key: str, number: int) -> dict[str, Any]:
@@ -174,16 +176,16 @@ async def _talk(stream: SocketStream, key: str, number: int) -> dict[str, Any]:
     received, messages = BufferedByteReceiveStream(stream), list[dict[str, str]]()
     found: dict[str, Any] = {"took": {}, "lost": 0, "crossed": 0}
     for turn in range(TURNS):
-        asked = question(number, turn)
-        messages.append({"role": "user", "content": f"{asked}?"})
+        name = question(number, turn)
+        messages.append({"role": "user", "content": f"{name}?"})
         body = msgspec.json.encode({"model": "policy", "messages": messages, "stream": number % 2 == 1})
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
         start = time.perf_counter()
         await stream.send(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         content = await (_streamed(received) if number % 2 else _whole(received))
-        found["took"][asked] = time.perf_counter() - start
+        found["took"][name] = time.perf_counter() - start
         found["lost"] += not content
-        found["crossed"] += bool(content) and not content.startswith(f"{asked}.")
+        found["crossed"] += bool(content) and not content.startswith(f"{name}.")
         messages.append({"role": "assistant", "content": content})
     return found
 
@@ -196,8 +198,8 @@ async def _whole(received: BufferedByteReceiveStream) -> str:
 
 
 async def _streamed(received: BufferedByteReceiveStream) -> str:
-    told = (await received.receive_until(b"0\r\n\r\n", 1 << 20)).split(b"data: ")
-    chunks = [line.partition(b"\n\n")[0] for line in told[1:]]
+    events = (await received.receive_until(b"0\r\n\r\n", 1 << 20)).split(b"data: ")
+    chunks = [line.partition(b"\n\n")[0] for line in events[1:]]
     deltas = [msgspec.json.decode(chunk)["choices"][0]["delta"] for chunk in chunks if chunk != b"[DONE]"]
     return "".join(delta.get("content", "") for delta in deltas)
 
@@ -244,15 +246,15 @@ def measure(args: Args) -> list[Row]:
         finally:
             driver.kill()
     found = [msgspec.json.decode(one.turns[-1].note) for one in played]
-    took = {asked: seconds for one in found for asked, seconds in one["took"].items()}
+    took = {name: seconds for one in found for name, seconds in one["took"].items()}
     case = f"{count} agents"
     rows = [
         Row(case, "replies_lost", "replies", count * TURNS - len(took) + sum(one["lost"] for one in found), goal=0),
         Row(case, "replies_crossed", "replies", sum(one["crossed"] for one in found), goal=0),
     ]
     for way, odd in (("in one piece", 0), ("streamed", 1)):
-        chosen = [asked for asked in took if int(asked.partition("-")[0]) % 2 == odd]
-        added_ms = np.array([took[asked] - served.took[asked] for asked in chosen]) * 1e3
+        chosen = [name for name in took if int(name.partition("-")[0]) % 2 == odd]
+        added_ms = np.array([took[name] - served.took[name] for name in chosen]) * 1e3
         rows += [
             Row(f"{case}, {way}", "added_p50_ms", "ms", float(np.percentile(added_ms, 50))),
             Row(f"{case}, {way}", "added_p99_ms", "ms", float(np.percentile(added_ms, 99)), goal=ADDED_GOAL_MS),

@@ -124,10 +124,10 @@ async def by_hand(config: Config, tokenizer: HfTokenizer, samples: int) -> None:
         env = make_env("")
         observation, _ = await env.reset(number // GROUP)
         request = ResponseRequest(tokenizer.render(observation), TOKENS, number)
-        said: list[int] = []
+        sampled: list[int] = []
         async for piece in engine.generate(request):
-            said = piece.token_ids
-        result = await env.step(tokenizer.decode(said))
+            sampled = piece.token_ids
+        result = await env.step(tokenizer.decode(sampled))
         await env.close()
         places.release()
         return result[1]

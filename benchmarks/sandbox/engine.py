@@ -157,8 +157,8 @@ class PodmanEngine:
             )
         while not self._answers():
             if self._service.poll() is not None or time.monotonic() > end:
-                said = log.read_text(errors="replace").strip()[-800:]
-                raise ConfigError(f"Podman did not answer within {ANSWER_S:g} s; it said: {said or 'nothing'}")
+                output = log.read_text(errors="replace").strip()[-800:]
+                raise ConfigError(f"Podman did not answer within {ANSWER_S:g} s; its output: {output or 'none'}")
             time.sleep(LOOK_S)
 
     def kill(self) -> None:

@@ -83,8 +83,8 @@ class RollAgentic:
         members = self._world.config.rollout.group_size + self._rules.extra_per_group
         for slot in range(self._slots):
             for member in range(members):
-                home = (slot * members + member) % len(self._world.engines)
-                environments.start_soon(self._environment, slot, home)
+                assigned = (slot * members + member) % len(self._world.engines)
+                environments.start_soon(self._environment, slot, assigned)
 
     def _advance(self, step: int) -> None:
         self._step = step
@@ -100,12 +100,12 @@ class RollAgentic:
         self._changed.set()
         self._changed = anyio.Event()
 
-    async def _environment(self, slot: int, home: int) -> None:
+    async def _environment(self, slot: int, assigned: int) -> None:
         """Run one environment, which plays an episode after the other."""
         while True:
             while (episode := self._join(slot)) is None:
                 await self._changed.wait()
-            finished = await self._world.play(episode.unclaimed.pop(), home)
+            finished = await self._world.play(episode.unclaimed.pop(), assigned)
             if episode.dropped or episode not in self._open[slot]:
                 continue
             episode.finished.append(finished)

@@ -77,7 +77,7 @@ class RollFlash:
         self._admitted = 0
         """Prompts that the steps so far may use."""
         self._completed = 0
-        self._homes = itertools.cycle(range(len(world.engines)))
+        self._assignments = itertools.cycle(range(len(world.engines)))
 
     async def run(self) -> PeerReport:
         """Simulate every step of the run, and report it."""
@@ -128,11 +128,11 @@ class RollFlash:
 
     async def _prompt(self, tasks: list[Task], cohort: Cohort) -> None:
         group: list[Finished] = []
-        home = None if self._rules.replicate else next(self._homes)
+        assigned = None if self._rules.replicate else next(self._assignments)
         with cohort.running[tasks[0].group_id] as scope:
             async with anyio.create_task_group() as candidates:
                 for task in tasks:
-                    candidates.start_soon(self._candidate, task, home, group)
+                    candidates.start_soon(self._candidate, task, assigned, group)
         del cohort.running[tasks[0].group_id]
         if scope.cancelled_caught:
             return
@@ -142,8 +142,8 @@ class RollFlash:
         cohort.change()
         self._admit()
 
-    async def _candidate(self, task: Task, home: int | None, group: list[Finished]) -> None:
-        group.append(await self._world.play(task, home))
+    async def _candidate(self, task: Task, assigned: int | None, group: list[Finished]) -> None:
+        group.append(await self._world.play(task, assigned))
 
     async def _batch(self) -> list[list[Finished]]:
         wanted, batch = self._world.groups_per_batch, []

@@ -51,14 +51,14 @@ class PeerEngine(SimEngine):
 class _Waiter:
     """A request that waits for a place."""
 
-    def __init__(self, home: int | None) -> None:
-        self.home = home
+    def __init__(self, assigned: int | None) -> None:
+        self.assigned = assigned
         self.engine = -1
         self.placed = anyio.Event()
 
 
 class Router:
-    """Requests over engines: to the least loaded one, or to a given home, at most `limit` at once on each.
+    """Requests over engines: to the least loaded one, or to an assigned one, at most `limit` at once on each.
 
     `keep_partial`: a response that a pause aborts goes on from its tokens so far; otherwise it starts again.
     """
@@ -81,12 +81,12 @@ class Router:
         """Requests that wait for a place."""
         return len(self._waiting)
 
-    async def generate(self, prompt: list[int], key: int, max_new_tokens: int, home: int | None) -> Response:
+    async def generate(self, prompt: list[int], key: int, max_new_tokens: int, assigned: int | None) -> Response:
         """Sample a response, again after each abort."""
         response = Response()
         while True:
             await self._open.wait()
-            engine = await self._place(home)
+            engine = await self._place(assigned)
             try:
                 with anyio.CancelScope() as scope:
                     self._running.add(scope)
@@ -116,8 +116,8 @@ class Router:
         finally:
             await stream.aclose()
 
-    async def _place(self, home: int | None) -> int:
-        waiter = _Waiter(home)
+    async def _place(self, assigned: int | None) -> int:
+        waiter = _Waiter(assigned)
         self._waiting.append(waiter)
         self._grant()
         try:
@@ -139,7 +139,7 @@ class Router:
             if self._full(least):
                 left += self._waiting[index:]
                 break
-            engine = least if waiter.home is None else waiter.home
+            engine = least if waiter.assigned is None else waiter.assigned
             if self._full(engine):
                 left.append(waiter)
                 continue

@@ -37,7 +37,7 @@ class _Synchronous:
     def __init__(self, world: World, rules: Rules) -> None:
         self._world = world
         self._rules = rules
-        self._homes = itertools.cycle(range(len(world.engines)))
+        self._assignments = itertools.cycle(range(len(world.engines)))
 
     async def run(self) -> PeerReport:
         world = self._world
@@ -56,11 +56,11 @@ class _Synchronous:
         phases = Phases() if self._rules.env_async else Phases(LockStep())
         async with anyio.create_task_group() as episodes:
             for group in groups:
-                home = None if self._rules.replicate else next(self._homes)
+                assigned = None if self._rules.replicate else next(self._assignments)
                 for task in self._world.tasks.issue(self._world.tasks.next_problem()):
-                    episodes.start_soon(self._play, task, home, phases, group)
+                    episodes.start_soon(self._play, task, assigned, phases, group)
         await anyio.sleep(max(sample.reward_s for group in groups for sample in group))
         return groups
 
-    async def _play(self, task: Task, home: int | None, phases: Phases, group: list[Finished]) -> None:
-        group.append(await self._world.play(task, home, phases, wait_for_reward=False))
+    async def _play(self, task: Task, assigned: int | None, phases: Phases, group: list[Finished]) -> None:
+        group.append(await self._world.play(task, assigned, phases, wait_for_reward=False))

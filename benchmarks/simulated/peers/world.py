@@ -111,7 +111,7 @@ class World:
     # -- rollout -----------------------------------------------------------------------------------------------------
 
     async def play(
-        self, task: Task, home: int | None = None, phases: Phases | None = None, *, wait_for_reward: bool = True
+        self, task: Task, assigned: int | None = None, phases: Phases | None = None, *, wait_for_reward: bool = True
     ) -> Finished:
         """Play an episode, again with a new environment whenever one does not answer in time."""
         phases = phases or Phases()
@@ -119,7 +119,7 @@ class World:
         phases.enter(lease)
         try:
             while True:
-                finished = await self._try(task, home, phases, lease)
+                finished = await self._try(task, assigned, phases, lease)
                 if finished is not None:
                     break
         finally:
@@ -128,7 +128,7 @@ class World:
             await anyio.sleep(finished.reward_s)
         return finished
 
-    async def _try(self, task: Task, home: int | None, phases: Phases, lease: Lease) -> Finished | None:
+    async def _try(self, task: Task, assigned: int | None, phases: Phases, lease: Lease) -> Finished | None:
         work, deadline = self.workload, self.config.deadlines.env_step
         name = env_key(task.seed, self._environments[task.seed])
         self._environments[task.seed] += 1
@@ -140,7 +140,7 @@ class World:
         oldest: int | None = None
         for turn in range(turns):
             limit = self.config.rollout.max_new_tokens
-            response = await self.router.generate(context, response_key(task, turn), limit, home)
+            response = await self.router.generate(context, response_key(task, turn), limit, assigned)
             self._generated += response.tokens + response.discarded
             sampled += response.tokens
             assert response.oldest_version is not None

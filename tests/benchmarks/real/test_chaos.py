@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from benchmarks.form import ROOT
-from benchmarks.real.chaos import Lived, rows
+from benchmarks.real.chaos import JobResult, rows
 from benchmarks.real.chaos_cluster import WORKLOAD
-from benchmarks.real.chaos_faults import KINDS, LONGEST_S, PLACES, SHORTEST_S, Struck, one_of_each, plan, role
+from benchmarks.real.chaos_faults import KINDS, LONGEST_S, PLACES, SHORTEST_S, InjectedFault, one_of_each, plan, role
 from benchmarks.real.chaos_judge import (
     Left,
     Trained,
@@ -173,17 +173,17 @@ def test_the_workload_keeps_every_batch_and_is_no_other_run_than_the_tiny_exampl
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    struck, tiny = load([WORKLOAD], []), load([ROOT / "examples" / "tiny.toml"], [])
-    assert struck.checkpoint.batches == "all"
+    injected, tiny = load([WORKLOAD], []), load([ROOT / "examples" / "tiny.toml"], [])
+    assert injected.checkpoint.batches == "all"
     for section in ("model", "tiny_model", "env", "rollout", "algorithm"):
-        assert getattr(struck, section) == getattr(tiny, section)
+        assert getattr(injected, section) == getattr(tiny, section)
 
 
 # -- the report ------------------------------------------------------------------------------------------------------
 
 
 def test_the_goals_are_missed_by_one() -> None:
-    struck = [Struck("kill hub", 0, 100.2, 0.0, 1)]
+    injected = [InjectedFault("kill hub", 0, 100.2, 0.0, 1)]
     bad = msgspec.structs.replace(
         SOUND,
         ledger={**LEDGER, "issued": 9, "generated_tokens": 30},
@@ -191,11 +191,11 @@ def test_the_goals_are_missed_by_one() -> None:
         batches=[*SOUND.batches, Trained(3, 0, [(0, [VersionRun(0, 1)])])],
         samples={**SOUND.samples, 3: 1},
     )
-    lived = Lived(100.0, 500.0, struck, 0, failed=["x"], stuck=["x"], orphans=["x"])
-    missed = {row.metric for row in rows(lived, bad, calm_per_s=1.0) if row.met is False}
+    result = JobResult(100.0, 500.0, injected, 0, failed=["x"], stuck=["x"], orphans=["x"])
+    missed = {row.metric for row in rows(result, bad, calm_per_s=1.0) if row.met is False}
     assert missed == {
         *("tasks_lost", "tasks_doubled", "tokens_unaccounted", "tokens_beyond_alpha", "rows_doubled", "rows_lost"),
         *("orphans_left", "hangs", "launches_failed", "goodput"),
     }
-    fine = Lived(100.0, 102.0, struck, 0, failed=[], stuck=[], orphans=[])
+    fine = JobResult(100.0, 102.0, injected, 0, failed=[], stuck=[], orphans=[])
     assert [row.metric for row in rows(fine, SOUND, calm_per_s=8.0) if row.met is False] == []
