@@ -33,7 +33,7 @@ from flash.observe.rundir.rundir import NO_ROW, RunDirectory, open_regular_file,
 from flash.types import Stock
 
 EVERY_S = 2.0
-"""Seconds between two writes of the file, and between two reports of a node. The web page asks as often."""
+"""Seconds between two writes of the file, and between two reports of a node. The web page reads as often."""
 MOST_GONE = 32
 """Largest number of nodes that are gone and still shown: the last ones."""
 MOST_LEASES = 12

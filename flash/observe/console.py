@@ -106,7 +106,7 @@ class Console:
         self._print(text, "default")
 
     def warn(self, text: str) -> None:
-        """Print a line that asks for something to be changed."""
+        """Print a warning: a line about something that the user should change."""
         self._print(f"warning: {text}", "yellow")
 
     def stage(self, text: str) -> None:

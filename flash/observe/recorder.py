@@ -150,7 +150,10 @@ class Recorder:
         self.directory.append_spans(rows)
 
     def batch(self, batch: Batch) -> None:
-        """Start to write the samples of a step's batch, in a thread. Raises the error of an earlier write."""
+        """Start to write the batch of a step, in a thread, so that the hub does not wait for the disk.
+
+        Raises the error of an earlier write, which ends the run.
+        """
         self.batches.begin(batch)
 
     def trained(self, step: int, seen: Sequence[TrainedSample]) -> None:

@@ -77,11 +77,12 @@ def best_of_each(answers: Sequence[Sequence[float]]) -> list[BestOf]:
 def mean_interval(values: Sequence[float], problems: Sequence[int] | None = None) -> Interval:
     """Return the mean of `values` with its 95 % confidence interval.
 
-    `problems[i]` names the problem that sample i answers; answers to one problem are not independent, so the
-    interval is that of a cluster sample. None: each value has its own problem. 0/1 values get Wilson's score
-    interval (Wilson 1927), on the effective sample size under clustering (Korn & Graubard 1998); others get
-    Student's t over problems. No value gives NaN throughout; one problem with values other than 0 and 1 gives
-    an infinite interval.
+    `problems[i]` is the problem that sample i answers. Answers to one problem are not independent, so the interval is
+    that of a cluster sample. If `problems` is None, each value has its own problem.
+
+    If all values are 0 or 1, the interval is Wilson's score interval (Wilson 1927), with the effective sample size
+    under clustering (Korn & Graubard 1998). Otherwise it is Student's t over problems, and infinite for one problem.
+    Without values, mean and interval are NaN.
     """
     n = len(values)
     if n == 0:

@@ -309,7 +309,7 @@ async def _read(request: Request, read: Callable[[bytes], _T]) -> _T:
 async def _body(request: Request) -> bytes:
     """Return the body of a request. Raises ApiError if it is compressed, and HTTPException if it is too large."""
     if (coding := request.headers.get("content-encoding", "identity")) != "identity":
-        raise ApiError(415, f"Bodies are not compressed here, but this one is {coding[:100]!r}.")
+        raise ApiError(415, f"Compressed bodies are not supported, but this one is {coding[:100]!r}.")
     return await read_body(request, BODY_BYTES)
 
 
@@ -326,7 +326,7 @@ async def _unknown_url(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     place = f"{request.method} {request.url.path[:200]}"
     if error.status_code == 405:
-        return _error_response(ApiError(405, f"This URL is not asked in this way: {place}.", "method_not_allowed"))
+        return _error_response(ApiError(405, f"This URL does not have this method: {place}.", "method_not_allowed"))
     return _error_response(ApiError(error.status_code, f"Unknown request URL: {place}.", "unknown_url"))
 
 

@@ -54,13 +54,13 @@ def unsupported(name: str, why: str = "leave it out") -> ApiError:
 
 
 WHY_NO_GRAMMAR = (
-    "it would forbid tokens while the answer is sampled, and training, which knows nothing of them, would take the "
-    "probabilities of the others wrongly (docs/agents.md, 'Nothing is sampled under a grammar'); leave it out, "
-    "ask for the form in words, check what comes, and ask again or reward it so"
+    "a grammar would forbid tokens while the answer is sampled. Training does not know which tokens were forbidden, "
+    "and would compute wrong probabilities of the sampled ones (docs/agents.md, 'Nothing is sampled under a grammar'). "
+    "Leave it out, describe the form in words, check the answer, and repeat the request or lower the reward"
 )
 """Reason why nothing is sampled under a grammar, as part of an error message."""
 
-WHY_NO_TOP_LOGPROBS = "the run keeps the log-probs of sampled tokens, and of no others"
+WHY_NO_TOP_LOGPROBS = "the run keeps only the log-probs of sampled tokens"
 """Reason why an answer has no log-probs of tokens that were not sampled, as part of an error message."""
 
 
@@ -103,7 +103,7 @@ def decoded(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
     except msgspec.ValidationError as error:
         raise invalid(error) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"The body of the request is no JSON: {error}.") from error
+        raise ApiError(400, f"The body of the request is not JSON: {error}.") from error
 
 
 def invalid(error: msgspec.ValidationError, place: str = "") -> ApiError:
@@ -252,7 +252,7 @@ def _warn_once(name: str, value: float, own: float) -> None:
     where = (
         "" if name in NEUTRAL else f" (rollout.{name}{', in evaluations eval.temperature' * (name == 'temperature')})"
     )
-    log.warning("an agent asks for %s = %g; its answers are drawn with %g%s", name, value, own, where)
+    log.warning("an agent asks for %s = %g; its answers are sampled with %g%s", name, value, own, where)
 
 
 def refuse_unserved(body: Unserved) -> None:

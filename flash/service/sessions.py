@@ -285,7 +285,7 @@ class EpisodeSession:
         if digest is not None:
             known = self._call_of_key(digest, call)
             if known.digest != call.digest:
-                raise ApiError(400, "An earlier request with this idempotency key asked for something else.")
+                raise ApiError(400, "An earlier request with this idempotency key had another content.")
         else:
             alike = self._by_content.get(call.digest, [])
             known = _repeated_call(alike, retry)

@@ -58,10 +58,10 @@ def offered(given: Sequence[GivenTool]) -> tuple[Tool, ...]:
     for tool in given:
         if tool.type == "function" and tool.function is None:
             raise unsupported(
-                "tools", 'one is {"type": "function", "function": {"name": …}}, and this has no `function`'
+                "tools", 'a tool is {"type": "function", "function": {"name": …}}, but one has no `function`'
             )
         if tool.type != "function":
-            raise unsupported("tools", f"there are only functions, but one is {tool.type[:100]!r}")
+            raise unsupported("tools", f"only functions are, but the type of one is {tool.type[:100]!r}")
     return tuple(as_tool(tool.function) for tool in given if tool.function is not None)
 
 
@@ -86,7 +86,7 @@ def may_call(choice: Any) -> bool:
     if choice == "none":
         return False
     if choice == "required" or isinstance(choice, Mapping):
-        raise unsupported("tool_choice", f"to force a call {WHY_NO_GRAMMAR}; there are `auto` and `none`")
+        raise unsupported("tool_choice", f"only `auto` and `none` are. To force a call, {WHY_NO_GRAMMAR}")
     raise ApiError(400, f"`tool_choice` must be `auto` or `none`, but is {shortened(choice)}.", None, "tool_choice")
 
 
@@ -94,7 +94,9 @@ def calls_of(given: Sequence[GivenCall]) -> tuple[ToolCall, ...]:
     """Return the calls of a message. Raises ApiError for a call that is not of a function."""
     for call in given:
         if call.type not in (None, "function"):
-            raise unsupported("messages", f"calls are of functions, but one is {call.type[:100]!r}")
+            raise unsupported(
+                "messages", f"only functions can be called, but the type of a call is {call.type[:100]!r}"
+            )
     return tuple(ToolCall(call.id or "", call.function.name, as_json(call.function.arguments)) for call in given)
 
 

@@ -1,6 +1,6 @@
 """Charts of the overview, in the form that the page gets: the curves of each chart and its explanation.
 
-All of it comes from the table of columns, `flash.observe.columns.table`.
+All texts and units come from the table of columns, `flash.observe.columns.table`.
 """
 
 from __future__ import annotations

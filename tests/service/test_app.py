@@ -71,4 +71,4 @@ async def test_a_wrong_method_a_compressed_body_and_a_call_of_another_kind_are_n
     session.end()
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
     assert packed.status_code == 415
-    assert "calls are of functions, but one is 'custom'" in custom.json()["error"]["message"]
+    assert "only functions can be called, but the type of a call is 'custom'" in custom.json()["error"]["message"]

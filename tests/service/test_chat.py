@@ -60,7 +60,7 @@ def test_an_answer_that_a_client_has_written_down_in_its_own_way_is_read_as_it_w
 
 def test_a_tool_in_the_form_of_responses_is_refused_with_the_form_that_it_must_have() -> None:
     _, error = refusal(body(tools=[{"type": "function", "name": "add", "parameters": {}}]))
-    assert 'one is {"type": "function", "function": {"name": …}}, and this has no `function`' in error["message"]
+    assert 'a tool is {"type": "function", "function": {"name": …}}, but one has no `function`' in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def test_answers_are_drawn_as_the_run_says_which_an_agent_that_asks_otherwise_is
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"temperature": 0.7}, "drawn with 1 (rollout.temperature, in evaluations eval.temperature)"),
-        ({"top_p": 0.9}, "drawn with 1 (rollout.top_p)"),
-        ({"presence_penalty": 0.5}, "drawn with 0"),
+        ({"temperature": 0.7}, "sampled with 1 (rollout.temperature, in evaluations eval.temperature)"),
+        ({"top_p": 0.9}, "sampled with 1 (rollout.top_p)"),
+        ({"presence_penalty": 0.5}, "sampled with 0"),
     ],
 )
 def test_what_is_told_names_the_key_that_would_do_it_if_there_is_one(

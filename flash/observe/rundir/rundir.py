@@ -229,7 +229,7 @@ class HubIncarnations:
 
 
 class AppendedFile:
-    """Appends lines to a file of rows, and puts the file back if somebody deletes or replaces it meanwhile.
+    """Appender of lines to a file of rows. It restores the file if somebody deletes or replaces it meanwhile.
 
     From the first append on, a descriptor stays open: the rows of a deleted file can still be read through it. It is
     open for reading only, since a disk cannot be made read-only while a file on it is open for writing.
@@ -398,7 +398,8 @@ class RunDirectory:
         """Move rows and files of steps that the resumed run makes again to `earlier/`, and drop cut-off lines.
 
         A step and its samples stay if the step trained a version before `resume_at`. An evaluation stays if no newer
-        version than `resume_at` sampled for it. Spans stay, since they tell what happened at a time. The summary moves.
+        version than `resume_at` sampled for it. Spans stay, because they are about times and not about steps. The
+        summary moves.
         """
         used = [int(entry.name) for entry in self.earlier.glob("[0-9]*")]
         aside = self.earlier / f"{max(used, default=0) + 1:03d}"

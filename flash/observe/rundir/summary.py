@@ -171,7 +171,7 @@ def _over_time(metrics: Sequence[Row], key: str) -> float | None:
 
 
 def _wait_share(metrics: Sequence[Row]) -> float | None:
-    """Return the share of the time from step to step in which the trainer waited, over all rows."""
+    """Return the share of the time from step to step in which the trainer waited, over all rows; None if unknown."""
     known = [
         (wait, seconds)
         for row in metrics

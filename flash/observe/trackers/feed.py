@@ -136,13 +136,17 @@ class Feed:
         return [*found, missed] if missed else found
 
     def _first_time(self, kind: str) -> bool:
-        """Return True at the first call for a kind of warning."""
+        """Return True at the first call for a kind of warning, so that each kind is reported once."""
         first = kind not in self._reported
         self._reported.add(kind)
         return first
 
     def _run(self) -> None:
-        """Pass events to the receiver. Consumes the queue; waits for the next event; ends at None or a kill."""
+        """Pass events to the receiver, in the feed's thread.
+
+        Consumes the queue of events. Waits for the next event and for each call of the receiver. Ends at None in the
+        queue, or after `close` has killed the receiver.
+        """
         self._call(self._receiver.open)
         while (event := self._events.get()) is not None and not self._late:
             if self._call(partial(self._receiver.send, *event)):
