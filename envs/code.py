@@ -7,6 +7,7 @@ a few times. If every sandbox fails, the episode ends with the sandbox's error a
 itself ended its sandboxes.
 
 `envs.judging.tests` describes what a program may do while it is judged, and `envs.sandbox` describes the sandboxes.
+Problems are divided into training and held-out ones; held-out problems are for evaluation only.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from flash.types import Observation
 CHECKED_ROWS = 100
 """Number of rows that are checked before a run starts. The other rows are checked when they are read."""
 OPTIONAL = ("language", "timeout", "memory_mib")
-"""Optional columns of a row."""
+"""Optional columns of a row: its own language and limits, instead of the options'."""
 
 PROGRAMS = {"bash": "read x y;echo $(({}))", "python": "x,y=map(int,input().split());print({})"}
 """For each language, a right program with a placeholder for the expression."""
@@ -109,7 +110,7 @@ class CodeOptions(SplitOptions, frozen=True, kw_only=True, dict=True):
 
 
 class _Source(msgspec.Struct, frozen=True):
-    """Options that decide which rows there are; the key of the cache."""
+    """Options that decide which rows there are. Environments that differ in other options share the rows."""
 
     path: str
     prompt_column: str | None
@@ -121,6 +122,8 @@ class _Source(msgspec.Struct, frozen=True):
 
 
 class _Problem(msgspec.Struct, frozen=True):
+    """A problem: the prompt that is shown, and the tests that judge the program."""
+
     prompt: Prompt
     suite: Suite
 
@@ -172,7 +175,7 @@ class CodeEnv:
         """Show the problem of this seed."""
         options, source = self._options, _source(self._options)
         if source is None:
-            problem, template = self._made(seed), "plain"
+            problem, template = self._generated(seed), "plain"
         else:
             # A thread, because the first episode of a process reads files, and the first of an epoch shuffles.
             rows = await anyio.to_thread.run_sync(_rows, source, options, abandon_on_cancel=True)
@@ -209,7 +212,8 @@ class CodeEnv:
         """Return every character of generated problems and their programs."""
         return "".join(dict.fromkeys(f"0123456789= :{PROGRAMS[self._options.language]}*x+y".replace("{}", "")))
 
-    def _made(self, seed: int) -> _Problem:
+    def _generated(self, seed: int) -> _Problem:
+        """Return the generated problem of a seed, with its hidden tests."""
         rng, options = random.Random(seed), self._options
         made = draw_linear(rng, options.largest, held_out=is_held_out(seed))
         return _Problem(made.prompt, Suite(tests=made.cases(options.tests, rng), language=options.language))
@@ -234,19 +238,24 @@ _reading = threading.Lock()
 
 
 def _rows(source: _Source, options: CodeOptions) -> Split[_Problem]:
+    """Return all problems of the data set. The first call of a process reads them; it takes long and blocks."""
     with _reading:
         return _load(source, tuple(options.known_languages.items()))
 
 
 @functools.lru_cache(maxsize=4)
 def _load(source: _Source, languages: tuple[tuple[str, Language], ...]) -> Split[_Problem]:
-    """Read, check and divide the rows."""
+    """Read, check and divide the rows.
+
+    `languages` has the known languages by name, in a form that can be a cache key.
+    """
     known = dict(languages)
     held_out = None if source.held_out_path is None else _read(source.held_out_path, source, known)
     return divide(_read(source.path, source, known), held_out, source.held_out_fraction, source.path)
 
 
 def _read(path: str, source: _Source, languages: dict[str, Language]) -> list[_Problem]:
+    """Read all rows of a table as problems. Raises ConfigError at the first invalid row."""
     column = _prompt_column(path, source)
     return [_problem(row, column, source, languages) for row in read_rows(path)]
 

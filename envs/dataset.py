@@ -1,7 +1,8 @@
 """DatasetEnv: questions and answers from the columns of a data set. Each episode has one turn and one score.
 
-`flash.data` reads the rows. `envs.data.split` divides them into training and held-out rows and assigns them to seeds.
-Each process reads the rows once.
+`flash.data` reads the rows. `envs.data.split` divides them into training rows and held-out rows, which are for
+evaluation only, and assigns them to seeds. Each process reads the rows once. A verifier, a function that is named by
+its import path, scores each answer: see `envs.rewards.verifier`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class DatasetOptions(SplitOptions, frozen=True, kw_only=True):
 
 
 class _Source(msgspec.Struct, frozen=True):
-    """Options that decide which rows there are; the key of the cache."""
+    """Options that decide which rows there are. Environments that differ in other options share the rows."""
 
     path: str
     prompt_column: str | None
@@ -72,10 +73,12 @@ class _Source(msgspec.Struct, frozen=True):
 
 
 class _Row(msgspec.Struct, frozen=True):
+    """A row of the data set, in the form in which episodes use it."""
+
     prompt: Prompt
     answer: str
     template: dict[str, Any]
-    """Arguments of the chat template."""
+    """Arguments of the model's chat template that the row gives; empty if it gives none."""
 
 
 class DatasetEnv:
@@ -114,7 +117,7 @@ class DatasetEnv:
 
     @classmethod
     def solution_of(cls, seed: int, options: DatasetOptions) -> str:
-        """Return the answer of the row that a seed shows."""
+        """Return the answer of the row that a seed shows. `flash train --dry-run` tries out that it gets a reward."""
         return _rows(options).of_seed(seed).answer
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
@@ -126,7 +129,7 @@ class DatasetEnv:
         return shown, {"chat_template_kwargs": self._row.template} if self._row.template else {}
 
     async def step(self, action: str) -> StepResult:
-        """Score the answer; the episode ends."""
+        """Score the answer with the verifier; the episode ends. Raises EnvError if the verifier fails."""
         if self._row is None:
             raise EnvError("step() was called before reset()")
         reward = await verify(self._options.verifier, action, self._row.answer, self._options.timeout)
@@ -136,6 +139,7 @@ class DatasetEnv:
         """Do nothing: the rows belong to the process."""
 
     def _prepare(self, seed: int) -> _Row:
+        """Import the verifier, so that `step` does not block, and return the row of a seed."""
         load_verifier(self._options.verifier)
         return _rows(self._options).of_seed(seed)
 
@@ -145,10 +149,12 @@ _reading = threading.Lock()
 
 
 def _source_of(options: DatasetOptions) -> _Source:
+    """Return the options that decide which rows there are."""
     return msgspec.convert(options, _Source, from_attributes=True)
 
 
 def _rows(options: DatasetOptions) -> Split[_Row]:
+    """Return all rows. The first call of a process reads them; it takes long and blocks."""
     with _reading:
         return _load(_source_of(options))
 
@@ -160,25 +166,29 @@ def _load(source: _Source) -> Split[_Row]:
     Raises:
         ConfigError: a file, column or value is missing, or one of the two sides would be empty.
     """
-    rows, told = _read(source.path, source)
+    rows, summary = _read(source.path, source)
     held_out = None
     if source.held_out_path is not None:
-        held_out, told_held_out = _read(source.held_out_path, source)
-        told = f"{told}; {told_held_out}"
+        held_out, held_out_summary = _read(source.held_out_path, source)
+        summary = f"{summary}; {held_out_summary}"
     split = divide(rows, held_out, source.held_out_fraction, source.path)
-    log.info("%s; %d rows to train on, %d held out", told, len(split.train), len(split.held_out))
+    log.info("%s; %d rows to train on, %d held out", summary, len(split.train), len(split.held_out))
     return split
 
 
 def _read(path: str, source: _Source) -> tuple[list[_Row], str]:
-    """Read the rows of a table. Also returns a log message with the numbers of rows that were taken and left out."""
+    """Read the rows of a table. Also returns a log message with the numbers of rows that were taken and left out.
+
+    Raises:
+        ConfigError: rows are invalid. The message names the first of them.
+    """
     prompt_column, answer_column = source.columns(path)
     rows: list[_Row] = []
     faults: list[str] = []
     long = 0
     for row in read_rows(path):
         try:
-            one = _Row(
+            accepted = _Row(
                 *(prompt_of(row, prompt_column), answer_of(row, answer_column), template_of(row.values, row.place))
             )
             if source.verifier in ONE_ANSWER and isinstance(given := value_of(row, answer_column), (list, dict)):
@@ -186,10 +196,10 @@ def _read(path: str, source: _Source) -> tuple[list[_Row], str]:
         except ConfigError as error:
             faults.append(str(error))
             continue
-        if source.longest_prompt is not None and _length(one.prompt) > source.longest_prompt:
+        if source.longest_prompt is not None and _length(accepted.prompt) > source.longest_prompt:
             long += 1
         else:
-            rows.append(one)
+            rows.append(accepted)
     refuse_rows(faults)
     left = f", {long} left out (prompts longer than longest_prompt = {source.longest_prompt})" if long else ""
     return rows, f"{path}: {len(rows)} rows with {prompt_column!r} and {answer_column!r}{left}"

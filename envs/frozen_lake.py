@@ -32,6 +32,7 @@ from flash.errors import ConfigError, EnvError
 from flash.types import Message, Observation
 
 SMALLEST, LARGEST = 3, 12
+"""Bounds of `size`, the number of rows and of columns."""
 LEAST_HOLES, MOST_HOLES = 0.05, 0.4
 """Bounds of `holes`. Without holes there are too few different lakes; with more holes hardly any lake has a path."""
 
@@ -47,9 +48,12 @@ DISCOUNT = 0.97
 MOVES: Final[dict[str, tuple[int, int]]] = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
 """Rows down and columns to the right for each move."""
 
+# Answers that name each move, in lower case.
 WORDS: Final = {"up": "U", "down": "D", "left": "L", "right": "R"} | {letter.lower(): letter for letter in MOVES}
 SIDES = {"U": "LR", "D": "LR", "L": "UD", "R": "UD"}
+"""Moves to the two sides of each move, to which a player may slip."""
 SIGNS = "PGO."
+"""Characters of a map."""
 RULES = (
     "You (P) walk over a frozen lake to the goal (G). Ice (.) carries you; in a hole (O) you are lost. Each turn "
     "you see the lake and answer with one step: U (up), D (down), L (left) or R (right). Your last word is your "
@@ -175,9 +179,13 @@ class FrozenLake:
         return self._show(self._lake, first=True), {}
 
     async def step(self, action: str) -> StepResult:
-        """Make the move that the answer names."""
+        """Make the move that the answer names, or a slip to its side.
+
+        Ends the game if it is won, lost or out of moves.
+        """
         if self._lake is None:
             raise EnvError("step() was called before reset() or after the end")
+        # The number is drawn also for an unreadable answer, so that slips follow from the number of the move alone.
         lake, move, drawn = self._lake, read_move(action), self._chance.random()
         if move is not None:
             lake = lake.moved(self._slipped(move, drawn))
@@ -204,7 +212,10 @@ class FrozenLake:
         return "".join(dict.fromkeys(f"{SIGNS}\n{''.join(MOVES)}{told}"))
 
     def _draw(self, rng: random.Random, held_out: bool) -> Lake:
-        """Draw a training or a held-out lake that fits the options."""
+        """Draw a training or a held-out lake that fits the options.
+
+        Raises ConfigError if `MOST_DRAWS` lakes do not fit.
+        """
         options = self._options
         cells = options.size**2
         for _ in range(MOST_DRAWS):
@@ -230,10 +241,12 @@ class FrozenLake:
         return msgspec.structs.replace(turns[0], later=tuple(turns[1:]))
 
     def _show(self, lake: Lake, *, first: bool) -> Observation:
+        """Return the map as an observation, in the form of the option `template`."""
         text = self._text(lake, first=first)
         return text if self._options.template == "plain" else [Message("user", text)]
 
     def _text(self, lake: Lake, *, first: bool) -> str:
+        """Return the text of the map; the first text of a chat begins with the rules."""
         rules = RULES if first and self._options.template == "chat" else ""
         return f"{rules}{lake.show()}\n"
 
@@ -289,7 +302,7 @@ def neighbours(cell: int, size: int) -> dict[str, int]:
 
 
 def _outcome(worth: dict[int, float], cell: int, move: str, size: int, slip: float) -> float:
-    """Return the expected value of a move, with slips."""
+    """Return the expected value of a move, with slips. `worth` has the value of each cell; other cells have 0."""
     there = neighbours(cell, size)
     sides = sum(worth.get(there.get(side, cell), 0.0) for side in SIDES[move])
     return (1 - slip) * worth.get(there.get(move, cell), 0.0) + slip / 2 * sides
@@ -310,6 +323,7 @@ def _worth(size: int, holes: frozenset[int], goal: int, slip: float) -> dict[int
             if near not in worth and near not in holes:
                 worth[near] = DISCOUNT * worth[cell]
                 queue.append(near)
+    # Without slips the distances are exact already, and the loop is left out.
     change = float(slip > 0)
     while change > 1e-6:
         change = 0.0

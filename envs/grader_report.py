@@ -1,5 +1,8 @@
 """Certify the graders of Reasoning Gym. `python -m envs.grader_report [FAMILY…]` prints how each grades bad answers.
 
+A family is a kind of problem of the package, and its grader is the function that scores answers. `envs.reasoning_gym`
+uses a family only if its grader is certified, because the reward of training must not be won by a trick.
+
 A family is refused in these cases: its grader rejects the answer that belongs to a problem; its grader gives full marks
 to an empty, garbled, huge, hedging or echoed answer; its grader raises an error or does not end on such an answer; its
 grader executes an answer as a program; its problems change from one call to the next. Certification searches for faults
@@ -28,7 +31,9 @@ import msgspec
 from envs.workers import in_worker
 
 PACKAGE = "reasoning-gym"
+"""Name of the package, as pip knows it."""
 TABLE = Path(__file__).with_suffix(".json")
+"""File of the table that ships with Flash."""
 
 PROBLEMS = 4
 """Number of problems of each family that are graded."""
@@ -46,9 +51,11 @@ NOT_A_FAMILY = "composite"
 """Name of a family that only mixes other families."""
 
 HARMLESS: Final = ("", "gives nothing", "gives less than full marks")
-"""Acceptable results for a bad answer. Partial marks are acceptable because the environment does not count them."""
+"""Acceptable results for a bad answer. Partial marks are acceptable because the environment does not count them. The
+empty text stands for a bad answer that happens to be right."""
 
 Entry = dict[str, Any]
+"""A problem of the package, with its `question` and its `answer`."""
 
 BAD_ANSWERS: Final[dict[str, Callable[[Entry], str]]] = {
     "an empty answer": lambda entry: "",
@@ -68,6 +75,7 @@ BAD_ANSWERS: Final[dict[str, Callable[[Entry], str]]] = {
     "the answer among others": lambda entry: f"{entry['answer']} or not {entry['answer']} 0 1 2 3 yes no True False",
     "a program": lambda entry: f"__import__('builtins').__dict__.__setitem__({RAN!r}, True)",
 }
+"""Bad answers by their name in reports; each function makes the answer for a problem."""
 
 
 class GraderReport(msgspec.Struct, frozen=True):
@@ -148,6 +156,7 @@ def _faults(make: Callable[..., Any], family: str, settings: dict[str, Any], mos
 
 
 def _problems(make: Callable[..., Any], family: str, settings: dict[str, Any]) -> list[tuple[Any, Entry]]:
+    """Return `PROBLEMS` different problems of a family, each with the data set that grades it."""
     made = [make(family, **settings, seed=64 * number, size=64) for number in range(PROBLEMS)]
     return [(grader, grader[number]) for number, grader in enumerate(made)]
 
@@ -179,6 +188,7 @@ def same(bad: str, answer: object) -> bool:
 
 
 def _ring(signum: int, frame: FrameType | None) -> None:
+    """Handle SIGALRM: interrupt the grade that runs."""
     raise _TooLong
 
 
@@ -193,7 +203,7 @@ async def certified(family: str, settings: dict[str, Any]) -> GraderReport:
 
 
 async def main(arguments: list[str]) -> None:
-    """Certify the families named in `arguments`, or all."""
+    """Certify the families named in `arguments`, or all, and print the results. `--write` writes the table again."""
     names = [name for name in arguments if name != "--write"] or families()
     reports: list[GraderReport] = []
     for name in names:

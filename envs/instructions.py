@@ -5,7 +5,7 @@ that contains the topic and keeps every rule, else 0.0. The note names the first
 IFEval uses (Zhou et al. 2023, arXiv 2311.07911): a program can check them. Nothing else is judged, so training may make
 sentences senseless.
 
-Topics are divided into training and held-out ones: an evaluation uses topics that were never trained.
+Topics are divided into training and held-out ones: an evaluation uses only held-out topics, which are never trained.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ LEAST_WORDS = 4
 """Fewest different words of a sentence. A shorter answer says nothing about its topic."""
 
 MOST_RULES = 3
+"""Largest value of `rules`. More rules could hardly ever be kept together."""
 
 
 class Rule(NamedTuple):
@@ -187,7 +188,7 @@ class InstructionProblem(NamedTuple):
 
 
 def draw(rng: random.Random, topics: list[str], options: InstructionOptions) -> InstructionProblem:
-    """Draw a topic, and rules that can be kept together."""
+    """Draw a topic, and rules that can be kept together. Each rule knows the words that the earlier rules require."""
     topic, chosen = rng.choice(topics), _kinds(rng, options)
     rules: list[Rule] = []
     for kind in chosen:

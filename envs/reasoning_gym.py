@@ -8,7 +8,7 @@ A grader is foreign code, and some graders evaluate the answer as code. So a fam
 certified (`envs.grader_report`). The report that ships with this module certifies default settings. Other settings are
 certified on each node before its engines start.
 
-Problems are divided into training and held-out ones by their question.
+Problems are divided by their question into training and held-out ones; held-out problems are for evaluation only.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ WINDOW = 64
 ALPHABET_PROBLEMS = 200
 """Number of problems that are searched for characters beyond printable ASCII."""
 
-ASKED = "\nThink as long as you like; then write your final answer between <answer> and </answer>.\n"
+INSTRUCTION = "\nThink as long as you like; then write your final answer between <answer> and </answer>.\n"
+"""Text after the question in a chat."""
 
 
 class ReasoningGymOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +81,8 @@ class ReasoningGym:
 
     def __init__(self, options: ReasoningGymOptions) -> None:
         self._options = options
-        self._asked = b""
+        self._key = b""
+        """Key of the problem as JSON; empty before `reset`."""
 
     @classmethod
     def check(cls, options: ReasoningGymOptions) -> None:
@@ -138,32 +140,32 @@ class ReasoningGym:
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Return the question of this seed's problem."""
         family = self.kind_of(seed, self._options)
-        asked = _Asked(family, self._options.settings.get(family, {}), seed)
+        key = _ProblemKey(family, self._options.settings.get(family, {}), seed)
         try:
-            question = await in_worker(self._options.timeout, _question, asked)
+            question = await in_worker(self._options.timeout, _question, key)
         except TimeoutError:
             raise EnvError(f"{family} made no question within {self._options.timeout:g} s") from None
         except anyio.BrokenWorkerProcess:
             raise EnvError(f"{family}: the worker process died over a question") from None
-        self._asked = msgspec.json.encode(asked)
+        self._key = msgspec.json.encode(key)
         text = self._text(question)
         return text if self._options.template == "plain" else [Message("user", text)], {"family": family}
 
     async def step(self, action: str) -> StepResult:
         """Grade the answer; the episode ends."""
-        if not self._asked:
+        if not self._key:
             raise EnvError("step() was called before reset()")
-        reward = await verify(f"{__name__}:grade", final_answer(action), self._asked.decode(), self._options.timeout)
+        reward = await verify(f"{__name__}:grade", final_answer(action), self._key.decode(), self._options.timeout)
         return "", reward, True, False, {}
 
     async def close(self) -> None:
         """Do nothing: the worker processes belong to the node's process."""
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
-        """Return `count` training problems with the answers that the package gives."""
-        asked = [self._training(seed * count + index) for index in range(count)]
+        """Return `count` training problems with the answers that the package gives, to teach a small model."""
+        entries = [self._training(seed * count + index) for index in range(count)]
         return [
-            SolvedExample(self._text(entry["question"]), _tagged(entry["answer"], self._options)) for entry in asked
+            SolvedExample(self._text(entry["question"]), _tagged(entry["answer"], self._options)) for entry in entries
         ]
 
     def alphabet(self) -> str:
@@ -172,55 +174,66 @@ class ReasoningGym:
         return "".join(dict.fromkeys(string.printable[:95] + "\n" + "".join(shown)))
 
     def _training(self, seed: int) -> dict[str, Any]:
+        """Return the package's entry for the training problem of a seed, made in this process."""
         family = self.kind_of(seed, self._options)
-        return _entry(_Asked(family, self._options.settings.get(family, {}), seed % HELD_OUT))
+        return _entry(_ProblemKey(family, self._options.settings.get(family, {}), seed % HELD_OUT))
 
     def _text(self, question: str) -> str:
-        return question + (ASKED if self._options.template == "chat" else "\n")
+        """Return the text of a prompt."""
+        return question + (INSTRUCTION if self._options.template == "chat" else "\n")
 
 
-class _Asked(msgspec.Struct, frozen=True):
-    """Key of a problem: the problem follows from these fields."""
+class _ProblemKey(msgspec.Struct, frozen=True):
+    """Key of a problem: the problem follows from these fields. Workers make the problem from it again for each call."""
 
     family: str
     settings: dict[str, Any]
     seed: int
 
 
-def final_answer(said: str) -> str:
+def final_answer(answer: str) -> str:
     """Return the text of the last `<answer>…</answer>`, or the complete text if it has no tags."""
-    tagged = said.rpartition("<answer>")[2].partition("</answer>")[0] if "<answer>" in said else said
+    tagged = answer.rpartition("<answer>")[2].partition("</answer>")[0] if "<answer>" in answer else answer
     return tagged.strip()
 
 
-def grade(completion: str, asked: str) -> float:
-    """Return 1 if the family's grader gives an answer full marks, else 0. A verifier for worker processes."""
-    problem = msgspec.json.decode(asked, type=_Asked)
+def grade(completion: str, key: str) -> float:
+    """Return 1 if the family's grader gives an answer full marks, else 0.
+
+    It is a verifier, which `step` calls in a worker process by its name. `key` is the problem's key as JSON.
+    """
+    problem = msgspec.json.decode(key, type=_ProblemKey)
     entry = _entry(problem)
     return float(
         _dataset(problem.family, msgspec.json.encode(problem.settings), 0).score_answer(completion, entry) >= 1
     )
 
 
-def _question(asked: _Asked) -> str:
-    return str(_entry(asked)["question"])
+def _question(key: _ProblemKey) -> str:
+    """Return the question of a problem. Runs in a worker process."""
+    return str(_entry(key)["question"])
 
 
-def _entry(asked: _Asked) -> dict[str, Any]:
-    """Return the problem: the first of the seed's window that is on the seed's side of the division."""
-    held_out = is_held_out(asked.seed)
-    first = held_out * HELD_OUT + asked.seed * WINDOW % HELD_OUT
-    problems = _dataset(asked.family, msgspec.json.encode(asked.settings), first)
+def _entry(key: _ProblemKey) -> dict[str, Any]:
+    """Return the problem: the first of the seed's window that is on the seed's side of the division.
+
+    Raises:
+        EnvError: all problems of the window are on the other side.
+    """
+    held_out = is_held_out(key.seed)
+    first = held_out * HELD_OUT + key.seed * WINDOW % HELD_OUT
+    problems = _dataset(key.family, msgspec.json.encode(key.settings), first)
     for index in range(WINDOW):
         entry = problems[index]
         if in_held_out_part(entry["question"]) == held_out:
             return entry
     side = "held-out" if held_out else "training"
-    raise EnvError(f"{asked.family}: none of {WINDOW} problems is a {side} one: it has too few different ones")
+    raise EnvError(f"{key.family}: none of {WINDOW} problems is a {side} one: it has too few different ones")
 
 
 @functools.lru_cache(maxsize=16)
 def _dataset(family: str, settings: bytes, seed: int) -> Any:
+    """Return the package's data set of `WINDOW` problems from `seed` on, which also grades. `settings` are JSON."""
     options = msgspec.json.decode(settings, type=dict[str, Any])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -228,4 +241,5 @@ def _dataset(family: str, settings: bytes, seed: int) -> Any:
 
 
 def _tagged(answer: str, options: ReasoningGymOptions) -> str:
+    """Return an answer in the form that the prompt asks for."""
     return answer if options.template == "plain" else f"<answer>{answer}</answer>"
