@@ -1,4 +1,7 @@
-"""ALFWorld: household tasks as text games, one command per turn. `alfworld-download` provides the game files."""
+"""ALFWorld: household tasks as text games, one command per turn. `alfworld-download` provides the game files.
+
+`envs.textworld.game` plays the games in worker processes. Training and evaluation use different games.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,15 @@ class AlfworldOptions(GameOptions, frozen=True, kw_only=True):
 
 
 class _File(NamedTuple):
+    """A game file as a row of `envs.data.split`."""
+
     prompt: str
-    """Path of the game file. Games are divided by it."""
+    """Absolute path of the game file, so that worker processes find it."""
 
 
 class _Game(msgspec.Struct):
+    """Part of a game file: ALFWorld has marked the games whose task can be solved."""
+
     solvable: bool = False
 
 
@@ -84,7 +91,7 @@ def _games(options: AlfworldOptions) -> Split[_File]:
 
 
 def _game_of(options: AlfworldOptions, seed: int) -> str:
-    """Return the path of the seed's game, or of the next game that can be solved."""
+    """Return the path of the seed's game, or of the next game that can be solved. Raises EnvError if none can be."""
     games = _games(options)
     for place in range(seed, seed + len(games.train) + len(games.held_out)):
         file = games.of_seed(place).prompt

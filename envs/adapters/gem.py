@@ -1,4 +1,4 @@
-"""GEM: its environments run in worker processes, because they seed the random numbers of their whole process.
+"""Gem: plays environments of the package GEM in worker processes, because they seed the whole process's random numbers.
 
 A worker keeps no state of an episode. Each step replays the episode from its seed, with all answers so far. That is
 exact for environments that depend only on the seed and the answers, as GEM's games do. An episode of n turns costs n²/2
@@ -29,6 +29,7 @@ class GemOptions(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     """Name in GEM's registry, such as `game:GuessTheNumber-v0-easy`."""
     kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Keyword arguments of GEM's environment."""
     timeout: float = 30.0
     """Seconds that a step may take, including the replay."""
 
@@ -67,19 +68,19 @@ class Gem:
             raise ConfigError(f"{options.id} cannot be played: {error}") from error
 
     async def reset(self, seed: int) -> tuple[str, Info]:
-        """Start an episode with this seed."""
+        """Start an episode with this seed, and return its first observation."""
         self._seed, self._answers = seed, []
-        return (await self._played())[0], {}
+        return (await self._replay())[0], {}
 
     async def step(self, action: str) -> StepResult:
-        """Replay the episode with the new answer at its end."""
+        """Replay the episode with the new answer at its end, and return the result of that answer."""
         self._answers.append(action)
-        return *(await self._played()), {}
+        return *(await self._replay()), {}
 
     async def close(self) -> None:
         """Do nothing: workers keep no state of an episode."""
 
-    async def _played(self) -> tuple[str, float, bool, bool]:
+    async def _replay(self) -> tuple[str, float, bool, bool]:
         """Replay the episode in a worker process. Raises EnvError if the worker dies or takes too long."""
         options = self._options
         try:
@@ -91,6 +92,7 @@ class Gem:
 
 
 def _known() -> list[str]:
+    """Return the names of GEM's environments. Runs in a worker process."""
     _library()
     return list(importlib.import_module("gem.envs.registration").ENV_REGISTRY)
 
@@ -107,5 +109,6 @@ def _play(name: str, kwargs: dict[str, Any], seed: int, answers: list[str]) -> t
 
 @functools.cache
 def _library() -> Any:
+    """Import GEM in a worker process, and return its module."""
     importlib.import_module("gem.envs")  # registers the environments that ship with GEM
     return importlib.import_module("gem")

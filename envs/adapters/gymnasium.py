@@ -56,13 +56,13 @@ class Gymnasium:
             raise ConfigError(f"{options.id} takes {env.action_space}: give `actions` as many different names")
 
     def reset(self, seed: int) -> tuple[str, Info]:
-        """Start an episode with this seed."""
+        """Start an episode with this seed, and return its first observation after the instructions."""
         observation, _ = self._env.reset(seed=seed)
         self._shown = self._text(observation)
         return self._options.instructions + self._shown, {}
 
     def step(self, action: str) -> StepResult:
-        """Take the action that the answer names."""
+        """Take the action that the answer names. The last observation is shown again if the answer names none."""
         chosen: Any = action
         if self._options.actions:
             word = (action.split() or [""])[-1].strip(".,:;!*`'\"").casefold()
@@ -79,6 +79,7 @@ class Gymnasium:
         self._env.close()
 
     def _text(self, observation: object) -> str:
+        """Return an observation as text. Raises EnvError if neither it nor the rendering is text."""
         shown = observation if isinstance(observation, str) else self._env.render()
         if not isinstance(shown, str):
             raise EnvError(f"{self._options.id} showed no text but {type(shown).__name__}")
@@ -86,5 +87,6 @@ class Gymnasium:
 
 
 def _make(options: GymnasiumOptions) -> gymnasium.Env[Any, Any]:
+    """Make Gymnasium's environment."""
     # Gymnasium's checker warns about each action outside of the action space, and most texts of a policy are outside.
     return gymnasium.make(options.id, disable_env_checker=True, **options.kwargs)

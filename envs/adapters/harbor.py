@@ -34,14 +34,15 @@ REWARDS = "/logs/verifier"
 """Folder in the sandbox in which tests leave their reward."""
 LARGEST_REWARD = 1 << 16
 """Largest size of a reward file, in bytes."""
-ALONE = "reward"
-"""Name of the number in reward.txt."""
+UNNAMED = "reward"
+"""Name of a reward that has no name of its own: the number in reward.txt, or the only one in reward.json."""
 SETUP_S = 60.0
 """Seconds that the creation of the folders may take."""
 
 RULES = """Answer with shell commands in a block that begins with ```bash: they run for at most {seconds:g} s, in one \
 shell that lives on, and you are shown what they write. When you are done, answer with a block whose last line is \
 `{submit}`. You have {turns} answers."""
+"""Instructions after the text of the task."""
 
 
 class HarborOptions(ShellOptions, frozen=True, kw_only=True, dict=True):
@@ -59,7 +60,7 @@ class HarborOptions(ShellOptions, frozen=True, kw_only=True, dict=True):
     """Share of the tasks that is held out if `held_out_path` is None."""
     image: str = "harbor-{name}"
     """Image of tasks whose task.toml names none. `{name}` stands for the task's folder, in lower case."""
-    reward: str = ALONE
+    reward: str = UNNAMED
     """Name of the number in reward.json that is the reward. All numbers are metrics."""
     network: Literal["none", "bridge"] = "none"
     """Network of the sandboxes. `bridge`: tasks that allow the internet get it, also in their tests. The policy's
@@ -132,10 +133,11 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
         return self._shown(f"{self._task.prompt.strip()}\n\n{rules}"), {"task": self._task.name}
 
     async def _run(self, task: HarborTask, command: str) -> Result:
-        _, shell = await self._opened(task)
+        """Run commands in the episode's shell session, which keeps variables and the working directory."""
+        _, shell = await self._sandbox_and_shell(task)
         return await shell.run(command, timeout=self._options.command_timeout)
 
-    async def _opened(self, task: HarborTask) -> tuple[Sandbox, Session]:
+    async def _sandbox_and_shell(self, task: HarborTask) -> tuple[Sandbox, Session]:
         """Return the episode's sandbox and shell session. The first call opens them."""
         if self._open is None:
             options = self._options
@@ -146,10 +148,17 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
         return self._open
 
     async def _judged(self, task: HarborTask, *, truncated: bool) -> StepResult:
-        """Run the tests in the current state of the sandbox. Background processes of the policy keep running."""
-        sandbox, _ = await self._opened(task)
+        """Run the tests in the current state of the sandbox, and return the last step of the episode.
+
+        Background processes of the policy keep running. Tests that are stopped at their timeout give no reward, also if
+        they have left a number.
+
+        Raises:
+            RewardError: the tests left something other than finite numbers, or not the one that `reward` names.
+        """
+        sandbox, _ = await self._sandbox_and_shell(task)
         try:
-            ran, left = await _tested(sandbox, task)
+            ran, left = await _run_tests(sandbox, task)
         except (SandboxFileError, SandboxLimitError) as error:
             numbers, note = {}, f"the tests cannot be put into the sandbox: {error}"
         else:
@@ -183,7 +192,7 @@ def _numbers(left: dict[str, str], task: str) -> dict[str, float]:
 
 def read_text(text: str) -> dict[str, float]:
     """Return the number of a reward.txt. Raises ValueError if it is not a finite number."""
-    return {ALONE: _finite(float(text))}
+    return {UNNAMED: _finite(float(text))}
 
 
 def read_json(text: str) -> dict[str, float]:
@@ -193,22 +202,23 @@ def read_json(text: str) -> dict[str, float]:
         ValueError: a value is not a finite number.
     """
     found: object = json.loads(text)
-    table = cast("dict[str, object]", found) if isinstance(found, dict) else {ALONE: found}
+    table = cast("dict[str, object]", found) if isinstance(found, dict) else {UNNAMED: found}
     numbers: dict[str, float] = {}
     for name, value in table.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{name or ALONE} is {value!r:.80}, which is no number")
-        numbers[name or ALONE] = _finite(float(value))
-    return {ALONE: next(iter(numbers.values()))} if len(numbers) == 1 else numbers
+            raise ValueError(f"{name or UNNAMED} is {value!r:.80}, which is no number")
+        numbers[name or UNNAMED] = _finite(float(value))
+    return {UNNAMED: next(iter(numbers.values()))} if len(numbers) == 1 else numbers
 
 
 def _finite(number: float) -> float:
+    """Return a number, or raise ValueError if it is infinite or NaN."""
     if not math.isfinite(number):
         raise ValueError(f"{number} is not finite")
     return number
 
 
-async def _tested(sandbox: Sandbox, task: HarborTask) -> tuple[Result, dict[str, str]]:
+async def _run_tests(sandbox: Sandbox, task: HarborTask) -> tuple[Result, dict[str, str]]:
     """Run the tests of a task. Returns their result, and the text of each reward file that they left."""
     for path in ("/tests", REWARDS):
         await sandbox.remove(path)

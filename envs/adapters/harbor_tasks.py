@@ -6,8 +6,8 @@
     NAME/tests/test.sh             runs as /tests/test.sh in the sandbox and leaves a reward in /logs/verifier
     NAME/solution/solve.sh         ignored
 
-Unknown keys of task.toml are ignored, because the format grows. Keys that request something that a sandbox does not
-have are refused.
+`envs.adapters.harbor` plays the tasks. Unknown keys of task.toml are ignored, because the format grows. Keys that
+request something that a sandbox does not have are refused.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ from envs.data.split import Split, divide
 from flash.errors import ConfigError
 
 WORKDIR = re.compile(r"^\s*WORKDIR\s+(\S+)", re.IGNORECASE | re.MULTILINE)
+"""Pattern of the lines of a Dockerfile that set the working directory."""
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])i?B?", re.IGNORECASE)
+"""Pattern of a size, such as `2G`."""
 MIB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
+"""MiB for each unit of a size."""
 DEFAULT_WORKDIR = "/app"
 """Working directory if neither task.toml nor the Dockerfile sets one."""
 
@@ -35,7 +38,7 @@ _Positive = Annotated[float, Meta(gt=0)]
 
 
 class HarborVerifier(msgspec.Struct, frozen=True):
-    """Table `[verifier]` of a task.toml."""
+    """Table `[verifier]` of a task.toml: the tests that judge the work."""
 
     timeout_sec: _Positive = 600.0
     env: dict[str, str] = {}
@@ -50,7 +53,7 @@ class HarborAgent(msgspec.Struct, frozen=True):
 
 
 class HarborMachine(msgspec.Struct, frozen=True):
-    """Table `[environment]` of a task.toml."""
+    """Table `[environment]` of a task.toml: the sandbox. Fields without an effect exist so that they can be refused."""
 
     docker_image: str | None = None
     cpus: _Positive = 1.0
@@ -123,7 +126,7 @@ def read_task(folder: Path, image: str) -> HarborTask:
         _ = machine.memory_mib, machine.storage_mib
     except (OSError, ValueError, msgspec.ValidationError) as error:
         raise ConfigError(f"{folder} is no task of Harbor: {error}") from error
-    for wanted in _not_given(folder, file):
+    for wanted in _unsupported(folder, file):
         raise ConfigError(f"{path}: sandboxes have no {wanted}; leave this task out")
     if not prompt.strip():
         raise ConfigError(f"{folder}/instruction.md is empty")
@@ -136,7 +139,7 @@ def read_task(folder: Path, image: str) -> HarborTask:
     )
 
 
-def _not_given(folder: Path, file: _File) -> Iterator[str]:
+def _unsupported(folder: Path, file: _File) -> Iterator[str]:
     """Yield each request of the task that a sandbox cannot fulfil."""
     machine, verifier = file.environment, file.verifier
     asked = {
@@ -165,6 +168,7 @@ def _workdir(folder: Path) -> str:
 
 
 def _mib(text: str) -> int:
+    """Return a size in MiB, at least 1. Raises ValueError if the text is no size."""
     match = SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is no size such as 2G or 512M")
@@ -178,11 +182,15 @@ def load_tasks(folder: Path, held_out: Path | None, fraction: float, image: str)
     Raises:
         ConfigError: a folder is not a valid task, or one of the two sides would be empty.
     """
-    aside = None if held_out is None else _all(held_out, image)
-    return divide(_all(folder, image), aside, fraction, str(folder))
+    held_out_tasks = None if held_out is None else _read_tasks(held_out, image)
+    return divide(_read_tasks(folder, image), held_out_tasks, fraction, str(folder))
 
 
-def _all(folder: Path, image: str) -> list[HarborTask]:
+def _read_tasks(folder: Path, image: str) -> list[HarborTask]:
+    """Read all tasks of a folder, in the order of their names.
+
+    Raises ConfigError if there are none or one is invalid.
+    """
     tasks = [read_task(file.parent, image) for file in sorted(folder.glob("*/task.toml"))]
     if not tasks:
         raise ConfigError(f"there are no tasks in {folder}: expected folders with a task.toml")

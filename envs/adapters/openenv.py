@@ -42,7 +42,7 @@ class OpenEnvOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"url must begin with http:// or https://, but is {self.url!r}")
 
 
-class _Told(msgspec.Struct):
+class _Reply(msgspec.Struct):
     """Message of the server."""
 
     type: str
@@ -63,19 +63,19 @@ class OpenEnv:
             self._connection = await connect(address, max_size=LARGEST_MESSAGE, proxy=None)
         except (OSError, InvalidHandshake) as error:
             raise EnvError(f"{address} cannot be reached: {error}") from error
-        return self._shown(await self._asked("reset", {"seed": seed})), {}
+        return self._shown(await self._request("reset", {"seed": seed})), {}
 
     async def step(self, action: str) -> StepResult:
-        """Send the answer, and return the server's reply."""
-        told = await self._asked("step", {**self._options.action, self._options.action_field: action})
-        return self._shown(told), told.get("reward") or 0.0, bool(told.get("done")), False, {}
+        """Send the answer, and return the observation and reward of the server's reply."""
+        reply = await self._request("step", {**self._options.action, self._options.action_field: action})
+        return self._shown(reply), reply.get("reward") or 0.0, bool(reply.get("done")), False, {}
 
     async def close(self) -> None:
         """Close the connection."""
         if self._connection is not None:
             await self._connection.close()
 
-    async def _asked(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
+    async def _request(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         """Send a request, and return the data of the server's reply. Raises EnvError if the server fails."""
         if self._connection is None:
             raise EnvError("step() was called before reset()")
@@ -84,20 +84,20 @@ class OpenEnv:
             # failed send is ignored, and the error is received below.
             with suppress(ConnectionClosed):
                 await self._connection.send(msgspec.json.encode({"type": kind, "data": data}).decode())
-            said = await self._connection.recv()
+            message = await self._connection.recv()
         except ConnectionClosed as error:
             raise EnvError(f"the server ended the connection in {kind}: {error}") from error
         try:
-            answer = msgspec.json.decode(said, type=_Told)
+            answer = msgspec.json.decode(message, type=_Reply)
         except msgspec.DecodeError as error:
-            raise EnvError(f"the answer to {kind} is none of OpenEnv's: {error}; it is {said[:200]!r}") from error
+            raise EnvError(f"the answer to {kind} is none of OpenEnv's: {error}; it is {message[:200]!r}") from error
         if answer.type == "error":
             raise EnvError(f"the server refused {kind}: {answer.data.get('message')} ({answer.data.get('code')})")
         return answer.data
 
-    def _shown(self, told: dict[str, Any]) -> str:
+    def _shown(self, reply: dict[str, Any]) -> str:
         """Return the text of a reply's observation. Raises EnvError if the configured field is missing."""
-        field, observation = self._options.observation_field, told.get("observation") or {}
+        field, observation = self._options.observation_field, reply.get("observation") or {}
         if not isinstance(observation, dict):
             raise EnvError(f"the observation must have fields, but is {observation!r:.200}")
         if field not in observation:

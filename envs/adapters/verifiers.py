@@ -1,8 +1,9 @@
 """Verifiers: task sets of the package `verifiers`, whose requirements conflict with those of Flash.
 
-So `verifiers` runs in a Python environment of its own, in the server `envs/adapters/verifiers_server`. An episode is
-one of `envs.agent:Agent` with `play` as its `function` and `Verifiers` as its `tasks`. A harness of `verifiers` sends
-any number of requests to the policy, and gives the reward.
+So `verifiers` runs in a Python environment of its own, in the server `envs/adapters/verifiers_server`. The configured
+environment is `envs.agent:Agent`, with `play` as its `function` and `Verifiers` as its `tasks`. In each episode, a
+harness of `verifiers` (a program that works on a task) sends any number of requests to the policy, and gives the
+reward.
 """
 
 from __future__ import annotations
@@ -32,11 +33,17 @@ class VerifiersOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Task(NamedTuple):
+    """A task of the server, as a row of `envs.data.split`."""
+
     prompt: str
+    """Digest of the task's prompt, by which tasks are divided into training and held-out ones."""
     number: int
+    """Index of the task on the server."""
 
 
 class _Played(msgspec.Struct):
+    """Result of an episode, as the server returns it from `play`."""
+
     reward: float = 0.0
     metrics: dict[str, float] = {}
 
@@ -82,6 +89,7 @@ async def play(base_url: str, api_key: str, task: str) -> str:
 
 
 async def _opened(options: VerifiersOptions) -> tuple[httpx.AsyncClient, Split[_Task]]:
+    """Return the node's client of the server, and the divided tasks. The first call connects."""
     return await shared(options, partial(_open, options))
 
 

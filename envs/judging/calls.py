@@ -1,7 +1,8 @@
 """Tests that call a function of the program: the runner in the sandbox, and the comparison outside of it.
 
-The program runs in its own process in the sandbox, and returns only text. The expected value never enters the sandbox,
-and no code in the sandbox decides about a test: a program can only answer.
+`envs.judging.tests` uses this module; the comparison of printed outputs is here too. The program runs in its own
+process in the sandbox, and returns only text. The expected value never enters the sandbox, and no code in the sandbox
+decides about a test, so that a program cannot find the expected value or pretend to have passed.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ PROVIDED = {
 }
 """Modules and names in them that a called program need not import. Sites that ask for functions provide them."""
 
+# Modules that a called program need not import, including the keys of PROVIDED.
 PROVIDED_MODULES = ("sys", "re", "json", "datetime", "statistics", "time", *PROVIDED)
 
 CALL_PYTHON = """
@@ -85,10 +87,11 @@ equal. Sites that ask for functions allow as much, and show expected numbers wit
 FRACTION = re.compile(r"[-+]?(?:\d+\.\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?\d+[eE][-+]\d+")
 """Pattern of a number with a fraction or an exponent, as programs print it."""
 WHOLE = re.compile(r"[-+]?\d+")
+"""Pattern of an integer."""
 
 
 def question(call: str, args: list[Any]) -> bytes:
-    """Return the input of a runner."""
+    """Return the input of a runner (`CALL_PYTHON`) that calls the function `call` with `args`, as JSON."""
     provided = {module: PROVIDED.get(module, "").split() for module in PROVIDED_MODULES}
     return json.dumps({"call": call, "args": args, "provided": provided}).encode()
 

@@ -39,7 +39,6 @@ LOOKALIKES = str.maketrans(
 OUTPUT_NAMES = {"print", "write", "writelines", "pprint"}
 """Functions and methods that write output."""
 
-
 INPUT_NAMES = {"input", "stdin", "open", "fileinput", "read"}
 """Functions, methods and modules that read input."""
 
@@ -68,7 +67,11 @@ def repairs(text: str) -> "list[str]":
 
 
 def rank(tree: ast.AST, asked: "dict[str, Any]") -> int:
-    """Return the rank of a program for these tests, from 0 (it does nothing) to `BEST`."""
+    """Return the rank of a program for these tests, from 0 to `BEST`.
+
+    0: it calls and defines nothing. 1: it lacks a called function. 2: it uses an unknown name, or a module that is not
+    installed. 3: it can run. One more each if it writes output and reads input, or the tests do not need it to.
+    """
     nodes = list(ast.walk(tree))
     definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     if not any(isinstance(node, (ast.Call, *definitions)) for node in nodes):
@@ -110,7 +113,10 @@ def found(module: str) -> bool:
 
 
 def region(text: str, asked: "dict[str, Any]") -> "str | None":
-    """Return the first program in an unfenced text of code and prose; None if there is none."""
+    """Return the first program in an unfenced text of code and prose; None if there is none.
+
+    Each line that looks like code is tried as the start. The end moves up to the line before each syntax error.
+    """
     lines = text.split("\n")
     starts = [number for number, line in enumerate(lines) if CODE_START.match(line)][:MOST_STARTS]
     for start in starts:

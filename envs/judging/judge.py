@@ -1,5 +1,8 @@
 """Judge: judges programs on one node. It borrows a sandbox for each answer, and another one if the first fails.
 
+Environments and verifiers get the judge of their node from `shared_judge`, and wait for its verdict. A suite is the
+list of tests of one problem.
+
 `envs.judging.tests` describes the tests. If every sandbox fails, the answer gets an error (`flash.errors.SandboxError`)
 instead of a verdict. There is one exception: if the program loses each of its sandboxes while a harmless program keeps
 its own, the program has failed. It has found a way to end sandboxes, and without a verdict it would be retried forever.
@@ -25,7 +28,7 @@ from flash.environment import run_name, shared
 from flash.errors import SandboxBusyError, SandboxError, SandboxRefusedError
 from flash.types import Stock
 
-WITNESS_S = 5.0
+HARMLESS_S = 5.0
 """Longest time for which a harmless program must keep its sandbox, to show that another program has ended its own."""
 PAUSE_S = 0.5
 """Seconds before another sandbox is tried. The pause doubles each time."""
@@ -44,11 +47,14 @@ class Judge:
         self.sandboxes = sandboxes
         self._settings = settings
         self._usable: set[Language] = set()
+        """Languages whose images have all programs that they need."""
 
     async def judge(
         self, answer: str, suite: Suite, languages: Mapping[str, Language], limits: JudgingLimits, *, every: bool
     ) -> SuiteVerdict:
         """Return the verdict on the program in an answer. A sandbox that fails is replaced, a few times.
+
+        With `every`, all tests run, for the share that passes; otherwise none after the first that fails.
 
         Raises:
             SandboxError: every attempt failed, and not because of the program, or no sandbox was free in time.
@@ -67,7 +73,7 @@ class Judge:
         return await self.try_in(spec_of(language, limits), judged, len(suite.tests), limits.total)
 
     def stock(self) -> Stock:
-        """Return the numbers of sandboxes in use and of callers that wait for one."""
+        """Return the numbers of sandboxes in use and of callers that wait for one, for the node's metrics."""
         return self.sandboxes.stock()
 
     async def try_in(
@@ -95,10 +101,14 @@ class Judge:
                 raise
             except LostInTestError as error:
                 losses += 1
-                # A program that waits before it ends each sandbox must not take more time than a step has.
+                # A program that waits before it ends each sandbox must not take more time than all tests may.
                 last = last or (losses > 1 and anyio.current_time() - begin > total)
-                own = last and 1 < losses == attempt + 1 and await self._others_live(spec, anyio.current_time() - start)
-                if own:
+                program_at_fault = (
+                    last
+                    and 1 < losses == attempt + 1
+                    and await self._harmless_program_survives(spec, anyio.current_time() - start)
+                )
+                if program_at_fault:
                     return SuiteVerdict(error.passed, tests, "sandbox lost", str(error))
                 if last:
                     raise
@@ -108,12 +118,15 @@ class Judge:
             await anyio.sleep(PAUSE_S * 2**attempt)
         raise AssertionError("at least one attempt")
 
-    async def _others_live(self, spec: Spec, seconds: float) -> bool:
-        """Return True if a harmless program keeps such a sandbox for the same time, at most `WITNESS_S`."""
-        pause = str(math.ceil(min(seconds, WITNESS_S)))
+    async def _harmless_program_survives(self, spec: Spec, seconds: float) -> bool:
+        """Return True if a harmless program keeps such a sandbox for the same time, at most `HARMLESS_S`.
+
+        Then the sandboxes work, and the judged program has ended its own. Otherwise the machine may be at fault.
+        """
+        pause = str(math.ceil(min(seconds, HARMLESS_S)))
         try:
             async with self.sandboxes.borrow(spec, self._settings.wait) as sandbox:
-                return (await sandbox.run(["sleep", pause], timeout=2 * WITNESS_S)).ok
+                return (await sandbox.run(["sleep", pause], timeout=2 * HARMLESS_S)).ok
         except SandboxError:
             return False
 

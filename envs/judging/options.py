@@ -1,6 +1,7 @@
 """Options of judging: languages, suites of tests, limits, and the judge pool.
 
-`envs.judging.tests` runs a suite on a program in one sandbox. `envs.judging.judge` provides the sandbox.
+A suite is the list of tests of one problem. `envs.judging.tests` runs a suite on a program in one sandbox.
+`envs.judging.judge` provides the sandbox. Environments parse these options from their tables in the configuration.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ MOST_FENCES = 256
 MOST_ENDS = 4
 """Number of lines that are tried as the end of one block."""
 
+# Tags around the reasoning of the usual models.
 END_OF_THOUGHT = ("</think>", "</thinking>", "</thought>", "</reasoning>", "</seed:think>", "[/THINK]")
 START_OF_THOUGHT = ("<think>", "<thinking>", "<thought>", "<reasoning>", "<seed:think>", "[THINK]")
 ANSWER_TAGS = (("<answer>", "</answer>"), ("<solution>", "</solution>"))
@@ -38,22 +39,26 @@ CONTAINER = re.compile(r"[\s>]*(?:[-*+]\s+|\d{1,9}[.)]\s+)?[\s>]*\Z")
 WIDEST_CONTAINER = 80
 """Number of characters before a fence that are matched. The pattern's time is quadratic in this number."""
 QUOTATION = re.compile(r"\s{0,3}>\s?")
+"""Pattern of the mark before a line of a quotation."""
 ODD_MARKS = "\u00b4\u2018\u2019\u02cb'["
 """First characters of fences that are not made of backticks or tildes."""
 ODD_FENCE = re.compile(r"([\u00b4\u2018\u2019\u02cb]{3,}|'{3,})([^'\u00b4\u2018\u2019\u02cb]*)\Z")
 """Pattern of a fence in which typography has replaced the backticks."""
 WORDS = re.compile(r"[^\s,:;={}()\[\]|\"'<>/\\]+")
+"""Pattern of the words after a fence, among which is the name of the language."""
 IGNORED_WORDS = frozenset({"lang", "language", "code", "code-block", "code-cell", "sourcecode", "solution", "answer"})
 """Words in a block's name that are not the name of a language."""
 INLINE = re.compile(r"```([^`\n]+)```")
+"""Pattern of a block on a single line."""
 ODD = re.compile(r"[\u201c\u201d\u2018\u2019\u00a0\u200b\ufeff]|^[ \t]*(?:>>>|%|!)|\A\s", re.MULTILINE)
 """Pattern in a program that was typeset, indented or copied from a console."""
 
 
 class Fence(NamedTuple):
-    """A line that may begin or end a block."""
+    """A line that may begin or end a block, such as ```` ```python ````."""
 
     line: int
+    """Number of the line, counted from 0."""
     before: str
     """Text before the marks."""
     marks: str
@@ -77,8 +82,10 @@ class Block(NamedTuple):
     """A fenced block, and the texts that it may be, the most likely first."""
 
     named: bool
+    """True if the block has the name of the language."""
     texts: list[str]
     closed: bool = True
+    """False if no fence ends the block."""
 
 
 def final_part(answer: str) -> str:
@@ -131,7 +138,10 @@ def question_of(found: Found, calls: Sequence[str], provided: Sequence[str], *, 
 
 
 def _head(lines: list[str], fences: list[Fence]) -> list[Block]:
-    """Return the text before the first fence if that has no name: the block that it ends may begin in the prompt."""
+    """Return the text before the first fence, if the fence has no name, as a block.
+
+    The prompt may have opened this block, so that the answer only ends it.
+    """
     if not fences or fences[0].info:
         return []
     head = "\n".join([*lines[: fences[0].line], fences[0].before]).strip("\n")
@@ -186,7 +196,7 @@ def _core(name: str) -> str:
 
 
 def _scan(text: str, names: Sequence[str]) -> tuple[list[str], list[Fence]]:
-    """Return the lines of a text, and the last fences among them."""
+    """Return the lines of a text, and the fences among them: the last `MOST_FENCES`, in order."""
     lines = text.split("\n")
     places: list[int] = []
     for place in range(len(lines) - 1, -1, -1):

@@ -1,4 +1,6 @@
-"""Run the tests of a suite on one program in one clean sandbox, and form the verdict. There are three kinds of tests:
+"""Run the tests of a suite on one program in one clean sandbox, and form the verdict. `envs.judging.judge` calls it.
+
+A suite is the list of tests of one problem. There are three kinds of tests:
 
 - *Input and output*: the program gets an input, and its output is compared here, outside of the sandbox. So the program
   cannot find the expected output.
@@ -48,7 +50,7 @@ SHOWN = 500
 
 
 class LostInTestError(SandboxLostError):
-    """A sandbox was lost while a test ran, after `passed` other tests had passed."""
+    """A sandbox was lost while a test ran, after `passed` other tests had passed. The program may be the cause."""
 
     def __init__(self, message: str, passed: int) -> None:
         super().__init__(message)
@@ -112,7 +114,7 @@ async def choose_program(
     asked = question_of(found, calls, provided_names() if calls else [], prints=prints, reads=reads)
     result = await _run(sandbox, language.choose, limits.timeout, asked)
     if not result.ok or result.stdout_truncated:
-        return first  # the parser did not finish with these texts
+        return first  # the chooser failed on these texts or ran out of time, which is no fault of the sandbox
     return msgspec.json.decode(result.stdout, type=str)
 
 
@@ -230,5 +232,6 @@ def _cause(result: Result, right: bool) -> tuple[Cause, str]:
 
 
 def _shown(output: bytes) -> str:
+    """Return the beginning of a program's output as text, for a verdict."""
     text = output.decode("utf-8", "replace").strip()
     return text if len(text) <= SHOWN else f"{text[:SHOWN]} …"

@@ -31,7 +31,7 @@ def code_verifier(
     test_programs: bool = False,
     opener: SandboxOpener = open_sandboxes,
 ) -> Callable[[str, str], Awaitable[float]]:
-    """Make a verifier that runs the program of a completion.
+    """Make a verifier that runs the program of a completion. `envs.dataset` awaits it for each answer.
 
     Args:
         reward: `all`: 1 if all tests pass, else 0. `share`: the share of the tests that pass.

@@ -1,4 +1,4 @@
-"""Exact match: the cheapest verifier."""
+"""Exact match: the cheapest verifier, and the default of `envs.dataset`."""
 
 from __future__ import annotations
 

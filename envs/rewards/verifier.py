@@ -1,5 +1,7 @@
 """Verifiers: functions `(completion, answer) -> float`, named by import path, which run outside of the event loop.
 
+`envs.dataset` scores each answer with `verify`. The `answer` is the reference from the data set.
+
 A verifier is user code: it may take long, never return or end its process. So it runs in a worker process under a
 deadline. Every failure is a `RewardError` and never a reward of 0, with one exception: a completion that is proven to
 make its verifier compute without end is worth 0. Otherwise its sample would be retried until it is given up.
@@ -27,6 +29,7 @@ from flash.environment.threaded import is_async
 from flash.errors import ConfigError, EnvError, RewardError
 
 _Plain = Callable[[str, str], float]
+"""A verifier that is not asynchronous."""
 Verifier = _Plain | Callable[[str, str], Awaitable[float]]
 
 _F = TypeVar("_F", bound=_Plain)
@@ -143,7 +146,10 @@ async def _tried_again(path: str, completion: str, answer: str, timeout: float) 
 
 
 def _score_within(seconds: float, path: str, completion: str, answer: str) -> tuple[object, str | None]:
-    """Score in a worker that SIGPROF's default action ends after `seconds` of processor time."""
+    """Score in a worker that SIGPROF's default action ends after `seconds` of processor time.
+
+    The end of the worker is the proof that the completion makes the verifier compute for so long.
+    """
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
@@ -153,11 +159,15 @@ def _score_within(seconds: float, path: str, completion: str, answer: str) -> tu
 
 
 def _score_in_worker(path: str, completion: str, answer: str) -> tuple[object, str | None]:
+    """Load a verifier in a worker process and score a completion: see `_score`."""
     return _score(cast("_Plain", load_verifier(path)), completion, answer)
 
 
 def _score(verifier: _Plain, completion: str, answer: str) -> tuple[object, str | None]:
-    """Return the score, or a message about the verifier's failure, because not every exception can be pickled."""
+    """Return the score and None, or None and a message about the verifier's failure.
+
+    The message replaces the exception, because not every exception can be pickled.
+    """
     try:
         return check_reward(verifier(completion, answer)), None
     except RewardError as error:

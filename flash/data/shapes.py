@@ -4,9 +4,10 @@ Messages have the form of OpenAI's API, as plain dictionaries: roles `system`, `
 `tool`; `content` as text or text parts; `tool_calls` with arguments as JSON text. Null fields are removed. Fields that
 this module does not know (`reasoning_content`, `thinking`, `weight`, …) are kept unchanged.
 
-Supported shapes: TRL's language modelling and prompt-completion, OpenAI's fine-tuning rows, ultrachat, ShareGPT,
-Alpaca, pairs of question and answer, and verl's prompts and answers. Preference rows and rows with images are refused
-with an error, because no part of a row may be ignored silently.
+`flash sft` trains on `example_of`; environments show `prompt_of` and compare with `answer_of`. Supported shapes: TRL's
+language modelling and prompt-completion, OpenAI's fine-tuning rows, ultrachat, ShareGPT, Alpaca, pairs of question and
+answer, and verl's prompts and answers. Preference rows and rows with images are refused with an error, because no part
+of a row may be ignored silently.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def example_of(row: Row) -> Conversation | Text:
             return _conversation(name, values, place, messages, 0)
     for asked, answered in PAIRS:
         if asked in names and answered in names:
-            messages = [*_history(values, place), *_asked(values, values[asked], asked, place)]
+            messages = [*_history(values, place), *_user_messages(values, values[asked], asked, place)]
             answer = values[answered]
             if isinstance(answer, int | float | Decimal):
                 answer = _answer(answer, f"{place}: {answered!r}")
@@ -160,7 +161,7 @@ def prompt_of(row: Row, column: str) -> str | tuple[Message, ...]:
         if row.values.get(name) not in (None, "", "[]", "{}", [], {}):
             raise ConfigError(f"{place} has {name!r}, which this environment does not show; leave the column out")
     if isinstance(value, str) and _messages_in(value) is None:
-        (asked,) = _asked(row.values, value, column, place)
+        (asked,) = _user_messages(row.values, value, column, place)
         return str(asked["content"])
     _check_choices(row.values, _messages(value, place, column, "user"), place)
     messages = _with_system(_messages(value, place, column, "user"), row.values, place)
@@ -259,11 +260,18 @@ def _refuse_preferences(values: Mapping[str, Any], place: str) -> None:
 
 
 def _conversation(shape: str, values: Mapping[str, Any], place: str, messages: list[Given], shown: int) -> Conversation:
-    whole = _with_system(messages, values, place)
-    shown += len(whole) - len(messages) if shown else 0
-    if not any(message["role"] == ASSISTANT for message in whole[shown:]):
+    """Return a conversation from a row's messages, with the row's system message, tools and arguments of the template.
+
+    The first `shown` messages are not trained; a system message that is added before them is not trained either.
+
+    Raises:
+        ConfigError: no message of the assistant is left to train.
+    """
+    complete = _with_system(messages, values, place)
+    shown += len(complete) - len(messages) if shown else 0
+    if not any(message["role"] == ASSISTANT for message in complete[shown:]):
         raise ConfigError(f"{place}: there is no message of the assistant to learn")
-    return Conversation(shape, whole, shown, _tools(values, place), template_of(values, place))
+    return Conversation(shape, complete, shown, _tools(values, place), template_of(values, place))
 
 
 def _text(shape: str, values: Mapping[str, Any], place: str, prompt: str, completion: str) -> Text:
@@ -319,7 +327,7 @@ def _check_same_prompt(values: Mapping[str, Any], messages: Sequence[Given], pla
         )
 
 
-def _asked(values: Mapping[str, Any], value: Any, column: str, place: str) -> list[Given]:
+def _user_messages(values: Mapping[str, Any], value: Any, column: str, place: str) -> list[Given]:
     """Return the messages of the user in the value of a column.
 
     The texts of the columns in `INPUTS` are appended on new lines, unless the message contains them already.
@@ -473,10 +481,12 @@ def _content(content: Any, place: str, role: str) -> Any:
 
 
 def _are_parts(content: Sequence[Any]) -> bool:
+    """Return True if a list is content in parts, and not a list that a tool returned."""
     return all(isinstance(part, dict) and "type" in part for part in content)
 
 
 def _part(part: Any, place: str) -> Given:
+    """Return a part of a content in OpenAI's form. Raises ConfigError for parts that are not text."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, dict):
@@ -551,6 +561,7 @@ def template_of(values: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def _answer(value: Any, place: str) -> str:
+    """Return an answer as text: see `answer_of`. `place` names the row and the column in errors."""
     if isinstance(value, str):
         last = value.rstrip().rpartition("\n")[2]
         if not last.startswith(MARK):

@@ -1,7 +1,8 @@
 """Reading of tables on disk, row by row.
 
 Formats: JSON lines, a JSON list, CSV (each also compressed by gzip), Parquet, Arrow, and folders that the Hugging Face
-`datasets` library has written. Error messages count the rows of each file from 1. Text may be UTF-8, with or without a
+`datasets` library has written. `flash sft` and environments read rows from here, and `flash.data.shapes` converts them.
+Error messages count the rows of each file from 1. Text may be UTF-8, with or without a
 byte-order mark, UTF-16 or UTF-32. Files are read with the standard library or pyarrow; `datasets` is not needed.
 """
 
@@ -131,6 +132,11 @@ def json_of(text: str) -> Any:
 
 
 def _files(path: str) -> list[Path]:
+    """Return the files of a table, in order: one file, the files of a folder, or the matches of a glob pattern.
+
+    Raises:
+        ConfigError: there is no file, or one is not a data file of a known format.
+    """
     place = Path(path)
     if place.is_file():
         files = [place]
@@ -166,6 +172,7 @@ def _kind(file: Path) -> str:
 
 
 def _files_of_folder(folder: Path) -> list[Path]:
+    """Return the files of a folder that have its most preferred format. Raises ConfigError for several splits."""
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
         raise ConfigError(f"{folder} holds several splits ({', '.join(splits)}); give one, as {folder / splits[0]}")
@@ -190,10 +197,12 @@ def _nearest(place: Path) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
+    """Return names for an error message."""
     return ", ".join(map(repr, names)) or "none"
 
 
 def _rows(file: Path) -> Generator[Row]:
+    """Return the rows of a file, read by its format."""
     kind = _kind(file)
     if kind in SEPARATORS:
         return _csv_rows(file, SEPARATORS[kind])
@@ -228,6 +237,7 @@ def _opened(file: Path) -> Generator[tuple[gzip.GzipFile | io.BufferedReader, st
 
 @contextlib.contextmanager
 def _as_text(data: gzip.GzipFile | io.BufferedReader, encoding: str, newline: str) -> Generator[io.TextIOWrapper]:
+    """Read an open file as text during the block."""
     text = io.TextIOWrapper(cast("io.BufferedReader", data), encoding, newline=newline)
     try:
         yield text
@@ -255,9 +265,11 @@ def _json_rows(file: Path) -> Generator[Row]:
 
 _decoder = msgspec.json.Decoder(dict[str, Any])
 _list_decoder = msgspec.json.Decoder(list[msgspec.Raw])
+"""Decoder that leaves the objects of a list undecoded, so that an error can name the row."""
 
 
 def _json_list(file: Path, text: bytes) -> Iterator[Row]:
+    """Yield the rows of a JSON list. Lists with NaN or Infinity, which are not JSON, are read too."""
     try:
         rows: list[Any] = list(_list_decoder.decode(text))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -275,6 +287,7 @@ def _json_list(file: Path, text: bytes) -> Iterator[Row]:
 
 
 def _decoded(line: bytes | msgspec.Raw, place: str) -> dict[str, Any]:
+    """Return the object of one row. Raises ConfigError if the text is not a JSON object."""
     try:
         return _decoder.decode(line)
     except UnicodeDecodeError as error:
@@ -295,6 +308,7 @@ def _decoded(line: bytes | msgspec.Raw, place: str) -> dict[str, Any]:
 
 
 def _csv_rows(file: Path, separator: str) -> Generator[Row]:
+    """Yield the rows of a file of separated cells. Its first line names the columns; all values are text."""
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     with _opened(file) as (data, encoding), _as_text(data, encoding, "") as text:
         cells = csv.DictReader(text, delimiter=separator, strict=True)
@@ -341,6 +355,7 @@ def _arrow_file(file: Path) -> Generator[tuple[Any, Iterator[Any]]]:
 
 
 def _arrow_rows(file: Path) -> Generator[Row]:
+    """Yield the rows of a Parquet or Arrow file."""
     with _arrow_file(file) as (_, batches):
         number = 0
         for batch in batches:
@@ -368,6 +383,7 @@ def _names_of_fields(fields: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _names_of_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the names of a row's columns. Nested values, also inside JSON text, have dotted names in addition."""
     for name, value in values.items():
         yield prefix + name
         if isinstance(value, str) and value.startswith("{"):
@@ -377,6 +393,7 @@ def _names_of_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[st
 
 
 def _module(name: str, file: Path) -> Any:
+    """Import a module of pyarrow, which only some formats need. Raises ConfigError if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

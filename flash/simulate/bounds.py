@@ -1,6 +1,8 @@
 """Theoretical bounds on the time of a step, and the quantities that they are computed from.
 
-The bounds are propositions 1 and 2 of ROLL Flash. A step has N samples on K workers, E epochs and Q samples in flight.
+`flash simulate` prints the bounds beside the step time of the simulated run. A step trains one batch. α is
+`train.async_ratio`: it bounds the age of trained tokens, in training steps since the weights that sampled them. The
+bounds are propositions 1 and 2 of ROLL Flash. A step has N samples on K workers, E epochs and Q samples in flight.
 μ and L are the mean and the longest generation time, and μ_tr is the training time per sample:
 
     queue scheduling   mean completion per sample ≤ μ/K + L/Q
@@ -74,7 +76,7 @@ class Episodes(NamedTuple):
 
     @property
     def mean_env_s(self) -> float:
-        """Mean seconds that an episode spends in its environment."""
+        """Mean seconds that an episode spends in the calls of its environment."""
         return sum(self.env_s) / len(self.env_s)
 
     @property
@@ -164,7 +166,10 @@ class Quantities(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def quantities(config: Config, ledger: Mapping[str, int]) -> Quantities:
-    """Compute the quantities of a configuration. The ledger of a run gives the share of samples that filters remove."""
+    """Compute the quantities of a configuration.
+
+    `ledger` has the counts of a simulated run, which give the share of samples that filters remove.
+    """
     simulate, rollout, train = config.simulate, config.rollout, config.train
     assert simulate is not None, "flash.config.check.check_simulation"
     drawn = draw_episodes(simulate, rollout.max_new_tokens, rollout.max_turns)
@@ -177,6 +182,7 @@ def quantities(config: Config, ledger: Mapping[str, int]) -> Quantities:
         in_flight = min(in_flight, rollout.max_concurrent * simulate.nodes)
 
     def fullest(gpus: int) -> float:
+        """Return the most sequences per engine if this many GPUs serve engines: by places, samples and KV cache."""
         engines = max(1, gpus // simulate.gpus_per_engine)
         full = min(float(config.engine.max_sequences), in_flight / engines)
         if simulate.kv_tokens:
@@ -184,9 +190,11 @@ def quantities(config: Config, ledger: Mapping[str, int]) -> Quantities:
         return max(1.0, full)
 
     def token_s(running: float) -> float:
+        """Return the seconds of one decoding step of an engine with this many sequences."""
         return simulate.step_s + running * (simulate.sequence_s + simulate.context_s * drawn.context)
 
     def sample_s(running: float, prefilled: float) -> float:
+        """Return the GPU seconds of a sample, of which `prefilled` tokens are not cached."""
         engine_s = drawn.mean_tokens * token_s(running) / running + prefilled * simulate.prefill_s
         return engine_s * simulate.gpus_per_engine
 
@@ -229,7 +237,10 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def bounds(q: Quantities, batch_size: int) -> list[Bound]:
-    """Return all bounds. The last but one is that of the configured split; the last is the capacity."""
+    """Return all bounds.
+
+    The last but one is the bound of the configured split of the GPUs; the last is the capacity.
+    """
     serving, training = q.rollout_gpus, q.gpus - q.rollout_gpus
     work = f"N {q.samples:.4g}, μ {q.generate_s:.3g} GPU·s, L {q.longest_s:.4g} s"
     everywhere = f"N {q.samples:.4g}, K {q.gpus}, μ {q.generate_all_s:.3g} GPU·s, L {q.longest_s:.4g} s"
@@ -266,7 +277,7 @@ def bounds(q: Quantities, batch_size: int) -> list[Bound]:
 
 def _this_split(q: Quantities, batch_size: int, plugged: str) -> Bound:
     """Return the bound for the configured split of the GPUs between engines and trainers."""
-    # Below α = 1 no whole batch can be generated while another one is trained, so the times of both phases add up.
+    # Below α = 1 no complete batch can be generated while another one is trained, so the times of both phases add up.
     generation = q.samples * q.generate_s / q.rollout_gpus
     training = batch_size * q.train_s / (q.gpus - q.rollout_gpus) + q.fixed_s
     if q.async_ratio < 1:

@@ -184,7 +184,9 @@ def gather(
         first_step: step whose samples count as load only, since they include the warm-up.
     """
     swapped = np.sort(np.array([swap.start for swap in swaps]))
+    # Number of first requests of each group since each swap: see `_cached`.
     known: dict[tuple[int, int], int] = {}
+    # Heap of the ends of the responses that have a place.
     taken: list[float] = []
     rows: list[tuple[float, float, float, float, float, bool, bool]] = []
     asked = sorted(
@@ -255,6 +257,7 @@ def fit_engine(
     paused = _paused(swaps, begin, end, engines)
     duration = (end - begin - paused)[fitted]
     steps = responses.tokens + 0.5 * responses.late
+    # Steps per second between the knots, up to a factor. The first round assumes equally many everywhere.
     weights = np.full(len(knots) - 1, 1.0)
     found, at, constants = np.zeros(0), np.zeros(0), np.zeros(3)
     for _ in range(ROUNDS):
@@ -359,7 +362,12 @@ def fit_training(
 ) -> FittedPart:
     """Fit train_token_s and train_step_s to the tokens and times of the steps.
 
-    The seconds per step of publishing and of checkpoints are added to train_step_s.
+    The seconds per step of publishing and of checkpoints are added to train_step_s, because the simulated trainer
+    spends no other time on them. If the steps have nearly equal numbers of tokens, all of their time counts as time per
+    token.
+
+    Raises:
+        ConfigError: no step has both a time and samples.
     """
     tokens: dict[int, int] = {}
     for sample in samples:
@@ -386,11 +394,13 @@ def fit_training(
 
 
 def _median_s(spans: Sequence[Activity], name: str) -> float:
+    """Return the median seconds of trainer rank 0's activities of this name; 0 if there are none."""
     seconds = [span.stop - span.start for span in spans if span.name == name and span.lane == "trainer 0"]
     return float(np.median(seconds)) if seconds else 0.0
 
 
 def _total_s(spans: Sequence[Activity], name: str) -> float:
+    """Return the total seconds of trainer rank 0's activities of this name."""
     return sum(span.stop - span.start for span in spans if span.name == name and span.lane == "trainer 0")
 
 
@@ -399,6 +409,9 @@ def _total_s(spans: Sequence[Activity], name: str) -> float:
 
 def fit_workload(samples: Sequence[SampleTimes]) -> dict[str, float | list[float]]:
     """Return lengths, latencies, turns and success rates as distributions of the measured values.
+
+    The record does not separate the reward's time from the last step of an environment. So the time of a last step
+    beyond the mean of other steps counts as the reward's.
 
     Raises:
         ConfigError: a sample has no turns.

@@ -1,6 +1,7 @@
 """VirtualLoop: the virtual clock, an event loop on which waiting takes no real time.
 
-The loop's `time()` is a counter. Where another loop would sleep until the next timer, this one advances the counter to
+Simulations and most tests run on it, so that they take little time and give the same result each time. The loop's
+`time()` is a counter. Where another loop would sleep until the next timer, this one advances the counter to
 that timer. Between two timers the order of tasks is asyncio's own, so a run is reproducible.
 
 Nothing outside the process advances this clock, so nothing can wait for the outside: a socket is refused when it is
@@ -47,8 +48,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         self._now = 0.0
-        self._home = threading.get_ident()
+        self._thread = threading.get_ident()
+        """Id of the thread that runs the loop."""
         self._refused: ContractError | None = None
+        """Error that the next jump raises; None if nothing was refused."""
         super().__init__(_JumpingSelector(self))
 
     def time(self) -> float:
@@ -60,7 +63,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.Handle:
         """Schedule a callback. A call from another thread makes the loop raise ContractError."""
         # The moment at which another thread makes this call depends on real time.
-        if threading.get_ident() != self._home:
+        if threading.get_ident() != self._thread:
             self.refuse(f"the work of thread {threading.current_thread().name!r}")
         return super().call_soon_threadsafe(callback, *args, context=context)
 
@@ -77,7 +80,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         raise self.refuse(f"the process {args[1]!r}")
 
     def refuse(self, what: str) -> ContractError:
-        """Return the error for a task that would wait for `what`."""
+        """Return the error for a task that would wait for `what`, and keep it for the next jump."""
         # The loop raises the error at its next jump too, because the caller may not raise it, or other code catch it.
         self._refused = ContractError(
             f"{what} cannot be waited for on the virtual clock, which does not advance meanwhile; simulate it, or use "
@@ -116,23 +119,28 @@ class _JumpingSelector(selectors.BaseSelector):
         self._keys: dict[Any, selectors.SelectorKey] = {}
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        """Accept the first file, which is the loop's wake-up socket. Raises ContractError for any other file."""
         if self._keys:
             raise self._loop.refuse(f"the socket or pipe {fileobj!r}")
         key = self._keys[fileobj] = selectors.SelectorKey(fileobj, _number(fileobj), events, data)
         return key
 
     def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        """Forget the wake-up socket when the loop is closed."""
         return self._keys.pop(fileobj)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Advance the clock by the seconds that the loop would sleep. Returns that no file is ready."""
         self._loop.jump(timeout)
         return []
 
     def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
+        """Return the registered files."""
         return self._keys
 
 
 def _number(fileobj: Any) -> int:
+    """Return the descriptor of a file."""
     return fileobj if isinstance(fileobj, int) else fileobj.fileno()
 
 

@@ -8,12 +8,13 @@ where C is the context of all running sequences before the step. P is the number
 not in the KV cache. The time of several steps has a closed form, `Stretch`, so only arrivals, ends, aborts, swaps and
 deliveries are events.
 
-Admission: requests wait in order of arrival for one of `max_sequences` places. Arrivals, aborts and `load` take effect
-at the end of the running step; `load` then pauses the engine for `swap_s`.
-Cache: it holds the prompt of a problem as soon as one of its requests has joined. It holds the context of an episode
-between two responses on this engine. It evicts the least recently used contexts when `kv_tokens` are used up. A swap
-that recomputes clears the cache and prefills the running sequences again. If the running sequences need more than
-`kv_tokens`, the one that joined last returns to the wait queue. Its context is cached as far as there is room.
+A swap is the change to the weights of a new policy version (`load`). Admission: requests wait in order of arrival for
+one of `max_sequences` places. Arrivals, aborts and `load` take effect at the end of the running step; `load` then
+pauses the engine for `swap_s`. Cache: it holds the prompt of a problem as soon as one of its requests has joined. It
+holds the context of an episode between two responses on this engine. It evicts the least recently used contexts when
+`kv_tokens` are used up. A swap that recomputes clears the cache and prefills the running sequences again. If the
+running sequences need more than `kv_tokens`, the one that joined last returns to the wait queue. Its context is cached
+as far as there is room.
 
 Lifecycle: the engine has no task. `generate` and `load` set timers of the loop, and `close` cancels the last one.
 """
@@ -37,7 +38,7 @@ from flash.simulate.workload import episode_of, turn_of
 from flash.types import Completion, Published
 
 LOGPROB = -1.0
-"""Log-prob of every simulated token."""
+"""Log-probability of every simulated token. Its value does not matter, because nothing is trained."""
 
 
 class _Swap(msgspec.Struct):
@@ -102,10 +103,12 @@ class SimEngine:
         self._stretch: Stretch | None = None
         """Steps in progress; None while the engine is idle or swaps."""
         self._steps = 0
-        """Steps of the stretch until the next event."""
+        """Steps of the stretch until the next event, at which `_timer` fires."""
         self._timer: asyncio.Handle | None = None
         self._swap: _Swap | None = None
+        """Swap that is requested or in progress; None if there is none."""
         self._swapping = False
+        """True while the engine is paused for the swap; False while the swap waits for the end of the step."""
 
     # -- the protocol ------------------------------------------------------------------------------------------------
 
@@ -209,10 +212,12 @@ class SimEngine:
         await anyio.lowlevel.checkpoint()
 
     def _refuse_if_dead(self) -> None:
+        """Raise EngineDeadError if the engine was killed."""
         if self._dead is not None:
             raise self._dead
 
     def _sequence(self, request: ResponseRequest) -> SimSequence:
+        """Return a new sequence for a request. A request that continues a response asks only for the rest of it."""
         natural = max(1, self._response_tokens(request.key) - request.generated)
         limit = request.max_new_tokens
         return SimSequence(request, min(natural, limit), "length" if natural > limit else "stop")
@@ -250,15 +255,18 @@ class SimEngine:
         return self._stretch.over(asyncio.get_running_loop().time(), self._steps - 1)
 
     def _wake_up(self) -> None:
+        """Start the first steps of an idle engine."""
         self._timer = None
         self._turn_over(asyncio.get_running_loop().time())
 
     def _arm(self, stretch: Stretch, steps: int) -> None:
+        """Set the timer to the end of this many steps of a stretch. An earlier timer is cancelled."""
         self._halt()
         self._stretch, self._steps = stretch, steps
         self._timer = asyncio.get_running_loop().call_at(stretch.after(steps), self._stepped)
 
     def _halt(self) -> None:
+        """Cancel the timer and forget the stretch."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None
@@ -380,6 +388,7 @@ class SimEngine:
             self._join(sequence, context)
 
     def _join(self, sequence: SimSequence, context: int) -> None:
+        """Let a sequence with this much context run from the next step on, which prefills what is not cached."""
         request = sequence.request
         problem = request.prompt[0]
         known = max(self._cache.hit("problem", problem), self._cache.take("episode", episode_of(request.key)))
@@ -401,6 +410,7 @@ class SimEngine:
     # -- weights -----------------------------------------------------------------------------------------------------
 
     def _swapped(self, now: float) -> None:
+        """End a swap: use the new version, and clear the cache unless the swap keeps it. `now` is its computed end."""
         swap = self._swap
         assert swap is not None
         self._timer, self._swap, self._swapping = None, None, False

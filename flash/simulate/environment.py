@@ -40,9 +40,9 @@ class SimTokenizer(Tokenizer):
 class SimEnvironment:
     """A simulated environment of one episode.
 
-    Its behaviour depends on its problem and on the number of environments of this problem that were reset before, which
-    `made` counts. If the members of a group start in order, this number is the index of the member. A sample that is
-    retried gets an environment with another behaviour.
+    The environment's behaviour depends on its problem and on the number of environments of this problem that were reset
+    before. `made` counts them, and all nodes of the simulation share it. If the members of a group start in order, this
+    number is the index of the member. A sample that is retried gets an environment with another behaviour.
     """
 
     def __init__(self, workload: Workload, made: Counter[int]) -> None:

@@ -74,10 +74,12 @@ def _numbers(values: Sequence[str]) -> dict[str, float]:
 
 
 def _short(key: str) -> str:
+    """Return the last part of a dotted key."""
     return key.rpartition(".")[2]
 
 
 def _figure(columns: int) -> tuple[Figure, list[Axes]]:
+    """Return a figure with plots side by side."""
     figure = new_figure(HEIGHT)
     axes = list(figure.subplots(1, columns, squeeze=False).flat)
     for one in axes:

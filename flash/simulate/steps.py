@@ -1,7 +1,8 @@
 """Parts of a simulated engine: the time of its steps, its sequences, and its prefix cache.
 
-All of this is bookkeeping without timers. Steps are counted from the engine's start; times are seconds of the loop's
-clock.
+`flash.simulate.engine` uses it. A version is the number of the policy's weights with which a token was sampled, and a
+swap is the change to another version. All of this is bookkeeping without timers. Steps are counted from the engine's
+start; times are seconds of the loop's clock.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from flash.types import VersionRun, append_versions
 
 
 class Stretch(msgspec.Struct, frozen=True):
-    """Successive steps during which the same sequences run."""
+    """Successive steps during which the same sequences run, so that their times have a closed form."""
 
     start: float
     """Time at which the first step began."""
@@ -45,6 +46,7 @@ class Stretch(msgspec.Struct, frozen=True):
         # Positive root of growth/2·k² + (step − growth/2)·k = elapsed, in the form without cancellation.
         half = self.step - self.growth / 2
         root = 2 * elapsed / (half + math.sqrt(half * half + 2 * self.growth * elapsed))
+        # The root is rounded, so the number may be wrong by one or so.
         steps = min(int(root), most)
         while steps < most and self.after(steps + 1) <= now:
             steps += 1

@@ -1,4 +1,8 @@
-"""Output of `flash simulate` and `flash calibrate` on the terminal."""
+"""Output of `flash simulate` and `flash calibrate` on the terminal.
+
+A sweep simulates one configuration for each combination of values; a cell is one of them with its results. The ledger
+of a run counts its samples and tokens by their fate.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +54,7 @@ def print_run(config: Config, cell: SweepCell) -> None:
 
 
 def _speed(report: SimReport) -> list[tuple[str, str]]:
+    """Return the titles and texts of the lines on times, throughput, places and lengths."""
     per_trained = report.generated_tokens / max(report.trained_tokens, 1)
     bias = report.mean_trained_length / report.mean_issued_length - 1 if report.mean_issued_length else 0.0
     return [
@@ -202,16 +207,19 @@ def print_calibration(fitted: Calibration, predicted: Floats, config: Path, file
 
 
 def _largest(shares: dict[str, float]) -> list[tuple[str, float]]:
+    """Return shares with their names, the largest first."""
     return sorted(shares.items(), key=lambda item: -item[1])
 
 
 def _pairs(console: Console, rows: Iterable[tuple[str, str]]) -> None:
+    """Print titles and texts in two columns, and an empty line."""
     for title, text in rows:
         console.print(f"{title:<15}{text}")
     console.print()
 
 
 def _console() -> Console:
+    """Return a console for standard output that prints text as it is, without markup or line breaks of its own."""
     from rich.console import Console
 
     class Unwatched(Console):

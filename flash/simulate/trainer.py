@@ -1,7 +1,8 @@
 """SimTrainer: the protocol and the timing of a trainer rank, without a model.
 
-publish version 0 → request a batch → sleep for the time of training → commit → publish → … → goodbye.
-It is the only rank: more GPUs for training only make it faster.
+publish version 0 → request a batch → sleep for the time of training → commit → publish → … → goodbye. It is the only
+rank: more GPUs for training only make it faster. A commit tells the hub that a step is trained. To publish is to offer
+a new policy version to the engines.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Trained(NamedTuple):
 
     @staticmethod
     def of(shard: Shard) -> Trained:
-        """Count the samples and tokens of a shard that are not too old."""
+        """Count a shard's tokens that are not too old (`min_version`), and the samples with at least one such token."""
         counts = [sample.trajectory.trained_tokens(shard.min_version) for sample in shard.samples]
         return Trained(sum(count > 0 for count in counts), sum(counts))
 
@@ -70,13 +71,14 @@ class SimTrainer:
     async def run(self) -> None:
         """Train until the hub has no more batches.
 
-        Consumes shards. Waits for the hub. Produces commits and versions.
+        The loop consumes shards, which it waits for, and produces commits and versions. It ends when the hub replies
+        that there is no further shard.
         """
         await self._publish()
         while (shard := await self._next_shard()) is not None:
             start, seconds = self._now(), self._seconds(shard)
             await self.work(seconds)
-            self._did("train", start)
+            self._record("train", start)
             self._count(shard)
             metrics = {"trainer_wait_s": self._waited, "trainer_step_s": seconds}
             await self._hub.call(p.Commit(shard.step, metrics), timeout=self._config.deadlines.request)
@@ -95,23 +97,27 @@ class SimTrainer:
         """Do nothing. Called after a commit, before its version is published, where a real rank saves checkpoints."""
 
     def _seconds(self, shard: Shard) -> float:
+        """Return the seconds of a training step on a shard."""
         tokens = sum(sample.trajectory.length for sample in shard.samples)
         return self._settings.train_step_s + tokens * self._settings.train_token_s / self._train_gpus
 
     async def _next_shard(self) -> Shard | None:
+        """Request the samples of the next step and wait for them. Returns None when the run ends."""
         start = self._now()
         reply = await fetch_shard(self._hub, 0, self._version, waits.batch_s(self._config))
         self._waited = self._now() - start
-        self._did("batch", start)
+        self._record("batch", start)
         return reply.shard
 
     async def _publish(self) -> None:
+        """Publish the present version without weights. The hub replies when the engines have loaded the one before."""
         start = self._now()
         published = Published(self._version, "tcp", b"", Canary([0, 0], [-1.0]))
         await self._hub.call(p.PublishRequest(published), timeout=waits.taken_s(self._config))
-        self._did("publish", start)
+        self._record("publish", start)
 
-    def _did(self, name: str, start: float) -> None:
+    def _record(self, name: str, start: float) -> None:
+        """Record an activity that has lasted from `start` until now."""
         self.activities.append(Activity("trainer 0", name, start, self._now()))
 
     def _count(self, shard: Shard) -> None:

@@ -74,6 +74,7 @@ class Workload:
         self._success = sampler(settings.success)
 
     def _draw(self, values: Sampler, what: int, *key: int) -> float:
+        """Draw a value for the purpose `what` and an id. Equal arguments give equal values."""
         return values.draw(uniform(self._seed, what, *key))
 
     # -- the policy --------------------------------------------------------------------------------------------------
@@ -111,35 +112,36 @@ class Workload:
 
     # -- the environment ---------------------------------------------------------------------------------------------
 
-    def observation_tokens(self, task_key: int, turn: int) -> int:
+    def observation_tokens(self, environment: int, turn: int) -> int:
         """Return the length of the observation after a turn, at least 1."""
-        return max(1, round(self._draw(self._observation, _OBSERVATION, task_key, turn)))
+        return max(1, round(self._draw(self._observation, _OBSERVATION, environment, turn)))
 
-    def reset_seconds(self, task_key: int) -> float:
+    def reset_seconds(self, environment: int) -> float:
         """Return the seconds of the environment's reset."""
-        return self._draw(self._reset, _RESET, task_key) * self._slowness(task_key)
+        return self._draw(self._reset, _RESET, environment) * self._slowness(environment)
 
-    def env_seconds(self, task_key: int, turn: int) -> float:
+    def env_seconds(self, environment: int, turn: int) -> float:
         """Return the seconds of the environment's step after a turn, without the reward."""
-        return self._draw(self._env, _ENV, task_key, turn) * self._slowness(task_key)
+        return self._draw(self._env, _ENV, environment, turn) * self._slowness(environment)
 
-    def reward_seconds(self, task_key: int) -> float:
+    def reward_seconds(self, environment: int) -> float:
         """Return the additional seconds of the last step, for the reward."""
-        return self._draw(self._reward, _REWARD, task_key)
+        return self._draw(self._reward, _REWARD, environment)
 
-    def stop_turn(self, task_key: int, turns: int) -> int | None:
+    def stop_turn(self, environment: int, turns: int) -> int | None:
         """Return the turn whose step the environment never finishes; None if it finishes all of them."""
-        if uniform(self._seed, _STOP, task_key) >= self._stop_share:
+        if uniform(self._seed, _STOP, environment) >= self._stop_share:
             return None
-        return int(uniform(self._seed, _STOP_TURN, task_key) * turns)
+        return int(uniform(self._seed, _STOP_TURN, environment) * turns)
 
-    def reward(self, problem_seed: int, task_key: int) -> float:
+    def reward(self, problem_seed: int, environment: int) -> float:
         """Return 1 with the problem's probability of success, else 0."""
         chance = self._draw(self._success, _CHANCE, problem_seed)
-        return float(uniform(self._seed, _SUCCESS, task_key) < chance)
+        return float(uniform(self._seed, _SUCCESS, environment) < chance)
 
-    def _slowness(self, task_key: int) -> float:
-        return self._slow_factor if uniform(self._seed, _SLOW, task_key) < self._slow_share else 1.0
+    def _slowness(self, environment: int) -> float:
+        """Return the factor of an environment's times: `fail_slow_factor` for the share `fail_slow`, else 1."""
+        return self._slow_factor if uniform(self._seed, _SLOW, environment) < self._slow_share else 1.0
 
 
 def tokens(first: int, count: int) -> list[int]:

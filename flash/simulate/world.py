@@ -5,7 +5,8 @@ table. It leaves out weights, checkpoints and evaluations, except for one sample
 that guard real hardware are lifted, so that a slow workload is simulated and does not fail. Only `env_step` keeps its
 deadline, and only if environments may stop forever.
 
-A report covers the time from the first lease of a training sample to the last commit.
+A report covers the time from the first lease of a training sample to the last commit. A lease is the assignment of one
+sample to a node, which delivers its result to the hub. A commit is the trainer's report of a finished step.
 """
 
 from __future__ import annotations
@@ -65,6 +66,10 @@ def simulate(config: Config) -> SimReport:
 
 
 async def _run(config: Config) -> tuple[World, RunEnd, float]:
+    """Run a simulation.
+
+    Returns it with its end, and the lag of 99 % of the passes of the event loop in real seconds.
+    """
     world = World(config)
     end = await world.run()
     loop = asyncio.get_running_loop()
@@ -96,9 +101,9 @@ def lifted(config: Config, settings: SimulateConfig) -> Config:
 
 
 class Meter:
-    """Adds up the time of engines by state.
+    """Adds up the time of engines by state: busy, or a cause of idleness.
 
-    The owner reports each change at once: with `engine` if the sequences or swaps of an engine have changed, and with
+    The world reports each change at once: with `engine` if the sequences or swaps of an engine have changed, and with
     `idle` if the cause of idleness may have changed. Conservation: from `start` on, the seconds of an engine's states
     add up to the time that has passed.
 
@@ -119,6 +124,7 @@ class Meter:
         self._running = [0] * count
         self._idle: set[int] = set(range(count))
         self._slot_s = 0.0
+        """Seconds of all running sequences together."""
 
     def start(self) -> None:
         """Begin to measure now, and discard all earlier time."""
@@ -149,6 +155,7 @@ class Meter:
         return [times.seconds(now) for times in self._times], self._slot_s
 
     def _settle(self) -> None:
+        """Count the time of all engines up to now."""
         for index in range(len(self._times)):
             self.engine(index)
 
@@ -251,6 +258,8 @@ class World:
         await self._rollout_node(node, made).run()
 
     def _rollout_node(self, node: SimNode, made: Counter[int]) -> RolloutNode:
+        """Return a real node with simulated engines and environments, whose calls to the hub the meter sees."""
+
         def make_env(kind: str) -> Environment:
             return SimEnvironment(self.workload, made)
 
@@ -262,6 +271,7 @@ class World:
         return RolloutNode(self.config, link, self.makers(node), SimTokenizer(), env, now=self._now)
 
     def _changed(self, index: int) -> None:
+        """Report to the meter that an engine's sequences or its swap have changed."""
         self.meter.engine(index)
         # The cause of idleness of the node's other engines depends on whether any engine of the node has a request.
         if self.engines[index].occupied != (index in self._occupied):
@@ -269,6 +279,7 @@ class World:
             self.meter.idle()
 
     def _saw_node(self, node: SimNode, request: msgspec.Struct, reply: msgspec.Struct) -> None:
+        """Count the leases of a node after each of its calls to the hub. The first training lease starts the meter."""
         if isinstance(reply, p.LeaseReply) and reply.leases:
             node.alive += len(reply.leases)
             training = {lease.task.task_id: lease.task for lease in reply.leases if lease.task.split == "train"}
@@ -283,6 +294,7 @@ class World:
         self.meter.idle()
 
     def _saw_trainer(self, request: msgspec.Struct, reply: msgspec.Struct) -> None:
+        """Read the meter at each commit, so that a report ends there. Each call may change the causes of idleness."""
         if isinstance(request, p.Commit):
             self._measured = self.meter.read()
         self.meter.idle()
@@ -350,6 +362,7 @@ class World:
         )
 
     def _trainer_shares(self, begun: float, ended: float) -> dict[str, float]:
+        """Return the trainer's shares of the time between `begun` and `ended` by activity."""
         seconds = {"train": 0.0, "batch": 0.0, "publish": 0.0}
         for activity in self.trainer.activities:
             seconds[activity.name] += max(0.0, min(activity.stop, ended) - max(activity.start, begun))
@@ -360,6 +373,7 @@ class World:
         return Counter(self._length(task) for task in self._issued.values())
 
     def _length(self, task: Task) -> int:
+        """Return the response tokens that a sample has at its end."""
         turns = min(self.workload.turns(task.seed), self.config.rollout.max_turns)
         return sum(self.workload.response_tokens(response_key(task, turn)) for turn in range(turns))
 
@@ -400,8 +414,10 @@ class _TimedLoop(VirtualLoop):
 
 
 def _shares(seconds: Mapping[str, float], total: float) -> dict[str, float]:
+    """Divide seconds by their total. Names without time are left out."""
     return {name: part / total for name, part in seconds.items() if part > 0}
 
 
 def _mean(counts: Counter[int]) -> float:
+    """Return the mean of counted values; 0 if there are none."""
     return sum(value * count for value, count in counts.items()) / max(1, counts.total())

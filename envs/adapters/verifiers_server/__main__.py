@@ -2,9 +2,10 @@
 
     python envs/adapters/verifiers_server NAME [--env '{"agent": …}'] [--port 8400] [--tasks 10000]
 
-The program imports only `verifiers` and its requirements, and nothing of Flash. `verifiers` itself runs each episode. A
-lane is a path of this server that passes the harness's requests on to the endpoint of one episode, and to no other
-address. Lanes are reused, because `verifiers` keeps a client for every address that it has used.
+The program imports only `verifiers` and its requirements, and nothing of Flash. `verifiers` itself runs each episode
+with a harness, a program that sends requests to the policy. A lane is a path of this server that passes the harness's
+requests on to the endpoint of one episode, and to no other address. Lanes are reused, because `verifiers` keeps a
+client for every address that it has used.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ CHAT = {"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
 """Default of `--env`: a conversation, with the tools of the task set, in a process on this machine."""
 
 OF_THE_HOP = frozenset({"authorization", "connection", "content-length", "host", "transfer-encoding"})
-"""Request headers that are not passed on."""
+"""Request headers that are not passed on: they belong to one connection, or hold the key of the episode."""
 
 LARGEST_REQUEST = 64 << 20
 """Largest request, in bytes."""
@@ -50,6 +51,7 @@ class Server:
         return app
 
     async def _serving(self, app: web.Application) -> AsyncIterator[None]:
+        """Keep the environment and the client open while the application runs, as aiohttp's cleanup context."""
         # The endpoint replies when the policy has answered, so only the run's own deadlines apply.
         async with self._env.serving(), ClientSession(timeout=ClientTimeout(total=None)) as self._session:
             yield
@@ -60,7 +62,10 @@ class Server:
         return web.json_response([hashlib.blake2b(text.encode(), digest_size=16).hexdigest() for text in shown])
 
     async def play(self, request: web.Request) -> web.Response:
-        """Run an episode of task `number` against the endpoint at `base_url`. Returns its reward and its metrics."""
+        """Run an episode of task `number` against the endpoint at `base_url`. Returns its reward and its metrics.
+
+        The reward is the mean over the traces of agents that are trained. An episode with errors has status 500.
+        """
         asked = await request.json()
         lane = next(lane for lane in map(str, count()) if lane not in self._lanes)
         self._lanes[lane] = asked["base_url"], asked["api_key"]
@@ -82,7 +87,10 @@ class Server:
         return web.json_response({"reward": reward, "metrics": {**rewards, **metrics}})
 
     async def pass_on(self, request: web.Request) -> web.StreamResponse:
-        """Pass a harness's request on to the endpoint of its episode, and stream the response back."""
+        """Pass a harness's request on to the endpoint of its episode, and stream the response back.
+
+        A request after the end of the episode is refused with status 401.
+        """
         if request.match_info["lane"] not in self._lanes:
             return web.json_response({"error": {"message": "The episode is over."}}, status=401)
         base_url, key = self._lanes[request.match_info["lane"]]
