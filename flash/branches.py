@@ -151,7 +151,7 @@ def sort_by_prefix(sequences: Sequence[IntArray]) -> Generator[None, None, tuple
     while keys:
         del keys[-64:]
         yield
-    # The first sequence has none before it.
+    # No sequence stands before the first one, so it shares nothing.
     shared = [0] * bool(order)
     for before, after in pairwise(order):
         common, length = _common_tokens(sequences[before], sequences[after]), len(sequences[after])

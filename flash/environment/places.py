@@ -79,7 +79,7 @@ def awaited_coroutines(awaitable: object) -> Iterator[Any]:
     """
     waiting: Any = awaitable
     for _ in range(1000):  # tasks that await each other in a circle would never end this loop
-        if (get_coro := getattr(waiting, "get_coro", None)) is not None:  # a task
+        if (get_coro := getattr(waiting, "get_coro", None)) is not None:  # `waiting` is a task
             waiting = get_coro()
         prefix = next((one for one in ("cr", "gi", "ag") if hasattr(waiting, f"{one}_frame")), None)
         if prefix is None:

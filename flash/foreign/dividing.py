@@ -119,6 +119,6 @@ class _DispatchedExperts(EpDispatchExpertsParallel):
         return found if how["tp_mesh"] is None else found.clone()
 
 
-# transformers uses our class from here on.
+# From here on transformers uses our class for every model in this process.
 _dispatched: Any = _DispatchedExperts()
 ALL_PARALLEL_STYLES.register(DISPATCHED, _dispatched)

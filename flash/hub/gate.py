@@ -1,11 +1,11 @@
 """The gate between the hub's port and the hub: it checks each request before the hub sees it.
 
-A peer is a rollout node, a trainer rank, a *messenger* (the launcher of a node with trainer ranks, which asks for the
-state of the rank processes) or a *guest* (a process that is not part of the run yet, and becomes a node when it joins).
-A peer may send only valid requests of its kind, and only for itself. For example, a node delivers results only for the
-*leases* that it holds (a lease assigns one task to one node), each once, and each complete. A peer that breaks a rule
-runs different code or is an attacker. The peer is disconnected with a ProtocolError, and the hub never sees the
-request.
+A peer is a rollout node, a trainer rank, a messenger or a guest. A *messenger* is the launcher of a node with trainer
+ranks, which asks for the state of the rank processes. A *guest* is a process that is not part of the run yet, and
+becomes a node when it joins. A peer may send only valid requests of its kind, and only for itself. For example, a node
+delivers results only for the *leases* that it holds (a lease assigns one task to one node), each once, and each
+complete. A peer that breaks a rule runs different code or is an attacker. The peer is disconnected with a
+ProtocolError, and the hub never sees the request.
 
 An *incarnation* is the set of trainer ranks that run from one restart of the ranks to the next. A trainer rank belongs
 to the incarnation in which it has connected, and is answered only until this incarnation is over.

@@ -576,9 +576,9 @@ class NodeWork:
     def _store_result(self, node: int, lease_id: int, result: Trajectory | Failure) -> None:
         """Store one result in the evaluation or in the sample buffer. An error of the buffer ends the run.
 
-        A failure is also reported to the observer, for people. The last result of an evaluation gives the observer the
-        row of the evaluation and its *activity* (a bar on the run's timeline), and wakes the tasks that wait for the
-        next stage of the run, such as its end.
+        A failure is also reported to the observer, for people. With the last result of an evaluation, the observer gets
+        the row of the evaluation and its *activity* (a bar on the run's timeline). The result also wakes the tasks that
+        wait for the next stage of the run, such as its end.
         """
         if isinstance(result, Failure) and result.outcome in FAILURES:
             self._observer.failure(result.outcome, f"node {node}: {result.message}")

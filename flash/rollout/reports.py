@@ -171,7 +171,7 @@ class NodeReports:
         place = record.index
         deaths = self._deaths.get(place)
         start, loaded_at = record.loaded or (0.0, None)
-        # Values by the names of the columns.
+        # `known` has the values by the names of the columns.
         known: dict[str, float | None] = asdict(record.backend.pressure) | {
             "requests": len(record.running),
             "limit": record.limit,

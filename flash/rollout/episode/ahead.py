@@ -110,7 +110,7 @@ class ResponsesAhead:
             return
         if min_tokens(expected.observation, expected.tools, 1) > transcript.limits.max_length:
             return
-        with suppress(EnvError):  # raised again when the observation is shown
+        with suppress(EnvError):  # the error is raised again when the observation is shown
             self._request(expected, *self._prompt(expected))
 
     async def _expect_large(self, expected: Expected) -> None:
@@ -122,7 +122,7 @@ class ResponsesAhead:
         async with self._one_at_a_time, self._rendering:
             if expected.name not in self._to_render:
                 return
-            with suppress(EnvError):  # raised again when the observation is shown
+            with suppress(EnvError):  # the error is raised again when the observation is shown
                 prompt, format = await run_in_thread(lambda: self._prompt(expected))
                 # The tokenizer keeps the tokens of first observations. Tokens of later observations are kept in the
                 # transcript.

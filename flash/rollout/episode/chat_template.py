@@ -168,7 +168,7 @@ class ChatTemplate:
             EnvError: the chat template is missing, refuses the messages, leaves out a part of them, or does not show
                 the response unchanged.
         """
-        self.cache_key(messages, tools)  # raises for lone surrogates
+        self.cache_key(messages, tools)  # this raises for lone surrogates
         self._refuse_left_out(messages, tools)
         # Messages that begin with results of tools follow a response that has made the calls.
         results = 0
@@ -212,7 +212,7 @@ class ChatTemplate:
             EnvError: the chat template is missing, leaves out a part of the messages, does not show the answer behind
                 its prompt, or ends the turn in the middle of the answer.
         """
-        self.cache_key(messages, tools)  # raises for lone surrogates
+        self.cache_key(messages, tools)  # this raises for lone surrogates
         shown = list(map(self._in_form, messages))
         prompt = self._render(shown[:-1], tools, prompting=True)
         conversation = self._render(shown, tools, prompting=False)

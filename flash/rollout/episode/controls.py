@@ -39,7 +39,7 @@ SECRET_LETTERS = 24
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that a template may put between its own characters to write a control token, such as `<|user|>`."""
 
-# One or more marks, which `_unmark` replaces.
+# The pattern finds one or more marks, which `_unmark` replaces.
 _MARKS = re.compile(f"[{chr(FIRST_MARK)}-{chr(LAST_MARK)}]+")
 
 

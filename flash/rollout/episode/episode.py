@@ -282,7 +282,7 @@ class EpisodePlayer:
             finally:
                 # Leave before closing, which may take long, so that other episodes do not wait for the closing.
                 self._phases.leave(state.lease)
-        except BaseException:  # includes cancellation
+        except BaseException:  # this includes a cancellation
             with suppress(EnvError):  # an error while closing must not hide the first one
                 await self._close(env, state)
             raise

@@ -1,9 +1,9 @@
 """TranscriptView: the handle by which an environment reads and steers the tokens of its episode.
 
-An environment that has a method `inform` gets the view before its reset. With it, the environment reads the last
-response, chooses the place that the next observation follows, sets options of the next response, and announces later
-observations, so that the responses to them can be sampled ahead. The view changes no tokens: it records the choices in
-the `Transcript`, where `EpisodePlayer` finds them. Most environments do not use it.
+An environment that has a method `inform` gets the view before its reset. With the view, the environment reads the last
+response, chooses the place that the next observation follows, and sets options of the next response. It may announce
+later observations, so that the responses to them can be sampled ahead. The view changes no tokens: it records the
+choices in the `Transcript`, where `EpisodePlayer` finds them. Most environments do not use it.
 """
 
 from __future__ import annotations

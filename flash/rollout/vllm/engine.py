@@ -217,7 +217,7 @@ class VLLMEngine:
                 yield Progress(piece.token_ids, new, versions, new_kept)
             finished = True
         except Exception as error:
-            # vLLM's errors have no common base class.
+            # Every error is caught, because vLLM's errors have no common base class.
             raise self._flash_error(error) from error
         finally:
             self._steps.end_request()
@@ -259,7 +259,7 @@ class VLLMEngine:
             # An error in one of vLLM's workers arrives as a bare Exception.
             raise self._swap_error(error, version) from error
         except anyio.get_cancelled_exc_class():
-            # The engine is paused, with unknown weights.
+            # The engine is paused now, and its weights are unknown, so it cannot be used again.
             self._die("it was left in the middle of a swap")
             raise
         self._steps.resume(anyio.current_time())
