@@ -111,7 +111,8 @@ option that the configured kind does not use."""
 def chosen_layers(layers: int | list[int], count: int) -> list[int]:
     """Return the indices of the layers whose attention is used, ascending, in a model with `count` layers.
 
-    A number of layers is reduced if there are not so many from ⌊L/3⌋ to ⌊2L/3⌋.
+    If `layers` is a number, so many layers are spread evenly from ⌊L/3⌋ to ⌊2L/3⌋ of L = `count`; if there are fewer
+    layers in this range, all of them are used.
 
     Raises:
         ValueError: a listed layer does not exist in the model.

@@ -295,7 +295,7 @@ class Replay:
         """
         if (store := self._store) is None:
             return None
-        # A batch can be formed only without a backlog, and the state of a checkpoint has none.
+        # Finish the backlog, because `snapshot` must not have a backlog.
         while store.backlog:
             with suppress(BreakerError):
                 store.backlog.do_slice()

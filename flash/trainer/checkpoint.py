@@ -345,9 +345,9 @@ def _state(trainer: Trainer) -> dict[str, Any]:
 
 
 def _extras(trainer: Trainer) -> tuple[str, ...]:
-    """Return the names of the parts that the trainer keeps beside the policy, in the form of `Manifest.extras`.
+    """Return the names of the parts that the trainer keeps beside the policy, one entry per critic.
 
-    A run may resume only with the parts that its checkpoint has (`extras_mismatch`).
+    A checkpoint records them in `Manifest.extras`. A run may resume only with the same parts (`extras_mismatch`).
     """
     kept = {
         "lora": int(trainer.base_fingerprint != ()),
@@ -495,7 +495,7 @@ def _removed_on_failure(aside: Path, describe: Callable[[str], str]) -> Generato
 
 
 def _seal(aside: Path, rank: int, mesh: TrainerMesh) -> list[FileEntry]:
-    """Force the files that this rank has written to the disk, and return their manifest entries.
+    """Force the files that this rank has written to the disk, and return the manifest entries of these files.
 
     The files are the rank's files of torch.distributed.checkpoint, the random states if the rank leads its data shard,
     and on rank 0 the index of torch's files.

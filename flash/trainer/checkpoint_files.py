@@ -327,9 +327,10 @@ def move_into_place(aside: Path, folder: Path) -> None:
 
 
 def prune(run_dir: Path, keep: int) -> None:
-    """Delete all checkpoints except the complete ones of the `keep` newest versions.
+    """Delete all checkpoints except the complete checkpoints of the `keep` newest versions.
 
-    Incomplete checkpoints are deleted, too, even newer ones. Folders `damaged-…` are left alone.
+    Incomplete checkpoints are deleted, too, even if they are newer. Folders `damaged-…` are kept, because people may
+    want to look at them.
     """
     # If a replaced folder still exists beside a complete new folder of the same version, the new folder is kept.
     by_version: dict[str, Path] = {}

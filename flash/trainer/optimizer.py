@@ -142,8 +142,8 @@ def apply_gradient(
         on_nonfinite: "skip" leaves out an update whose gradient is not finite.
         name: name of the update in the error message.
         advice: advice that the error message gives.
-        share: share of the loss's denominator that corrections did not reject; the gradient is divided by it. With 0
-            it is not divided.
+        share: share of the loss's denominator that corrections did not reject; the gradient is divided by this share.
+            With 0, no token was trained, and the gradient is not divided.
 
     Returns:
         The global gradient norm before clipping, and True if the update was made.

@@ -275,7 +275,7 @@ def swapped_in(average: Mapping[str, Tensor], model: nn.Module) -> Generator[Non
 
 @torch.no_grad()
 def _exchange(average: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Swap the contents of the average and the model.
+    """Swap the contents of the average and the model; `swapped_in` does so before and after its block.
 
     One parameter is swapped at a time, so that memory does not have to hold another copy of the model.
     """

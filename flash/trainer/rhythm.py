@@ -351,7 +351,10 @@ class RhythmPass:
         return RhythmWatch(micro, self._layers, self._options, kinds)
 
     def collect(self, watch: RhythmWatch) -> MicroSignals:
-        """Return the signals that a watch found in all chosen layers, and add the spans of their heads to the tally."""
+        """Return the signals that a watch found in all chosen layers.
+
+        The spans of the heads, and the number of rows, are added to the tally, by which `choose_heads` decides.
+        """
         found = [watch.signals[layer] for layer in self._layers]
         span_N = torch.cat([one.span_H for one in found]).cpu().numpy()
         rows = sum(len(response.position_R) for response in trained_responses(watch.micro))

@@ -327,8 +327,8 @@ class Trainer:
         """Return the rhythm if the training pass itself can observe the attention, which saves a forward pass.
 
         None if there is no rhythm, or if a forward pass before training must observe the attention. The training pass
-        can do so if the heads to observe are already chosen, and if there is no other pass: then the training pass has
-        the weights at the start of the step.
+        can do so if the heads to observe are already chosen, and if it is the only pass. Then it has the weights at the
+        start of the step, and no pass before it needs the multiplied advantages, as `_limit` would.
         """
         updates = len(plan.minibatches) * self._config.train.updates_per_batch
         if self.rhythm is None or not self.rhythm.settled or self._objective.limits or updates > 1:

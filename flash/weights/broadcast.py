@@ -219,10 +219,10 @@ class BroadcastServer(WeightServer):
                     self._notify()
 
     def _notify(self) -> None:
-        """Wake the thread that broadcasts. If the running round failed, also abort the group, which ends a broadcast.
+        """Wake the thread that broadcasts, after a change of the planner. The caller must hold `_changed`.
 
-        Without the abort, the thread would wait for a missing member until the broadcast's time limit. The caller must
-        hold `_changed`.
+        If the running round has failed, the group is aborted, which ends its broadcast. Without this, the thread would
+        wait for a missing member until the broadcast's time limit.
         """
         if self._planner.failed and (group := self._group) is not None:
             group.abort()

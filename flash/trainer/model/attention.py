@@ -160,7 +160,7 @@ class PaddedPart:
         return AttentionOptions(self._mask(scores.window), self.causal, scores.scale, scores.cap)
 
     def _mask(self, window: int | None) -> Tensor | None:
-        """Return bool [S, 1, Q, K]: True where the query sees the key. None: it sees every key that is not later."""
+        """Return bool [S, 1, Q, K]: True where the query sees the key. None if the window hides no key."""
         if window is None or self.reach <= window:
             return None
         if window not in self._masks:

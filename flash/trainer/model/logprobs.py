@@ -192,7 +192,7 @@ class _DistinctQuestions(NamedTuple):
 def _distinct_questions(row_T: Int64Array, target_T: Int64Array, scale_T: Float64Array) -> _DistinctQuestions:
     """Return each question once. Sequences that share a position and have the same next token ask the same question.
 
-    `row_T` is the position in the row at which each predicted token is computed, and `scale_T` its temperature.
+    `row_T` is the position in the row at which each predicted token is computed, and `scale_T` the temperature.
     """
     order = np.lexsort((scale_T, target_T, row_T))
     new_T = np.ones(len(order), dtype=np.bool_)

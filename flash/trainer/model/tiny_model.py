@@ -364,7 +364,8 @@ def _has_stopped_falling(losses: list[float]) -> bool:
 def _encode(tokenizer: PreTrainedTokenizerFast, examples: list[SolvedExample]) -> tuple[Tensor, Tensor]:
     """Return token ids and targets, int64 [B, T] each.
 
-    The target of a position is the next token if that belongs to an answer or ends it, else `IGNORED`.
+    The target of a position is the next token if this token belongs to an answer or ends an answer, else `IGNORED`.
+    Shorter examples are padded on the right, with the target `IGNORED`.
     """
     import torch
 
