@@ -77,8 +77,11 @@ class NodeStatus(msgspec.Struct, frozen=True):
     """Status that a node reports to the hub."""
 
     host: str
+    """Name of the node's machine."""
     process: int
+    """Process id of the node."""
     since: float
+    """Time when the node's process started."""
     engines: list[EngineNow]
     episodes: int
     """Number of live episodes, each with its environment."""
@@ -87,6 +90,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     waiting: int
     """Number of requests that wait for an engine."""
     stocks: list[Stock]
+    """Resources that the node's environments share, such as pools of sandboxes."""
 
 
 class NodeNow(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +106,9 @@ class NodeNow(msgspec.Struct, frozen=True, kw_only=True):
     oldest_lease: float | None = None
     """Time when the node got the oldest of these samples."""
     gone_at: float | None = None
+    """Time when the node left the run; None if it has not left."""
     why: str = ""
+    """Reason why it left; empty if it has not left."""
 
 
 class RankNow(msgspec.Struct, frozen=True):
@@ -124,13 +130,16 @@ class LeaseNow(msgspec.Struct, frozen=True):
     sample_index: int
     split: str
     attempt: int
+    """Number of earlier attempts at this sample, which have failed."""
     since: float
+    """Time when the node got the sample."""
 
 
 class Flow(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of samples between their issue and the step that trains them."""
 
     in_flight: int
+    """Number of samples that are issued and not yet trained or given up."""
     most: int
     """Largest number of samples that the limit on ages allows in flight."""
     queued: int
@@ -148,7 +157,9 @@ class HubNow(msgspec.Struct, frozen=True, kw_only=True):
     """State of the run, as the hub knows it."""
 
     at: float
+    """Time of this state."""
     doing: str
+    """Phrase for the event that the run waits for, for people."""
     version: int
     """Policy version that the run has reached."""
     published: int
@@ -221,7 +232,7 @@ class FailureTally:
         self._events = deque(events, maxlen=MOST_EVENTS)
 
     def failed(self, kind: str, message: str, now: float) -> None:
-        """ClusterNumber a failure. `now` is in Unix seconds."""
+        """Count a failure. `now` is in Unix seconds."""
         # The number of kinds is bounded, so that the file stays small.
         kind = kind if kind in self._kinds or len(self._kinds) < MOST_KINDS else "other"
         before = self._kinds.get(kind)
@@ -272,7 +283,7 @@ class ClusterFile:
             self._tally.failed("hub_lost", HUB_VANISHED, self._since)
 
     def failed(self, kind: str, message: str) -> None:
-        """ClusterNumber a failure."""
+        """Count a failure."""
         self._tally.failed(kind, message, self._now())
 
     def event(self, text: str) -> None:

@@ -234,8 +234,9 @@ def draw_offpolicy(metrics: Sequence[Row]) -> Figure | None:
 def ratio_quantiles(rows: Sequence[Row]) -> tuple[Floats, Floats]:
     """Return the ages [K] with a ratio, and the 1 %, 50 % and 99 % quantiles [K, 3] of the ratio at a step's start.
 
-    A quantile over the run is the geometric mean of the steps' quantiles. The weight of a step is its number of trained
-    tokens of that age.
+    The ratio of a token is its probability under the policy that is trained, divided by its probability under the
+    policy that sampled it. A quantile over the run is the geometric mean of the steps' quantiles. The weight of a step
+    is its number of trained tokens of that age.
     """
     ages = sorted({int(match[1]) for row in rows for key in row if (match := _RATIO_KEY.fullmatch(key)) is not None})
     ratios = [[_mean_ratio(rows, age, percent) for percent in (1, 50, 99)] for age in ages]

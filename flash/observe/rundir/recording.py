@@ -41,7 +41,9 @@ class RecordingHead(msgspec.Struct, frozen=True):
     """The first record of a file."""
 
     step: int
+    """Step that trains the batch."""
     min_version: int
+    """Oldest version whose tokens the step trains."""
     trajectories: int
     """Number of records that follow."""
     earlier: list[BatchSample]

@@ -249,7 +249,7 @@ class AppendedFile:
         """
         data = _lines(rows)
         self._check()
-        # Unbuffered, so that closing the file after an error has nothing left to write, which would fail again.
+        # The file is unbuffered. Otherwise closing it after an error would write the rest, which would fail again.
         with writing(self._path), self._path.open("ab", buffering=0) as file:
             end = file.tell()
             try:
@@ -273,7 +273,7 @@ class AppendedFile:
     def _check(self) -> None:
         """Warn if somebody has changed the file since the last append. Put it back if it was deleted or replaced."""
         if self._held is None:
-            return
+            return  # Nothing was appended yet.
         ours = os.fstat(self._held)
         try:
             found = self._path.stat()

@@ -14,7 +14,7 @@ from flash.config.tree import Config
 Row = Mapping[str, Any]
 
 DOMAIN = re.compile(r"domain/(.+)/(?:reward|share)")
-"""Column names that contain the name of a domain."""
+"""Column names that contain the name of a domain: a kind of problems with a share of the trained groups of its own."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):

@@ -78,6 +78,7 @@ class Feed:
         self._reported: set[str] = set()
         """Kinds of warnings that were given. Each is given once."""
         self._closed = self._late = False
+        """`_late`: True if the receiver did not end in time and was killed. Its further failures are not reported."""
         # Only the feed's thread writes these.
         self._taken = self._failed = 0
         self._failures: SimpleQueue[str] = SimpleQueue()
@@ -93,7 +94,10 @@ class Feed:
         return self._failed + self._dropped
 
     def put(self, kind: str, row: Mapping[str, Any], *, last: bool = False) -> None:
-        """Add an event, without waiting. The last event of a run is added even if the queue is full."""
+        """Add an event, without waiting. If the queue is full, the event is dropped, unless it is the run's last one.
+
+        An event for a receiver that catches up is not added, and not counted, if another one waits already.
+        """
         waiting = self._events.qsize()
         if self._receiver.catches_up and waiting and not last:
             return
@@ -115,9 +119,10 @@ class Feed:
         return found
 
     def close(self, seconds: float) -> list[str]:
-        """Wait at most `seconds` until the receiver has taken the rest, and drop what is left then.
+        """Wait at most `seconds` until the receiver has taken the rest, then kill the receiver and drop what is left.
 
-        Returns the last warnings, and a sentence about all events that the receiver missed.
+        Returns the last warnings, and a sentence about all events that the receiver missed. A second call returns
+        nothing.
         """
         if self._closed:
             return []
