@@ -89,13 +89,13 @@ def carry_out(
         begin: runs a checked configuration and returns its exit code.
         complete: completes the configuration with the values that the command itself determines.
     """
-    from flash.run.checks.preflight import left_as_it_was
+    from flash.run.checks.preflight import changes_without_effect
 
     paths, overrides = split_arguments(arguments.config)
     if arguments.resume:
         overrides.append("run.resume=true")
     config = complete(load(paths, overrides, also=problems))
-    advise(config, left_as_it_was(config))
+    advise(config, changes_without_effect(config))
     if arguments.dry_run:
         # The configuration is long, so the results follow it: a reader looks at the end of the output.
         sys.stdout.write(dump(config))
@@ -180,7 +180,7 @@ def run_sft(arguments: argparse.Namespace) -> int:
 
     The rows are tokenized before the run starts, because their number gives the number of steps.
     """
-    from flash.run.checks.preflight import made_steps, sft_problems
+    from flash.run.checks.preflight import sft_problems, too_many_steps
 
     tokens: list[CourseTokens] = []
 
@@ -193,7 +193,7 @@ def run_sft(arguments: argparse.Namespace) -> int:
             make_fetched(config)
         tokens.append(CourseTokens.read(config, _tell))
         config = tokens[0].with_steps(config)
-        if problems := list(made_steps(config)):
+        if problems := list(too_many_steps(config)):
             raise refuse(problems)
         return config
 

@@ -197,8 +197,8 @@ def own_dtype(model: str) -> Dtype | None:
         described = json.loads(Path(file).read_text(encoding="utf-8")) if isinstance(file, str | Path) else {}
     except (OSError, ValueError):
         return None
-    said = described.get("dtype", described.get("torch_dtype"))
-    return said if said in get_args(Dtype) else None
+    dtype = described.get("dtype", described.get("torch_dtype"))
+    return dtype if dtype in get_args(Dtype) else None
 
 
 def _round(folder: Path, dtype: Dtype) -> None:

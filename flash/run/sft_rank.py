@@ -43,7 +43,7 @@ from flash.waiting import run_to_end
 
 log = logging.getLogger("flash")
 
-TOLD = (
+REPORTED_METRICS = (
     *("loss", "entropy", "grad_norm", "learning_rate", "skipped_steps", "loss_scale"),
     *("tokens", "trained_tokens", "shared_token_share", "memory_gib", "mfu"),
 )
@@ -59,15 +59,15 @@ def run_sft_rank(order: ProcessOrder, config: Config) -> End:
 
     The ranks meet in a store in the scratch folder, because no hub could give them an address.
     """
-    told = threading.Event()
+    stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: told.set())
+        signal.signal(number, lambda *_: stop.set())
     ranks = config.trainer_world_size
     file = Path(os.environ[SCRATCH]) / f"store-{order.restarts}"
     with ExitStack() as stack:
         try:
             meet(order.local, config, order.local, private_store() if ranks == 1 else file_store(file, ranks), stack)
-            return _train(order, config, told, stack)
+            return _train(order, config, stop, stack)
         except Exception as error:  # supervised boundary: the end of another rank is no fault of this one
             if not collective_failed(error):
                 raise
@@ -76,7 +76,7 @@ def run_sft_rank(order: ProcessOrder, config: Config) -> End:
             return End.FAILED
 
 
-def _train(order: ProcessOrder, config: Config, told: threading.Event, stack: ExitStack) -> End:
+def _train(order: ProcessOrder, config: Config, stop: threading.Event, stack: ExitStack) -> End:
     """Restore this rank from the newest checkpoint if the run resumes or restarts, and run its training loop.
 
     Only the first rank looks for the checkpoint, and tells the others, so that all of them choose the same one. `stack`
@@ -104,7 +104,7 @@ def _train(order: ProcessOrder, config: Config, told: threading.Event, stack: Ex
             recorder.note(note)
     profiler = StepProfiler(config.train.profiled_steps, config.run_dir, order.local, cuda=config.gpus_per_node > 0)
     stack.callback(profiler.close)
-    return SftLoop(config, trainer, course, tokenizer, recorder, profiler, told).run()
+    return SftLoop(config, trainer, course, tokenizer, recorder, profiler, stop).run()
 
 
 def other_rows(folder: Path, course: Course) -> str:
@@ -135,7 +135,7 @@ class SftLoop:
         tokenizer: tokenizer for the exported model.
         recorder: recorder of the run on the first rank; None on the others.
         profiler: records the steps that `train.profile` names.
-        told: set if the training must end.
+        stop: set if the training must end.
     """
 
     def __init__(
@@ -146,14 +146,14 @@ class SftLoop:
         tokenizer: HfTokenizer,
         recorder: Recorder | None,
         profiler: StepProfiler,
-        told: threading.Event,
+        stop: threading.Event,
     ) -> None:
         self._config, self._trainer, self._course = config, trainer, course
-        self._tokenizer, self._recorder, self._told = tokenizer, recorder, told
+        self._tokenizer, self._recorder, self._stop = tokenizer, recorder, stop
         self._profiler, self._meter = profiler, StepMeter(trainer.mesh)
 
     def run(self) -> End:
-        """Train until no batch is left, an alarm stops the run, or `told` is set. Returns how the training ended.
+        """Train until no batch is left, an alarm stops the run, or `stop` is set. Returns how the training ended.
 
         Consumes batches; a thread reads the next one during a step. Waits for that thread and for the other ranks.
         Produces rows of metrics, evaluations, checkpoints, and the exported model at the end.
@@ -169,10 +169,10 @@ class SftLoop:
             while coming is not None and wish < WISHES["stop"]:
                 self._profiler.begin_step(trainer.version)
                 begun = time.perf_counter()
-                batch, said = coming.result()
-                said["trainer_wait_s"] = time.perf_counter() - begun
+                batch, known = coming.result()
+                known["trainer_wait_s"] = time.perf_counter() - begun
                 coming = ahead.submit(self._course.batch, batch.step + 1) if batch.step + 1 < steps else None
-                wish = self._agreed(self._step(batch, said))
+                wish = self._strongest_wish(self._step(batch, known))
                 ends = coming is None
                 if ends or (self._config.eval.every and trainer.version % self._config.eval.every == 0):
                     self._evaluate()
@@ -185,26 +185,26 @@ class SftLoop:
             checkpoint.export_hf(trainer.model, self._tokenizer.inner, self._config.run_dir / "model")
         return self._end(interrupted=not finished)
 
-    def _step(self, batch: Batch, said: dict[str, float]) -> Wish | None:
+    def _step(self, batch: Batch, known: dict[str, float]) -> Wish | None:
         """Train one batch, and report its metrics on the first rank.
 
         Returns the wish of the alarms that these metrics cause: a checkpoint, the end of the run, or None. Other ranks
-        return None. `said` has metrics of the batch that are known already.
+        return None. `known` has metrics of the batch that are known already.
         """
         begun = time.perf_counter()
-        shard = self._dealt(batch)
+        shard = self._own_shard(batch)
         self._meter.begin()
         metrics = self._trainer.train_step(shard)
         metrics |= self._meter.finish(self._trainer.flops)
         if self._recorder is None:
             return None
         seconds = time.perf_counter() - begun
-        interval = max(seconds + said["trainer_wait_s"], 1e-9)
+        interval = max(seconds + known["trainer_wait_s"], 1e-9)
         self._recorder.batch(batch)
         self._recorder.trained(batch.step, self._trainer.shown)
         return self._recorder.step(
-            said
-            | {name: metrics[name] for name in TOLD if name in metrics}
+            known
+            | {name: metrics[name] for name in REPORTED_METRICS if name in metrics}
             | {
                 "step": batch.step,
                 "version": self._trainer.version,
@@ -212,22 +212,22 @@ class SftLoop:
                 "nll": metrics["nll_mean"],
                 "trainer_step_s": seconds,
                 "interval_s": interval,
-                "trainer_wait_share": said["trainer_wait_s"] / interval,
+                "trainer_wait_share": known["trainer_wait_s"] / interval,
                 "tokens_per_second": metrics["tokens"] / interval,
             }
         )
 
-    def _dealt(self, batch: Batch) -> Shard:
+    def _own_shard(self, batch: Batch) -> Shard:
         """Return this rank's shard of a batch."""
         mesh = self._trainer.mesh
         return run_to_end(split_into_shards(batch, mesh.data_shards, self._config.train.minibatches))[mesh.data_shard]
 
-    def _agreed(self, wish: Wish | None) -> int:
+    def _strongest_wish(self, wish: Wish | None) -> int:
         """Return the priority of the strongest wish of all ranks, as `WISHES` has it. `wish`: the wish of this rank.
 
         A signal may have reached only some ranks, and only the first one has alarms.
         """
-        asked = WISHES["stop" if self._told.is_set() else wish]
+        asked = WISHES["stop" if self._stop.is_set() else wish]
         most = torch.tensor(asked, device=self._trainer.mesh.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return int(most)
@@ -237,7 +237,7 @@ class SftLoop:
         version = self._trainer.version
         if (batch := self._course.held_out(version)) is None:
             return
-        loss = self._trainer.mean_loss(self._dealt(batch))
+        loss = self._trainer.mean_loss(self._own_shard(batch))
         if self._recorder is not None:
             rows = len({one.task.group_id for one in batch.trajectories})
             row = {"step": version, "held_out_nll": loss, "problems": rows, "time": time.time()}

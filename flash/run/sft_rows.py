@@ -49,7 +49,7 @@ ALONE = 2000
 """Number of rows from which several processes tokenize. Their start takes some five seconds."""
 CHUNK = 500
 """Number of rows that a process tokenizes in one task."""
-TELL_S = 5.0
+PROGRESS_S = 5.0
 """Seconds between two lines about the progress of tokenizing."""
 
 
@@ -167,10 +167,10 @@ class TokenTable:
 
     def digest(self) -> str:
         """Return a hash that is equal for tables with equal rows in the same order."""
-        told = blake2b(digest_size=16)
+        digest = blake2b(digest_size=16)
         for name in ARRAYS:
-            told.update(np.ascontiguousarray(self._arrays[name]).data)
-        return told.hexdigest()
+            digest.update(np.ascontiguousarray(self._arrays[name]).data)
+        return digest.hexdigest()
 
     @property
     def cut(self) -> int:
@@ -237,13 +237,13 @@ def read_tokens(
     """
     rows, faults, shapes = _examples(islice(read_rows(path), most_rows)), list[str](), Counter[str]()
     parts: list[_Part] = []
-    done, told = 0, time.monotonic()
+    done, reported = 0, time.monotonic()
     with closing(_tokenized_parts(_counted(rows, faults, shapes), model)) as tokenized_parts:
         for part in tokenized_parts:
             parts.append(part)
             done += len(part.table) + len(part.too_long) + len(part.unlearned) + len(part.faults)
-            if time.monotonic() - told > TELL_S:
-                told = time.monotonic()
+            if time.monotonic() - reported > PROGRESS_S:
+                reported = time.monotonic()
                 tell(f"{key}: {done} rows are tokenized")
     faults += (fault for part in parts for fault in part.faults)
     refuse_rows(faults)

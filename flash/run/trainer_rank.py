@@ -58,7 +58,7 @@ def run_trainer_rank(order: ProcessOrder, config: Config) -> End:
         store, address = _open_store(config)
     with ExitStack() as stack:
         enter = partial(_enter, index, config, address, stack)
-        hub, incarnation = find_hub(config, token, enter, tells=order.node > 0 and order.local == 0)
+        hub, incarnation = find_hub(config, token, enter, prints=order.node > 0 and order.local == 0)
         if incarnation.checkpoint is None:
             return End.OVER
         for number in (signal.SIGINT, signal.SIGTERM):

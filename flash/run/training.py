@@ -15,7 +15,7 @@ from flash.config.load import dump, load
 from flash.config.tree import Config
 from flash.errors import ConfigError, FlashError, error_of
 from flash.observe.rundir.summary import Summary
-from flash.run.checks.preflight import left_as_it_was, start_problems
+from flash.run.checks.preflight import changes_without_effect, start_problems
 from flash.run.models import make_missing_model
 from flash.run.processes.launch_state import ERROR_FILE, use_torchrun_variables
 from flash.run.processes.launcher import launch
@@ -50,7 +50,7 @@ def train(config: Config, *, resume: bool = False) -> Summary | None:
         file.write_text(dump(config), encoding="utf-8")
         overrides = ["run.resume=true"] if resume else []
         config = load(file, overrides, also=start_problems)
-    advise(config, left_as_it_was(config))
+    advise(config, changes_without_effect(config))
     make_missing_model(config)
     code = launch(config)
     if code == End.INTERRUPTED:

@@ -23,7 +23,7 @@ from flash.config.load import dump
 from flash.config.tree import Config
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.trackers.trackers import not_installed
-from flash.run.checks.preflight import left_as_it_was, start_problems
+from flash.run.checks.preflight import changes_without_effect, start_problems
 from flash.run.models import make_missing_model
 from flash.run.processes.locks import run_lock
 from flash.trainer.checkpoint_files import MANIFEST, step_folder
@@ -221,17 +221,17 @@ def test_what_a_change_leaves_as_it_was_is_told_once_there_are_weights(
     left(make_config(tmp_path), steps=6)
     (other := tmp_path / "other").mkdir()
     resumed = make_config(tmp_path, run={"resume": True}, model={"path": str(other)})
-    assert left_as_it_was(resumed) == []
+    assert changes_without_effect(resumed) == []
     checkpoint = step_folder(resumed.run_dir, 6)
     checkpoint.mkdir(parents=True)
     (checkpoint / MANIFEST).write_text('{"version": 6, "skipped_steps": 0, "files": []}')
-    advise(resumed, left_as_it_was(resumed))
+    advise(resumed, changes_without_effect(resumed))
     told = "`model.path`: The weights of the newest checkpoint stay. The newly named model gives only the tokenizer"
     assert told in capsys.readouterr().err
-    assert left_as_it_was(make_config(tmp_path, run={"resume": True})) == []
-    assert left_as_it_was(make_config(tmp_path, model={"path": str(other)})) == []
+    assert changes_without_effect(make_config(tmp_path, run={"resume": True})) == []
+    assert changes_without_effect(make_config(tmp_path, model={"path": str(other)})) == []
     adapted = make_config(tmp_path, run={"resume": True}, model={"path": str(other)}, lora={})
-    (told,) = (problem.message for problem in left_as_it_was(adapted) if problem.key == "model.path")
+    (told,) = (problem.message for problem in changes_without_effect(adapted) if problem.key == "model.path")
     assert told == (
         "The adapters of the newest checkpoint stay. They fit only the model beside which they were trained, which the "
         "trainer checks."

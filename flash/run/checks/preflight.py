@@ -60,7 +60,7 @@ def start_problems(config: Config) -> list[ConfigProblem]:
     if config.sft is not None:
         message = "is there, and `flash sft` trains by it: leave it out (`sft=none`), and name the result as model.path"
         return [ConfigProblem("sft", message)]
-    return [*_start_problems(config), *made_steps(config)]
+    return [*_start_problems(config), *too_many_steps(config)]
 
 
 def sft_problems(config: Config) -> list[ConfigProblem]:
@@ -77,13 +77,13 @@ def sft_problems(config: Config) -> list[ConfigProblem]:
 
 
 def _start_problems(config: Config) -> list[ConfigProblem]:
-    problems = [*_temporary(), *_importable(config), *_trackers(config), *_models(config), *_fetched(config)]
+    problems = [*_temporary_folder(), *_unimportable(config), *_trackers(config), *_models(config), *_fetched(config)]
     if unreachable(str(config.run_dir.absolute())) is None:
-        problems += [*_output(config), *_hub(config), *_past(config)]
+        problems += [*_output_folders(config), *_hub(config), *_resumed_run(config)]
     return problems
 
 
-def _temporary() -> Iterator[ConfigProblem]:
+def _temporary_folder() -> Iterator[ConfigProblem]:
     """Yield a problem if no folder takes temporary files."""
     try:
         tempfile.gettempdir()
@@ -91,7 +91,7 @@ def _temporary() -> Iterator[ConfigProblem]:
         yield ConfigProblem("TMPDIR", f"no folder takes temporary files: {error.strerror}; name one that does")
 
 
-def _importable(config: Config) -> Iterator[ConfigProblem]:
+def _unimportable(config: Config) -> Iterator[ConfigProblem]:
     """Yield problems of classes that the other processes of the run cannot import."""
     named = {"env.path": config.env.path, "env.options": config.env.options, "observe.sink": config.observe.sink}
     for key, value in (named | {"algorithm.objective": config.algorithm.objective}).items():
@@ -112,7 +112,7 @@ def _trackers(config: Config) -> Iterator[ConfigProblem]:
             yield ConfigProblem("track.to", fault)
 
 
-def _output(config: Config) -> Iterator[ConfigProblem]:
+def _output_folders(config: Config) -> Iterator[ConfigProblem]:
     """Yield problems of folders that only the first node writes: the run directory, and its parent with the lock."""
     if os.environ.get("FLASH_NODE_RANK", "0") == "0":
         folders = dict.fromkeys(map(_existing, (config.run_dir, config.run_dir.parent)))
@@ -223,37 +223,37 @@ def _hub(config: Config) -> Iterator[ConfigProblem]:
             yield ConfigProblem("cluster.hub_port", str(error))
 
 
-def left_as_it_was(config: Config) -> list[ConfigProblem]:
+def changes_without_effect(config: Config) -> list[ConfigProblem]:
     """Return warnings for a resumed run: keys that were changed in its configuration and do not have their full effect.
 
     Each has a message about the part that stays unchanged. The list is empty if no run is resumed.
     """
-    if (had := _had(config)) is None or newest_complete(config.run_dir) is None:
+    if (recorded_before := _recorded_settings(config)) is None or newest_complete(config.run_dir) is None:
         return []
-    return partial_effects(had, _settings(config))
+    return partial_effects(recorded_before, _present_settings(config))
 
 
-def _past(config: Config) -> Iterator[ConfigProblem]:
+def _resumed_run(config: Config) -> Iterator[ConfigProblem]:
     """Yield problems of a resumed run: the run does not exist, keys have changed that may not, or files are damaged."""
     if not config.run.resume or not config.run_dir.is_dir():
         return
-    yield from _left(config)
-    if (had := _had(config)) is None:
+    yield from _missing_run(config)
+    if (recorded_before := _recorded_settings(config)) is None:
         return
     directory = RunDirectory(config.run_dir)
-    yield from refused(had, _settings(config), directory.path)
-    yield from _kept(config)
+    yield from refused(recorded_before, _present_settings(config), directory.path)
+    yield from _checkpoint_misfits(config)
     try:
         directory.incarnations.last()
     except RunDirectoryError as error:
         yield ConfigProblem("run.resume", str(error))
 
 
-def made_steps(config: Config) -> Iterator[ConfigProblem]:
+def too_many_steps(config: Config) -> Iterator[ConfigProblem]:
     """Yield a problem if the resumed run has already made more steps than run.steps."""
     if unreachable(str(config.run_dir.absolute())) is not None:
         return
-    if not config.run.resume or not config.run_dir.is_dir() or _had(config) is None:
+    if not config.run.resume or not config.run_dir.is_dir() or _recorded_settings(config) is None:
         return
     if (reached := version_with_metrics(config)) > config.run.steps:
         yield ConfigProblem(
@@ -263,7 +263,7 @@ def made_steps(config: Config) -> Iterator[ConfigProblem]:
         )
 
 
-def _left(config: Config) -> Iterator[ConfigProblem]:
+def _missing_run(config: Config) -> Iterator[ConfigProblem]:
     """Yield a problem if nothing of a run is left to resume, or if all of its checkpoints are damaged.
 
     Only the first node checks this, because the other nodes need not see the run directory.
@@ -280,7 +280,7 @@ def _left(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("run.resume", f"there is no run to continue: nothing of one is left in {directory.path}")
 
 
-def _kept(config: Config) -> Iterator[ConfigProblem]:
+def _checkpoint_misfits(config: Config) -> Iterator[ConfigProblem]:
     """Yield problems of the newest checkpoint that does not fit the configuration.
 
     Its weights beside the policy's (critics, references, averages), its adapters, or the characters that a tiny model
@@ -310,7 +310,7 @@ def _kept(config: Config) -> Iterator[ConfigProblem]:
                 yield ConfigProblem("env.options", f"{message}: go on with the same characters, or start a new run")
 
 
-def _had(config: Config) -> dict[str, Any] | None:
+def _recorded_settings(config: Config) -> dict[str, Any] | None:
     """Return the settings of the resumed run; empty if they cannot be read; None if no run is resumed."""
     file = RunDirectory(config.run_dir).config
     if not config.run.resume or not file.is_file():
@@ -321,7 +321,7 @@ def _had(config: Config) -> dict[str, Any] | None:
         return {}
 
 
-def _settings(config: Config) -> dict[str, Any]:
+def _present_settings(config: Config) -> dict[str, Any]:
     """Return a configuration as a run records it, for the comparison with the recorded settings."""
     return tomllib.loads(dump(recorded(config)))
 

@@ -58,7 +58,7 @@ class Launch:
         self._marker = marker
         self._has_hub = has_hub
         self._parts: list[SupervisedPart] = [part for part in (loop, ranks) if part is not None]
-        self._told = False
+        self._interrupted = False
         """True if a signal has asked for the end of the launch."""
         self._ranks_failed = False
         """True if the trainer ranks of this machine have failed for good."""
@@ -123,16 +123,16 @@ class Launch:
         Consumes signals. Waits for the next one, until `_run` cancels this task.
         """
         async for number in signals:
-            if self._told and number == signal.SIGINT:
+            if self._interrupted and number == signal.SIGINT:
                 self._kill()
-            elif not self._told:
-                self._told = True
+            elif not self._interrupted:
+                self._interrupted = True
                 ending.set()
                 tasks.start_soon(self._end, signal.Signals(number), tasks.cancel_scope)
 
     def _exit_code(self, end: End) -> int:
         """Return the exit code of the launch. `end` is the end of its node loop; OVER if it has none."""
-        if self._told:
+        if self._interrupted:
             # A node without trainer ranks has left the run in order, which is a success.
             return End.INTERRUPTED if self._has_hub or self._ranks is not None else 0
         # Without its ranks or its hub the run has failed. Without any other node loop it goes on.

@@ -177,7 +177,7 @@ def launch(config: Config) -> int:
             stack.callback(leave_in_order, config, marker, loop)
         elif config.engines_on(node) or not ranks_here:
             loop = JoinedLoop(place, folder, node, own=config)
-        ranks = Ranks(config, node, file, place, tells=loop is None) if ranks_here else None
+        ranks = Ranks(config, node, file, place, prints=loop is None) if ranks_here else None
         end_with_torchrun()
         return Launch(loop, ranks, marker, has_hub=node == 0).run()
 

@@ -76,17 +76,17 @@ class Ranks(SupervisedPart):
         node: number of the machine in its job.
         file: file from which the ranks read the configuration.
         place: place of the hub.
-        tells: True to print a line while the hub is searched for. False if a node loop of this machine prints it.
+        prints: True to print a line while the hub is searched for. False if a node loop of this machine prints it.
     """
 
-    def __init__(self, config: Config, node: int, file: Path, place: HubPlace, *, tells: bool = False) -> None:
+    def __init__(self, config: Config, node: int, file: Path, place: HubPlace, *, prints: bool = False) -> None:
         super().__init__(config, "the trainer ranks start again", failed=RANKS_FAILED)
         self._run = config
         self.node = node
         self._name = f"messenger-{node}"
         self._file = file
         self._place = place
-        self._tells = tells
+        self._prints = prints
         self.hub_came = anyio.Event()
         """Set when a hub is found. `keep_running` waits for the next hub with a new event."""
 
@@ -138,7 +138,7 @@ class Ranks(SupervisedPart):
         """
         first, deadlines = self.node == 0, self._run.deadlines
         silence_s = deadlines.hub if first else None
-        search = HubSearch(self._place, os.environ.get(TOKEN_VARIABLE), tells=self._tells, silence_s=silence_s)
+        search = HubSearch(self._place, os.environ.get(TOKEN_VARIABLE), prints=self._prints, silence_s=silence_s)
         run: p.RunReply | None = None
         while True:
             try:

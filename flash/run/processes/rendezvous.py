@@ -58,7 +58,7 @@ def hub_place(config: Config, environment: Mapping[str, str]) -> HubPlace:
     return HubPlace(run_dir=str(config.run_dir.absolute()))
 
 
-def find_hub(config: Config, token: str | None, use: Callable[[HubAddress], T], *, tells: bool = True) -> T:
+def find_hub(config: Config, token: str | None, use: Callable[[HubAddress], T], *, prints: bool = True) -> T:
     """Wait for the hub of a run, call `use` with its address until it succeeds, and return the result of `use`.
 
     A trainer rank calls this to connect to the hub.
@@ -67,7 +67,7 @@ def find_hub(config: Config, token: str | None, use: Callable[[HubAddress], T], 
         config: the run's configuration.
         token: the value of FLASH_TOKEN; None if it is not set.
         use: connects to the hub. It raises FlashError if another process answers, or if the hub is about to end.
-        tells: True to print a line if the search takes long.
+        prints: True to print a line if the search takes long.
 
     Raises:
         DeadlineError: no hub was found within deadlines.rendezvous.
@@ -84,7 +84,7 @@ def find_hub(config: Config, token: str | None, use: Callable[[HubAddress], T], 
         waited = time.monotonic() - begun
         if waited >= seconds:
             raise DeadlineError("the hub of this run", seconds, f"the output of the first node ({problem})")
-        if tells and waited >= QUIET_S and not told:
+        if prints and waited >= QUIET_S and not told:
             told = True
             say(f"waiting up to {seconds:g} s for the hub of {place}: {problem}")
         time.sleep(RANK_RETRY_S)
@@ -191,15 +191,15 @@ class HubSearch:
     Args:
         place: place of the hubs.
         token: the value of FLASH_TOKEN; None if it is not set.
-        tells: True to print a line when the search has to wait.
+        prints: True to print a line when the search has to wait.
         silence_s: seconds after which a hub that is announced but does not answer ends the search with an error. None:
             the search tries again until its own time is over.
     """
 
     def __init__(
-        self, place: HubPlace, token: str | None, *, tells: bool = True, silence_s: float | None = None
+        self, place: HubPlace, token: str | None, *, prints: bool = True, silence_s: float | None = None
     ) -> None:
-        self._tells = tells
+        self._prints = prints
         self._silence_s = silence_s
         self._place = place
         self._token = token
@@ -237,7 +237,7 @@ class HubSearch:
                         raise
                     problem = str(error)
                     why = f": {problem}" if self._place.announced else ", which the first node starts"
-                    if self._tells and why != told:
+                    if self._prints and why != told:
                         told = why
                         say(f"waiting up to {wait_s:g} s for the hub of {self._place}{why}")
                 if before is not None and self._has_ended(before):

@@ -38,7 +38,7 @@ KILLED_S = 2.0
 """Seconds to wait for the exit of a killed process. The wait blocks the event loop."""
 RETRY_S = 1.0
 """Seconds before the next attempt if the system could not start a process."""
-TOLD_S = 2.0
+SIGNAL_SPREAD_S = 2.0
 """Seconds within which a signal that killed a process may also reach the launcher: Slurm sends it to every process of a
 job."""
 
@@ -87,7 +87,7 @@ class Processes:
         self._living: dict[int, ForkedProcess] = {}
         self._begins = False
         """True while a process is being started."""
-        self._told: signal.Signals | None = None
+        self._last_signal: signal.Signals | None = None
         """Last signal that was sent to all processes. Processes that start later get it, too."""
         self.killed: set[int] = set()
         """Process ids of the last start that this supervisor has killed."""
@@ -165,8 +165,8 @@ class Processes:
         gone, the exit code of the process cannot be known.
         """
         self._living[number] = process
-        if self._told is not None:
-            _send(process, self._told)
+        if self._last_signal is not None:
+            _send(process, self._last_signal)
         try:
             await anyio.wait_readable(process.sentinel)
         finally:
@@ -190,13 +190,13 @@ class Processes:
 
         Their child processes, such as the processes of engines, do not get it.
         """
-        self._told = number
+        self._last_signal = number
         for process in self._living.values():
             _send(process, number)
 
     def kill_all(self) -> None:
         """Kill all processes with their child processes. A process that is about to start is killed, too."""
-        self._told = signal.SIGKILL
+        self._last_signal = signal.SIGKILL
         self.kill(self.pids)
         if self._begins:
             self.end_server()
@@ -316,7 +316,7 @@ async def judge(
     # A signal that ended a process may also have been sent to the launcher, which then sets `ending`. The caller must
     # see that before it decides about a restart.
     if any(one.code in (-signal.SIGTERM, -signal.SIGINT) for one in own):
-        with anyio.move_on_after(TOLD_S):
+        with anyio.move_on_after(SIGNAL_SPREAD_S):
             await ending.wait()
     codes = {one.code for one in own}
     if codes == {0} and len(own) == len(ended):
