@@ -162,7 +162,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def transcript(sample: Sample) -> str:
-    """Return an episode as readable text."""
+    """Return an episode as readable text: what was shown and answered in each turn, with rewards and notes."""
     tokens = sum(span.stop - span.start for span in sample.action_spans)
     lines = [f"--- seed {sample.seed}: {sample.outcome}, reward {sample.reward:g}, {tokens} tokens"]
     for number, turn in enumerate(sample.turns, 1):
@@ -247,6 +247,9 @@ def _nothing_named(model: str | None) -> str:
 
 def overrides_of_run(model: str) -> list[str]:
     """Return the overrides with which the configuration of a run can be read, wherever the run directory is now.
+
+    The model that the run began with may be gone, so a whole model replaces model.path. A checkpoint does not: it needs
+    the architecture and the tokenizer of that model.
 
     Args:
         model: the run directory or the checkpoint.

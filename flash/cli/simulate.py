@@ -125,7 +125,10 @@ def simulate_command(
 
 
 def run_all(configs: Sequence[Config]) -> list[SimReport]:
-    """Simulate all configurations in parallel, one process per core."""
+    """Simulate all configurations in parallel, one process per core, and return the reports in the same order.
+
+    A single configuration is simulated in this process.
+    """
     if len(configs) == 1:
         return [simulate(configs[0])]
     workers = min(len(configs), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
@@ -177,7 +180,7 @@ def parse_sweep(text: str) -> Sweep:
 
 
 def split_values(text: str) -> list[str]:
-    """Split a text at commas that are outside of brackets: distributions contain commas, too."""
+    """Split the values of a sweep at commas that are outside of brackets: a value may be a list or a table of TOML."""
     parts, depth = [""], 0
     for character in text:
         depth += (character in OPENING) - (character in CLOSING)

@@ -67,9 +67,10 @@ QUOTED_LINES = 5
 
 
 class Record(msgspec.Struct, frozen=True):
-    """Source and files of a model folder."""
+    """Content of the record file in a model folder that Flash has made: the source, and the files of the folder."""
 
     recipe: int
+    """Value of `RECIPE` when the folder was made."""
     source: str
     """Package and its version, or path of the GGUF file."""
     sha256: str

@@ -39,7 +39,7 @@ _DAMAGED = "damaged-"
 
 
 class JournalHead(msgspec.Struct, frozen=True, array_like=True):
-    """First record of a file."""
+    """First record of a file of the journal."""
 
     version: int
     """Version of the checkpoint that the file follows."""
@@ -52,7 +52,7 @@ _EVENTS: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 
 
 class JournalPlace(NamedTuple):
-    """Place where a journal is continued."""
+    """Place where a restarted hub continues the journal, found by `replay_journal`."""
 
     number: int
     """Number of the next file."""
@@ -225,7 +225,7 @@ class _Files:
         self._end += len(data)
 
     def _cut(self) -> None:
-        """Cut an incomplete record off, and close the file."""
+        """Cut off an incomplete record that a failed write has left, and close the file. Errors are ignored."""
         if self._out is not None:
             with suppress(OSError):
                 self._out.truncate(self._end)

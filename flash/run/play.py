@@ -39,7 +39,7 @@ ROOM = 1 << 30
 
 
 class Played(msgspec.Struct, frozen=True):
-    """Result of an episode."""
+    """Result of an episode that `flash.play` has played."""
 
     shown: list[str]
     """Texts that the environment showed, one before each answer."""

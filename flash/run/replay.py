@@ -44,7 +44,7 @@ BATCHES = "train.batch_size"
 
 
 class ReplayPlan(msgspec.Struct, frozen=True):
-    """Steps to train again."""
+    """Steps of a run that a replay trains again: found by `plan`, trained by `replay`."""
 
     first: int
     """Version at the start."""

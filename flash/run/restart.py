@@ -215,7 +215,7 @@ async def keep_hub_state(
 
 
 class Restored(msgspec.Struct, frozen=True):
-    """State from which a restarted hub continues."""
+    """Result of `restore_hub_state`: the state from which a restarted hub continues."""
 
     state: HubState | None
     """State of the previous hub; None if the hub begins without one."""

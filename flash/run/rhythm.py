@@ -42,7 +42,7 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True)
 class RhythmResponses:
-    """Responses to examine."""
+    """Responses to examine: a text, or samples of a recorded batch."""
 
     trajectories: list[Trajectory]
     names: list[str]

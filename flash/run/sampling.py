@@ -38,7 +38,7 @@ Tell = Callable[[str], None]
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """Result of rollouts or of an evaluation."""
+    """Result of rollouts or of an evaluation, which `flash rollout` or `flash eval` prints."""
 
     evaluation: dict[str, float]
     """Row of the evaluation as in evals.jsonl, without the columns `OF_RUNS`; empty for rollouts."""
@@ -66,6 +66,7 @@ async def evaluate(
         FlashError: the environment cannot be played, or the engines are gone.
     """
     config = await limit_held_out_problems(config, env, tell)
+    # Without any step the hub evaluates version 0 and ends. The batch is never filled; it must hold a whole group.
     trainer = _StandInTrainer(
         on_this_machine(config, steps=0, batch=config.rollout.group_size), env, tokenizer, engines
     )

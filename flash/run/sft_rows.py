@@ -108,7 +108,7 @@ class TokenTable:
 
     @classmethod
     def of(cls, rows: Sequence[TokenRow]) -> TokenTable:
-        """Return the table of these rows."""
+        """Return a table of these rows, in their order."""
         sequences = [one for row in rows for one in row.sequences]
         spans = [span for one in sequences for span in one.spans]
         arrays = {
@@ -178,7 +178,7 @@ class TokenTable:
         return int(self._arrays["cut"].sum())
 
     def row(self, index: int) -> TokenRow:
-        """Return the row of this number."""
+        """Return row number `index`, counted from 0."""
         arrays = self._arrays
         sequences: list[Learned] = []
         for sequence in range(*_range(arrays["sequence_ends"], index)):

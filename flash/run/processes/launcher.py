@@ -304,6 +304,10 @@ class JoinedLoop(SupervisedPart):
     def _configure(self, run: p.RunReply) -> tuple[Config, Path]:
         """Return the run's configuration on this machine, and the file from which the node loop reads it.
 
+        A node of a job compares its own configuration with the hub's. A node of `flash join` takes the hub's, with its
+        own overrides. It also changes to the folder in which the run was started, and uses the run's import path, if
+        this machine has these folders: relative paths of the configuration then mean the same files.
+
         Raises:
             ConfigError: this machine was started with another configuration, or it cannot run an engine.
         """

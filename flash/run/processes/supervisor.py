@@ -44,7 +44,7 @@ job."""
 
 
 class End(IntEnum):
-    """Exit codes of supervised processes."""
+    """Exit codes of supervised processes. They decide whether the supervisor restarts the part."""
 
     OVER = 0
     """The run is over, or the process was asked to leave."""
@@ -62,6 +62,7 @@ class EndedProcess(NamedTuple):
     """Result of a process that has ended."""
 
     local: int
+    """Number of the process among those that started together."""
     pid: int
     code: int
     """Exit code; −N if signal N killed the process."""
@@ -348,7 +349,7 @@ def _send(process: ForkedProcess, number: signal.Signals) -> None:
 
 
 def _kill(process: ForkedProcess) -> None:
-    """Kill a process and its session."""
+    """Kill a process and its session, to which all of its child processes belong."""
     # The process may not have begun its session yet, so the process itself is killed first.
     for kill in (os.kill, os.killpg):
         with suppress(ProcessLookupError):  # it has ended
