@@ -109,6 +109,7 @@ async def _first_node(restarts: int, config: Config, token: str | None) -> None:
         FlashError: the run has failed, or an alarm has stopped it.
     """
     now = unix_clock()
+    # The state that earlier incarnations of the hub have left in the run directory.
     resume = config.run.resume or restarts > 0
     checkpoint, notes = (
         await anyio.to_thread.run_sync(choose_checkpoint, config.run_dir) if resume else ChosenCheckpoint(None, [])
@@ -123,11 +124,11 @@ async def _first_node(restarts: int, config: Config, token: str | None) -> None:
         ends = await anyio.to_thread.run_sync(tokenizer.missing_ends)
         for note in filter(None, (ends, *notes, *kept.notes)):
             recorder.note(note)
+        # What the hub must know of the environment: kinds of problems, and how many are held out for evaluations.
         env = LoadedEnvironment(config.env.path, config.env.options)
         problems = ProblemKinds.of(config, env.kind_of, env.domains())
         config = await limit_held_out_problems(config, env, recorder.note)
         evaluated = {int(row["step"]) for row in recorder.directory.read_evaluations()}
-        home = RunOrigin(os.getcwd(), tuple(own_folders()), os.environ[LAUNCHER])
         incarnation = recorder.directory.incarnations.begin()
         journal = None
         if config.checkpoint.journal != "off":
@@ -144,11 +145,13 @@ async def _first_node(restarts: int, config: Config, token: str | None) -> None:
                 journal=journal or NO_JOURNAL,
                 history=RecordedHistory(config.run_dir, recorder),
             ),
-            origin=home,
+            # Nodes that join the run use its folder and import path, and recognise the launch by its name.
+            origin=RunOrigin(os.getcwd(), tuple(own_folders()), os.environ[LAUNCHER]),
         )
         with _totals_on_failure(hub, recorder):
             async with anyio.create_task_group() as signals:
-                # Outermost, so that a signal cannot interrupt the orderly end of a failed run and hide its error.
+                # Signals are handled in the outermost group, so that a signal cannot interrupt the orderly end of a
+                # failed run and hide its error.
                 signals.start_soon(interrupt_on_signal, hub, config, recorder.note)
                 if journal is not None:
                     signals.start_soon(journal.run)
@@ -157,8 +160,8 @@ async def _first_node(restarts: int, config: Config, token: str | None) -> None:
                 async with _serving(hub, config, token) as address:
                     end = await _run_hub(hub, config, env, address, now, recorder.note)
                     recorder.cluster(hub.overview())
-                # Computed again, because steps that an interrupt seemed to cut short may have ended together with the
-                # engines.
+                # The totals of samples are computed again and not taken from `end`: a step that an interrupt seemed to
+                # cut short may have ended together with the engines.
                 interrupted = end.reason == "interrupted"
                 finish = partial(recorder.finish, hub.samples.totals(), hub.late_restarts, interrupted=interrupted)
                 await anyio.to_thread.run_sync(finish)

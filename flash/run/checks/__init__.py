@@ -1,1 +1,1 @@
-"""Checks before any work: for `flash train` (`preflight`), for its option `--dry-run`, and for `flash doctor`."""
+"""Checks before any work: for `flash train` (`preflight`), its option `--dry-run` (`dry_run`), and `flash doctor`."""

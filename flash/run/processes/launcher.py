@@ -161,6 +161,7 @@ def launch(config: Config) -> int:
     share_import_path()
     marker, place = ErrorMarker(config.run_dir, begin_launch()), hub_place(config, os.environ)
     with ExitStack() as stack:
+        # The first node locks the run directory. A job that SLURM has requeued continues its run.
         requeued = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
         if node == 0:
             stack.enter_context(exclusive_run(config.run_dir, grace_s(config)))
