@@ -95,11 +95,11 @@ def run_view(arguments: argparse.Namespace) -> int:
 
     runs = open_runs(paths)
     shown = "; ".join(run.name for run in runs) if len(runs) <= 4 else f"{len(runs)} runs"
-    anyio.run(_serve, make_app(runs, len(runs) if named else 1), arguments.port, shown)
+    anyio.run(_serve_page, make_app(runs, len(runs) if named else 1), arguments.port, shown)
     return 0
 
 
-async def _serve(app: Starlette, port: int, shown: str) -> None:
+async def _serve_page(app: Starlette, port: int, shown: str) -> None:
     """Serve the page until SIGINT or SIGTERM. `shown` names the runs in the line with the address."""
     from flash.http.server import HttpAddress, open_socket, serving
 

@@ -92,10 +92,10 @@ def _temporary_folder() -> Iterator[ConfigProblem]:
 
 
 def _unimportable(config: Config) -> Iterator[ConfigProblem]:
-    """Yield problems of classes that the other processes of the run cannot import."""
+    """Yield problems of classes that the other processes of the run cannot import, because they are in `__main__`."""
     named = {"env.path": config.env.path, "env.options": config.env.options, "observe.sink": config.observe.sink}
     for key, value in (named | {"algorithm.objective": config.algorithm.objective}).items():
-        # A program that calls `flash.train` may have defined a class itself. Other processes do not import that.
+        # A program that calls `flash.train` may have defined a class itself. Other processes do not import it.
         for path in dict.fromkeys(one for one in texts_in(value) if one.partition(":")[0] == "__main__"):
             name = path.partition(":")[2]
             message = (

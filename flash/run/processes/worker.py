@@ -104,7 +104,10 @@ def complain(error: FlashError) -> None:
 
 
 def _become(role: Role, order: ProcessOrder, config: Config) -> End:
-    """Run the loop of a role on the CPU cores that are configured for it, and return how it ended."""
+    """Run the loop of a role on the CPU cores that are configured for it, and return how it ended.
+
+    Each loop is imported only here, so that a process imports nothing that it does not need.
+    """
     cpus = config.cluster.trainer_cpus if role in ("trainer", "sft") else config.cluster.node_cpus
     if cpus is not None:
         os.sched_setaffinity(0, cpus)
