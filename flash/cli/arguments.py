@@ -141,11 +141,11 @@ def unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str], g
     """
     word = unknown[0]
     after = given[list(given).index(word) + 1 :] if word in given else []
-    said = f"unrecognized arguments: {' '.join(unknown)}"
+    message = f"unrecognized arguments: {' '.join(unknown)}"
     options = [option for option in OPTION.findall(parser.format_help()) if option not in ("-h", "--help")]
     if "KEY=VALUE" in parser.format_usage() and (setting := as_setting(word.lstrip("-"), after)):
-        return f"{said}; a setting is given as {setting}"
-    return said + suggest(word.partition("=")[0], options)
+        return f"{message}; a setting is given as {setting}"
+    return message + suggest(word.partition("=")[0], options)
 
 
 def unknown_command(name: str, commands: Sequence[str]) -> str:

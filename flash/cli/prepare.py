@@ -305,17 +305,17 @@ def _remedy(paths: list[Path], overrides: list[str], config: Config, room: float
     """
     from flash.trainer.memory import rank_memory
 
-    said = ""
+    report = ""
     for changes, why in _changes(config):
         try:
             changed = load(paths, [*overrides, *changes])
             memory = rank_memory(changed, _ranks(changed))
         except ConfigError as error:  # later changes contain this one, so they would be refused too
-            return f"{said}  nothing further: {' '.join(changes)} is refused: {error}\n"
+            return f"{report}  nothing further: {' '.join(changes)} is refused: {error}\n"
         if memory.total <= room:
-            return f"{said}  it would, with {memory.total / GIB:.1f} GiB: {' '.join(changes)}\n    {why}\n"
-        said += f"  nor with {memory.total / GIB:.1f} GiB: {' '.join(changes)}\n    {why}\n"
-    return said
+            return f"{report}  it would, with {memory.total / GIB:.1f} GiB: {' '.join(changes)}\n    {why}\n"
+        report += f"  nor with {memory.total / GIB:.1f} GiB: {' '.join(changes)}\n    {why}\n"
+    return report
 
 
 def _changes(config: Config) -> Iterator[tuple[list[str], str]]:

@@ -354,13 +354,13 @@ def run_replay(arguments: argparse.Namespace) -> int:
     fault = "" if Path(model).is_dir() else hub_fault(model) if is_hub_id(model) else f"there is no folder {model}"
     if fault:
         raise ConfigError(f"{fault}; the replay begins with that model: name it with model.path=FOLDER")
-    had = {int(row["step"]): row for row in directory.read_metrics() if "step" in row}
+    run_rows = {int(row["step"]): row for row in directory.read_metrics() if "step" in row}
     rows: list[dict[str, float]] = []
     comparisons: list[Comparison] = []
 
     def show_step(row: dict[str, float]) -> None:
         rows.append(row)
-        before = had.get(int(row["step"]), {})
+        before = run_rows.get(int(row["step"]), {})
         cells = [cell for name in REPLAY_METRICS for cell in (_figure(row.get(name)), _figure(before.get(name)))]
         _print_line(f"{int(row['step']):5d} " + " ".join(cells))
 
@@ -528,9 +528,9 @@ def _rhythm_weights(arguments: argparse.Namespace, config: Config | None) -> Gen
         yield RhythmWeights(ModelConfig(path=named, dtype="float32"), named)
         return
     whole = (Path(named) / MANIFEST).is_file()
-    told = f"{named}, version {read_manifest(Path(named)).version}" if whole else named
+    description = f"{named}, version {read_manifest(Path(named)).version}" if whole else named
     with model_folder(named, config) as path:
-        yield RhythmWeights(msgspec.structs.replace(config.model, path=path), told)
+        yield RhythmWeights(msgspec.structs.replace(config.model, path=path), description)
 
 
 def _rhythm_responses(arguments: argparse.Namespace, config: Config | None, tokenizer: Any) -> RhythmResponses:

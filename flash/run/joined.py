@@ -290,9 +290,10 @@ class JoinedNode:
             tasks.start_soon(self._work)
             tasks.start_soon(self._tell_start)
         else:
-            had = self._node.leases_held
+            leases_before = self._node.leases_held
             await self._node.move(HubLink(joined.node, joined.first_engine, hub))
-            say(f"{who}: goes on with {what}, and {self._node.leases_held} of the {had} samples that it had in hand")
+            samples = f"{self._node.leases_held} of the {leases_before} samples that it had in hand"
+            say(f"{who}: goes on with {what}, and {samples}")
         self._serving = True
         try:
             while self._lost is None and not self._ended:

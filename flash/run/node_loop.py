@@ -191,13 +191,13 @@ async def interrupt_on_signal(hub: Hub, config: Config, tell: Callable[[str], No
 
     Consumes signals. Waits for the next one, until cancelled.
     """
-    told = False
+    announced = False
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async for received in signals:
-            if (doing := hub.interrupt()) and not told:
+            if (doing := hub.interrupt()) and not announced:
                 again = "; Ctrl-C again ends it now" if received == signal.SIGINT else ""
                 tell(f"interrupted: {doing}, for at most {config.deadlines.shutdown:g} s{again}")
-                told = True
+                announced = True
 
 
 def describe_cut(unfinished: str, config: Config) -> str:
@@ -403,12 +403,12 @@ async def limit_held_out_problems(config: Config, env: LoadedEnvironment, tell: 
     if not env.is_collected:
         return config
     with deadline(config.deadlines.env_reset, "the number of held-out problems", "the environment's data set"):
-        there = await anyio.to_thread.run_sync(env.held_out_problems, abandon_on_cancel=True)
-    asked = config.eval.problems
-    if there is None or there >= asked:
+        available = await anyio.to_thread.run_sync(env.held_out_problems, abandon_on_cancel=True)
+    wanted = config.eval.problems
+    if available is None or available >= wanted:
         return config
-    tell(f"evaluations ask all {there} held-out problems: there are no more, and eval.problems = {asked}")
-    return replace(config, eval=replace(config.eval, problems=there))
+    tell(f"evaluations ask all {available} held-out problems: there are no more, and eval.problems = {wanted}")
+    return replace(config, eval=replace(config.eval, problems=available))
 
 
 def explain_engine_start(seconds: float, config: Config) -> str:
@@ -422,10 +422,10 @@ def explain_engine_start(seconds: float, config: Config) -> str:
     if seconds < LONG_START_S:
         return ""
     teacher = config.algorithm.teacher
-    asked = "" if teacher is None or teacher.url is None else f", or {teacher.url} does not answer yet"
+    teacher_wait = "" if teacher is None or teacher.url is None else f", or {teacher.url} does not answer yet"
     if runs_eagerly(config):
-        return f"; vLLM loads the model{asked}"
-    return f"; vLLM compiles, for minutes at its first start here{asked}"
+        return f"; vLLM loads the model{teacher_wait}"
+    return f"; vLLM compiles, for minutes at its first start here{teacher_wait}"
 
 
 async def report_cluster(hub: Hub, tell: Callable[[HubNow], None]) -> None:

@@ -172,10 +172,10 @@ def _steps_with_metrics(directory: RunDirectory) -> set[int]:
 def _changed(directory: RunDirectory, config: Config) -> str:
     """Return the keys that have changed since the run was started and on which a step depends; empty if none have."""
     try:
-        had = read_recorded(directory.config)
+        recorded_before = read_recorded(directory.config)
     except (OSError, ValueError) as error:
         return f"{directory.config} cannot be read: {error}"
-    before, now = (dict(flat(settings)) for settings in (had, tomllib.loads(dump(recorded(config)))))
+    before, now = (dict(flat(settings)) for settings in (recorded_before, tomllib.loads(dump(recorded(config)))))
     keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     constant = before.get("train.decay") == now.get("train.decay") == "constant"
     return ", ".join(key for key in keys if not key.startswith(NO_STEP) and not (constant and key == "run.steps"))

@@ -78,17 +78,17 @@ def text_responses(text: Path, prompt: Path | None, encode: Encode) -> RhythmRes
     Raises:
         ConfigError: a file cannot be read, or the response has fewer than two tokens.
     """
-    shown = [] if prompt is None else _encoded(prompt, encode)
-    said = _encoded(text, encode)
-    before = len(shown) or 1
-    count = len(shown) + len(said) - before
+    prompt_tokens = [] if prompt is None else _encoded(prompt, encode)
+    text_tokens = _encoded(text, encode)
+    before = len(prompt_tokens) or 1
+    count = len(prompt_tokens) + len(text_tokens) - before
     if count < 2:
-        instead = "" if shown else " after its first, which stands for the prompt"
+        instead = "" if prompt_tokens else " after its first, which stands for the prompt"
         raise ConfigError(
             f"{text} has {count} token{'' if count == 1 else 's'} to look at{instead}; expected at least 2, since a "
             "change is between neighbours"
         )
-    tokens = np.array([*shown, *said], dtype="<i4")
+    tokens = np.array([*prompt_tokens, *text_tokens], dtype="<i4")
     whole = Trajectory(
         task=Task(0, 0, 0, seed=0),
         outcome=Outcome.OK,

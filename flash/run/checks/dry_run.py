@@ -49,30 +49,30 @@ def dry_run(config: Config) -> list[str]:
         ConfigError: something would stop the run.
     """
     try_objective(config)
-    told = [f"objective: {config.algorithm.objective} gives finite losses and gradients"]
-    if (there := count_gpus()) < config.gpus_per_node:
-        told.append(
-            f"machine: {there} NVIDIA GPUs here, where cluster.gpus_per_node = {config.gpus_per_node}: the run itself "
-            "needs them; `flash doctor` says what else it wants"
+    lines = [f"objective: {config.algorithm.objective} gives finite losses and gradients"]
+    if (present := count_gpus()) < config.gpus_per_node:
+        lines.append(
+            f"machine: {present} NVIDIA GPUs here, where cluster.gpus_per_node = {config.gpus_per_node}: the run "
+            "itself needs them; `flash doctor` says what else it wants"
         )
     with _tokenizer(config) as (tokenizer, found):
-        told.append(f"model: {found}")
+        lines.append(f"model: {found}")
         if tokenizer is None:
-            told.append(f"environment: {config.env.path} is not played, for want of the tokenizer that is fetched")
-            return told
+            lines.append(f"environment: {config.env.path} is not played, for want of the tokenizer that is fetched")
+            return lines
         if ends := tokenizer.missing_ends():
-            told.append(f"model: {ends}")
+            lines.append(f"model: {ends}")
         played, own = run_watched(say, _play, config, tokenizer)
     (turn,) = played.turns
     prompt = played.action_spans[0].start
-    told.append(f"environment: {config.env.path} shows {prompt} tokens: {_short(turn.observation)}")
-    told.append(f"environment: {_short(turn.action)} as the answer gets reward {turn.reward:g}")
-    told += own
+    lines.append(f"environment: {config.env.path} shows {prompt} tokens: {_short(turn.observation)}")
+    lines.append(f"environment: {_short(turn.action)} as the answer gets reward {turn.reward:g}")
+    lines += own
     if config.observe.sink is not None:
-        told.append(f"sink: {config.observe.sink} takes what it will be called with")
+        lines.append(f"sink: {config.observe.sink} takes what it will be called with")
     if config.engine.vllm:
-        told.append(f"engine: {_engine(config)}")
-    return told
+        lines.append(f"engine: {_engine(config)}")
+    return lines
 
 
 def _engine(config: Config) -> str:
@@ -101,12 +101,12 @@ async def _play(config: Config, tokenizer: Tokenizer) -> tuple[Trajectory, list[
             await env.prepare()
         settings, seed = EpisodeSettings.of_run(config), config.run.seed
         played = await rehearse(tokenizer, env.make, env.kind_of, settings, run_seed=seed, now=anyio.current_time)
-        told = await try_own_answer(config, env, played.task.seed)
+        lines = await try_own_answer(config, env, played.task.seed)
         with suppress(ConfigError):  # this may fail sometimes: a run tries such a sample again
             again = await rehearse(tokenizer, env.make, env.kind_of, settings, run_seed=seed, now=anyio.current_time)
-            told += other_problem(played, again)
-        await limit_held_out_problems(config, env, lambda line: told.append(f"eval: {line}"))
-        return played, told
+            lines += other_problem(played, again)
+        await limit_held_out_problems(config, env, lambda line: lines.append(f"eval: {line}"))
+        return played, lines
 
 
 async def try_own_answer(config: Config, env: LoadedEnvironment, seed: int) -> list[str]:
@@ -120,18 +120,18 @@ async def try_own_answer(config: Config, env: LoadedEnvironment, seed: int) -> l
     one, times = env.make(env.kind_of(seed)), config.deadlines
     if isinstance(one, Informed):  # such an environment expects token ids, and here there are none
         return []
-    said = f"environment: the problem's own answer {_short(solution)} as the answer"
+    subject = f"environment: the problem's own answer {_short(solution)} as the answer"
     try:
         await call_method(f"reset (seed {seed})", times.env_reset, "env_reset", lambda: one.reset(seed))
         _, reward, *_ = await call_method(f"step (seed {seed})", times.env_step, "env_step", lambda: one.step(solution))
     except EnvError as error:
-        return [f"{said} fails: {error}"]
+        return [f"{subject} fails: {error}"]
     finally:
         await call_method("close", times.close, "close", one.close, shield=True)
     if reward > 0:
-        return [f"{said} gets reward {reward:g}"]
+        return [f"{subject} gets reward {reward:g}"]
     doubt = "perhaps no answer is ever rewarded; see that the verifier fits the column with the answers"
-    return [f"{said} gets reward {reward:g}: {doubt} (tests for programs are no answers)"]
+    return [f"{subject} gets reward {reward:g}: {doubt} (tests for programs are no answers)"]
 
 
 def other_problem(played: Trajectory, again: Trajectory) -> list[str]:
@@ -141,8 +141,10 @@ def other_problem(played: Trajectory, again: Trajectory) -> list[str]:
         return []
     shown = f"first {_short(one.observation)}, then {_short(other.observation)}"
     why = "the samples of a group would be compared though they answer different problems"
-    told = f"environment: WARNING: `reset` shows another problem when it is called again with seed {played.task.seed}: "
-    return [f"{told}{shown}; {why}. Draw what is random from `random.Random(seed)`"]
+    warning = (
+        f"environment: WARNING: `reset` shows another problem when it is called again with seed {played.task.seed}: "
+    )
+    return [f"{warning}{shown}; {why}. Draw what is random from `random.Random(seed)`"]
 
 
 @contextmanager

@@ -185,8 +185,8 @@ class Launch:
         if end != End.OVER and not ending.is_set():
             self._ranks_failed = True
             self._mark(ranks, RanksGoneError)
-            said = self._marker and self._marker.message()
-            message = said or f"the trainer ranks of node {ranks.node} cannot go on: their output says why"
+            reported = self._marker and self._marker.message()
+            message = reported or f"the trainer ranks of node {ranks.node} cannot go on: their output says why"
             if not await ranks.send_to_hub(p.Fatal(RanksGoneError.__name__, message)):
                 ending.set()
                 if self._loop is not None:

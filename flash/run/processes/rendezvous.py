@@ -74,7 +74,7 @@ def find_hub(config: Config, token: str | None, use: Callable[[HubAddress], T], 
     """
     place = hub_place(config, os.environ if token is None else os.environ | {TOKEN_VARIABLE: token})
     seconds = config.deadlines.rendezvous
-    begun, told = time.monotonic(), False
+    begun, printed = time.monotonic(), False
     while True:
         try:
             return use(place.find(token))
@@ -84,8 +84,8 @@ def find_hub(config: Config, token: str | None, use: Callable[[HubAddress], T], 
         waited = time.monotonic() - begun
         if waited >= seconds:
             raise DeadlineError("the hub of this run", seconds, f"the output of the first node ({problem})")
-        if prints and waited >= QUIET_S and not told:
-            told = True
+        if prints and waited >= QUIET_S and not printed:
+            printed = True
             say(f"waiting up to {seconds:g} s for the hub of {place}: {problem}")
         time.sleep(RANK_RETRY_S)
 
@@ -217,7 +217,7 @@ class HubSearch:
             DeadlineError: no hub was found in time, or the hub did not answer.
             FlashError: this process cannot join the hub; or the run has failed; or, if `wait_s` is 0, there is no hub.
         """
-        problem = told = ""
+        problem = printed = ""
         with deadline(
             wait_s or 2 * ASK_S, f"the hub of {self._place}", lambda: f"the output of the first node ({problem})"
         ):
@@ -237,8 +237,8 @@ class HubSearch:
                         raise
                     problem = str(error)
                     why = f": {problem}" if self._place.announced else ", which the first node starts"
-                    if self._prints and why != told:
-                        told = why
+                    if self._prints and why != printed:
+                        printed = why
                         say(f"waiting up to {wait_s:g} s for the hub of {self._place}{why}")
                 if before is not None and self._has_ended(before):
                     return None
