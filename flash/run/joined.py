@@ -30,7 +30,7 @@ from flash.hub.stages import STARTING_ENGINES
 from flash.rollout.node import RolloutNode
 from flash.rollout.scheduler import HubLink
 from flash.run.loop_watch import run_watched
-from flash.run.node_loop import STARTUP_LINE_S, NodeNumbers, explain_engine_start, make_node, unix_clock
+from flash.run.node_loop import STARTUP_LINE_S, explain_engine_start, make_node, unix_clock
 from flash.run.processes.forked import ProcessOrder
 from flash.run.processes.hub_place import TOKEN_VARIABLE
 from flash.run.processes.rendezvous import RETRY_S, HubSearch
@@ -200,10 +200,9 @@ class JoinedNode:
                 say(f"{STARTING_ENGINES} … {seconds:.0f} s{explain_engine_start(seconds, self._config)}")
             await anyio.sleep(STARTUP_LINE_S)
 
-    async def make_node(self, numbers: NodeNumbers, hub: HubConnection) -> RolloutNode:
+    async def make_node(self, link: HubLink) -> RolloutNode:
         """Return a rollout node. Its engines are not started yet. Tests replace this method."""
-        parts = (self._place, numbers, self._config, self._env, hub)
-        return await make_node(*parts, unix_clock(), on_loss=self.lose_hub)
+        return await make_node(self._place, link, self._config, self._env, unix_clock(), self.lose_hub)
 
     async def handle_signals(self, all_of_it: anyio.CancelScope) -> None:
         """Leave the run in order at a signal: finish the episodes, and take no more tasks.
@@ -286,7 +285,7 @@ class JoinedNode:
         self._lost = None
         if self._node is None:
             say(f"{who}: starting {what}")
-            self._node = await self.make_node(NodeNumbers(joined.node, joined.first_engine), hub)
+            self._node = await self.make_node(HubLink(joined.node, joined.first_engine, hub))
             tasks.start_soon(self._work)
             tasks.start_soon(self._tell_start)
         else:

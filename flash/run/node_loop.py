@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
@@ -297,7 +297,7 @@ async def _roll_out_here(
     seconds = config.deadlines.connect
     with engines_until_interrupted(hub):
         async with connect(address.host, address.port, address.token, "node-0", seconds) as caller:
-            await (await make_node(0, NodeNumbers(0, 0), config, env, caller, now)).run()
+            await (await make_node(0, HubLink(0, 0, caller), config, env, now)).run()
 
 
 @contextmanager
@@ -311,19 +311,11 @@ def engines_until_interrupted(hub: Hub) -> Generator[None]:
             raise
 
 
-class NodeNumbers(NamedTuple):
-    """Numbers of a node and of its first engine, as the hub assigned them."""
-
-    node: int
-    first_engine: int
-
-
 async def make_node(
     place: int,
-    numbers: NodeNumbers,
+    link: HubLink,
     config: Config,
     env: LoadedEnvironment,
-    hub: p.HubCaller,
     now: Callable[[], float],
     on_loss: Callable[[TransportError], None] | None = None,
 ) -> RolloutNode:
@@ -331,10 +323,9 @@ async def make_node(
 
     Args:
         place: number of this machine in its job, which determines its engines and GPUs.
-        numbers: numbers of the node and of its first engine.
+        link: connection to the hub, with the numbers that the hub has given to the node and to its first engine.
         config: the run's configuration.
         env: the environment.
-        hub: connection to the hub.
         now: clock of Unix seconds.
         on_loss: called when the hub is lost; see `RolloutNode`.
     """
@@ -346,7 +337,6 @@ async def make_node(
 
     engines = [partial(make_engine, config.engine_gpus(place, i)) for i in range(config.engines_on(place))]
     problems = ProblemKinds.of(config, env.kind_of, env.domains())
-    link = HubLink(numbers.node, numbers.first_engine, hub)
     teacher = await _served_teacher(config, tokenizer)
     played = NodeEnvironment(env.make, problems, env.prepare, rehearsed=True)
     return RolloutNode(

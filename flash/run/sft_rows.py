@@ -198,7 +198,7 @@ def _range(ends: Any, index: int) -> tuple[int, int]:
     return int(ends[index - 1]) if index else 0, int(ends[index])
 
 
-class _Part(NamedTuple):
+class _TokenizedChunk(NamedTuple):
     """Tokenized chunk of rows, as a worker process returns it."""
 
     table: TokenTable
@@ -236,7 +236,7 @@ def read_tokens(
         ConfigError: the table cannot be read or is empty, some rows are invalid, or no row has a token to learn.
     """
     rows, faults, shapes = _examples(islice(read_rows(path), most_rows)), list[str](), Counter[str]()
-    parts: list[_Part] = []
+    parts: list[_TokenizedChunk] = []
     done, reported = 0, time.monotonic()
     with closing(_tokenized_parts(_counted(rows, faults, shapes), model)) as tokenized_parts:
         for part in tokenized_parts:
@@ -319,7 +319,7 @@ def _counted(examples: Iterable[_Example | ConfigError], faults: list[str], shap
             yield one
 
 
-def _tokenized_parts(examples: Iterator[_Example], model: ModelConfig) -> Generator[_Part]:
+def _tokenized_parts(examples: Iterator[_Example], model: ModelConfig) -> Generator[_TokenizedChunk]:
     """Tokenize the examples chunk by chunk: in this process if there are few, else in one process per CPU core.
 
     At most two chunks per process are read ahead, so that a large file is never in memory as a whole.
@@ -364,11 +364,11 @@ def _begin_worker(model: ModelConfig) -> None:
     _worker.append((HfTokenizer(model).ready(), model.max_length))
 
 
-def _tokenize_in_worker(chunk: list[_Example]) -> _Part:
+def _tokenize_in_worker(chunk: list[_Example]) -> _TokenizedChunk:
     return _tokenize(chunk, *_worker[0])
 
 
-def _tokenize(examples: Sequence[_Example], tokenizer: HfTokenizer, most: int) -> _Part:
+def _tokenize(examples: Sequence[_Example], tokenizer: HfTokenizer, most: int) -> _TokenizedChunk:
     """Tokenize examples, and separate the rows that are learned from those left out and from invalid ones.
 
     `most`: number of tokens after which a sequence is cut.
@@ -388,7 +388,7 @@ def _tokenize(examples: Sequence[_Example], tokenizer: HfTokenizer, most: int) -
             (too_long if row.cut else unlearned).append(place)
         if isinstance(example, Text) and any(one in example.prompt or one in example.completion for one in controls):
             with_controls.append(place)
-    return _Part(TokenTable.of(rows), too_long, unlearned, with_controls, faults)
+    return _TokenizedChunk(TokenTable.of(rows), too_long, unlearned, with_controls, faults)
 
 
 def tokenized(example: Conversation | Text, place: str, tokenizer: HfTokenizer, most: int) -> TokenRow:

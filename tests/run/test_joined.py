@@ -21,8 +21,7 @@ from flash.hub.recovery import HubState, Persistence, RecoveredState
 from flash.rollout.fake_engine import FakeEngine, FakeLine
 from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.rollout.scheduler import HubLink
-from flash.run.joined import HubConnection, JoinedNode
-from flash.run.node_loop import NodeNumbers
+from flash.run.joined import JoinedNode
 from flash.run.processes.forked import ProcessOrder
 from flash.run.processes.supervisor import End
 from flash.samples.journal import MemoryJournal, Replay
@@ -47,10 +46,10 @@ class Fakes(JoinedNode):
         self._step_s = step_s
         self.line = FakeLine(lambda: FakeEngine(lambda prompt: [ord(c) for c in "yes"], 0.01))
 
-    async def make_node(self, numbers: NodeNumbers, hub: HubConnection) -> RolloutNode:
+    async def make_node(self, link: HubLink) -> RolloutNode:
         return RolloutNode(
             self._config,
-            HubLink(numbers.node, numbers.first_engine, hub),
+            link,
             [self.line],
             CharTokenizer(),
             NodeEnvironment(lambda kind: wrap(Echo(lambda seed: self._step_s))),

@@ -59,7 +59,7 @@ class Finding(msgspec.Struct, frozen=True):
 
     state: Literal["ok", "not needed", "missing"]
     text: str
-    """What the check has found, or what it expected."""
+    """Phrase for the thing that the check has found or misses."""
     advice: str = ""
     """Advice on how to get a missing thing."""
     check: str = ""
