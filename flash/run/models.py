@@ -25,7 +25,7 @@ from flash.config.models import folders_beside, gguf_folder, is_gguf, is_hub_id
 from flash.config.tree import Config, DeadlinesConfig, TinyModelConfig
 from flash.errors import CheckpointError, ConfigError
 from flash.observe.rundir.rundir import RunDirectory
-from flash.run.fetch import CONFIG, fetch, hub_fault, making, source_of
+from flash.run.fetch import CONFIG, fetch, hugging_face_fault, making, source_of
 from flash.trainer.checkpoint_files import (
     MANIFEST,
     STATE,
@@ -139,7 +139,7 @@ def model_folder(named: str, config: Config) -> Generator[str]:
             The architecture and the tokenizer of a checkpoint are those of config.model.path.
     """
     chosen = chosen_model(named)
-    if not Path(chosen).exists() and (fault := hub_fault(chosen)):
+    if not Path(chosen).exists() and (fault := hugging_face_fault(chosen)):
         raise ConfigError(fault)
     if not (Path(chosen) / MANIFEST).is_file():
         yield chosen

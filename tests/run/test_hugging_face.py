@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flash.run.fetch import hub_fault
+from flash.run.fetch import hugging_face_fault
 
 ANSWERS = {
     "/owner/there": (200, ""),
@@ -45,7 +45,7 @@ def endpoint() -> Generator[str]:
 
 
 def test_a_model_that_the_hub_has_is_taken(endpoint: str, tmp_path: Path) -> None:
-    assert hub_fault("owner/there", cache=tmp_path, endpoint=endpoint) == ""
+    assert hugging_face_fault("owner/there", cache=tmp_path, endpoint=endpoint) == ""
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_model_that_the_hub_has_is_taken(endpoint: str, tmp_path: Path) -> Non
     ],
 )
 def test_what_the_hub_does_not_give_is_told(model: str, told: str, endpoint: str, tmp_path: Path) -> None:
-    fault = hub_fault(model, cache=tmp_path, endpoint=endpoint)
+    fault = hugging_face_fault(model, cache=tmp_path, endpoint=endpoint)
     assert told.format(cache=tmp_path, endpoint=endpoint) in fault
 
 
@@ -73,7 +73,7 @@ def test_a_model_in_the_cache_needs_no_hub_and_another_one_does(tmp_path: Path) 
     (tmp_path / "models--owner--kept" / "refs").mkdir()
     (tmp_path / "models--owner--kept" / "refs" / "main").write_text("1")
     nobody = "http://127.0.0.1:9"
-    assert hub_fault("owner/kept", cache=tmp_path, endpoint=nobody) == ""
-    assert f"no such model in the cache {tmp_path}, and {nobody} cannot be asked (" in hub_fault(
+    assert hugging_face_fault("owner/kept", cache=tmp_path, endpoint=nobody) == ""
+    assert f"no such model in the cache {tmp_path}, and {nobody} cannot be asked (" in hugging_face_fault(
         "owner/other", cache=tmp_path, endpoint=nobody
     )

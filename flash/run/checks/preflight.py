@@ -30,7 +30,7 @@ from flash.environment.fingerprint import texts_in
 from flash.errors import ConfigError, FlashError, RunDirectoryError
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.trackers.trackers import not_installed
-from flash.run.fetch import check_source, hub_fault, source_of, why_not_there
+from flash.run.fetch import check_source, hugging_face_fault, source_of, why_not_there
 from flash.run.fetch import refuse_foreign as refuse_unfetched
 from flash.run.journal import journal_folder
 from flash.run.models import tiny_models
@@ -149,7 +149,7 @@ def _models(config: Config) -> Iterator[ConfigProblem]:
             )
         elif Path(path).is_dir() and (fault := _damaged(Path(path))):
             yield ConfigProblem(key, f"{fault}; copy or fetch the model again")
-        elif is_hub_id(path) and (fault := hub_fault(path)):
+        elif is_hub_id(path) and (fault := hugging_face_fault(path)):
             yield ConfigProblem(key, fault)
 
 

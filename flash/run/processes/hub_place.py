@@ -66,14 +66,14 @@ def hub_token(run_dir: Path, given: str | None) -> Generator[tuple[bytes, str]]:
     # Each incarnation of the hub uses a new file name, so no host can have cached an older file of that name.
     path = run_dir / f"hub-{token_hex(8)}.token"
     try:
-        _leave(path, token)
+        _write_token(path, token)
         yield token, path.name
     finally:
         with suppress(OSError):  # a disk that has become read-only must not hide why the hub ends
             path.unlink(missing_ok=True)
 
 
-def _leave(path: Path, token: bytes) -> None:
+def _write_token(path: Path, token: bytes) -> None:
     """Write the token to the file `path`, and remove the token files of earlier hubs. Raises RunDirectoryError."""
     try:
         for old in path.parent.glob("hub-*.token"):
