@@ -144,9 +144,9 @@ def spans(attention_HBC: Tensor, row_B: Tensor, column_C: Tensor) -> Tensor:
 
     Its sum over all rows decides which heads are local and which are global (`head_kinds`).
     """
-    # The weights of a row add up to 1, so with the last row t' of the block, the span is Σ_s A[t, s] (t' − s) −
-    # (t' − t). So one matrix product serves all rows. It is larger than the span only by t' − t, which costs hardly any
-    # digits.
+    # The weights of a row add up to 1. So with the last row t' of the block, the span is Σ_s A[t, s] (t' − s) −
+    # (t' − t), and one matrix product serves all rows. The product is larger than the span only by t' − t, which costs
+    # hardly any digits.
     return attention_HBC @ (row_B[-1] - column_C).to(attention_HBC.dtype) + (row_B - row_B[-1])
 
 

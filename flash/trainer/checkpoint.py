@@ -93,9 +93,9 @@ NOT_WRITABLE = "check that you may write there, and that its disk is not mounted
 
 
 def save(run_dir: Path, trainer: Trainer, write_hub_state: WriteHubState, *, keep: int) -> Path:
-    """Write the checkpoint of the trainer's version, and delete older ones. Returns its folder. A collective.
+    """Write the checkpoint of the trainer's version, and return its folder. A collective.
 
-    An earlier checkpoint of the same version is replaced.
+    Older checkpoints are deleted, except of the `keep` newest versions. A checkpoint of the same version is replaced.
 
     Args:
         run_dir: the run directory.

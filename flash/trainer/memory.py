@@ -294,7 +294,7 @@ class EngineMemory:
 def engine_memory(config: Config, parameters: int) -> EngineMemory:
     """Return the memory of an engine that serves a policy of `parameters` parameters. Needs the model's config.json."""
     size, split = getattr(torch, config.model.dtype).itemsize, config.engine.tensor_parallel
-    # If there are fewer key-value heads than GPUs, each GPU holds one head.
+    # A token has a key and a value per head. If there are fewer key-value heads than GPUs, each GPU holds one head.
     numbers = sum(
         2 * max(layer.num_key_value_heads / split, 1) * head_width(layer)
         for layer in layer_configs(empty_model(config.model))

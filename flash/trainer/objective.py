@@ -162,7 +162,7 @@ def objective_input(
         inputs: inputs of the loss that were computed before the policy changed.
         proximal: source of the proximal policy's log-probs.
         step: the version that is trained.
-        teacher: the teacher that the policy shall imitate; its log-probs are added to the advantages.
+        teacher: the teacher that the policy shall imitate; `distilled` adds a term of its log-probs to the advantages.
     """
     device = now.logp_T.device
     mask_T = to_device(micro.mask_T, device)
@@ -260,7 +260,7 @@ def apply_objective(objective: Objective, tokens: PackedTokens) -> ObjectiveOutp
         output: object = objective(tokens)
     except torch.OutOfMemoryError:
         raise
-    except (Exception, SystemExit, GeneratorExit) as error:  # a user's objective may raise anything
+    except (Exception, SystemExit, GeneratorExit) as error:  # a user's objective may raise anything; Ctrl-C passes
         raise ConfigError(f"algorithm.objective: {type(objective).__name__} raised {describe_error(error)}") from error
     return _check_output(output, objective, tokens.mask_T)
 

@@ -111,7 +111,6 @@ def empty_model(config: ModelConfig, layers: int | None = None) -> PreTrainedMod
     """Return the model with parameters on the meta device, which take no memory. Buffers have their values.
 
     With `layers`, the model has only its first `layers` decoder layers, which is enough to predict its memory.
-    Otherwise it has all.
 
     Raises:
         ConfigError: `model.path` has no causal language model that can be loaded, or its weights are quantized.

@@ -80,10 +80,11 @@ log = logging.getLogger("flash")
 
 @torch.no_grad()
 def check_packing(model: PreTrainedModel, config: Config) -> None:
-    """Compare the log-probs of packed sequences with the log-probs of each sequence alone. A collective.
+    """Compare log-probs and gradients of packed sequences with those of each sequence alone. A collective.
 
-    The model has been prepared by `shard_model`. If the two differ, the model uses its own attention from here on and
-    gets one sequence at a time (`flash.trainer.model.packed.takes_packed_rows` is False). A warning gives the reason.
+    `shard_model` has prepared the model. If log-probs or gradients differ, the model uses its own attention from here
+    on and gets one sequence at a time (`flash.trainer.model.packed.takes_packed_rows` is False). A warning gives the
+    reason.
 
     Raises:
         ConfigError: the model fails on a sequence, or in this precision; its log-prob of a token depends on later
@@ -181,9 +182,10 @@ def _check_logits(model: PreTrainedModel) -> None:
     """Check that the model changes logits exactly as its output layer assumes.
 
     The output of the output layer is replaced by known logits, and the model must return `apply_change` of them.
+    Otherwise the trainer's log-probs would differ from the engines', which use the changed logits.
 
     Raises:
-        ConfigError: the model changes them in another way.
+        ConfigError: the model changes logits in another way.
     """
     layer = model.get_output_embeddings()
     assert isinstance(layer, OutputLayer), "prepare the model with shard_model"
