@@ -198,8 +198,8 @@ class SampleBuffer:
         samples = self.samples
         if not samples.backlog and samples.batches.step != version and (chosen := self._choose(version)) is not None:
             if samples.contract.max_age == 0:
-                # A synchronous run must give the same batches if it is repeated, so groups are sorted by problem and not
-                # by number. Numbers depend on which of several groups was replaced first.
+                # A synchronous run must give the same batches if it is repeated. So groups are sorted by problem and
+                # not by number, which depends on which of several groups was replaced first.
                 chosen.sort(key=lambda group_id: samples.pool[group_id].members[0].task.seed)
             self._record_and_apply(Taken(version, chosen))
         if samples.backlog or samples.batches.step != version:

@@ -46,7 +46,7 @@ _NAME = re.compile(rf"step-([0-9]{{6,}})({re.escape(REPLACED)})?")
 ASIDE = ".making-"
 """Part of the name of the temporary folder in which `atomic_folder` works."""
 READ_SIZE = 1 << 20
-"""Number of bytes that are read at a time to compute a CRC."""
+"""Number of bytes that are read at a time to compute a CRC, so that memory never holds a whole file."""
 
 EXTRAS = {
     "lora": "adapters in place of weights (the [lora] table)",

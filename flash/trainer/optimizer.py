@@ -38,13 +38,15 @@ FIRST_SCALE, MOST_SCALE = 2.0**14, 2.0**16
 """First and largest factor of float16 losses. A token's share of a loss is 1e-3 to 1e-6, so with a factor in this range
 gradients stay far from both ends of float16's range."""
 GROW_AFTER = 200
-"""Number of finite updates in a row after which the factor of float16 losses is doubled."""
+"""Number of finite updates in a row after which the factor of float16 losses is doubled. A factor that is too large
+costs an update, so it grows seldom."""
 
 LARGEST_LOG_RATIO = 2.0
 """Bound to which `LagLimiter` cuts each |log π − log π_behaviour|, so that one outlier cannot hold down the rate of a
 whole batch. The bound is ten times the square root of the default budget."""
 FORGETTING = 0.9
-"""Weight of a step's disagreement between engine and trainer, relative to the weight of the step after it."""
+"""Weight of a step's disagreement between engine and trainer, relative to the weight of the next step. So the mean is
+over some ten steps: it follows slow changes, and is less noisy than one step."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names that torch's AdamW gives the two moments of a parameter."""
@@ -56,11 +58,11 @@ SEEDS_APART = 1_000_003
 used twice."""
 
 MOMENTUM = 0.95
-"""μ of Muon."""
+"""μ of Muon, with the value of its authors (Jordan et al. 2024), as the two constants below."""
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of Muon's Newton-Schulz iteration."""
 ITERATIONS = 5
-"""Number of Newton-Schulz iterations."""
+"""Number of Newton-Schulz iterations of Muon."""
 LIKE_ADAMW = 0.2
 """Approximate root mean square of an AdamW update (Moonshot 2025, arXiv 2502.16982, section 2.2). Muon's updates are
 scaled to this size, so that learning rates and weight decay mean the same as for AdamW."""

@@ -52,9 +52,9 @@ SWAP_SHARE = 8
 """Divisor of the swap's time limit that gives the time limit of one broadcast. So a broadcast can fail and be repeated
 within one swap."""
 ANSWER_S = 10.0
-"""Seconds that a worker has to react to LeaveGroup. It may first be loading the tensors that it has received."""
+"""Seconds that a worker has to react to LeaveGroup. The worker may first be loading tensors that it has received."""
 PAUSE_S = 0.5
-"""Seconds without a new round after a failed one. Without this pause, workers would retry thousands of times as long as
+"""Seconds without a new round after a failed round. Without this pause, workers would retry thousands of times while
 the cause of the failure lasts."""
 MAX_REQUEST_BYTES = 4096
 """Largest number of bytes of a worker's message: far above any `BroadcastRequest`, and small in memory."""

@@ -45,7 +45,7 @@ of them. The factor is larger because the policy may become more certain, and be
 that compute with wrong weights have differed by 0.6 nats and more."""
 
 MIN_TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 0.15}
-"""Smallest tolerance in nats by dtype. The rounding error of an untrained model says little about the trained one."""
+"""Smallest tolerance in nats by dtype. The rounding error of an untrained model says little about the trained model."""
 
 MIN_SIZE = 1.0
 """Smallest mean size of the first canary's log-probs, in nats, from which the growth of the tolerance is measured. If

@@ -52,11 +52,11 @@ RECIPE = 3
 """Part of the fingerprint. Raise it if a change of this module makes another model from the same options."""
 
 STOP_AT = 0.22
-"""Mean probability of a right answer (accuracy when sampled at temperature 1) at which the warm start ends. The end is
-not a fixed number of steps, because seeds differ by a factor of two in how fast the model learns."""
+"""Mean probability of a right answer (accuracy when sampled at temperature 1) at which the warm start ends, so much is
+left to learn. The end is no fixed step, because seeds differ by a factor of two in how fast the model learns."""
 
 SMOOTHING = 0.1
-"""Weight of the newest step in the running mean that is compared with `STOP_AT`."""
+"""Weight of the newest step in the running mean that is compared with `STOP_AT`. One step has too few examples."""
 
 WINDOW = 150
 """Number of steps over which losses are averaged to decide whether the loss still falls. The window is longer than the
@@ -67,13 +67,14 @@ MIN_GAIN = 0.003
 stopped falling."""
 
 CHECKED_EXAMPLES = 3
-"""Number of solved examples whose form is checked before the environment's examples are used."""
+"""Number of solved examples whose form is checked before the environment's examples are used. A fault of form is
+usually in all examples, and each example that training uses is checked for unknown characters."""
 FINGERPRINT_EXAMPLES = 16
 """Number of solved examples in the fingerprint. The fingerprint has examples in place of the environment's options,
 because options that do not change the examples do not change the model."""
 
 LR_WARMUP_STEPS = 20
-"""Steps of linear learning-rate warm-up."""
+"""Steps of linear learning-rate warm-up, in which Adam's moments are still poor estimates."""
 
 HEAD_DIM = 32
 """Size of an attention head: the smallest that vLLM's kernels serve."""
