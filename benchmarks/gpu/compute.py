@@ -86,8 +86,8 @@ def product_flops(*, gpu: bool) -> float:
     import torch
 
     size, times = (PRODUCT, 20) if gpu else (512, 2)
-    kind = {"device": "cuda", "dtype": torch.bfloat16} if gpu else {}
-    one, other = (torch.randn(size, size, **kind) for _ in range(2))
+    device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
+    one, other = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     torch.mm(one, other)
     if gpu:
         torch.cuda.synchronize()

@@ -185,7 +185,9 @@ async def _peer(backend: Backend, url: str, labels: dict[str, str], wanted: bool
         yield None
         return
     async with LocalSandbox(backend, ours.SPEC, labels=labels) as sandbox:
-        image_python = sandbox.hello.version
+        command = ["python3", "-c", "import platform; print(platform.python_version())"]
+        result = ours.checked(await sandbox.run(command, timeout=ours.COMMAND_S))
+    image_python = result.stdout.decode().strip()
     async with connected(url, ours.SPEC, labels, image_python) as peer:
         print(f"  peer     {SWEREX}, its server in a container of the same image over the host's network\n", flush=True)
         yield peer
