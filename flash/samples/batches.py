@@ -124,7 +124,7 @@ class _SortedGroup(NamedTuple):
     def block(self, samples: range) -> _Block:
         """Return the samples at the positions `samples` of the group, with the number of tokens to compute for them.
 
-        A sequence costs its length without the tokens that it shares with the block's sequence just before it.
+        A sequence costs its length without the tokens that it shares with the previous sequence of the block.
         """
         tokens = common = 0
         for sample, length, shared in zip(self.sample_of, self.lengths, self.shared, strict=True):

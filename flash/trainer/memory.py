@@ -109,7 +109,8 @@ def rank_memory(config: Config, ranks: int, few: int = FEW) -> RankMemory:
     numbers = sum(parameter.numel() for parameter in policy.parameters())
     host = moments[1] + others[1] + _offloaded_inputs(config, policy)
     if mesh.offloads:
-        # Moments and other models are on the device of the weights, which is the host here.
+        # Moments and other models are on the device of the weights, which is the host here. `pinned` counts the weights
+        # and the gradients.
         pinned = _parameter_bytes(policy, pinned=True) + _parameter_bytes(policy, trained=True, pinned=True)
         host += pinned + moments[0] + others[0]
         return RankMemory(numbers, 0, 0, 0, 0, at_work, 0, host)

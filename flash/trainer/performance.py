@@ -240,7 +240,7 @@ class StepProfiler:
         self._bar: Any = None
 
     def begin_step(self, step: int) -> None:
-        """Begin a step: start to record at the first step to record, and write the trace after the last one.
+        """Begin a step: start recording at the first of the steps to record, and write the trace after the last one.
 
         The caller is about to request the batch of `step`. If `step` is not to be recorded, a recording in progress
         ends here, and its trace is written.

@@ -338,7 +338,7 @@ class ShownTokens:
         self._parts: list[tuple[int, int, Tensor]] = []
 
     def add(self, micro: MicroBatch, tokens: PackedTokens, start_T: Tensor, entropy_T: Tensor, loss: TokenLoss) -> None:
-        """Add one micro-batch. Call this only in the first training pass over the micro-batch.
+        """Add one micro-batch. Call this only in the first training pass over it, so that each token is added once.
 
         Args:
             micro: the micro-batch.

@@ -377,7 +377,8 @@ def _padded_prefixes(
 ) -> PaddedPart:
     """Return the part in which the own tokens of families attend to their prefixes.
 
-    A family is a pair: the rows of its queries, and the rows of its prefix. All prefixes must have equal lengths.
+    A family is a pair: the rows of its queries, and the rows of its prefix. All prefixes must have equal lengths,
+    because nothing would hide padding of keys.
     """
     prefix, length = len(families[0][1]), np.array([len(rows) for rows, _ in families])
     longest, query_rows = int(length.max()), np.concatenate([rows for rows, _ in families])
