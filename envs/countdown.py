@@ -110,7 +110,7 @@ class Countdown:
 
     @classmethod
     def check(cls, options: CountdownOptions) -> None:
-        """Draw one training and one held-out problem.
+        """Draw one training and one held-out problem, so that too narrow options are refused before the run.
 
         Raises:
             ConfigError: the numbers hardly ever reach a target in the range.

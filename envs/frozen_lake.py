@@ -164,7 +164,7 @@ class FrozenLake:
 
     @classmethod
     def check(cls, options: FrozenLakeOptions) -> None:
-        """Draw a training and a held-out lake.
+        """Draw a training and a held-out lake, so that options that hardly any lake fits are refused before the run.
 
         Raises:
             ConfigError: no lake fits the options.
@@ -261,7 +261,7 @@ class FrozenLakeReplay(FrozenLake):
 
     @classmethod
     def check(cls, options: FrozenLakeOptions) -> None:
-        """Draw lakes, and refuse slippery ice, on which an agent cannot know where the player stands.
+        """Draw lakes as `FrozenLake` does, and refuse slippery ice, on which an agent cannot know where the player is.
 
         Raises:
             ConfigError: no lake fits the options, or the ice is slippery.

@@ -56,7 +56,7 @@ MOST_RULES = 3
 
 
 class Rule(NamedTuple):
-    """A rule of form."""
+    """A rule of form for the sentence, such as its number of words. A function of `KINDS` draws it."""
 
     text: str
     """Text of the rule in the prompt."""

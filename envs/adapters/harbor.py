@@ -138,7 +138,7 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
         return await shell.run(command, timeout=self._options.command_timeout)
 
     async def _sandbox_and_shell(self, task: HarborTask) -> tuple[Sandbox, Session]:
-        """Return the episode's sandbox and shell session. The first call opens them."""
+        """Return the episode's sandbox and shell session. The first call opens them; `close` ends them."""
         if self._open is None:
             options = self._options
             judge = await self._judge()

@@ -177,7 +177,10 @@ def _mib(text: str) -> int:
 
 @functools.lru_cache(maxsize=4)
 def load_tasks(folder: Path, held_out: Path | None, fraction: float, image: str) -> Split[HarborTask]:
-    """Read the tasks of a folder. If `held_out` is None, a `fraction` of them is held out.
+    """Read the tasks of a folder, and divide them into training tasks and tasks held out for evaluation.
+
+    `held_out` is a folder of other tasks for evaluation. If it is None, a `fraction` of the tasks is held out. `image`
+    is used for tasks that name none.
 
     Raises:
         ConfigError: a folder is not a valid task, or one of the two sides would be empty.

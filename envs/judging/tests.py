@@ -218,7 +218,10 @@ async def _run(sandbox: Sandbox, command: Sequence[str], timeout: float, stdin: 
 
 
 def _cause(result: Result, right: bool) -> tuple[Cause, str]:
-    """Return the cause of a result and its detail. `right`: the output is the expected one."""
+    """Return the cause of a test's result and its detail. `right`: the output is the expected one.
+
+    A kind of failure hides the later ones: a program that crashes after the right output has crashed.
+    """
     if result.timed_out:
         return "timeout", f"after {result.wall_s - result.waited_s:.1f} s"
     if result.oom_killed:

@@ -1,10 +1,10 @@
 r"""Compare the final answer of a worked solution with the reference, as values and not as texts.
 
-`final_answer` finds the answer, in linear time. This module compares numbers exactly. The package math-verify compares
-all other answers: expressions, sets, intervals, matrices, relations. It evaluates its input, so the size of an
-expression is estimated first: `10^{10^{10}}` and `99999999999!` are equal only to the same text. A comparison may use
-`MOST_CPU_S` of the worker's own processor time, on which other processes have no influence; an answer that needs more
-is wrong.
+`math_equal` is the verifier: `envs.rewards.verifier` calls it in a worker process for each answer. `final_answer` finds
+the answer, in linear time. This module compares numbers exactly. The package math-verify compares all other answers:
+expressions, sets, intervals, matrices, relations. It evaluates its input, so the size of an expression is estimated
+first: `10^{10^{10}}` and `99999999999!` are equal only to the same text. A comparison may use `MOST_CPU_S` of the
+worker's own processor time, on which other processes have no influence; an answer that needs more is wrong.
 """
 
 from __future__ import annotations
@@ -100,9 +100,13 @@ _SIGNS = str.maketrans(
 )
 """Unicode characters with several forms, each with its ASCII or LaTeX form."""
 
+# The start of a box (`\boxed{`, or a box without braces as `bare`), an escaped character, or a plain brace.
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s{0,3}(?:\{|(?P<bare>[-+]?[\w.,/]{1,40}))|\\.|[{}]", re.DOTALL)
+# GSM8K's mark of the final answer, and the rest of its line.
 _MARKED = re.compile(r"(?<!#)####(?!#)\s{0,4}([^\n]*)")
+# A heading of Markdown, which begins with the same mark: words, or a number and words.
 _HEADING = re.compile(r"[*_ ]*(?:\d{1,3}[.)][ \t]+[A-Za-z]|[A-Za-z]{2})")
+# Phrases before an answer, such as "the final answer is" or "Answer:".
 _ANSWER_IS = re.compile(
     r"\banswer\b[*_]{0,3}(?:[ \t]{1,3}[\w$\\]{1,20}){0,6}?[ \t]{0,3}"
     r"(?:(?:[*_]{0,3}:|=|\b(?:is|are|equals|would be)\b)[ \t]{0,3}[:*_]{0,4})",
@@ -118,10 +122,13 @@ MOST_LISTED = 64
 """Largest number of boxes in one list."""
 _EXPRESSION = re.compile(r"(?=.*[+*/^(){}\[\],\\|=]|-?\w+ - \w+)[-+(\[{\\|\w.][-\w +*/^(){}\[\].,!|\\:=]*")
 """Pattern of a line of operators, names and numbers that is more than a number."""
+# The end of an answer within a line: the end of a sentence, or a word that begins a reason.
 _CLAUSE_END = re.compile(
     r"[.!?;]+['\"*_)]{0,4}(?=\s|$)|[\s,]\(?(?:because|since|as|so|which|where|when|but|after|hence|thus|i\.e\.|given)\b"
 )
 
+# Parts of patterns: digits with or without separators of thousands; a decimal; the argument of a command; one value,
+# such as a decimal, a fraction, a root or π, with its exponent; an operator between two values.
 _DIGITS = r"(?:\d{1,3}(?:(?:,|\{,\}|\\[,!]|[ ])\d{3})+(?!\d)|\d+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+(?!\w))?"
 _PART = r"(?:\{[^{}]{1,60}\}|\d)"
@@ -142,7 +149,9 @@ _VALUE = re.compile(
 )
 """Pattern of the numbers in running text, with the operators between them."""
 
+# Two numbers with a dash, which are a range and not a difference.
 _RANGE = re.compile(rf"({_DECIMAL})-({_DECIMAL})")
+# A formula between dollar signs, or in LaTeX's brackets for formulas.
 _INSIDE = r"((?:[^\\]|\\(?![()\[\]])){1,1000})"
 _MATH = re.compile(
     rf"\$\$([^$]{{1,1000}})\$\$|(?<!\\)\$((?:\\\$|[^$\n]){{1,1000}})\$|\\\({_INSIDE}\\\)|\\\[{_INSIDE}\\\]",
@@ -172,8 +181,8 @@ def final_answer(text: str) -> str | None:
         rest = text[said.end() : said.end() + 2 * MOST_CHARACTERS].lstrip(" \t\n*_:")
         if clause := _clause(rest):
             return None if clause.startswith("not ") else clause
-    whole = text.strip(" \n\t*`.")
-    return whole if _is_expression(whole) else _last_value(text)
+    stripped = text.strip(" \n\t*`.")
+    return stripped if _is_expression(stripped) else _last_value(text)
 
 
 def _boxes(text: str) -> tuple[list[str], bool]:
@@ -187,6 +196,7 @@ def _boxes(text: str) -> tuple[list[str], bool]:
     listed: list[str] = []
 
     def close(start: int, end: int, content: str) -> None:
+        """Record a complete box. It extends the list of the box before if only separators lie between them."""
         nonlocal last_end
         between = text[last_end:start] if last_end <= start <= last_end + WIDEST_BETWEEN else "-"
         if 0 < len(listed) < MOST_LISTED and _BETWEEN.fullmatch(between):
@@ -237,6 +247,7 @@ def _clause(text: str) -> str:
 
 
 def _with_percent(text: str, formula: re.Match[str]) -> str:
+    """Return a formula, with the percent sign that may follow it in the text."""
     percent = re.compile(r"\s?(?:\\?%|percent\b|per cent\b|pct\b)").match(text, formula.end())
     return formula[0] + (percent[0] if percent else "")
 
@@ -258,20 +269,31 @@ def _last_value(text: str) -> str | None:
 
 # -- reading it ------------------------------------------------------------------------------------------------------
 
+# Commands without a meaning: sizes of brackets, styles, and thin blanks within numbers.
 _NOTHING = re.compile(
     r"\\(?:left|right|displaystyle|textstyle|limits|bigl?|bigr?|Bigl?|Bigr?)(?![A-Za-z])|\\!\s?|\\,(?=\d{3})|\{\}|\\(?=\n)"
 )
+# Forms of the empty set.
 _EMPTY = re.compile(r"\\varnothing(?![A-Za-z])|\\\{\s?\\\}")
+# Pictographs and emoji.
 _PICTURES = re.compile("[\u2600-\u27bf\ufe0f\U0001f300-\U0001faff]")
+# A decimal with a repeating part, such as `0.1\overline{6}`.
 _REPEATING = re.compile(r"(\d{0,20})\.(\d{0,20})\\(?:overline|bar)\s?(?:\{\s?(\d{1,20})\s?\}|(\d))")
+# A number in another base, such as `101_2`.
 _BASED = re.compile(r"([0-9A-Za-z]{1,100})\s?_\s?(?:\{\s?(\d{1,2})\s?\}|(\d))")
+# Any run of blanks, also of LaTeX's.
 _BLANK = re.compile(r"(?:(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|[~\s])+")
+# Commands that change only the appearance of their argument.
 _WRAPPED = re.compile(
     r"\\(?:text|textnormal|textbf|textit|textrm|textsf|mathrm|mathbf|mathit|mathsf|operatorname|mbox|boxed|fbox|emph)\s?\{([^{}]*)\}"
 )
+# A currency before or after a number.
 _CURRENCY = r"(?:US|CA|AU)?(?:\\?\$|[€£¥₹₩])|USD|EUR|GBP|Rs\.?"
 _AROUND = re.compile(rf"(?P<sign>-?)\s?(?:{_CURRENCY})\s?(?P<of>[-\d.].*)|(?P<before>.*\d)\s?(?:{_CURRENCY})")
+# Words before a number that do not change its value here.
 _ABOUT = re.compile(r"(?:approximately|about|around|roughly|exactly|only|\\approx|\\sim)\s?", re.IGNORECASE)
+# A complete text that is one number: a decimal, also with a power of ten, a fraction or a mixed number. Words such as
+# `million` and a percent sign scale it.
 _NUMBER = re.compile(
     rf"""(?P<sign>[-+]?)\s?(?:
         (?P<decimal>{_DIGITS}(?:\.\d*)?|\.\d+)
@@ -283,7 +305,9 @@ _NUMBER = re.compile(
     (?P<percent>\s?(?:\\?%|percent(?:age)?|per\scent|pct))?""",
     re.VERBOSE,
 )
+# Powers of ten of the words that scale a number.
 _SCALE = {"": 0, "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+# A number with a unit, such as `5 m^2` or `60 km/h`.
 _EXPONENT = r"(?:\s?\^\s?\{?\s?-?\d\s?\}?)?"
 _UNIT = re.compile(
     r"(?P<number>.*?[\d}%.!])(?:\s?\^\s?\{?\s?\\circ\s?\}?\s?[CFK]?|(?P<gap>\s?)"
@@ -302,12 +326,14 @@ _UNITS = frozenset(
 """Units with two or more letters, which may follow a number without a blank."""
 _ONE_LETTER = frozenset("mshgNJWVAKCFLltTd")
 """Units with one letter. They need a blank before them, because `5m` would otherwise be 5."""
+# Words that are no units, although they may follow a number.
 _NO_UNIT = frozenset(
     """
     and or to not mod pi sqrt sin cos tan sec cot log ln exp plus minus times over divided infinity than if with gcd
     lcm max min hundred thousand million billion trillion percent per
     """.split()  # noqa: SIM905
 )
+# Words that are part of a formula.
 _FUNCTIONS = frozenset(
     """
     and sin cos tan sec csc cot log exp sqrt max min gcd lcm det mod arcsin arccos arctan sinh cosh
@@ -322,18 +348,25 @@ _PLAIN_NAMES = {
 }
 """Names of symbols that are written without a backslash, with the command for each."""
 _PLAIN_NAME = re.compile(rf"(?<![\\A-Za-z])(?:{'|'.join(_PLAIN_NAMES)})(?![A-Za-z])")
+# A word of a sentence, and not a command or a variable.
 _WORD = re.compile(r"(?<![\\A-Za-z])(?:[A-Za-z]{3,}|[Nn]o(?![A-Za-z]))")
+# The begin or end of a LaTeX environment, such as a matrix.
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\s?\{[a-z*]{1,20}\}(?:\{[lcr|]{1,20}\})?")
+# The letter of a multiple-choice option, alone (`_LETTER`) or before the text of the option (`_CHOICE`).
 _LETTER = re.compile(
     r"(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\s)?(?:\(\s?([A-Ja-j])\s?\)|([A-J])\b(?![\s\w^+*/=-]))[).:]*"
 )
 _CHOICE = re.compile(rf"{_LETTER.pattern}(?:\s+[\w$\\(].*)?")
+# The left side of an equation that defines a name: a variable, a function, a derivative or a phrase.
 _NAME = re.compile(
     r"(?:\\?[A-Za-z]+(?:_\{?\w{1,10}\}?)?'?|[A-Za-z]'{0,2}\s?\([A-Za-z\d, -]{1,20}\)"
     r"|\\frac\{d[A-Za-z]?\}\{d[A-Za-z]\}|[A-Za-z][A-Za-z _-]{1,60})\s?"
 )
+# An equals sign or an implication, at which an equation is split.
 _EQUALS = re.compile(r"(?<![<>!:=])=(?!=)|\\implies|\\Rightarrow")
+# Signs of lists, relations and sets: a text with one of them is not split at its equals signs.
 _RELATION = re.compile(r"[,;<>]|\\(?:le|ge|ne|in|begin|cup|pm)(?![A-Za-z])|\s(?:and|or)\s")
+# A LaTeX command; commands that are variables; a binomial coefficient.
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _GREEK = re.compile(r"\\(?:alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi|omega|angle)(?![A-Za-z])")
 _BINOMIAL = re.compile(r"\\[dt]?binom\s?\{([^{}]*)\}\s?\{([^{}]*)\}")
@@ -370,6 +403,7 @@ def _plain(text: str) -> str:
 
 
 def _as_fraction(repeating: re.Match[str]) -> str:
+    """Return a repeating decimal as a fraction: `0.1\\overline{6}` is 15/90."""
     whole, before, period = repeating[1], repeating[2], repeating[3] or repeating[4]
     above = int(whole + before + period) - int(whole + before or "0")
     return rf"\frac{{{above}}}{{{'9' * len(period) + '0' * len(before)}}}"
@@ -383,12 +417,16 @@ def _folded(text: str) -> str:
 
 
 def _is_words(text: str) -> bool:
+    """Return True if a text has words of a sentence, and is not only a formula."""
     words = _WORD.findall(_ENVIRONMENT.sub("", text))
     return any(word.lower() not in _FUNCTIONS and word not in _PLAIN_NAMES for word in words)
 
 
 def _number(text: str) -> _Number | None:
-    """Return the value of a text that is one number, with or without a currency or unit; None for another text."""
+    """Return the value of a text that is one number, with or without a currency or unit.
+
+    Returns None for any other text, and for a number whose power of ten is beyond `MOST_DIGITS`.
+    """
     text = text[about.end() :] if (about := _ABOUT.match(text)) else text
     around = _AROUND.fullmatch(text)
     if around:
@@ -460,14 +498,17 @@ def _equal(found: str, reference: str) -> bool:
         return True
     if max(len(found), len(reference)) > MOST_CHARACTERS:
         return False
+    # A multiple-choice reference needs that letter; for another reference, a letter before the answer is skipped.
     choice = _CHOICE.fullmatch(found)
     if letter := _LETTER.fullmatch(reference):
         return choice is not None and _letter(choice) == _letter(letter)
     if choice and (label := _LETTER.match(found)):
         return _equal(found[label.end() :].strip(), reference)
+    # A sentence counts as its only number.
     if _is_words(found) and not _is_words(reference) and _number(found) is None:
         spoken = [value[0].strip() for value in _VALUE.finditer(found)]
         return len(spoken) == 1 and spoken != [found] and "not " not in found and _equal(spoken[0], reference)
+    # Equations: if both define a variable of one letter, it must be the same one. All sides must have the same value.
     name, values = _sides(found)
     wanted_name, wanted = _sides(reference)
     simple = [_NAME.fullmatch(one) is not None for one in (name, wanted_name) if one]
@@ -479,6 +520,7 @@ def _equal(found: str, reference: str) -> bool:
 
 
 def _letter(choice: re.Match[str]) -> str:
+    """Return the letter of a matched multiple-choice option."""
     return (choice[1] or choice[2]).upper()
 
 

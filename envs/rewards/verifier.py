@@ -125,7 +125,8 @@ async def _in_process(path: str, completion: str, answer: str, timeout: float) -
 async def _tried_again(path: str, completion: str, answer: str, timeout: float) -> tuple[object, str | None] | None:
     """Find out whether a completion caused a timeout. Returns a score of 0 if that is proven, else None.
 
-    The proof has two parts. The reference, scored as a completion, must pass. Then the completion must use up a quarter
+    Without this, a completion on which the verifier never ends would be retried until it is given up. The proof has two
+    parts. The reference, scored as a completion, must pass. Then the completion must use up a quarter
     of the deadline in processor time. A busy machine does not add to processor time, and waiting for a server uses
     none.
     """
