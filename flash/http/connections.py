@@ -12,8 +12,10 @@ Law: a connection stays open only as long as its client makes progress, and each
 - A stranger can be ended at any time, to make room for a newer connection.
 - A bounded token has at most its share of all connections.
 
-This module uses internals of uvicorn that are not part of its public API. No other module uses them, and
-tests/http/test_uvicorn.py reports each of them that a new version lacks:
+uvicorn's settings bound the size of a head, the number of connections and the time between two requests, but none of
+the cases above. Applications, such as those of Starlette, do not see connections at all. So this module uses internals
+of uvicorn that are not part of its public API. No other module uses them, and tests/http/test_uvicorn.py reports each
+internal that a new version lacks:
 
     H11Protocol              made with config, server_state, app_state, _loop; app_state, conn (of h11), scope, loop,
                              transport; on_response_complete, send_400_response, logger; cycle, with
@@ -289,7 +291,10 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         super().resume_writing()
 
     def on_response_complete(self) -> None:
-        """Count the connection as idle, and start the timer if the rest of the request's body still arrives."""
+        """Count the connection as idle, and start the timer if the rest of the request's body still arrives.
+
+        uvicorn calls it when the answer was sent, which may be before the client has sent the whole body.
+        """
         self._by_token.mark_idle(self)
         super().on_response_complete()
         if self.conn.their_state is not h11.IDLE:  # In the state IDLE, uvicorn gives the next request `idle_s`.

@@ -84,7 +84,7 @@ class Alarms:
                 yield RaisedAlarm(alarm.name, text)
 
     def _skipped_now(self, row: Row) -> float:
-        """Return the number of updates that this step skipped; 0 in the first row of a process.
+        """Return the number of updates that this step skipped; 0 in the first row of a process. Remembers the count.
 
         The column counts for the whole run, so the first value of a resumed run is from earlier steps.
         """

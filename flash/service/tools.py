@@ -66,7 +66,10 @@ def offered(given: Sequence[GivenTool]) -> tuple[Tool, ...]:
 
 
 def as_tool(function: Function) -> Tool:
-    """Return a function in the format of chat templates. A missing description or schema is left out."""
+    """Return a function in the format of chat templates. A missing description or schema is left out.
+
+    `strict` is left out too, because calls are not forced to follow the schema.
+    """
     description: dict[str, Any] = {"name": function.name}
     if function.description is not None:
         description["description"] = function.description

@@ -58,7 +58,11 @@ class ViewedRun:
         return self.directory.facts()
 
     def rows(self, life: str, steps: int, evals: int) -> Rows:
-        """Return the rows that are new for a page that has `steps` and `evals` rows of the sequence `life`."""
+        """Return the rows that are new for a page that has `steps` and `evals` rows of the sequence `life`.
+
+        The page asks for them every few seconds. All rows are sent again if `life` is not the current sequence, for
+        example because a resumed run has replaced the rows of some steps.
+        """
         with self._lock:
             self._steps.read()
             self._evals.read()
@@ -84,7 +88,7 @@ class ViewedRun:
         return Latest(self.name, steps, evals, self.directory.has_ended(), read_cluster(self.directory))
 
     def spans(self) -> Sequence[Activity]:
-        """Return all activities of the timeline so far."""
+        """Return all activities of the timeline so far, as a copy, because other threads may read further ones."""
         with self._lock:
             self._spans.read()
             return list(self._spans.rows)
