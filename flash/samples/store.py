@@ -473,7 +473,7 @@ class SampleStore:
         for group_id in group_ids:
             self._count_ended(self.pool[group_id])
             self.domains.trained(self.pool[group_id].kind)
-        # The groups are taken in slices. Results that arrive meanwhile must not make a chosen group wait again.
+        # The groups are taken in slices. A result that arrives meanwhile must not make a chosen group wait again.
         self.pool.mark_chosen(groups)
         self.backlog.add(lambda group_id: self.batches.add_to_step(self.pool.take(group_id)), groups)
         if step + 1 > self.admission.next_step:

@@ -468,7 +468,7 @@ def _on_all_ranks(work: Callable[[], T], about: Path) -> list[T]:
     try:
         result = work()
     except TransportError:
-        raise  # the hub is gone or ends the run, and so do all ranks
+        raise  # the hub is gone or ends the run, which ends all ranks, too
     except Exception as error:  # supervised boundary: every failure is passed on to all ranks
         fault = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
     outcomes: list[tuple[str, Any]] = [("", None)] * dist.get_world_size()

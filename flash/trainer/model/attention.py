@@ -290,9 +290,10 @@ class RowAttention:
         self._own, self._length_class_S = own, length_class_S
         self._position_U, self._device = position_U, device
         families: dict[int, list[int]] = {}
-        for sequence in (place for place, rows in enumerate(own) if len(rows) and len(prefixes[place])):
-            # Prefixes form a tree, so the last token of a prefix identifies all of it.
-            families.setdefault(int(prefixes[sequence][-1]), []).append(sequence)
+        for sequence, rows in enumerate(own):
+            if len(rows) and len(prefixes[sequence]):
+                # Prefixes form a tree, so the last token of a prefix identifies the whole prefix.
+                families.setdefault(int(prefixes[sequence][-1]), []).append(sequence)
         self._families: list[tuple[Int64Array, Int64Array]] = [
             (np.concatenate([own[sequence] for sequence in members]), prefixes[members[0]])
             for members in families.values()
