@@ -151,8 +151,8 @@ async def open_endpoint() -> AsyncGenerator[AgentEndpoint]:
 class AgentRun:
     """Run of an agent in a task beside the episode, until the agent returns, fails or is ended.
 
-    The agent is user code, so its errors are kept here and do not end the episode's own task. The session is told at
-    the end, so that the episode stops waiting for a request.
+    The agent is user code, so its errors are kept here and do not end the episode's own task. At the
+    end the session is notified, so that the episode stops waiting for a request.
     """
 
     def __init__(self, agent: AgentFunction, arguments: tuple[str, str, str], session: EpisodeSession) -> None:

@@ -95,7 +95,7 @@ class CodeOptions(SplitOptions, frozen=True, kw_only=True, dict=True):
 
     @functools.cached_property
     def known_languages(self) -> dict[str, Language]:
-        """The languages that ship with Flash, and those of `languages`."""
+        """The languages that ship with Flash, and the languages of the option `languages`, by name."""
         return languages_with(self.languages)
 
     @functools.cached_property

@@ -81,7 +81,7 @@ class Counting(OneTurn):
             length = None
 
     def _reward(self, answer: str, solution: str) -> float:
-        """Return the share of characters that are right at their position: see the module."""
+        """Return the share of the longer text, answer or solution, that is right at its position."""
         right = sum(ours == theirs for ours, theirs in zip(solution, answer, strict=False))
         return right / max(len(solution), len(answer))
 

@@ -5,9 +5,9 @@
     ..G.
     O...
 
-Each turn shows the whole map, so that no turn depends on earlier ones. The move is the last word of an answer: one of
-the letters `UDLR`, or up, down, left or right. Any other answer uses up a move and changes nothing. Reaching the goal
-earns 1. A game is lost, and earns 0, when the player falls into a hole or has used all moves.
+Each turn shows the complete map, so that no turn depends on earlier ones. The move is the last word of an answer: one
+of the letters `UDLR`, or up, down, left or right. Any other answer uses up a move and changes nothing. Reaching the
+goal earns 1. A game is lost, and earns 0, when the player falls into a hole or has used all moves.
 
 The lake, the start and the goal are drawn from the seed, and each lake has a path to the goal. Ice may be slippery: a
 move then sometimes goes to one of its two sides. Slips follow from the seed and the number of the move. So the members

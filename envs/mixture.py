@@ -38,7 +38,7 @@ from flash.errors import ConfigError, EnvError
 from flash.types import Observation
 
 GOLDEN = 0x9E3779B97F4A7C15
-"""2⁶⁴ divided by the golden ratio. Its multiples modulo 2⁶⁴ fill the range more evenly than those of other numbers."""
+"""2⁶⁴ divided by the golden ratio. Its multiples modulo 2⁶⁴ fill the range evenly at any count of them."""
 
 
 class Kind(Domain, frozen=True, kw_only=True):
@@ -224,6 +224,6 @@ def _maker(name: str, kind: Kind) -> _Maker:
     is_mixture = callable(getattr(env, "domains", None))
     kwargs = {} if is_mixture else check_options(env, kind.options, f"kinds.{name}.options")
     if is_mixture or class_with("domains", env, kwargs) is not None:
-        # The inner mixture's domains would be lost silently: a problem has one kind, that of the outer mixture.
+        # The domains of the inner mixture would be lost silently: each problem has only the kind of the outer mixture.
         raise ConfigError(f"`kinds.{name}.path`: a mixture cannot hold a mixture: name its environments here")
     return _Maker(env, kwargs)

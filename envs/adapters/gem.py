@@ -1,4 +1,4 @@
-"""Gem: plays environments of the package GEM in worker processes, because they seed the whole process's random numbers.
+"""Adapter for the package GEM. Its environments seed the random numbers of their process, so they run in workers.
 
 A worker keeps no state of an episode. Each step replays the episode from its seed, with all answers so far. That is
 exact for environments that depend only on the seed and the answers, as GEM's games do. An episode of n turns costs n²/2

@@ -114,7 +114,7 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
 
     @classmethod
     async def prepare(cls, options: HarborOptions) -> None:
-        """Open the sandboxes and start that of the first task, so that missing parts are found before the run begins.
+        """Open the pool of sandboxes and start one for the first task, so that missing parts are found before the run.
 
         Raises:
             ConfigError: there is no engine, or a package or a token is missing.

@@ -1,4 +1,4 @@
-"""Verifiers: task sets of the package `verifiers`, whose requirements conflict with those of Flash.
+"""Adapter for task sets of the package `verifiers`, whose requirements conflict with the requirements of Flash.
 
 So `verifiers` runs in a Python environment of its own, in the server `envs/adapters/verifiers_server`. The configured
 environment is `envs.agent:Agent`, with `play` as its `function` and `Verifiers` as its `tasks`. In each episode, a

@@ -173,7 +173,7 @@ async def run_cases(
 
 
 def verdict_of(outcomes: Sequence[CaseOutcome], total: int) -> SuiteVerdict:
-    """Combine the outcomes of tests into one verdict. Of the `total` tests, those that did not run have failed."""
+    """Combine the outcomes of tests into one verdict. Tests of the `total` that did not run count as failed."""
     first = next((one for one in outcomes if not one.passed), CaseOutcome("passed"))
     return SuiteVerdict(sum(one.passed for one in outcomes), total, first.cause, first.detail)
 

@@ -43,7 +43,7 @@ class ShellOrder(msgspec.Struct, frozen=True):
 
 
 def read_order(answer: str, *, fenced: bool) -> ShellOrder | None:
-    """Return the commands of an answer, from its last block if `fenced`, else from the whole text.
+    """Return the commands of an answer, from its last block if `fenced`, else from the complete text.
 
     A last line `submit` submits the work. An answer that is only `submit` needs no block. Returns None if there are
     neither commands nor a submission.
@@ -101,7 +101,7 @@ class ShellEnv(ABC, Generic[_Options, _Task]):
     """Function that opens the sandboxes of a node."""
 
     fenced = True
-    """True if commands stand in fenced blocks; False if the whole answer is commands."""
+    """True if commands stand in fenced blocks; False if the complete answer is commands."""
 
     def __init__(self, options: _Options) -> None:
         self._options = options

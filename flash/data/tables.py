@@ -246,7 +246,7 @@ def _as_text(data: gzip.GzipFile | io.BufferedReader, encoding: str, newline: st
 
 
 def _json_rows(file: Path) -> Generator[Row]:
-    """Yield the rows of JSON lines, or of one JSON list over the whole file."""
+    """Yield the rows of JSON lines, or of one JSON list that fills the file."""
     with _opened(file) as (data, encoding), _as_text(data, encoding, "\n") as text:
         lines = iter(data) if encoding == "utf-8" else (line.encode() for line in text)
         number = line_number = 0

@@ -233,7 +233,8 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
     lower: bool = False
     """True if no step can be shorter; False if no step should be longer."""
     part: bool = False
-    """True if the bound covers only one phase of a step, so that the time of a whole step is not compared with it."""
+    """True if the bound covers only one phase of a step, so that it is not compared with the time of a complete
+    step."""
 
 
 def bounds(q: Quantities, batch_size: int) -> list[Bound]:
@@ -245,8 +246,9 @@ def bounds(q: Quantities, batch_size: int) -> list[Bound]:
     work = f"N {q.samples:.4g}, μ {q.generate_s:.3g} GPU·s, L {q.longest_s:.4g} s"
     everywhere = f"N {q.samples:.4g}, K {q.gpus}, μ {q.generate_all_s:.3g} GPU·s, L {q.longest_s:.4g} s"
     train = f"μ_tr {q.train_s:.3g} GPU·s"
-    whole = (q.samples, q.generate_all_s, q.longest_s, q.train_s * batch_size / q.samples, q.gpus)
-    share = best_split(*whole, q.async_ratio)
+    # Samples, μ, L, μ_tr per generated sample and K, if all GPUs both generate and train.
+    all_gpus = (q.samples, q.generate_all_s, q.longest_s, q.train_s * batch_size / q.samples, q.gpus)
+    share = best_split(*all_gpus, q.async_ratio)
     return [
         Bound(
             name="generation alone, queued",
@@ -259,7 +261,7 @@ def bounds(q: Quantities, batch_size: int) -> list[Bound]:
             name="synchronous, all GPUs in turn",
             formula="N·μ/K + L + E·N·μ_tr/K + c",
             plugged=f"{everywhere}, {train}, E 1, c {q.fixed_s + q.pause_s:.3g} s",
-            step_s=sync_bound(*whole) + q.fixed_s + q.pause_s,
+            step_s=sync_bound(*all_gpus) + q.fixed_s + q.pause_s,
         ),
         Bound(
             name="asynchronous, best split",
@@ -268,7 +270,7 @@ def bounds(q: Quantities, batch_size: int) -> list[Bound]:
                 f"{everywhere}, {train}, E 1, α {q.async_ratio:g}, β* {share:.2f}: {share * q.gpus:.3g} GPUs train, "
                 f"c {max(q.fixed_s, q.pause_s):.3g} s"
             ),
-            step_s=async_bound(*whole, q.async_ratio) + max(q.fixed_s, q.pause_s),
+            step_s=async_bound(*all_gpus, q.async_ratio) + max(q.fixed_s, q.pause_s),
         ),
         _this_split(q, batch_size, f"{work}, {train}, {serving} + {training} GPUs"),
         _capacity(q, batch_size),

@@ -100,7 +100,8 @@ def calibrate(run_dir: Path) -> Calibration:
     """Fit a `[simulate]` table to a finished run.
 
     Raises:
-        ConfigError: the folder is not that of a run with samples and at least LEAST_STEPS steps, or a value is missing.
+        ConfigError: the folder is not the directory of a run with samples and at least LEAST_STEPS steps, or a value is
+        missing.
     """
     directory = RunDirectory(run_dir)
     rows, samples = by_step(directory.read_metrics()), directory.read_samples()
@@ -430,10 +431,10 @@ def fit_workload(samples: Sequence[SampleTimes]) -> dict[str, float | list[float
     for sample in samples:
         rewards.setdefault(sample.group_id, []).append(min(max(sample.reward, 0.0), 1.0))
     return {
-        "prompt_tokens": spread_of([sample.turns[0].observation_tokens for sample in samples], whole=True),
-        "response_tokens": spread_of([turn.tokens for turn in turns], whole=True),
-        "observation_tokens": spread_of([turn.observation_tokens for turn in later] or [1], whole=True),
-        "turns": spread_of([len(sample.turns) for sample in samples], whole=True),
+        "prompt_tokens": spread_of([sample.turns[0].observation_tokens for sample in samples], integer=True),
+        "response_tokens": spread_of([turn.tokens for turn in turns], integer=True),
+        "observation_tokens": spread_of([turn.observation_tokens for turn in later] or [1], integer=True),
+        "turns": spread_of([len(sample.turns) for sample in samples], integer=True),
         "env_s": spread_of(middle or [0.0]),
         "reward_s": spread_of([max(0.0, seconds - usual) for seconds in last]),
         "success": spread_of([sum(group) / len(group) for group in rewards.values()]),
@@ -443,16 +444,16 @@ def fit_workload(samples: Sequence[SampleTimes]) -> dict[str, float | list[float
 # -- arithmetic ------------------------------------------------------------------------------------------------------
 
 
-def spread_of(values: Sequence[float], *, whole: bool = False) -> float | list[float]:
+def spread_of(values: Sequence[float], *, integer: bool = False) -> float | list[float]:
     """Return a distribution (`flash.config.simulate.Distribution`) of at most VALUES equally likely values with the
     mean of the measured ones.
 
-    Each value is the mean of an equal part of the sorted measured values. If `whole` is True, values are rounded, and
+    Each value is the mean of an equal part of the sorted measured values. If `integer` is True, values are rounded, and
     the rounding error of each is added to the next one, so that the mean is preserved.
     """
     parts = np.array_split(np.sort(np.array(values, dtype=np.float64)), min(VALUES, len(values)))
     means = [float(part.mean()) for part in parts]
-    if whole:
+    if integer:
         rounded: list[float] = []
         owed = 0.0
         for mean in means:

@@ -91,7 +91,7 @@ class SimEngine:
         self._order = 0
         """Number of the next heap entry, which orders entries with the same step."""
         self._step = 0
-        """Steps since the start, without those of the present stretch."""
+        """Steps since the start, without the steps of the present stretch."""
         self._context = 0
         """Tokens of all running sequences at `_step`."""
         self._cold = 0

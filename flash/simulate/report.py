@@ -10,8 +10,8 @@ from flash.simulate.bounds import Bound
 class SimReport(msgspec.Struct, frozen=True, kw_only=True):
     """Results of one simulated run, from the first lease of a training sample to the last commit.
 
-    Seconds are simulated unless they are called real. Shares are shares of `seconds`; those of engines are means over
-    all engines.
+    Seconds are simulated unless they are called real. Shares are shares of `seconds`; shares of engines are means
+    over all engines.
     """
 
     seconds: float

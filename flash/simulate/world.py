@@ -1,4 +1,4 @@
-"""World: a whole run on a virtual clock, with the real hub, nodes, schedulers, episodes and proxies.
+"""World: a complete run on a virtual clock, with the real hub, nodes, schedulers, episodes and proxies.
 
 Engines, trainer and environments are simulated. `simulate` takes the configuration of a run with its `[simulate]`
 table. It leaves out weights, checkpoints and evaluations, except for one sample at the start and at the end. Deadlines

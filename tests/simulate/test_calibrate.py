@@ -265,7 +265,7 @@ def test_only_the_last_turn_pays_for_the_reward():
 def test_a_listed_distribution_keeps_the_mean_and_whole_numbers():
     random = Random(5)
     lengths = [round(random.lognormvariate(4, 1.2)) for _ in range(960)]
-    spread = spread_of(lengths, whole=True)
+    spread = spread_of(lengths, integer=True)
     assert isinstance(spread, list)
     values = sampler(spread)
     assert values.expected() == pytest.approx(sum(lengths) / len(lengths), rel=0.005)
