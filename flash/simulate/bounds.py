@@ -233,8 +233,7 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
     lower: bool = False
     """True if no step can be shorter; False if no step should be longer."""
     part: bool = False
-    """True if the bound covers only one phase of a step, so that it is not compared with the time of a complete
-    step."""
+    """True if the bound covers only one phase of a step, so that it is not compared with a complete step."""
 
 
 def bounds(q: Quantities, batch_size: int) -> list[Bound]:
@@ -246,7 +245,7 @@ def bounds(q: Quantities, batch_size: int) -> list[Bound]:
     work = f"N {q.samples:.4g}, μ {q.generate_s:.3g} GPU·s, L {q.longest_s:.4g} s"
     everywhere = f"N {q.samples:.4g}, K {q.gpus}, μ {q.generate_all_s:.3g} GPU·s, L {q.longest_s:.4g} s"
     train = f"μ_tr {q.train_s:.3g} GPU·s"
-    # Samples, μ, L, μ_tr per generated sample and K, if all GPUs both generate and train.
+    # N, μ, L, μ_tr per generated sample, and K, with all GPUs as workers.
     all_gpus = (q.samples, q.generate_all_s, q.longest_s, q.train_s * batch_size / q.samples, q.gpus)
     share = best_split(*all_gpus, q.async_ratio)
     return [
