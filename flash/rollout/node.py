@@ -216,7 +216,7 @@ class RolloutNode:
         go on for deadlines.shutdown while a place has an engine. Then the leases of the remaining episodes are handed
         back, for other nodes. A start of the engines is stopped.
         """
-        self._supervisor.stop_reporting_deaths()
+        self._supervisor.start_leaving()
         self._starting.cancel()
         seconds = self._config.deadlines.shutdown
         # If this message does not reach the hub, it notices that the node leaves when the connection ends.

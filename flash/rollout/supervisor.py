@@ -34,8 +34,8 @@ FIRST_PAUSE_S = 1.0
 """Seconds before the first restart in a row. Each further pause is twice as long, up to `LONGEST_PAUSE_S`, so that a
 cause that lasts has time to pass."""
 STEADY_STARTS, MIN_STEADY_S, MAX_STEADY_S = 10.0, 60.0, 600.0
-"""An engine that has served for `STEADY_STARTS` times the seconds of its start, but at least `MIN_STEADY_S` and at most
-`MAX_STEADY_S` seconds, was healthy. A later death has another cause, so the count of restarts begins at 0 again."""
+"""An engine counts as healthy once it has served `STEADY_STARTS` times as long as its start took, within the limits of
+`MIN_STEADY_S` and `MAX_STEADY_S` seconds. A later death has another cause, so the count of restarts begins at 0."""
 LOOK_AT = "the engines' output and deadlines.engine_start"
 """Advice in the error message of a start that took too long."""
 
@@ -53,7 +53,7 @@ class RestartBudget:
     """Decides if and when another engine starts after a death. Each place has one. Pure state.
 
     Deaths in a row probably have one cause, so each pause is longer than the last one, to give the cause time to pass.
-    An engine that has served for long begins a new row.
+    After an engine that has served for long, the count begins at 0 again.
 
     Args:
         max_restarts: largest number of restarts in a row.
@@ -103,13 +103,13 @@ class EnginePlace:
         """Time at which the place lost its engine, in Unix seconds. None while an engine serves: a later engine sets it
         back to None when it has loaded a version."""
         self.served = False
-        """True if an engine of the place has ever loaded a version. Only then a failed swap may be chance."""
+        """True if an engine of the place has ever loaded a version. If none has, a failed swap is no accident."""
         self.killed_at_start: EngineDeadError | None = None
         """Error that says how the first engine was killed while it started; None if it was not killed."""
         self.took_s = 0.0
         """Seconds that the start of the newest engine took."""
         self._has_started = False
-        """True if an engine of the place has ever started. Only then a failed start may be chance."""
+        """True if an engine of the place has ever started. If none has, a failed start is no accident."""
 
     def renumber(self, number: int) -> None:
         """Set the number of the place's engines at the next hub. The node calls this when it moves to that hub."""
@@ -186,9 +186,9 @@ class EngineSupervisor:
         self._now = now
         self._max_restarts = max_restarts
         self._leaving = False
-        """True if deaths are not reported any more, because the node leaves."""
+        """True if the node leaves. Then deaths are not reported, and the last one is no error of `run`."""
         self._death = anyio.Event()
-        """Event that the next death of an engine sets. `no_engine_left` replaces it before each wait."""
+        """Event that is set when the next engine dies. `no_engine_left` replaces it before each wait."""
 
     async def start(self, seconds: float) -> None:
         """Start the first engines of all places in parallel.
@@ -205,6 +205,8 @@ class EngineSupervisor:
     async def run(self) -> None:
         """Keep all places filled until cancelled.
 
+        Returns, instead, if the node leaves and no place has a restart left.
+
         Raises:
             EngineDeadError: no place can be filled any more. The error says how the last engine died.
         """
@@ -212,10 +214,11 @@ class EngineSupervisor:
             for place in self._places:
                 group.start_soon(self._fill_place, place)
 
-    def stop_reporting_deaths(self) -> None:
-        """Report no more deaths of engines. This is called when the node leaves.
+    def start_leaving(self) -> None:
+        """Report no more deaths of engines, and raise no error when the last engine dies. The node calls this to leave.
 
-        The machine may be ending, which kills engines. People need no report of such deaths.
+        The machine may be ending, which kills engines. People need no report of such deaths, and an error would end the
+        node before it has handed back its leases.
         """
         self._leaving = True
 
@@ -240,9 +243,9 @@ class EngineSupervisor:
         place has no restarts left.
 
         Raises:
-            EngineDeadError: no place can be filled any more.
-            EngineError, DeadlineError: the engine did not start or load its first version, without being killed, and
-                no engine of this place ever has.
+            EngineDeadError: no place can be filled any more, and the node does not leave.
+            EngineError, DeadlineError: an engine failed to start or to load a version (it was not killed), and no
+                engine of this place has ever succeeded in it.
             WeightsError: a version is damaged.
         """
         # Serve with the first engine, which `start` has started.
@@ -342,11 +345,15 @@ class EngineSupervisor:
     async def _on_death(self, place: EnginePlace, death: EngineDeadError, restart: Restart | None) -> None:
         """Let the proxy retire a dead engine, and report the death to the hub and to people.
 
-        `restart`: decision about the place. If `restart` is None, the place is closed and stays empty.
+        `restart`: decision about the place. If `restart` is None, the place stays empty and is closed, unless the node
+        leaves. A node that leaves reports nothing and keeps its places open, so that `_fill_place` raises no error when
+        the last engine dies: `no_engine_left` then ends the drain in order.
         """
+        # An outage begins with the first death. Failed restarts after it belong to the same outage.
         if place.died_at is None:
             place.died_at = self._now()
-        # The proxy does not know yet of an engine that was killed while it started.
+        # The proxy has usually retired the engine already, and this call does nothing. But it does not know yet of an
+        # engine that was killed while it started.
         self._proxy.retire(place.index, death)
         self._death.set()
         if self._leaving:
@@ -361,7 +368,10 @@ class EngineSupervisor:
                 await self._reports.send()
 
     def _consequence(self, restart: Restart | None) -> str:
-        """Return a sentence for the report of a death: it says if a restart, or the end of place or node, follows."""
+        """Return a sentence for the report of a death: another engine starts, the place stays empty, or the node ends.
+
+        The sentence follows one about the engine. Call this after `open` of the engine's place is set.
+        """
         if restart is not None:
             count = f"{restart.number} of {self._max_restarts} restarts in a row"
             return f"It starts again in {restart.pause_s:g} s ({count})"

@@ -578,6 +578,21 @@ def test_a_response_reads_like_its_pieces_and_parsers_read_responses_to_chat_mes
     assert env.spoken == Spoken(Message("assistant", read))
 
 
+class Measuring(Env):
+    """Asks for the room of its next observation while the response before it is sampled."""
+
+    def inform(self, episode: EpisodeView) -> None:
+        self.left: list[int] = []
+        episode.listen(lambda piece: self.left.append(episode.room("more")))
+
+
+def test_an_observation_measured_while_a_response_is_sampled_is_rendered_again_to_follow_it() -> None:
+    env = Measuring(go("more"), end(1.0))
+    played = succeed(env, Reporting(say("a"), say("b")))
+    assert "".join(map(chr, played.tokens())).replace("\0", "0") == "starta0|moreb0"
+    assert len(env.left) == 1
+
+
 class Branching(Env):
     """An environment that goes on at given places after its steps, and records the room that it had."""
 

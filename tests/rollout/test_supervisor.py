@@ -250,6 +250,24 @@ def test_a_place_whose_engines_cannot_start_by_themselves_is_given_up_at_once(ki
     assert len(made) == killed + 1
 
 
+def test_the_last_death_on_a_node_that_leaves_is_no_error_and_is_not_reported() -> None:
+    line, diary = FakeLine(engine), Diary()
+
+    async def scenario() -> None:
+        supervisor = supervised(diary, line, 0)
+        await supervisor.start(START_S)
+        supervisor.start_leaving()
+        async with anyio.create_task_group() as group:
+            group.start_soon(supervisor.run)
+            await anyio.sleep(1)
+            line.newest.kill()
+            await supervisor.no_engine_left()
+
+    run_virtual(scenario)
+    assert diary.reports == []
+    assert line.made[0].closed
+
+
 def test_without_restarts_the_first_death_is_the_last() -> None:
     told, made, death = lives(0, lambda line: None)
     assert told == [(100, was_last(0))]

@@ -448,7 +448,9 @@ class Transcript:
             later = completion.routes.part(known, completion.routes.tokens)
             branch.routes = join_routes([branch.routes, later], [known, later.tokens])
         self.last_branch = branch
-        self._responses = len(branch.ends)
+        # While the response was sampled, the environment may have called `room`, which rendered an observation for the
+        # place before the response. After the response, the template renders this observation in another way.
+        self._responses, self._rendered = len(branch.ends), None
         self.sampled += len(completion.token_ids)
 
     def trajectory(self, task: Task, outcome: Outcome, lost_tokens: int) -> Trajectory:

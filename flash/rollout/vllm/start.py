@@ -54,7 +54,7 @@ MAX_LOGPROBS = HIGHEST_TOP_K + TIES
 _configuring = threading.Lock()
 """Lock held while vLLM is imported and configured, because both change state of the whole process."""
 _environment_lock = threading.Lock()
-"""Lock held while `os.environ` or the two variables below change."""
+"""Lock held while this module changes `os.environ` or the two variables below. vLLM changes `os.environ` without it."""
 _starting = 0
 """Number of engines that are inside `engine_environment` now."""
 _saved: dict[str, str] = {}
@@ -110,16 +110,17 @@ def configure(
 def _fix_preload(prefix: str) -> None:
     """Let the dynamic linker find the libraries that vLLM preloads into its processes on the CPU.
 
-    vLLM has just set LD_PRELOAD in this process, in which a space or a colon ends a path. A path with such characters
-    is replaced by a path through a link. If there is no folder for a link, LD_PRELOAD gets the value that it had
-    before.
+    vLLM has just set LD_PRELOAD in this process. In this variable a space or a colon ends a path. A path with such
+    characters is replaced by a path through a link. If there is no folder for a link, LD_PRELOAD gets the value that it
+    had before `engine_environment`.
     """
-    libraries = os.environ.get("LD_PRELOAD", "")
-    if fixed := _loadable_paths(libraries, prefix):
-        os.environ["LD_PRELOAD"] = fixed
-    else:
-        inherited = {"LD_PRELOAD": _saved["LD_PRELOAD"]} if "LD_PRELOAD" in _saved else {}
-        _set_environment({name: value for name, value in os.environ.items() if name != "LD_PRELOAD"} | inherited)
+    with _environment_lock:
+        libraries = _loadable_paths(os.environ.get("LD_PRELOAD", ""), prefix) or _saved.get("LD_PRELOAD")
+        # No other variable is written, because an engine that another thread starts may be setting some.
+        if libraries is None:
+            os.environ.pop("LD_PRELOAD", None)
+        else:
+            os.environ["LD_PRELOAD"] = libraries
 
 
 def _loadable_paths(libraries: str, prefix: str) -> str:
