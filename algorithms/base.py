@@ -14,8 +14,8 @@ The files of this package use tensor methods only and import torch for type chec
 and checked without torch.
 
 Shape legend: T = action tokens (tokens that the policy sampled) of one micro-batch, without the tokens of prompts; S =
-sequences of that micro-batch; N = trained tokens of a whole minibatch or batch, over all micro-batches and ranks. Every
-tensor is float32 unless its docstring names another type.
+sequences of that micro-batch; N = trained tokens of a whole minibatch (in `limit`) or batch (in `bounds`), over all
+micro-batches and ranks. Every tensor is float32 unless its docstring names another type.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Advantage = Literal["group", "group_mean", "leave_one_out", "batch", "turn", "ga
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
 """Ways to sum token losses into one number. `algorithms.sequences.token_weights` has their formulas."""
 Proximal = Literal["recompute", "loglinear", "ewma"]
-"""Source of the proximal policy, a recent policy to which an objective may keep the new one close. recompute: the
+"""Source of the proximal policy, a recent policy near which an objective keeps the trained policy. recompute: the
 weights at the start of the step. loglinear: interpolated between the behaviour policy, which sampled the token, and the
 current policy, by the token's age in versions (`algorithms.references.loglinear`). ewma: an exponentially weighted
 moving average of the weights of all steps so far (Hilton et al. 2021, arXiv 2110.00641)."""
@@ -103,8 +103,8 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     limits: ClassVar[bool] = False
     """True if the trainer must call `limit` before each update."""
     critics: ClassVar[int] = 1
-    """Number of critics if the run has critics and `critic.count` is not set. An objective with more than 1 compares
-    its critics: the run needs at least two, and the trainer calls `bounds` for each batch."""
+    """Number of critics if the run has critics and `critic.count` is not set. If this is more than 1, the objective
+    compares critics: the run needs at least two, and the trainer calls `bounds` for each batch."""
     critic_target: ClassVar[CriticTarget] = "lambda"
     """Target that the method's critics learn unless `critic.target` names another target."""
 
@@ -112,7 +112,7 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def proximal_policy(self) -> Proximal:
         """Source of `PackedTokens.proximal_T`.
 
-        The check of the configuration reads this, and the trainer when it starts.
+        The check of the configuration reads this, and the trainer reads it when it starts.
         """
         return "recompute"
 
@@ -128,9 +128,9 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Return a number computed from all trained tokens of a minibatch; no gradient.
 
         If `limits` is True, the trainer calls this on every rank before each update of a minibatch, and before the
-        backward passes of that update. A minibatch without a trained token is left out. The trainer passes the result
-        to `__call__` as `PackedTokens.limit`. So a rule over the whole minibatch does not depend on how the minibatch
-        is cut into micro-batches.
+        backward passes of that update. It is not called for a minibatch without a trained token. The trainer passes the
+        result to `__call__` as `PackedTokens.limit`. So a rule over the whole minibatch does not depend on how the
+        minibatch is cut into micro-batches.
 
         Args:
             log_ratio_N: logp − behaviour of each trained token under the weights just before the update.
@@ -139,12 +139,14 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         raise TypeError(f"{type(self).__name__} does not define limit")
 
     def bounds(self, deviation_N: Tensor) -> tuple[float, float]:
-        """Return two numbers computed from σ of all trained tokens of a batch (here N).
+        """Return the lower and the upper bound of a range of σ. A token outside it may lose a part of its loss.
 
-        If `critics` is more than 1, the trainer calls this on every rank once per step: after the critics have valued
-        the tokens, and before the first update. A batch without a trained token is left out. The trainer passes the
-        result to `__call__` as `PackedTokens.bounds`. So a rule over the whole batch does not depend on how the batch
-        is cut into minibatches and micro-batches.
+        If `critics` is more than 1 and the run has several critics, the trainer calls this on every rank once per step:
+        after the critics have valued the tokens, and before the first update. It is not called for a batch without a
+        trained token. The trainer passes the result to `__call__` as `PackedTokens.bounds`. So a rule over the whole
+        batch does not depend on how the batch is cut into minibatches and micro-batches.
+
+        `deviation_N`: σ of each trained token of the batch (`PackedTokens.deviation_T`).
         """
         raise TypeError(f"{type(self).__name__} does not define bounds")
 

@@ -5,12 +5,13 @@
 
 `token_weights` gives each token a weight. The loss of a minibatch is then the plain sum of weight · loss over all
 micro-batches on all ranks. The sum does not depend on the division into micro-batches, because the denominators count
-the whole minibatch, and a sequence is never divided.
+the whole minibatch, and each sequence is in one micro-batch.
 
-A token is *masked* if it has no part in the loss. The mask decides which tokens count in a denominator. A correction
-that rejects a sequence masks the tokens of the sequence, and so takes them out of the denominators
-(`algorithms.corrections`). A token to which an objective or a weight gives 0 still counts: a cap that masks
-(`decoupled_ppo`, as in AReaL), `icepop` and `m2po` are defined as sums over all tokens.
+A token is *masked* if it has no part in the loss. A correction that rejects a sequence (`algorithms.corrections`) masks
+the tokens of the sequence. This takes the tokens out of the denominators: out of the length n_s of the sequence at
+once, and out of the two totals when the trainer divides the gradient by the accepted share. A token to which an
+objective or a weight gives 0 still counts: `icepop`, `m2po` and a cap that masks (`decoupled_ppo`, as in AReaL)
+average over all tokens, also over those with weight 0.
 
 Shape legend: T = action tokens of a micro-batch, S = its sequences.
 """
@@ -28,15 +29,18 @@ if TYPE_CHECKING:
 def sequence_sum(tokens: PackedTokens, value_T: Tensor) -> Tensor:
     """Return float64 [S]: the sum over the unmasked tokens of each sequence. Values of masked tokens may be anything.
 
-    The sum is taken in float64: a log-ratio of 10,000 tokens is a sum of small numbers of both signs.
+    A log-ratio of 10,000 tokens is a sum of small numbers of both signs, of which float32 would lose digits by
+    cancellation. So the sum is taken in float64.
     """
     kept_T = value_T.where(tokens.mask_T, 0.0).double()
     return kept_T.new_zeros(tokens.sequences).index_add(0, tokens.sequence_T, kept_T)
 
 
 def sequence_lengths(tokens: PackedTokens) -> Tensor:
-    """Return float64 [S]: the number of unmasked tokens of each sequence; 1 instead of 0, so that it can be a
-    divisor."""
+    """Return float64 [S]: the number of unmasked tokens of each sequence.
+
+    A sequence without unmasked tokens has length 1, so that callers may divide by it.
+    """
     return sequence_sum(tokens, tokens.mask_T.double()).clamp(min=1)
 
 
@@ -57,6 +61,8 @@ def token_weights(
 ) -> Tensor:
     """Return float64 [T]: the weight of each token's loss; 0 where `mask_T` is False.
 
+    The weights are float64, so that the sum of many small shares is exact enough.
+
     With n_s unmasked tokens in the token's sequence, the weight of an unmasked token is:
 
         token_mean             1 / total_tokens
@@ -65,15 +71,16 @@ def token_weights(
         constant               1 / (constant · total_sequences)
 
     Args:
-        aggregation: the row of the table.
-        mask_T: bool, True for tokens that count.
+        aggregation: way to aggregate the losses of tokens: one of the four names above.
+        mask_T: bool, True for tokens in the loss: trained, and not rejected by a correction.
         sequence_T: index of each token's sequence.
         sequences: number of sequences in this micro-batch.
         total_tokens: trained tokens of the whole minibatch over all ranks. Tokens that corrections reject are still
             counted here, because they are not known yet; the trainer divides the gradient by the accepted share later.
         total_sequences: sequences of the whole minibatch that have a trained token, over all ranks. Sequences that
             corrections reject are still counted here, too.
-        constant: divisor of `constant`, in tokens; Dr. GRPO's L.
+        constant: number of tokens by which the aggregation `constant` divides the summed loss of each sequence (L in
+            Dr. GRPO). Other aggregations ignore it.
     """
     present_T = mask_T.double()
     if aggregation == "token_mean":

@@ -143,8 +143,8 @@ class NodeRegistry:
         self._engines[node] = range(first, first + request.engines)
         return p.JoinReply(node, first)
 
-    def check_may_leave(self, node: int) -> None:
-        """Raise ConfigError if no node of this number has joined."""
+    def check_joined(self, node: int) -> None:
+        """Raise ConfigError if no node of this number has joined. The hub's own node does not count as joined."""
         if node not in self.joined:
             known = ", ".join(map(str, self.joined)) or "none"
             raise ConfigError(f"no node {node} has joined this run (those that have: {known})")

@@ -46,7 +46,7 @@ PeerKind = Literal["node", "trainer", "messenger", "guest"]
 _PEER_NAME = re.compile(r"(node|trainer|messenger|guest)-(0|[1-9][0-9]{0,8})")
 
 FINISHED = (Outcome.OK, Outcome.TRUNCATED)
-"""Outcomes of finished samples (`Trajectory`). A `Failure` has one of the other outcomes."""
+"""Outcomes of finished samples. A `Trajectory` has one of these outcomes, and a `Failure` one of the others."""
 
 SENDERS: dict[type[Request[Any]], tuple[PeerKind, ...]] = {
     p.NodeRequest: ("node",),
@@ -175,7 +175,7 @@ class Gate:
             self._hub.peer_lost(peer.name)
 
     def close(self) -> None:
-        """Stop reporting the ends of connections. The hub ends and closes them itself, so their peers are not lost."""
+        """Stop reporting the ends of connections. The hub ends the connections itself, so their peers are not lost."""
         self._closed = True
 
     def _is_current(self, peer: _ConnectedPeer) -> bool:
@@ -187,9 +187,10 @@ class Gate:
         return peer.kind != "trainer" or self._incarnations.is_current(peer.incarnation)
 
     async def handle(self, connection: Peer, request: Request[Any]) -> msgspec.Struct:
-        """Check a request and return the hub's reply. Also keeps track of the leases that a node holds.
+        """Check a request and return the hub's reply.
 
-        A guest becomes a node with the reply to its `JoinRequest`, and may send the requests of nodes from then on.
+        The method also keeps track of the leases that a node holds. A guest becomes a node with the reply to its
+        `JoinRequest`, and may send the requests of nodes from then on.
 
         Raises:
             ProtocolError: the peer may not send this request.
@@ -311,13 +312,16 @@ def _activity_fault(activities: Iterable[Activity]) -> str | None:
 
 
 def _result_fault(task: Task, result: Trajectory | Failure, newest: int) -> str | None:
-    """Return a phrase why `result` cannot be the task's result, or None. `newest`: newest version of any engine."""
+    """Return a phrase that says why `result` cannot be the task's result; None if it can.
+
+    `newest`: newest version of any engine.
+    """
     if result.task != task:
         return "it was for another task"
     if (result.outcome in FINISHED) != isinstance(result, Trajectory):
         return f"a {type(result).__name__} whose outcome is {result.outcome}"
     if isinstance(result, Failure):
-        # The ledger sums the tokens, and a checkpoint holds 64 bits.
+        # The ledger adds these numbers up, and their sum must fit into 64 bits in a checkpoint.
         return None if 0 <= result.tokens <= MOST else f"{result.tokens} tokens"
     return _trajectory_fault(result, newest)
 
@@ -326,7 +330,8 @@ def _trajectory_fault(trajectory: Trajectory, newest: int) -> str | None:
     """Return a phrase for the first inconsistency in a trajectory; None if there is none.
 
     `newest` is the newest policy version that engines can have. An inconsistent sample is refused here, because on a
-    trainer rank it would end the run. An action span is the range of the tokens of one response.
+    trainer rank it would end the run. The node that sent it is disconnected. An action span is the range of the tokens
+    of one response.
     """
     # The bytes are int32 token ids and float32 log-probs: four bytes each.
     if len(trajectory.token_ids) % 4 or len(trajectory.logprobs) % 4:
@@ -337,11 +342,13 @@ def _trajectory_fault(trajectory: Trajectory, newest: int) -> str | None:
             return f"tokens [{span.start}, {span.stop}) of {trajectory.length}, after {end}"
         end, sampled = span.stop, sampled + span.stop - span.start
     if not 0 < sampled == trajectory.action_count == sum(run.count for run in trajectory.versions):
-        return f"{sampled} sampled tokens, {trajectory.action_count} log-probs, and another number of versions"
+        versions = sum(run.count for run in trajectory.versions)
+        return f"{sampled} sampled tokens, {trajectory.action_count} log-probs and {versions} versions"
     if not all(run.count >= 0 and 0 <= run.version <= newest for run in trajectory.versions):
         return f"versions {trajectory.versions[:4]}, and the newest is {newest}"
     if len(trajectory.turns) != len(trajectory.action_spans) or not trajectory.turns:
         return f"{len(trajectory.turns)} turns, {len(trajectory.action_spans)} responses"
+    # `_branch_fault` relies on the checks above: spans are in order, and there are as many turns as spans.
     if (fault := _branch_fault(trajectory)) is not None:
         return fault
     turns = trajectory.turns

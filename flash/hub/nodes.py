@@ -46,7 +46,7 @@ class Nodes:
         self._registry = registry
         self._work = work
         self._leaving: dict[int, str] = {}
-        """Nodes that have announced that they leave, each with the error that is the reason; empty if there is none."""
+        """Nodes that have announced that they leave. The text is the error that is the reason, or empty."""
         self._asked_to_leave: set[int] = set()
         """Nodes that a person has asked to leave, and that have not been notified yet."""
         self._silent: set[int] = set()
@@ -138,14 +138,16 @@ class Nodes:
     # -- nodes that leave, fall silent or are lost -------------------------------------------------------------------
 
     def ask_to_leave(self, node: int) -> None:
-        """Ask a node to leave after it has finished or returned its tasks. The next `CancelReply` to it says so.
+        """Ask a node to leave after it has finished or returned its tasks.
 
-        `flash drain` calls this through a `DrainRequest`.
+        The node's waiting `CancelRequest` is answered at once, with `leave` set. `flash drain` calls this through a
+        `DrainRequest`.
 
         Raises:
-            ConfigError: no node of this number has joined.
+            ConfigError: no node of this number has joined. The hub's own node has not joined in this sense: it cannot
+                be asked to leave.
         """
-        self._registry.check_may_leave(node)
+        self._registry.check_joined(node)
         self._asked_to_leave.add(node)
         self._progress.send(("cancels", node))
 
@@ -213,8 +215,8 @@ class Nodes:
     def disconnected(self, node: int) -> None:
         """Handle the end of a node's connection: the tasks of its leases are queued again, and its number is free.
 
-        People are notified if the node did not leave in order. In a run that has failed, the leases stay as they are:
-        the node presents them to the next hub.
+        People get a note, and a failure is recorded if the node did not leave in order. In a run that has failed, the
+        leases stay as they are: the node presents them to the next hub.
         """
         stopping, leaving = self._progress.stopping is not None, self._leaving.get(node)
         if not self._progress.done and self._progress.error is None:
@@ -237,9 +239,9 @@ class Nodes:
     def _note_loss(self, node: int) -> None:
         """Write a note for people: how many engines are gone with a node, how many are left, and what replaces them.
 
-        `_leaving` has the node if it has announced that it leaves, with an empty text if it leaves in order. For a node
-        that leaves because of an error, `leave` has already written a note, so nothing is written if the node had no
-        engine.
+        A node in `_leaving` has announced that it leaves. The text there is empty if the node leaves in order. For a
+        node that leaves because of an error, `leave` has already written a note, so nothing is written if the node had
+        no engine.
         """
         lost = len(self._fleet.versions(node))
         if not lost:
@@ -253,7 +255,7 @@ class Nodes:
         then = f"the other {left} do its work" if left else "no engine is left to make samples"
         note = f"node {node} {how}, and {lost} of {left + lost} engines with it: {then}"
         if node not in self._leaving:
-            note += ". It joins again by itself if its command still runs; `flash join` brings another"
+            note += ". It joins again by itself if its command still runs; `flash join` adds another node"
         self._observer.note(note)
 
     def _take_leases(self, node: int) -> None:
@@ -331,8 +333,8 @@ class WeightVersions:
         """Store the report of a node about its engines: versions, canary errors, activities, notes and restarts.
 
         If the newest version on the node has changed, the node's share of the tasks changes, too, and leases are
-        granted. Numbers that count since the last report are added to the metrics even if a later report has arrived
-        first, because no other report has them.
+        granted. Some numbers count only what happened since the previous report. They are added to the metrics even if
+        reports arrive out of order, because no other report has them.
         """
         self._metrics.add_canaries(request.engines)
         self._metrics.add_engine_restarts(request.restarts)

@@ -74,7 +74,7 @@ class ServedTeacher:
         self._url, self._seconds = url, seconds
         limits = httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS)
         self._turns = anyio.Semaphore(MAX_CONNECTIONS)
-        """Limits the requests at once. A request that waits here does not use up its seconds yet."""
+        """Limits how many requests run at the same time. The time limit of a request starts after this wait."""
         self._client = httpx.AsyncClient(base_url=url, timeout=None, limits=limits, transport=transport)
 
     async def aclose(self) -> None:
@@ -129,11 +129,16 @@ class ServedTeacher:
         return msgspec.structs.replace(result, teacher=np.array(logprobs, dtype="<f4").tobytes())
 
     async def _logprobs(self, tokens: list[int], positions: Sequence[int]) -> list[_Token]:
-        """Return the server's log-probs of the tokens at these positions, each given all tokens before it.
+        """Return the server's `_Token` (log-prob and text) at each of these positions, given all tokens before it.
+
+        Position 0 has no log-prob, so it must not be among the positions.
 
         Raises:
-            RewardError: there is no answer, it has no log-prob for one of the tokens, or a probability is 0.
+            RewardError: the server does not answer, or its answer lacks the log-prob of a token or gives a token the
+                probability 0.
         """
+        # prompt_logprobs = 0: the log-prob of each prompt token itself, without alternatives. vLLM must sample at least
+        # one token.
         content = await self._ask(msgspec.json.encode({"prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0}))
         found: list[_Token] = []
         try:
@@ -144,21 +149,23 @@ class ServedTeacher:
                     await anyio.lowlevel.checkpoint()
         except (msgspec.DecodeError, LookupError, ValueError) as error:
             raise self._error(f"gives no log-probs of a prompt: {error!r}; expected a server of vLLM") from error
-        if any(token.logprob <= MINUS_INFINITY for token in found):
-            raise self._error("gives a sampled token no probability at all")
+        for position, token in zip(positions, found, strict=True):
+            if token.logprob <= MINUS_INFINITY:
+                raise self._error(f"gives token {tokens[position]} the probability 0")
         return found
 
     async def _ask(self, content: bytes) -> bytes:
-        """Send a request, again and again until the server answers it, and return the answer.
+        """Send a request, repeat it until the server answers, and return the answer.
 
         A request is sent again after an error of the connection or of the server, and after HTTP 429 (too many
-        requests). It is not sent again after HTTP 501 and other errors of the client, because it would fail again.
+        requests). It is not sent again after HTTP 501, or after another error of the client (4xx), because it would
+        fail again.
 
         Raises:
             RewardError: the server refuses the request, or does not answer in time.
         """
-        problem, pause = "nothing", FIRST_PAUSE_S
-        # The time limit begins when this request may be sent. While it waits, earlier requests have their own limits.
+        problem, pause = "no reply at all", FIRST_PAUSE_S
+        # The time limit begins when this request may be sent. So it loses no time while it waits for earlier requests.
         async with self._turns:
             with anyio.move_on_after(self._seconds):
                 while True:

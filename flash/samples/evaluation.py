@@ -87,7 +87,9 @@ class EvalRound:
 
 
 class Evaluations:
-    """The evaluations of a run, one at a time: of version 0, of every version divisible by `every`, and of the last.
+    """Runs the rounds of a run one after another.
+
+    Version 0, each version divisible by `eval.every`, and the last version are evaluated.
 
     Args:
         config: settings of the evaluations.
@@ -129,7 +131,7 @@ class Evaluations:
         """Queued and leased tasks of the running round."""
 
     def published(self, version: int) -> None:
-        """Evaluate a published version if an evaluation is due: now, or after the running round.
+        """If an evaluation of a published version is due, begin it now, or after the running round.
 
         The version with which this hub begins is also evaluated if a previous hub did not finish a round that was due.
         """
@@ -192,7 +194,7 @@ class Evaluations:
             return None
         if (member := self._leases.queue.first_for(node, nodes)) is None:
             return None
-        # No version older than the round's may sample for the lease.
+        # No version older than the version of the round may sample for the lease.
         return self._leases.grant(member, self._round.version, next(self._leases.ids))
 
     def available(self, newest: int) -> int:
@@ -203,8 +205,8 @@ class Evaluations:
         """Take the result of a lease from a node. Returns the round's row of metrics if this was the last result.
 
         A failed task is tried again, or its sample is missing. After the last result the next round that is due begins.
-        A result is dropped if its lease is not known, because the node was lost or the hub has restarted: the task was
-        queued again then.
+        A result is dropped if its lease is not known, because the node was lost or the hub has restarted. In both cases
+        the task runs again.
         """
         running, member = self._round, self._leases.out.pop(lease_id, None)
         if running is None or member is None:

@@ -39,11 +39,12 @@ from flash.samples.tasks import Admission, Cursor, LeaseTable, Places, Problem, 
 from flash.types import Failure, Lease, Outcome, Trajectory
 
 FILTER_BREAKER = 20
-"""Number of batches. If all groups of so many batches are filtered out in a row, the run stops: it learns nothing."""
+"""Number of batches. If the groups of this many batches in a row are all filtered out, the run stops, because it learns
+nothing."""
 
 
 class Backlog:
-    """Queue of postponed work on numbered groups or leases. Slices of the work are short, for the event loop's sake.
+    """Queue of postponed work on numbered groups or leases, done in slices that do not block the event loop for long.
 
     Args:
         slice_size: number of items in one slice.
@@ -115,7 +116,8 @@ class BufferState(msgspec.Struct):
             now, the run will make other weights under these numbers, so the groups must not be trained.
         """
         groups = {group.group_id: group for group in self.groups}
-        # Several parts of one group may be in different batches. The newest part comes first, as `rejoin` needs.
+        # Several parts of one group may be in different batches. The newest part comes first, because `rejoin` undoes
+        # the splits in reverse order.
         for formed in sorted(self.formed, key=lambda formed: formed.step, reverse=True):
             part = formed.group
             groups.setdefault(part.group_id, part).rejoin(part)
@@ -200,14 +202,16 @@ class SampleStore:
     def _restore(self, state: BufferState, unreached: set[int], same_process: bool) -> None:
         """Put the groups of an earlier state into the pool, and decide about each under the present settings.
 
-        Each group is withdrawn, ended because the run has other problems, put among the waiting or ready groups, or
-        filtered out.
+        Each group is withdrawn, put among the waiting or ready groups, or filtered out. If the run has other problems,
+        an unfinished group starts no more members: those that are finished are trained, if the filter keeps the group.
+        It is given up if no member is finished.
 
         Args:
             state: the earlier state. Its groups become the groups of the pool and may be changed.
             unreached: numbers of the groups with tokens of versions newer than the version from which the run
                 continues. The run will make other weights under these numbers, so the groups are withdrawn.
-            same_process: True in a replay of the events of the hub process that wrote the state.
+            same_process: True in a replay, which repeats the events of the hub process that wrote `state`; False in a
+                new hub process.
         """
         if same_process:
             self.leases.withdrawal_reasons.update(state.withdrawn)
@@ -215,6 +219,7 @@ class SampleStore:
         # counts as unchanged.
         before, now = state.settings.rules.problems, self.rules.problems
         other_problems = bool(before and now and before != now)
+        # Also close the groups of formed batches: if a later resume unforms the batches, no member of them may start.
         for group in (*state.groups, *(formed.group for formed in state.formed)):
             group.closed = group.closed or other_problems
         for group in state.groups:
@@ -224,6 +229,7 @@ class SampleStore:
                     self.leases.out[member.lease_id] = member
                 elif member.state == "queued":
                     self.leases.put(member)
+            # Every group enters the pool first. The decisions below may remove it again.
             self.pool.put_waiting(group)
             unfinished = not group.complete or group.partly_trained
             if group.group_id in unreached:
@@ -505,7 +511,7 @@ class SampleStore:
     def close(self) -> None:
         """Withdraw all groups that are left after the last step: redundant groups, and batches that are not trained.
 
-        A previous hub may have formed such batches for steps that a shorter `run.steps` has removed.
+        A previous hub may have formed batches for steps after the last step, if `run.steps` was reduced since then.
         """
         for step, groups in list(self.batches.formed.items()):
             self.backlog.add(partial(self._withdraw_formed, step), groups)
@@ -587,7 +593,7 @@ class SampleStore:
     def _give_up_too_old(self, group: Group) -> None:
         """Give up the finished members of a group, because their tokens are too old for the next step.
 
-        The group leaves, unless it still has to wait for queued or leased members.
+        If members are queued or leased, the group waits for them. Otherwise it leaves.
         """
         self._give_up_done(group, "lost", Outcome.STALE)
         if group.pending == 0:

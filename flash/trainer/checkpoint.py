@@ -82,7 +82,7 @@ T = TypeVar("T")
 
 WriteHubState = Callable[[Path], FileEntry]
 """Function that makes the hub write its state to a file, and returns the file's manifest entry. Supervised training,
-which has no hub, passes one that writes a file of its own."""
+which has no hub, passes a function that writes its own state to this file."""
 
 EXPORTED_BYTES = 5 * 10**9
 """Largest file of an export in bytes, unless a single tensor is larger. Rank 0 holds one file's tensors at a time."""
@@ -124,7 +124,7 @@ def save(run_dir: Path, trainer: Trainer, write_hub_state: WriteHubState, *, kee
             # from Exception.
             raise CheckpointError(_reason(error)) from error
         hub_state = _on_all_ranks(lambda: [write_hub_state(aside / HUB_STATE)] if rank == 0 else [], aside)[0]
-        # For the checksums, each rank reads once more the files that it has written.
+        # Each rank reads its own files again, to compute their checksums.
         own_files = _on_all_ranks(lambda: _seal(aside, rank, trainer.mesh), aside)
         files = [entry for entries in (hub_state, *own_files) for entry in entries]
         lag = trainer.lag
@@ -133,9 +133,13 @@ def save(run_dir: Path, trainer: Trainer, write_hub_state: WriteHubState, *, kee
             skipped_steps=trainer.skipped_steps,
             files=sorted(files, key=lambda entry: entry.path),
             extras=_extras(trainer),
+            # The learning rates of the last versions.
             rates={} if lag is None else lag.rates,
+            # The loss scales of float16.
             scales=tuple((scale.value, scale.finite) for scale in _scales(trainer)),
+            # The disagreement of the engines with the trainer.
             apart=(0.0, 0.0) if lag is None else lag.disagreement_sums,
+            # The weights that adapters were trained on.
             base=trainer.base_fingerprint,
             alpha=trainer.lora_alpha,
         )
@@ -245,7 +249,7 @@ def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path, most_bytes: 
     files = _weight_files(sizes, most_bytes)
     tensors = chain(named_full_tensors(model), kept_buffers(model))
 
-    # Rank 0 calls these two: `write` for each file of weights, and `finish` once, when all weights are written.
+    # Rank 0 calls `write` for each file of weights, and then `finish` once.
     def write(file: str, held: dict[str, Tensor]) -> None:
         # transformers expects this entry in the metadata of each file.
         save_file(held, aside / file, metadata={"format": "pt"})
@@ -481,10 +485,11 @@ def _on_all_ranks(work: Callable[[], T], about: Path) -> list[T]:
 
 @contextmanager
 def _removed_on_failure(aside: Path, describe: Callable[[str], str]) -> Generator[None]:
-    """Remove the temporary folder `aside` on rank 0 if the block raises a CheckpointError.
+    """Remove the temporary folder `aside` if the block raises a CheckpointError.
 
-    The CheckpointError is replaced by one with the message that `describe` returns for it. Any other error passes and
-    leaves the folder, which the next write to the same place removes.
+    Rank 0 removes it, because all ranks share the folder. Then a CheckpointError with the text `describe(message)` is
+    raised instead. Only a CheckpointError is raised on all ranks at once. After any other error, other ranks may still
+    write, so the folder stays; the next write to the same place removes it.
     """
     try:
         yield
@@ -511,7 +516,7 @@ def _seal(aside: Path, rank: int, mesh: TrainerMesh) -> list[FileEntry]:
 
 
 def _commit(aside: Path, folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, and then rename the folder, which makes the checkpoint count."""
+    """Write the manifest, and then rename the folder. From then on, the checkpoint is found."""
     (aside / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
     for path in (aside / MANIFEST, aside / STATE, aside):
         sync_to_disk(path)

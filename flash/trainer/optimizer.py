@@ -43,7 +43,7 @@ costs an update, so it grows seldom."""
 
 LARGEST_LOG_RATIO = 2.0
 """Bound to which `LagLimiter` cuts each |log π − log π_behaviour|, so that one outlier cannot hold down the rate of a
-whole batch. The bound is ten times the square root of the default budget."""
+whole batch. The bound is ten times the square root of the default budget of `Lag` (a mean squared log-ratio)."""
 FORGETTING = 0.9
 """Weight of a step's disagreement between engine and trainer, relative to the weight of the next step. So the mean is
 over some ten steps: it follows slow changes, and is less noisy than one step."""
@@ -54,8 +54,8 @@ AT_ONCE = 2**24
 """Largest number of elements of a parameter that `LeanAdamW` updates at a time. This bounds the memory of an update, in
 which five float32 tensors of this size exist."""
 SEEDS_APART = 1_000_003
-"""Distance between the random seeds of two updates in `LeanAdamW`. A model has fewer parameter tensors, so no seed is
-used twice."""
+"""Distance between the random seeds of two updates in `LeanAdamW`. A model has fewer parameter tensors than this, so no
+seed is used twice."""
 
 MOMENTUM = 0.95
 """μ of Muon, with the value of its authors (Jordan et al. 2024), as the two constants below."""
@@ -69,10 +69,12 @@ scaled to this size, so that learning rates and weight decay mean the same as fo
 
 
 def learning_rate(train: TrainConfig, steps: int, step: int) -> float:
-    """Return the scheduled learning rate of a step from 0 to steps − 1: a linear warm-up, then the decay.
+    """Return the scheduled learning rate of a step.
 
-    The decay would reach the final rate only after the last step. So no batch is trained at a rate of 0, even if the
-    final rate is 0.
+    A linear warm-up ends at the full rate in step `warmup_steps` − 1. Then the decay begins. It reaches the final rate
+    one step after the last step. So no batch is trained at a rate of 0, even if the final rate is 0.
+
+    `step`: number of the step, which is also the version that it trains, from 0 to `steps` − 1.
     """
     if step < train.warmup_steps:
         return train.learning_rate * (step + 1) / train.warmup_steps
@@ -222,7 +224,7 @@ class LagLimiter:
         self._scales: list[float] = []
         self._distances: list[float] = []
         self.rates: dict[int, float] = {}
-        """Mean rate of the updates that were applied to each version. A version without an entry had the scheduled
+        """Mean rate of the updates in the step that trained each version. A version without an entry had the scheduled
         rate."""
         self.disagreement_sums = (0.0, 0.0)
         """Sum of (log π − log π_behaviour)² over tokens that the present weights sampled, and the number of these
@@ -299,7 +301,7 @@ class LagLimiter:
         }
 
     def _rate_of(self, version: int) -> float:
-        """Return the mean rate of the updates that trained a version: the recorded rate, or else the scheduled rate.
+        """Return the mean rate of the updates in the step that trained a version, recorded or else scheduled.
 
         Returns 0 for numbers below 0: there were no such versions.
         """
@@ -318,8 +320,8 @@ def make_optimizer(model: nn.Module, train: TrainConfig, host: str = "cpu") -> t
     Args:
         model: the sharded model.
         train: the options of the optimizer.
-        host: device of moments that `train.offload` moves away from the device of the weights. If the weights are on
-            the host themselves, moments are always on the host, too.
+        host: device of moments that `train.offload` moves away from the device of the weights. If `train.offload` also
+            moves the weights, the moments stay with the weights.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     options: dict[str, Any] = {

@@ -40,8 +40,8 @@ OLDEST = 32
 QUANTILES = (1, 50, 99)
 """Reported quantiles of the ratio, in per cent."""
 NEAR_ZERO = 1e-3
-"""Log-ratio up to which all bins of `RatioHistogram` are about `BIN` · `NEAR_ZERO` wide. Bins of larger log-ratios are
-about 2 % of the log-ratio wide."""
+"""Log-ratio up to which all bins of `RatioHistogram` are about equally wide (`BIN` · this number). Bins of larger
+log-ratios are about 2 % of the log-ratio wide."""
 BIN = 0.02
 """Width of a bin, in asinh(log-ratio / NEAR_ZERO). A quantile is then exact to 1 % of the log-ratio."""
 LARGEST = 300.0
@@ -82,8 +82,8 @@ class StepTally:
         self._most[name] = most.maximum(self._most.get(name, most))
 
     def reduce(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-        """Return sums, minima and maxima over all ranks, by name. One collective. The tally itself does not change."""
-        # Sort by name, so that each column has the same number on every rank.
+        """Return sums, minima and maxima over all data shards, by name, on every rank. One collective."""
+        # Sort by name, so that every rank puts the value of a name into the same column.
         kinds = [dict(sorted(values.items())) for values in (self._sums, self._least, self._most)]
         row = torch.stack([value for values in kinds for value in values.values()])
         rows = self._mesh.gather_rows(row).cpu().numpy()
@@ -236,8 +236,8 @@ class StepStatistics:
 
         The mismatch is the mean of k3 = w − 1 − log w, an estimator of a KL divergence. `mismatch_k3_age_0` is over all
         tokens of age 0. If the run has several environments (kinds of problems), `mismatch_k3_env_NAME` is over the
-        tokens of environment NAME. If no token has age 0, the result is empty, whereas `mismatch_k3` falls back to all
-        ages. An environment without such a token is left out. This is a collective. Ranks may have different
+        tokens of environment NAME. If no token has age 0, the result is empty (`metrics` then reports `mismatch_k3`
+        over all ages). An environment without such a token is left out. This is a collective. Ranks may have different
         environments.
         """
         rows = self._mesh.gather_sums({kind: sums.tolist() for kind, sums in self._by_kind.items()})
@@ -324,7 +324,7 @@ class ShownTokens:
     """
 
     def __init__(self, shard: Shard, count: int) -> None:
-        """Choose the first `count` samples of the batch that have a token to train, as far as this rank trains them."""
+        """Choose the first `count` samples of the batch with a token to train, and keep those in this rank's shard."""
         self._count = count
         # Index in the batch of each chosen sample. Every rank chooses the same samples, and shows the ones that are in
         # its shard.
@@ -362,8 +362,8 @@ class ShownTokens:
         rows_4T = torch.stack([row.detach().float() for row in (start_T, entropy_T, advantage_T, use_T)])
         begins, ends = (np.searchsorted(micro.sequence_T, found_S + more).tolist() for more in (0, 1))
         for index, begin, end in zip(micro.index_S[found_S].tolist(), begins, ends, strict=True):
-            # The action tokens of a sample lie turn by turn in the order of its tokens, not of time: count the tokens
-            # of the turns that lie before this sequence's first turn.
+            # The action tokens of a sample are in the order of its tokens, not in the order of time. So count the
+            # tokens of the turns that precede this sequence's first turn in that order.
             spans, turn = self._shown[index].action_spans, int(micro.turn_T[begin])
             start = spans_by_turn(self._shown[index])[turn].start
             place = sum(span.stop - span.start for span in spans if span.stop <= start)
@@ -372,7 +372,7 @@ class ShownTokens:
     def gather(self, mesh: TrainerMesh) -> list[TrainedSample]:
         """Return the shown samples of all ranks on data shard 0, and an empty list on other data shards.
 
-        A collective if the run shows samples and has several data shards. Rank 0 reports the result to the hub.
+        This is a collective if the run shows samples and has several data shards. Rank 0 reports the result to the hub.
         """
         if self._count == 0:
             return []

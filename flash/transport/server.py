@@ -12,7 +12,7 @@ connections are open; a further one ends the oldest. A process that runs out of 
 for `PAUSE_S` seconds and logs this; connected peers are served meanwhile. The log lines that strangers cause are
 limited (`LimitedLog`), so that strangers cannot fill a disk.
 
-A peer that sends anything but valid frames and requests is dropped, with a log line that says why. The server goes on.
+A peer that sends an invalid frame or request is dropped, with a log line that says why. The server goes on.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ Handler = Callable[[Peer, RequestT], Awaitable[msgspec.Struct]]
 class LimitedLog:
     """Log for lines that strangers can cause: at most `most` in `LOG_WINDOW_S` seconds. Further lines are only counted.
 
-    The first line of a later window says how many were left out. The servers of weights use this log, too.
+    Before the first line of a later window, a line says how many were left out. The servers of weights use this log,
+    too.
 
     Args:
         now: clock, in seconds.
@@ -239,8 +240,7 @@ def port_holder(port: int) -> str:
 
 
 class _Server(Generic[RequestT]):
-    """State that all connections of a server share. The arguments have the names and meanings of the arguments of
-    `serve`."""
+    """State that all connections of a server share. `serve` describes the arguments."""
 
     def __init__(
         self,
@@ -298,8 +298,8 @@ class _Server(Generic[RequestT]):
             address = _address(stream)
             try:
                 name = await self._authenticate(stream)
-                # End a silent connection of the same client. While this waits, the client may connect once more, so the
-                # loop looks again.
+                # End a silent connection of the same client. While `replace` waits, the client may connect once more,
+                # so ask again.
                 to_replace = self._connection_to_replace
                 while to_replace is not None and (old := to_replace(name)) is not None:
                     await self._sessions[old].replace(address)
@@ -358,17 +358,18 @@ class _Session(Generic[RequestT]):
         self._running: dict[int, anyio.CancelScope] = {}
         """Scopes of the handlers in progress, by call number."""
         self._dropped = False
-        """True if the peer is disconnected because of an error, which it should still receive."""
+        """True once the session ends because of an error. The peer should still receive this error."""
         self._reading = anyio.CancelScope()
         """Scope in which requests are read. `replace` cancels it."""
         self.ended = anyio.Event()
         """Set when all handlers have ended and `on_disconnect` was called."""
 
     async def run(self) -> None:
-        """Serve the peer until its connection ends, then cancel all handlers of its requests.
+        """Serve the peer until its connection ends, it is dropped, or `replace` ends the session.
 
-        A dropped peer gets `FLUSH_S` to read the error. The writer must run until that time is over, so it is a task of
-        the outer group.
+        Then the handlers of its requests are cancelled. A peer that is dropped because of an error, or replaced by a
+        new connection, gets up to `FLUSH_S` seconds to read the error. The writer must run until that time is over, so
+        it is a task of the outer group.
         """
         async with anyio.create_task_group() as writing:
             writing.start_soon(self._connection.write)

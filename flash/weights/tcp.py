@@ -7,8 +7,9 @@ server). From then on the connection is *proven*, and carries these messages:
 
     worker → trainer   version, and the digest of the version that the worker holds, 0 for none
     trainer → worker   PullReply: an error, or the manifest, and whether changes of the held version follow
-    trainer → worker   the tensors' bytes, in the manifest's order. Where changes follow: for each tensor the number of
-                       changed elements, then their places and their bit patterns; or −1, then all bytes
+    trainer → worker   the tensors, in the manifest's order. If changes follow, each tensor is sent as the number of
+                       changed elements, their places and their bit patterns. The number −1 means that all bytes of the
+                       tensor follow. Without changes, only the bytes are sent
 
 The announcement holds the manifest's SHA-256, and the manifest holds each tensor's CRC-32. So the loaded bytes are the
 published bytes.
@@ -17,8 +18,9 @@ The trainer waits for no worker, because each connection has a thread of its own
 gives up after `timeout_s` seconds of silence. A worker that dies ends only its own connection. A late worker pulls a
 version as any other worker does. A worker that requests a version which is not held any more gets VersionGoneError.
 
-`AuthenticatedListener` bounds connections without a proof. Lengths are checked before memory is allocated
-(`receive_message`, `_receive_tensor`); nothing is unpickled. `flash.weights.broadcast` builds on this module.
+`AuthenticatedListener` limits the number of unproven connections and the time for a proof. Lengths are checked before
+memory is allocated (`receive_message`, `_receive_tensor`); nothing is unpickled. `flash.weights.broadcast` builds on
+this module.
 """
 
 from __future__ import annotations
@@ -142,15 +144,15 @@ class WeightServer:
         """The newest version, the digest of the version before it, and the changes of each tensor between the two. None
         without deltas, and before there are two versions."""
         self.newest_bytes = 0
-        """Bytes of the newest version that travel to a worker which holds the version before it."""
+        """Bytes that are sent to a worker which holds the version before the newest one."""
         self._listener = AuthenticatedListener(host, self._token, prove_s, timeout_s, self._answer)
 
     def hold(self, version: int, image: WeightImage, fingerprint: Sequence[int] = ()) -> WeightSource:
         """Serve `image` as `version` from now on, and return the source to announce. Older images are dropped.
 
         With deltas the method also finds the changes since the version before, and `newest_bytes` counts their bytes.
-        `fingerprint` is a part of the source; only the broadcast backends compare it. The publisher calls this in the
-        trainer's main thread, and the lock guards the attributes that the threads of connections read.
+        `fingerprint` is a part of the source; only the broadcast backends compare it. The trainer calls this in its
+        main thread, and the lock guards the attributes that the threads of connections read.
         """
         before = self._images[max(self._images)] if self._deltas and self._images else None
         changes: list[Changes | None] = [None] * len(image.payloads)
@@ -354,18 +356,22 @@ class AuthenticatedListener:
 
 
 def pull(source: WeightSource, receive: Receive | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Fetch a version from the trainer, tensor by tensor.
+    """Yield the tensors of a version, with their names, as they arrive.
+
+    The connection opens with the first tensor and is open until the last one. If the caller takes longer than
+    `source.timeout_s` for a tensor, the trainer may end the connection.
 
     Args:
         source: the announced source.
-        receive: fetches the version once the token is proven: `TcpReceiver.receive` (the default, with a new receiver)
-            or `flash.weights.broadcast.BroadcastReceiver.receive`.
+        receive: fetches the version once the token is proven: `TcpReceiver.receive` or
+            `flash.weights.broadcast.BroadcastReceiver.receive`. None: a new `TcpReceiver`, which always gets whole
+            tensors.
 
     Raises:
         VersionGoneError: the trainer does not hold the version any more.
         WeightsError: the manifest, a tensor or all tensors together differ from the published version. tcp checks each
             tensor before it is yielded; a broadcast checks all tensors after the last.
-        TransportError: the trainer does not prove the token, or hangs up.
+        TransportError: the trainer cannot be reached, does not prove the token, or hangs up.
         DeadlineError: the trainer is silent for `source.timeout_s` seconds.
     """
     address = f"{source.host}:{source.port}"
@@ -460,7 +466,7 @@ def _receive_tensor(
     """
     count = -1 if before is None else CHANGE_COUNT.unpack(_receive(connection, CHANGE_COUNT.size))[0]
     if before is None or count < 0:
-        # Each tensor gets a buffer of its own: the layerwise reload keeps tensors until their layer is complete.
+        # vLLM's layerwise reload keeps tensors until their layer is complete, so a buffer cannot be used again.
         flat = torch.empty(line.nbytes, dtype=torch.uint8)
         crc32 = _receive_into(connection, tensor_bytes(flat))
     else:

@@ -132,7 +132,7 @@ def test_a_server_that_is_busy_or_gone_is_asked_again() -> None:
         (httpx.Response(200, json={"choices": [{"prompt_logprobs": [None]}]}), "expected a server of vLLM"),
         (
             httpx.Response(200, json={"choices": [{"prompt_logprobs": [None, {"6": {"logprob": -9999.0}}]}]}),
-            "gives a sampled token no probability at all",
+            "gives token 6 the probability 0",
         ),
     ],
 )

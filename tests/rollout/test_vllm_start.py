@@ -171,7 +171,7 @@ def test_the_preloaded_libraries_are_set_under_the_lock_of_the_environment(monke
     held: list[bool] = []
 
     def loadable(libraries: str, prefix: str) -> str:
-        held.append(start._environment_lock.locked())
+        held.append(start._environment_lock.locked())  # pyright: ignore[reportPrivateUsage]
         return ""
 
     monkeypatch.setattr(start, "_loadable_paths", loadable)

@@ -32,8 +32,8 @@ from flash.rollout.episode.controls import ControlTokens
 from flash.types import ASSISTANT, RESERVED_ARGUMENTS, Message, Observation, Piece, Tool, ToolCall
 
 KEPT_PROMPTS = 64
-"""Number of first observations whose tokens are kept. All samples of a group have the same first observation, and
-show it soon after each other."""
+"""Number of first observations whose tokens are kept. All samples of a group have the same first observation, and their
+episodes begin at about the same time."""
 KEPT_VARIANTS = 64
 """Number of variants of the tokenizer, with other arguments of the chat template, that are kept. Data sets use few
 different arguments; more variants would only fill memory."""
@@ -116,7 +116,7 @@ class Tokenizer(Protocol):
     def min_message_tokens(self) -> int:
         """Lower bound on the tokens that one more message takes. It does not hold for results of tools.
 
-        `Transcript` refuses conversations of far too many messages by it, without rendering them.
+        With this bound `Transcript` refuses conversations of far too many messages without rendering them.
         """
         return 1
 
@@ -153,8 +153,9 @@ class Tokenizer(Protocol):
     def check_reads_calls(self) -> None:
         """Check that calls of functions can be read from responses.
 
-        The transcript calls this before it offers tools to the policy. No single call is checked. This base class
-        cannot read calls, so it always raises EnvError. A derived class that can read calls overrides this method.
+        This checks the tokenizer, not a response. The transcript and `ResponsesAhead` call it before they offer tools
+        to the policy. This base class cannot read calls, so it always raises EnvError. A derived class that can read
+        calls overrides this method.
 
         Raises:
             EnvError: calls cannot be read.
@@ -249,8 +250,8 @@ class HfTokenizer(Tokenizer):
         """Return a variant of this tokenizer with more arguments for its chat template.
 
         The arguments override the arguments of the run. Without arguments the tokenizer itself is returned. A variant
-        is kept for the next episode with the same arguments, because it learns how the template treats messages. An
-        argument that the template never reads is only logged.
+        is kept for the next episode with the same arguments, because it has found out, by slow trials, how the template
+        renders messages. An argument that the template never reads is only logged.
 
         Raises:
             EnvError: an argument is set by Flash itself, or cannot be written as JSON.
@@ -272,7 +273,7 @@ class HfTokenizer(Tokenizer):
                 self._template.warn_once(
                     f"the chat template of {self._path} never reads {', '.join(unread)}: without effect"
                 )
-            _ = self._controls  # made before the copy, so that all variants share them
+            _ = self._controls  # Make `_controls` before the copy, so that all variants share it.
             known = copy(self)
             for name in ("_template", "_parsers"):  # these depend on the arguments
                 known.__dict__.pop(name, None)

@@ -1,7 +1,7 @@
 """Transcript: the tokens of one episode, from the first observation to the trajectory.
 
 `EpisodePlayer` appends an observation with `add_observation` and the response to it with `add_response`, turn by turn,
-and makes the trajectory of all of it with `trajectory`. Rules:
+and at the end makes the trajectory with `trajectory`. Rules:
 
 1. Tokens are only appended. An observation is *rendered* (turned into tokens) once. A response stays exactly as it was
    sampled, with its log-probs and the numbers of the policy versions that sampled its tokens. No text is tokenized
@@ -59,8 +59,7 @@ LARGE_LETTERS = 16_384
 """Number of letters from which an observation is rendered in a thread, if the tokenizer is slow. Rendering takes more
 than ten milliseconds then, and would block the event loop."""
 MESSAGE_LETTERS = 64
-"""Number of letters whose rendering takes as long as the rendering of an empty message: 40 microseconds in a chat
-template."""
+"""An empty message takes as long to render in a chat template (40 microseconds) as this many letters."""
 
 
 class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +94,7 @@ class ResponseOptions(NamedTuple):
     hear: Callable[[Piece], None] | None = None
     """Function that gets the pieces of the response while it is sampled; None: no function gets them."""
     calling: bool = True
-    """True if calls of functions are left out of these pieces."""
+    """True if `hear` gets no text of function calls."""
 
 
 class ResponseEnd(NamedTuple):
@@ -330,7 +329,7 @@ class Transcript:
         return self.branches[self.branch].tokens
 
     async def prepare(self, observation: Observation) -> None:
-        """In a thread, render an observation that may be shown next, if it is large, and keep its tokens.
+        """If an observation that may be shown next is large, render it in a thread and keep its tokens.
 
         `render` and `room` then use these tokens. `render` and `room` render a small observation themselves, on the
         event loop. An observation that is certainly too large is not rendered; `room` refuses it.
@@ -352,7 +351,9 @@ class Transcript:
         self._rendered = observation, tokens
 
     def render(self, observation: Observation) -> list[int]:
-        """Return the tokens of the next observation. An observation that was rendered last is not rendered again.
+        """Return the tokens of the next observation. They are kept until its place changes, so do not change the list.
+
+        If the same observation was the last one to be rendered for this place, the kept tokens are returned.
 
         Raises:
             EnvError: the observation cannot be shown.
@@ -460,8 +461,8 @@ class Transcript:
         episode and are in no branch.
         """
         branches = self.branches
-        # A span of a branch counts tokens from the beginning of the branch, but a span of a trajectory counts from its
-        # first token.
+        # A span of a branch counts tokens from the beginning of the branch, but a span of a trajectory counts from the
+        # first token of the trajectory.
         begins = list(accumulate((len(branch.tokens) for branch in branches), initial=0))[:-1]
         spans = [
             Span(begin + span.start, begin + span.stop)

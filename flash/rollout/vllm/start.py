@@ -1,6 +1,6 @@
 """Arguments of vLLM, and the environment variables of its processes.
 
-When a `VLLMEngine` starts, it calls `configure` inside `engine_environment`, in the node loop, in a thread of its own.
+When a `VLLMEngine` starts, it calls `configure` inside `engine_environment`, in a thread of the node's process.
 
 vLLM's processes inherit the environment variables that this process has when they start. So `engine_environment`
 changes the variables for that time, and restores them exactly. All engines of a process share one environment, so that
@@ -72,8 +72,8 @@ def configure(
 ) -> Callable[[], Any]:
     """Check the arguments of an engine, and return a function that builds its AsyncLLM, which starts its processes.
 
-    This function and the returned one must be called inside `engine_environment`. The check and the start are two
-    functions, because only the check holds a lock: so several engines can start at the same time.
+    This function and the returned one must be called inside `engine_environment`. Only the check holds a lock. The
+    start is a separate function without a lock, so several engines can start at the same time.
 
     Args:
         config: the configuration of the run.
@@ -91,7 +91,7 @@ def configure(
         arguments = engine_args(config, index, gpus)
         try:
             build = partial(_build, maker(arguments), stepped)
-            # With this backend `engine_variables` lets the core send pickles.
+            # With ipc, vLLM's core process may send pickles (`engine_variables`).
             if config.weights_backend == "ipc":
                 vllm.accept_typed_replies()
         except vllm.NoAttentionError as error:
@@ -262,8 +262,9 @@ def engine_variables(
 
 
 def server_variables(config: Config, node: int) -> dict[str, str]:
-    """Return the environment variables of the fork server that this process, the launcher, does not have or has
-    otherwise.
+    """Return the environment variables of the fork server that are not set, or have another value, in this process.
+
+    This process is the launcher.
 
     The node loop of machine `node` and its engines are forked from the fork server, which has imported vLLM already. So
     it must have the variables that vLLM and OpenMP read when they are loaded, but no variable that a node loop must not
@@ -305,10 +306,12 @@ def engine_environment(config: Config, cpus: Sequence[int] | None = None) -> Gen
     """Give this process the environment variables of the engines inside the block.
 
     Several threads may be inside at the same time. The first one sets the variables, and the last one restores them.
+    The arguments of the others are ignored, because all engines of a process share one environment. Changes made to
+    os.environ inside the block are undone.
 
     Args:
         config: the configuration of the run.
-        cpus: CPU cores of the engines, if they compute on the CPU; None: the cores of this process.
+        cpus: CPU cores for engines that run on the CPU. None: all cores of this process.
     """
     global _starting
     with _environment_lock:

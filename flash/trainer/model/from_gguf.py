@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "model.gguf"
-"""Name of the link to the GGUF file, in a folder that holds nothing else (`_linked_alone`)."""
+"""Name of the link to the GGUF file, in a folder that holds nothing else (`_folder_with_link`)."""
 PACKAGES = ("gguf", "accelerate")
 """Packages that transformers needs to read GGUF files. Nothing else in Flash needs them."""
 REMEDY = "expected a whole GGUF file of a causal language model that transformers can dequantise"
@@ -75,6 +75,7 @@ def examine(file: Path) -> Header:
             raise ConfigError(f"{file} holds tensors of the type {kind.name}, which cannot be dequantised") from None
     architecture = reader.get_field("general.architecture")
     length = architecture and reader.get_field(f"{architecture.contents()}.context_length")
+    # The converted weights are bfloat16, with two bytes each.
     return Header(length and int(length.contents()), 2 * sum(int(tensor.n_elements) for tensor in reader.tensors))
 
 
@@ -88,7 +89,7 @@ def describe(file: Path) -> str:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     examine(file)
-    with _linked_alone(file) as folder, _conversion_errors(file):
+    with _folder_with_link(file) as folder, _conversion_errors(file):
         config = AutoConfig.from_pretrained(folder, gguf_file=NAME)
         with torch.device("meta"):
             made = AutoModelForCausalLM.from_config(config)
@@ -99,14 +100,14 @@ def describe(file: Path) -> str:
 def save_tokenizer(file: Path, folder: Path) -> None:
     """Write the tokenizer of a GGUF file, with the configuration that it needs, into a folder.
 
-    The tokenizer's longest sequence is reduced to the model's longest sequence.
+    If the tokenizer allows longer sequences than the model, its limit is set to the model's limit.
 
     Raises:
         ConfigError: the file has no tokenizer that can be read.
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    with _linked_alone(file) as linked, _conversion_errors(file):
+    with _folder_with_link(file) as linked, _conversion_errors(file):
         config = AutoConfig.from_pretrained(linked, gguf_file=NAME)
         tokenizer: Any = AutoTokenizer.from_pretrained(linked, gguf_file=NAME)
         positions = getattr(config, "max_position_embeddings", None)
@@ -118,8 +119,8 @@ def save_tokenizer(file: Path, folder: Path) -> None:
 def convert(file: Path, folder: Path) -> None:
     """Write the model of a GGUF file into an empty folder, and check that it can be loaded from this folder.
 
-    The folder gets the weights, the configuration and the tokenizer. Users who can read the configuration can read the
-    weights, too.
+    The folder gets the weights, the configuration and the tokenizer. The weight files get the same read permission as
+    config.json.
 
     Raises:
         ConfigError: the file cannot be converted, lacks tensors, or holds numbers that are not finite.
@@ -129,7 +130,7 @@ def convert(file: Path, folder: Path) -> None:
 
     from flash.foreign.transformers import hidden_progress_bars, make_weights_readable
 
-    with _linked_alone(file) as linked, _conversion_errors(file), hidden_progress_bars(), warnings.catch_warnings():
+    with _folder_with_link(file) as linked, _conversion_errors(file), hidden_progress_bars(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # libraries warn about how they read and dequantise
         # 1. Write the tokenizer, and read the weights as plain numbers.
         save_tokenizer(file, folder)
@@ -151,10 +152,11 @@ def convert(file: Path, folder: Path) -> None:
 
 
 @contextmanager
-def _linked_alone(file: Path) -> Generator[str]:
+def _folder_with_link(file: Path) -> Generator[str]:
     """Provide a temporary folder that holds nothing but a link to the file.
 
-    transformers takes a folder and could read other files that lie beside the GGUF file.
+    transformers takes a folder. In the folder of the GGUF file it might read a config.json or tokenizer files of
+    another model.
     """
     with tempfile.TemporaryDirectory(prefix="flash-gguf-") as folder:
         (Path(folder) / NAME).symlink_to(file.resolve())
@@ -166,9 +168,9 @@ def _conversion_errors(file: Path) -> Generator[None]:
     """Turn the errors that transformers raises for a file that it does not support into one ConfigError."""
     try:
         yield
-    except (OSError, MemoryError, ConfigError):  # a fault of the machine, or an error with a clear message already
-        raise
-    except Exception as error:  # for an unknown architecture or tokenizer, transformers raises a dozen classes
+    except (OSError, MemoryError, ConfigError):
+        raise  # These errors are faults of the machine, or have a clear message already.
+    except Exception as error:  # for an unknown architecture or tokenizer, transformers raises errors of many classes
         raise ConfigError(f"{file} cannot be converted ({type(error).__name__}: {error}): {REMEDY}") from error
 
 

@@ -177,14 +177,17 @@ def load_sharded(
 def load_plain(config: ModelConfig, mesh: TrainerMesh) -> PreTrainedModel:
     """Return the model as transformers makes it, in float32, with its own attention and output layer. A collective.
 
-    The model is sharded and otherwise unchanged. The trainer samples the canary (the text on which engines are checked)
-    from it, and then moves its weights into the policy: its state dict fits an `empty_model` of this configuration
-    after `shard_model`.
+    The model is sharded, dropout is off, and it is otherwise unchanged. The trainer samples the canary (the text on
+    which engines are checked) from it: the canary must be sampled in float32 and by transformers' own code, before
+    `shard_model` replaces attention and output layer. Then `fill_policy` moves the weights into the policy. They have
+    the names and shards of a policy without adapters.
 
     Raises:
         ConfigError: the model cannot be loaded, or its layers cannot be divided.
     """
     model = empty_model(config)
+    # transformers would select sdpa, which ignores the cap on attention scores that some models have.
+    # `default_attention` selects eager for these models.
     if takes_attention(model):
         model.set_attn_implementation(default_attention(model))
     names, tensors = [name for name, _ in _named_weights(model)], _StoredWeights(config, model)
@@ -324,7 +327,7 @@ def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPoli
 
     layers, inside = layer_types(model), set[nn.Module]()
     for module in list(model.modules()):
-        # Some models list the class of a part of a layer among their layers' classes: it is sharded with its layer.
+        # Some models also list the class of a module inside a layer. Such a module is sharded together with the layer.
         if type(module).__name__ in layers and module not in inside:
             inside.update(module.modules())
             if recompute:
@@ -367,8 +370,8 @@ def _shard_experts(module: nn.Module, mesh: TrainerMesh, policy: MixedPrecisionP
     sharded: Any = fully_shard(
         module,
         mesh=holders,
-        # FSDP of the layer around has cast the hidden states. Routing weights may be float32, and undivided experts get
-        # them without a cast.
+        # The FSDP unit of the whole layer has already cast the hidden states. Routing weights may be float32, and
+        # undivided experts get them without a cast.
         mp_policy=replace(policy, cast_forward_inputs=False),
         offload_policy=mesh.offload_policy,
         reshard_after_forward=holders.size() > 1 or mesh.offloads,
@@ -376,8 +379,8 @@ def _shard_experts(module: nn.Module, mesh: TrainerMesh, policy: MixedPrecisionP
     )
     sharded.set_gradient_divide_factor(float(mesh.fsdp.size()))
     # By default FSDP divides during the reduction, which only nccl can do. With forced sums it adds first and divides
-    # afterwards, on every backend. A single holder has no reduction: FSDP divides in its place, and with forced sums
-    # would divide once more afterwards.
+    # afterwards, on every backend. With a single holder FSDP reduces nothing and only divides. With forced sums it
+    # would divide twice.
     sharded.set_force_sum_reduction_for_comms(holders.size() > 1)
 
 
@@ -422,7 +425,8 @@ def check_divisible(config: PreTrainedConfig, parallel: ParallelConfig) -> None:
                 f"parallel.{key}: expected 1 for a {kind}; it is known to be exact for {known} alone, got {ranks}"
             )
     # With tensor parallelism alone, transformers would divide the weights within each expert, for which no test shows
-    # that gradients do not change. That a larger number is a multiple is checked with the configuration.
+    # that gradients do not change. The check of the configuration has already checked that a larger number is a
+    # multiple of parallel.tensor.
     if tensor > 1 and expert == 1 and kind in EXPERT_COUNTS:
         raise ConfigError(f"parallel.expert: expected a multiple of parallel.tensor = {tensor} for a {kind}, got 1")
     # Refuse models whose layers or positions need the whole row on one rank.

@@ -6,8 +6,8 @@ with a tokenizer of the environment's characters.
 An environment with solved examples (`flash.environment.interface.WarmStart`) gives prompts with right answers. The
 supervised *warm start* trains on them. It ends as soon as the model's sampled answers are right for nearly a quarter of
 the examples. Then the model can answer at all, and most of the improvement is left to reinforcement learning. If the
-examples are partly random, such as moves that a demonstrator draws, no model becomes so good. Then the warm start ends
-when the loss stops falling.
+examples are partly random, such as moves that a demonstrator draws, no model reaches this accuracy. Then the warm start
+ends when the loss stops falling.
 
 The folder has a *fingerprint* file with everything that the model depends on. The model is made again only if a part of
 the fingerprint changes. A folder without this file is never written to, because Flash has not made it. If a warm start
@@ -84,8 +84,8 @@ CONTEXT = 4096
 
 PAD, EOS = "<pad>", "<eos>"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""Chat template that concatenates the messages and drops their roles. A chat of one message is rendered as the prompts
-of the examples are."""
+"""Chat template that concatenates the messages and drops their roles. So a chat of one message gives the same text as a
+prompt of the examples."""
 
 IGNORED = -100
 """Target id of positions without a loss, as torch's cross entropy expects it."""
@@ -95,7 +95,7 @@ Progress = Callable[[int, int, float], None]
 
 
 def show_progress(step: int, steps: int, loss: float) -> None:
-    """Print every fiftieth supervised step, and the last."""
+    """Print a line for every fiftieth supervised step and for the last step."""
     if step == steps or step % 50 == 0:
         sys.stdout.write(f"tiny model: supervised step {step}/{steps}, loss {loss:.3f}\n")
         sys.stdout.flush()
@@ -139,8 +139,8 @@ def make_tiny_model(
     """Make the model and write it to `path`. An older tiny model in this folder is replaced.
 
     `progress` is called after each step of the warm start. On KeyboardInterrupt, the unfinished model is written, and
-    the interrupt is raised again. The unfinished model is not written before the first step, nor if `path` has the
-    finished model of the same options, which is better.
+    the interrupt is raised again. Nothing is written before the first step is done. A finished model of the same
+    options in `path` is kept, too.
 
     Raises:
         ConfigError: `path` holds something else, the width is not a multiple of the head size, or the environment
@@ -198,7 +198,9 @@ def refuse_foreign(path: Path) -> None:
 
 
 def save_tokenizer(folder: Path, env_path: str, env_options: dict[str, Any]) -> None:
-    """Write the tokenizer that the environment's tiny model would have. A dry run needs no more than the tokenizer.
+    """Write the tokenizer that the environment's tiny model would have.
+
+    `flash.run.checks.dry_run` calls this, because it needs only the tokenizer.
 
     Raises:
         ConfigError: the environment offers no usable examples.
@@ -314,11 +316,15 @@ def _warm_start(
     config: TinyModelConfig,
     progress: Progress,
 ) -> None:
-    """Train on new solved examples in each step, until the model is good enough, its loss stops falling, or all steps
-    are made.
+    """Train on new solved examples in each step.
 
-    If all steps are made, a notice with the accuracy is printed.
+    Training ends when the running mean of the accuracy reaches `STOP_AT`, when the loss stops falling, or when all
+    steps are made. If the steps are used up first, a notice with the accuracy is printed.
+
+    Raises:
+        ConfigError: an example has a character that is not in the alphabet.
     """
+    # A change of this training needs a new `RECIPE`.
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
