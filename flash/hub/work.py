@@ -628,6 +628,9 @@ class NodeWork:
                 await checkpoint()
                 self.grant_leases()
             else:
+                # The event that sent the signal may have withdrawn leases without leaving a backlog: `take_back`, for
+                # example, does the first slice of the buffer's work at once.
+                self.pass_on_withdrawals()
                 await self._progress.wait("backlog")
 
     def pass_on_withdrawals(self) -> None:
@@ -635,7 +638,8 @@ class NodeWork:
         people.
 
         The results of withdrawn leases are not needed any more, and the `CancelReply` notifies the nodes. This is
-        called after each operation of the buffer that may withdraw leases.
+        called after each operation of the buffer that may withdraw leases. After an event that sends the signal
+        `backlog`, `work_off_backlog` calls this.
         """
         for node in self.holders.withdraw(self._samples.leases.to_cancel):
             self._progress.send(("cancels", node))

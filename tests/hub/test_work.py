@@ -80,6 +80,23 @@ async def test_when_nobody_waits_for_leases_any_more_no_further_slice_is_due() -
         assert not driver.hub.work.slice_full
 
 
+async def test_what_a_lease_that_is_taken_back_withdraws_is_passed_on_at_once() -> None:
+    driver = Driver(make_config(quarantine=1), kind_of=lambda seed: "bad" if seed % 2 else "good")
+    await driver.begin(0, 1)
+    first = {lease.task.kind: lease for lease in await driver.lease(0, 3)}["bad"]
+    second = {lease.task.kind: lease for lease in await driver.lease(1, 1)}["bad"]
+    assert await driver.cancels(1) == []
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(driver.hub.work.work_off_backlog)
+        await anyio.wait_all_tasks_blocked()
+        begun = anyio.current_time()
+        driver.hub.work.take_back(0, first, "too old")
+        assert await driver.cancels(1) == [second.lease_id]
+        assert anyio.current_time() == begun
+        assert any("'bad' are in quarantine" in note for note in driver.observer.notes)
+        tasks.cancel_scope.cancel()
+
+
 class NextHub:
     """A hub behind its gate that follows a hub under which nodes 0 and 1 held leases. Node 1 outlives that one."""
 
