@@ -243,7 +243,7 @@ async def test_tokens_are_shown_nowhere(tmp_path):
 def test_no_option_takes_a_token():
     """Arguments can be read by everybody on the machine; files and the environment cannot."""
     parser = argparse.ArgumentParser()
-    sandboxcli.add_parser(parser.add_subparsers())
+    sandboxcli.add_sandbox(parser.add_subparsers())
     options: set[str] = set()
     todo = [parser]
     while todo:
