@@ -1,8 +1,8 @@
-"""Reduces the effect of old data in two ways: by weights of samples, and by a learning rate that depends on the lag.
+"""Two ways to reduce the effect of old data: weights of samples, and a learning rate that depends on the lag.
 
 Version n is the weights after n training steps. The *age* of a sample is the trainer's version minus the oldest version
-among its trained tokens. α is `train.async_ratio`: a trained token is at most ⌈α⌉ versions old, unless
-`train.max_token_age` allows more.
+among its trained tokens. The largest allowed age A is the larger of `train.async_ratio` and `train.max_token_age`: a
+trained token is at most ⌈A⌉ versions old.
 
 Weights by age: `flash.trainer.plan` calls `weights` of the configured class once per batch, for the samples that have a
 trained token. The weight of a sample multiplies the loss of each of its tokens. Weights have mean 1 over these samples.
@@ -64,16 +64,17 @@ class ExponentialStaleness(
 class LinearStaleness(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="linear"
 ):
-    """Weight g = max(0, 1 − age / (α + 1)), before it is divided by the mean over the batch.
+    """Weight g = max(0, 1 − age / (A + 1)), before it is divided by the mean over the batch.
 
-    α is here the larger of `train.async_ratio` and `train.max_token_age`. g is above 0 for every sample whose age is
-    allowed (at most ⌈α⌉).
+    A is the larger of `train.async_ratio` and `train.max_token_age`. g is above 0 for every sample whose age is allowed
+    (at most ⌈A⌉).
     """
 
     def weights(self, age_B: FloatArray, async_ratio: float) -> FloatArray:
         """Return float64 [B]: g divided by its mean over the batch; all 1 if no sample has a g above 0.
 
-        `async_ratio` is α. Only a sample that is older than allowed, whose tokens the loss leaves out, can have g = 0.
+        `async_ratio` is A, which is not always the setting of this name. The trainer passes only ages that are allowed,
+        so the limit of g at 0 is for other callers.
 
         Raises:
             ValueError: an age is negative or not finite.
@@ -118,7 +119,8 @@ class Lag(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """
 
     budget: Annotated[float, Meta(gt=0, le=100)] = 0.04
-    """Largest mean (log π − log π_behaviour)² of an update. 0.04 stands for ratios of 0.8 or 1.2, the usual clips."""
+    """Largest mean (log π − log π_behaviour)² of an update. 0.04 is about (log r)² for a ratio r of 0.8 or 1.2, the
+    usual bounds of a clip."""
 
     # Why: a step changes the policy, but data that the changed policy has sampled arrives only after the lag. Until
     # then, every step moves the policy as if the steps before it had not been made.
@@ -126,19 +128,19 @@ class Lag(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     # Derivation: for a token, let a be its lag in versions, where the earlier updates of the same step count as
     # fractions of a version. Let R be the sum of the rates applied over that time, where the rate of a version is the
     # mean of its updates. To first order in the weights, with updates that agree in their direction, log r = R · g,
-    # where g is the change of the token's log-prob per version at a rate of 1. Then distance² = g² · mean R². A batch
-    # of the same lags behind updates of one rate would be at g² · rate² · mean a². Setting this equal to the budget
-    # gives the rule, with past rate = √(mean R² / mean a²): the mean of the applied rates, weighted by the lags.
-    # Earlier reductions of the rate are thereby taken out of the measurement. So the distance settles at the budget,
-    # and not between the budget and the distance that it would reach without a limit.
+    # where g is the change of the token's log-prob per version at a rate of 1. Then distance² = g² · mean R². If all
+    # these updates had had one rate, the distance² of a batch with the same lags would be g² · rate² · mean a². Setting
+    # this equal to the budget gives the rule, with past rate = √(mean R² / mean a²): the mean of the applied rates,
+    # weighted by the lags. Earlier reductions of the rate are thereby taken out of the measurement. So the distance
+    # settles at the budget, and not between the budget and the distance that it would reach without a limit.
     #
     # The disagreement of engine and trainer at equal weights is subtracted, because the rate does not cause it. If it
     # counted as distance, a smaller rate would not bring the distance below the budget: the rate would fall further and
     # never rise again.
     #
-    # Lower bound: synchronous training ends a whole update away from the policy that sampled. At the scheduled rate
-    # over 1 + √(mean a²), a lag of a and the update after it move the policy no further than that. So a first update on
-    # tokens of the current version always has its whole rate.
+    # Lower bound: after a synchronous update, the policy differs from the policy that sampled by one whole update. At
+    # the scheduled rate over 1 + √(mean a²), a lag of a and the update after it move the policy no further than one
+    # whole update. So a first update on tokens of the current version always has its whole rate.
     def scale(
         self, rate: float, square: float, counts: Sequence[float], lags: Sequence[float], moved: Sequence[float]
     ) -> float:

@@ -3,13 +3,13 @@
 `flash.trainer.objective.apply_objective` calls the objective for each micro-batch, the part of a minibatch that a rank
 computes at a time. A minibatch is the part of a batch that is trained in one update.
 
-`decoupled_ppo` and `tis` clip around the proximal policy, a recent policy, and weigh the token by
-w = π_proximal / π_behaviour. π_behaviour is the policy that sampled the token. `asyppo` leaves tokens out of the loss
-by the disagreement of several critics. `m2po` bounds the second moment of the log-ratio over a minibatch instead of the
-ratio of each token. In the formulas, A is the advantage.
+`decoupled_ppo` and `tis` clip around the proximal policy, for example the policy at the start of the step, and weigh
+the token by w = π_proximal / π_behaviour. π_behaviour is the policy that sampled the token. `asyppo` leaves tokens out
+of the loss by the disagreement of several critics. `m2po` bounds the second moment of the log-ratio over a minibatch
+instead of the ratio of each token. In the formulas, A is the advantage.
 
-Shape legend: T = action tokens of a micro-batch; N = trained tokens of a minibatch, or of a batch where a docstring
-says so, over all ranks.
+Shape legend: T = action tokens of a micro-batch; N = trained tokens over all ranks, of the batch in `AsyPpo.bounds` and
+of a minibatch in `M2po.limit`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DecoupledPpo(Objective, frozen=True):
     clip_high: ClipHigh = 0.2
     """ε_high."""
     weight_cap: Annotated[float, Meta(gt=0)] = 5.0
-    """Largest w that is used as it is."""
+    """Bound on w. A token with a w above this number is treated as `cap` says."""
     cap: Literal["mask", "clamp"] = "mask"
     """Treatment of a token with w above `weight_cap`. mask: its loss is 0. clamp: w = weight_cap. In both cases the
     token stays in the denominator of the batch, so that the weight of the other tokens does not change (AReaL)."""
@@ -147,8 +147,8 @@ class AsyPpo(DecoupledPpo, frozen=True):
     filter_highest: Share = 0.2
     """Share of the batch's trained tokens that have no entropy bonus: the tokens with the highest σ."""
     decoupled: bool = False
-    """Clip around the proximal policy and weigh by π_proximal / π_behaviour, for data several versions old. The other
-    options of `decoupled_ppo` belong to this form."""
+    """True: the clip is around the proximal policy, and the token is weighed by π_proximal / π_behaviour, for data
+    several versions old. Only then do the options `weight_cap`, `cap`, `proximal` and `ewma_decay` have an effect."""
 
     def without_effect(self) -> dict[str, str]:
         """Return the options that only the decoupled form uses, with a reason, unless `decoupled` is set.
@@ -213,6 +213,7 @@ class M2po(Objective, frozen=True):
     advantage = "group"
     aggregation = "token_mean"
     limits = True
+    """The trainer calls `limit`."""
 
     tau: Annotated[float, Meta(gt=0)] = 0.04
     """τ: largest mean (log r)² of the outward tokens."""
@@ -220,18 +221,23 @@ class M2po(Objective, frozen=True):
     def limit(self, log_ratio_N: Tensor, advantage_N: Tensor) -> float:
         """Return the smallest (log r)² of the tokens to drop; inf if no token is dropped.
 
-        `__call__` drops each outward token whose (log r)² is at least this number, so tokens with equal (log r)² are
-        dropped together. A token with advantage 0, such as one that a correction rejects, is not outward.
+        The trainer calls this on every rank before each update of a minibatch, with the log-ratios under the weights
+        just before the update. It gives the result to `__call__` as `tokens.limit`. `__call__` drops each outward token
+        whose (log r)² is at least this number, so tokens with equal (log r)² are dropped together.
+
+        The trainer sets the advantage of tokens that a correction (`algorithm.corrections`) rejects to 0. Tokens with
+        advantage 0 are not outward.
         """
         # K = outward tokens, by rising (log r)².
         square_K = log_ratio_N.double().square()[is_outward(log_ratio_N, advantage_N)].sort().values
-        # Entry k is the mean over the k + 1 smallest numbers. The entries rise, so the tokens to keep come first.
+        # Entry k is the mean over the k + 1 smallest numbers. These means never fall, so the first `kept` tokens are
+        # exactly the tokens to keep.
         mean_K = square_K.cumsum(0) / square_K.new_ones(len(square_K)).cumsum(0)
         kept = int((mean_K <= self.tau).sum())
         return float(square_K[kept]) if kept < len(square_K) else math.inf
 
     def __call__(self, tokens: PackedTokens) -> ObjectiveOutput:
-        """Return the loss per token. Statistics: `ratio` and `clipped` (dropped)."""
+        """Return the loss per token. Statistics: `ratio`, and `clipped`, which is 1 for dropped tokens."""
         log_ratio_T = tokens.logp_T - tokens.behaviour_T
         fixed_T = log_ratio_T.detach()
         dropped_T = is_outward(fixed_T, tokens.advantage_T) & (fixed_T.double().square() >= tokens.limit)

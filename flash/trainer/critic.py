@@ -1,9 +1,9 @@
 """The critics: value models that predict the return the policy may expect before each action token.
 
-A run has critics with the advantage estimator `gae`, which compares rewards with their values. A critic's backbone
-starts as the policy's model, or as the model at `critic.path`. On top is one linear output that starts at zero. A
-critic is sharded like the policy, keeps float32 master weights, and has its own optimizer. Several critics start with
-equal weights. They become different because each learns from its own part of the responses
+A run has critics if the advantage estimator is `gae`, which compares rewards with the critics' values. A critic's
+backbone starts as the policy's model, or as the model at `critic.path`. On top is one linear output that starts at
+zero. A critic is sharded like the policy, keeps float32 master weights, and has its own optimizer. Several critics
+start with equal weights. They become different because each learns from its own part of the responses
 (`algorithms.critics.assign_critics`).
 
 `flash.trainer.references` calls `Critic.values` before the policy changes, and `flash.trainer.step` calls
@@ -15,7 +15,8 @@ all ranks make these calls in the same order, with equally many micro-batches (t
 pass).
 
 Shape legend: P = packed tokens, S = sequences, T = action tokens of a micro-batch, M = action tokens whose hidden state
-is on this rank (with context parallelism a rank has only a part of the tokens).
+is on this rank (with context parallelism a rank has only a part of the tokens). In other modules M is the number of
+critics.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from flash.trainer.optimizer import LossScale, apply_gradient, make_optimizer
 from flash.trainer.packing import MicroBatch, select_sequences
 
 NO_VARIANCE = 1e-12
-"""Share of the returns' mean square. A variance of the returns below this share is only rounding error, in float64 sums
-of up to about 10⁶ terms. `explained_variance`, which divides by the variance, would then be noise."""
+"""Share of the returns' mean square. If the variance of the returns is below this share, it is only rounding error, in
+float64 sums of up to about 10⁶ terms. `explained_variance`, which divides by the variance, would then be noise."""
 
 
 class ValueModel(nn.Module):
@@ -147,6 +148,8 @@ class Critic:
             ContractError: the gradient is not finite and `train.on_nonfinite` is "stop", or the backbone has no
                 embedding for a token.
         """
+        # FSDP averages gradients over data shards. The loss is divided by the tokens of all shards already, so the
+        # gradients must be summed instead: the factor `data_shards` in `share` undoes FSDP's division.
         share = self.mesh.data_shards / max(total_tokens, 1)
         for micro, return_T, old_T in batches:
             mask_T = to_device(micro.mask_T, self.mesh.device)
@@ -155,8 +158,6 @@ class Critic:
                 tensor_T.to(mask_T.device).where(mask_T, 0.0) for tensor_T in (self._forward(micro), return_T, old_T)
             )
             loss_T = value_loss(value_T, return_T, old_T, self._config.clip)
-            # FSDP averages gradients over data shards. The loss is divided by the tokens of all shards already, so the
-            # gradients must be summed instead: the factor `data_shards` in `share` undoes the division.
             (loss_T.sum() * (share * self.scale.value)).backward()
             return_T, old_T = return_T.double(), old_T.double()
             error_T = return_T - old_T
@@ -196,9 +197,9 @@ class Critic:
 
 
 def critic_metrics(critics: Sequence[Critic]) -> dict[str, float]:
-    """Return the metrics of all critics since the last call, and clear `sums` and `norms`. A collective.
+    """Return the metrics of all critics since the last call, and clear `sums` and `norms`.
 
-    The metrics are over all ranks. The metrics over the trained tokens are:
+    All ranks must call this together, and the metrics are over all ranks. The metrics over the trained tokens are:
 
     - critic_loss, value_mean and return_mean;
     - explained_variance = 1 − Var(R − V) / Var(R), if the returns vary (`NO_VARIANCE`). R is the return of a token. V
@@ -209,7 +210,7 @@ def critic_metrics(critics: Sequence[Critic]) -> dict[str, float]:
     - critic_grad_norm, the mean norm before clipping;
     - critic_skipped, the number of updates left out because their gradient was not finite.
     """
-    # A norm is of the whole gradient, and so already equal on all ranks. Only the sums must be reduced.
+    # A norm belongs to the whole gradient, so all ranks already have the same number. Only the sums must be reduced.
     sums = torch.stack([critic.sums for critic in critics]).sum(0)
     critics[0].mesh.reduce_sum(sums)
     norms = [norm for critic in critics for norm in critic.norms]
@@ -233,12 +234,14 @@ def critic_metrics(critics: Sequence[Critic]) -> dict[str, float]:
 
 
 def value_loss(value_T: Tensor, return_T: Tensor, old_T: Tensor, clip: float | None) -> Tensor:
-    """Return [T]: the loss of each value, (value − return)². `old_T` has the values at the start of the step.
+    """Return [T]: the loss of each value. `old_T` has the values at the start of the step.
 
-    With `clip`, the loss is the larger of (value − return)² and (clipped − return)², where clipped is
-    old + clip(value − old, ±clip). So a value that has moved further than `clip` towards its return has no gradient,
-    and a value that has moved away from its return keeps its gradient. PPO's implementation has this rule (Schulman et
-    al. 2017; Engstrom et al. 2020, section 3, "value function clipping").
+    If `clip` is None, the loss is (value − return)². Otherwise it is the larger of (value − return)² and
+    (clipped − return)². The clipped value is `old` plus the difference value − old, and this difference is limited to
+    −clip … clip. So a value that has moved further than `clip` towards its return has no gradient, unless it has moved
+    past the return and is further from it than the clipped value. A value that has moved away from its return keeps its
+    gradient. PPO's implementation has this rule (Schulman et al. 2017; Engstrom et al. 2020, section 3, "value function
+    clipping").
     """
     error_T = (value_T - return_T).square()
     if clip is None:
@@ -248,7 +251,7 @@ def value_loss(value_T: Tensor, return_T: Tensor, old_T: Tensor, clip: float | N
 
 
 def _backbone(config: Config, mesh: TrainerMesh) -> PreTrainedModel:
-    """Return the critic's decoder without an output layer, sharded. A collective.
+    """Return the critic's decoder without an output layer, sharded. All ranks must call this together.
 
     The decoder comes from the model at `critic.path`; without this key, from the policy's model.
 

@@ -5,7 +5,7 @@ passes of `flash.trainer.references`. Nothing here has a gradient.
 
 The hub has *dealt* the batch: each *data shard* is a part of it, for one rank or for several ranks that compute the
 same sequences together. `plan_step` makes the counts of all data shards known to every rank, in one collective. From
-these counts come the denominators of the loss, and a number of micro-batches that is equal on all ranks.
+these counts each rank computes the denominators of the loss, and the number of micro-batches that every rank runs.
 
 `assign_credit`, a part of `plan_step`, shapes and compares the rewards of whole samples and weights the samples by age.
 It uses only facts about the whole batch, which every rank gets, so every rank computes the same numbers. All sequences
@@ -114,10 +114,10 @@ class Credit:
     def earned(self, micro: MicroBatch) -> FloatArray:
         """Return [T]: the reward that arrives at each token, from which `gae` computes advantages.
 
-        In each sequence, the reward of a turn is at the last trained token of that turn or, if the turn has none there,
-        at the last trained token before it. So a branch also gets the rewards of later turns that are in other
-        branches. Rewards of turns before the first trained token are left out, because the branch's tokens did not
-        cause these rewards.
+        In each sequence, the reward of a turn is at the last trained token of that turn. If the sequence has no trained
+        token of that turn, the reward is at the last trained token before the turn. So a branch also gets the rewards
+        of later turns that are in other branches. Rewards of turns before the first trained token are left out, because
+        the branch's tokens did not cause these rewards.
         """
         earned_T = np.zeros(len(micro.target_T))
         starts = np.searchsorted(micro.sequence_T, np.arange(micro.sequences + 1))
@@ -237,7 +237,7 @@ def plan_step(
 
 
 def _checked_ages(shard: Shard, version: int, micro_batches: Sequence[MicroBatch], config: Config) -> np.ndarray:
-    """Return the age of each trained token, in the order of the micro-batches, int64, once all tokens are checked.
+    """Check the age of each trained token, and return the ages as int64, in the order of the micro-batches.
 
     The age contract: the step that trains version n may train tokens of the versions n − `train.max_age` … n only. If
     `algorithm.teacher.url` is set, each trained token must also have the log-prob that the server of the teacher gave.
@@ -269,13 +269,15 @@ def _minibatch_counts(micro_batches: Sequence[MicroBatch], critic_B: np.ndarray,
     """Return [3 + M] counts of this rank's micro-batches of one minibatch.
 
     The numbers are, in this order: micro-batches; trained tokens; sequences with a trained token; and for each of the
-    M = `critics` critics, the trained tokens that it learns from.
+    M = `critics` critics, the trained tokens that it learns from. `plan_step` sends these numbers to all ranks and
+    reads them by their place, so a change of the order must be made there, too.
     """
     tokens = sum(int(micro.mask_T.sum()) for micro in micro_batches)
     sequences = sum(len(np.unique(micro.sequence_T[micro.mask_T])) for micro in micro_batches)
     of_critic_M = np.zeros(critics, dtype=np.int64)
     for micro in micro_batches:
-        # Without critics every sample has the critic number 0, but the row has no entry for it. The slice removes it.
+        # Without critics every sample has the critic number 0, but no count of a critic is returned. The slice removes
+        # the count of this number.
         of_critic_M += np.bincount(critic_B[micro.index_T[micro.mask_T]], minlength=critics)[:critics]
     return [len(micro_batches), tokens, sequences, *of_critic_M.tolist()]
 
@@ -293,8 +295,8 @@ def assign_credit(shard: Shard, algorithm: AlgorithmConfig, estimator: Advantage
         shard: this rank's shard, which also has the facts about the whole batch.
         algorithm: the configuration of the method.
         estimator: the advantage estimator.
-        async_ratio: largest allowed age, for the weights by age: `train.async_ratio`, or `train.max_token_age` if that
-            is larger.
+        async_ratio: largest allowed age, for the weights by age. This is not always the setting of this name:
+            `train.max_token_age` is passed if it is larger than `train.async_ratio`.
 
     Raises:
         ContractError: a reward or an advantage is not finite, or a sample has another number of rewards than turns.
@@ -496,8 +498,8 @@ def _micro_advantages(
         return found._replace(return_T=monte_carlo(reward_T, micro.mask_T, micro.sequence_T, gamma=gamma))
     teacher = config.algorithm.teacher
     # A teacher that replaces the rewards gives advantages by its log-probs alone, which `objective_input` of
-    # `flash.trainer.objective` adds. The configuration refuses a critic beside
-    # such a teacher, so `gae` above never meets one.
+    # `flash.trainer.objective` adds. The configuration refuses a critic together with such a teacher, so a run with
+    # `gae` (the branch above) never has one.
     rewarded = teacher is None or teacher.reward
     advantage_T = credit.advantages(micro).copy() if rewarded else np.zeros(len(micro.target_T))
     trained = micro.mask_T

@@ -1,4 +1,4 @@
-"""Loads the models that the policy is compared with, and runs the forward passes before an update.
+"""The models that the policy is compared with, and their forward passes before an update.
 
 The models are the reference of a KL (an earlier or other policy, from which the policy may not move far), a teacher (a
 model that the policy shall imitate), the critics (value models), and an exponentially weighted moving average of the
@@ -54,24 +54,27 @@ class StepModels:
     """Teacher in this process; None if there is none, or if a server's log-probs came with the samples."""
     critics: Sequence[Critic]
     average: Mapping[str, Tensor] | None
-    """Moving average of the policy's weights; None unless it is the proximal policy, to which an objective may keep the
-    new policy close."""
+    """Moving average of the policy's weights. None if the objective does not use the average as its proximal policy,
+    the policy around which the objective clips."""
 
 
 @dataclass(frozen=True)
 class ModelOutputs:
     """Results of the forward passes over one micro-batch before the update; [T] float32, no gradient.
 
-    A result is None if the step does not need it. The first four are the log-probs of the tokens under the policy at
-    the start of the step, the average of its weights, the reference and the teacher. `value_MT` has the critics'
-    values.
+    A result is None if the step does not need it.
     """
 
     start_T: Tensor | None
+    """Log-probs of the tokens under the policy at the start of the step."""
     average_T: Tensor | None
+    """Log-probs under the average of the policy's weights."""
     reference_T: Tensor | None
+    """Log-probs under the reference."""
     teacher_T: Tensor | None
+    """Log-probs under the teacher."""
     value_MT: Tensor | None
+    """Values of the critics."""
     signals: MicroSignals | None
     """Signals of the policy's attention at the start of the step; None if no pass here observes it. They multiply
     advantages (`flash.trainer.rhythm`)."""
@@ -89,7 +92,7 @@ def forward_passes(
 ) -> list[ModelOutputs]:
     """Run the forward passes of a step, one model after another, and return their results per micro-batch.
 
-    A collective.
+    All ranks must call this together.
 
     Args:
         micro_batches: this rank's micro-batches of the step.
@@ -250,10 +253,17 @@ def start_average(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def update_average(average: Mapping[str, Tensor], model: nn.Module, decay: float, version: int) -> None:
-    """Add the weights of `version` to the average, which holds the versions before it.
+    """Add the weights of `version` to the average, which holds all versions before `version`.
 
-    The share of version n in the average over 0 … n is (1 − decay) / (1 − decay^(n + 1)), because its weight is
-    decay^0 = 1 and all weights sum to (1 − decay^(n + 1)) / (1 − decay).
+    Call this once for each version from 1 on, in order: the average at version 0 is `start_average`. The share of
+    version n in the average over 0 … n is (1 − decay) / (1 − decay^(n + 1)), because its weight is decay^0 = 1 and all
+    weights sum to (1 − decay^(n + 1)) / (1 − decay).
+
+    Args:
+        average: the average, which is changed.
+        model: the model, which now has the weights of `version`.
+        decay: weight of a version relative to the next one, below 1 (`ewma_decay`).
+        version: number of the version.
     """
     share = (1 - decay) / (1 - decay ** (version + 1))
     for name, parameter in published_parameters(model):
@@ -292,5 +302,5 @@ def _exchange(average: Mapping[str, Tensor], model: nn.Module) -> None:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor, which shares memory with the tensor; else the unsharded tensor itself."""
+    """Return this rank's shard, which shares memory with `tensor`. If `tensor` is not sharded, return it whole."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""Computes log-probs of given tokens under a model, and entropies of the distributions that they were sampled from.
+"""Log-probs of given tokens under a model, and entropies of the distributions from which the tokens were sampled.
 
 The training step, and every forward pass before it, call `policy_logprobs` with a micro-batch. The canary and the
 packing check call `token_logprobs` with sequences of their own. `token_logprobs` puts the sequences into one row
@@ -12,7 +12,8 @@ nor their gradient is ever held. With z = logits / temperature, p = softmax(z) a
 d log p[target] / dz = 1[target] − p  and  dH / dz = −p (log p + H).
 
 The *kept set* of a position has the tokens that settings such as top-k left in the distribution. All other tokens get
-z = `LEFT_OUT`, so p = 0. A *question* is a computed position with a target token and a temperature.
+z = `LEFT_OUT`, so p = 0. A *question* is a computed position with a target token and a temperature. Without kept sets,
+equal questions are answered once.
 
 Shape legend: P = tokens of the packed sequences, U = computed tokens, T = predicted tokens, Q = distinct questions,
 M = questions in this rank's slice of the row, N = tokens of all kept sets, C = positions of a chunk, V = vocabulary,
@@ -141,8 +142,8 @@ def policy_logprobs(
 ) -> TokenLogprobs:
     """Return log-prob and entropy of a micro-batch's action tokens, under the distributions they were sampled from.
 
-    An action token is a token that the policy sampled. A collective. `entropy_gradient` is True if the entropy needs a
-    gradient. `watch` is called with the queries and keys of every layer.
+    All ranks must call this together. An action token is a token that the policy sampled. `entropy_gradient` is True if
+    the entropy needs a gradient. `watch` is called with the queries and keys of every layer.
 
     Raises:
         ConfigError: the model changes the logits after its output layer in a way that the layer does not know.
@@ -160,11 +161,11 @@ def policy_logprobs(
 
 
 def watch_attention(model: PreTrainedModel, micro: MicroBatch, watch: AttentionWatch) -> None:
-    """Run a forward pass only so that `watch` sees the attention of every layer. A collective.
+    """Run a forward pass only so that `watch` sees the attention of every layer.
 
-    The rhythm of attention (`flash.trainer.rhythm`) needs such passes. The output layer computes the logits of one
-    token only, because its answer is not used. The caller must free the gathered parameters with
-    `flash.trainer.model.model.reshard`.
+    All ranks must call this together. The rhythm of attention (`flash.trainer.rhythm`) needs such passes. The output
+    layer computes the logits of one token only, because its answer is not used. The caller must free the gathered
+    parameters with `flash.trainer.model.model.reshard`.
     """
     token_logprobs(model, micro, micro.before_T[:1], micro.target_T[:1], watch=watch)
 
@@ -243,7 +244,7 @@ class KeptSets:
     def select(self, position_T: Int64Array, device: torch.device) -> KeptSets:
         """Return the kept sets of some positions, given as indices in T, on `device`.
 
-        All candidates are copied; `start_T` still points to the candidates of each position.
+        All kept tokens are copied; `start_T` still points to the kept tokens of each position.
         """
         chosen_T = torch.from_numpy(position_T)
         token_N, bias_N, penalty_N, count_T, start_T = (
@@ -279,7 +280,8 @@ class KeptSets:
 class LogprobRequest:
     """Description of the numbers that the output layer has to compute in one forward pass, and the layer's answer.
 
-    transformers calls the layer and passes nothing but hidden states, so the request takes this way.
+    transformers calls the layer and passes nothing but hidden states, so `token_logprobs` puts the request into the
+    layer before the call.
     """
 
     target_T: Tensor
@@ -408,8 +410,8 @@ class _SelectedLogprobs(torch.autograd.Function):
     """Forward and backward pass of `selected_logprobs`; the formulas are at the top of this file.
 
     Both passes go through the positions in the same chunks. The forward pass keeps three numbers per position:
-    log-prob, norm and entropy. The backward pass computes the logits of each chunk again. A change in how one pass
-    computes them must be made in the other, too.
+    log-prob, norm and entropy. The backward pass computes the logits of each chunk again. If one pass computes the
+    logits differently, the other pass must do so, too.
     """
 
     @staticmethod
@@ -495,9 +497,11 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def _chunks(number_T: Tensor, weight_VD: Tensor, chunk_bytes: int) -> Iterator[slice]:
-    """Yield the positions of each chunk, as a slice: as many as fit into `chunk_bytes`, and at least one.
+    """Divide the positions into chunks, and yield the slice of each chunk.
 
-    `number_T` has the length and the dtype of the positions' numbers.
+    The logits of a chunk fit into `chunk_bytes`, but a chunk has at least one position. Both passes must get equal
+    chunks. `number_T` is any tensor with one number for each position, in the dtype to which the logits are converted.
+    Only its length and dtype are used.
     """
     rows = max(chunk_bytes // (len(weight_VD) * number_T.element_size()), 1)
     for start in range(0, len(number_T), rows):
