@@ -4,8 +4,8 @@ An episode may have several *branches*: histories of messages that the environme
 tokens of a trajectory are the tokens of its branches, one branch after the other. The trainer trains each branch as a
 sequence of its own, and each action token (a token that the policy sampled) belongs to exactly one branch.
 
-Sequences that begin with the same tokens, branches or not, form a tree. A trainer rank computes each token of such a
-tree once.
+Sequences that begin with the same tokens form a tree, whether they are branches of one episode or not. A trainer rank
+computes each token of such a tree once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Int64Array = npt.NDArray[np.int64]
 IntArray = npt.NDArray[np.integer[Any]]
 
 LEAST_SHARED = 0.1
-"""Smallest share of a sequence that must be common with another one to be computed once. A smaller share would cost
+"""Smallest share of a sequence that a common beginning must have to be computed only once. A smaller share would cost
 more than it saves, because attention over a shared beginning is computed in two parts, which are then merged."""
 TOKENS_PER_SLICE = 1 << 18
 """Number of tokens that are sorted or compared in one slice. A slice takes a few milliseconds."""
@@ -65,7 +65,12 @@ def branch_tokens(trajectory: Trajectory) -> list[int]:
 
 
 def count_trained_branches(trajectory: Trajectory, min_version: int) -> int:
-    """Return the number of branches with a token of `min_version` or newer. Each becomes a sequence for the trainer."""
+    """Return the number of branches with an action token that `min_version` or a newer version sampled.
+
+    Each such branch becomes a sequence for the trainer. The hub counts the sequences of a batch for the denominators of
+    the loss.
+    """
+    # Most trajectories have one branch, and need no division of the versions.
     if len(trajectory.branches) == 1:
         return int(trajectory.trained_tokens(min_version) > 0)
     parts = divide_versions(trajectory.versions, branch_tokens(trajectory))
@@ -88,7 +93,8 @@ def split_branches(trajectory: Trajectory) -> list[Trajectory]:
     for turn in trajectory.turns:
         turns[turn.branch].append(turn)
     parts: list[Trajectory] = []
-    # All arrays have four bytes for each number. `first` is the index of the branch's first action token.
+    # The arrays are bytes with four bytes for each number, so number i begins at byte 4 · i. `first` is the index of
+    # the branch's first action token.
     first = 0
     for number, (begin, end) in enumerate(pairwise((*trajectory.branches, trajectory.length))):
         own_spans = islice(spans, len(turns[number]))
@@ -129,8 +135,9 @@ def spans_by_turn(trajectory: Trajectory) -> list[Span]:
 def sort_by_prefix(sequences: Sequence[IntArray]) -> Generator[None, None, tuple[list[int], list[int]]]:
     """Sort sequences by their tokens, and count the leading tokens that each shares with the one just before it.
 
-    In this order, no earlier sequence shares more leading tokens with a sequence than the one just before it. Yields
-    after each slice of `TOKENS_PER_SLICE` tokens, so that the event loop can do other work in between.
+    In this order, a sequence shares at least as many leading tokens with the sequence just before it as with any
+    earlier sequence. Yields after each slice of `TOKENS_PER_SLICE` tokens, so that the event loop can do other work in
+    between.
 
     Returns:
         The indices of the sequences in this order, and for each of them the number of shared tokens, which need not be

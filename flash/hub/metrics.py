@@ -67,9 +67,9 @@ class StepMetrics:
     """Sums up the metrics of the time between two steps, which make the row of the later step.
 
     The parts of the hub report each event to it, and `row` returns the sums and begins new ones. Waits and rates count
-    from the first lease of a training task, because no engine worked for training before it. A resumed run may take a
-    step before its first lease, from samples that it had. The interval of such a step is only the time of training, and
-    its row has a wait of 0 and no rates.
+    from the first lease of a training task, because no engine worked for training before it. A resumed run may train a
+    step from samples of the previous hub before it grants its first lease. The interval of such a step is only the time
+    of training, and the row of the step has a wait of 0 and no rates.
     """
 
     def __init__(self, samples: SampleStore) -> None:
@@ -141,7 +141,7 @@ class StepMetrics:
         ran = self._since is not None
         step_s = trainer.get("trainer_step_s", 0.0)
         elapsed = max(step_s, 0.0 if self._since is None else now - self._since, 1e-9)
-        # Of a wait that began before the interval, only the part in the interval counts.
+        # If a wait began before the interval, only the part inside the interval counts.
         wait = max(0.0, min(trainer.get("trainer_wait_s", 0.0), elapsed - step_s))
         totals = ledger.totals(0)
         booked = {name: total - self._booked.get(name, 0) for name, total in totals.items()}
@@ -183,10 +183,10 @@ class StepMetrics:
         return row
 
     def _idle_share(self, engines: Sequence[EngineStatus]) -> dict[str, float]:
-        """Return `engine_idle_share`: the idle share of the engines' time since the last row; empty without such time.
+        """Return `engine_idle_share`: the idle share of the engines' time since the last row.
 
-        An engine that was not there at the last row does not count in this row. The times of such an engine are kept
-        for the next row.
+        The result is empty if no engine that counts has run since the last row. An engine that was not there at the
+        last row does not count in this row. The times of such an engine are kept for the next row.
         """
         idle = lifetime = 0.0
         for engine in engines:
@@ -200,16 +200,18 @@ class StepMetrics:
         return {"engine_idle_share": idle / lifetime} if lifetime > 0 else {}
 
     def _accepted_share(self, engines: Sequence[EngineStatus]) -> dict[str, float]:
-        """Return `draft_accepted_share`: the share of the tokens drafted since the last row that engines accepted.
+        """Return `draft_accepted_share`: the share of drafted tokens that engines accepted, counted since the last row.
 
-        In speculative decoding several tokens are drafted cheaply, and the engine accepts some of them. Empty if no
-        token was drafted.
+        In speculative decoding several tokens are drafted cheaply, and the engine accepts some of them. The result is
+        empty if no token was drafted. An engine that was not there at the last row counts with all tokens since its
+        start. After a restart of the hub this holds for all engines.
         """
         drafted = accepted = 0
         for engine in engines:
             before = self._drafts.get(engine.index, (0, 0))
             more_drafted, more_accepted = engine.drafted - before[0], engine.accepted - before[1]
-            if not 0 <= more_accepted <= more_drafted:  # it is a new engine, whose counts began at 0
+            # This finds most new engines in the place of an old one, because their counts began at 0.
+            if not 0 <= more_accepted <= more_drafted:
                 more_drafted, more_accepted = engine.drafted, engine.accepted
             drafted, accepted = drafted + more_drafted, accepted + more_accepted
             self._drafts[engine.index] = engine.drafted, engine.accepted
@@ -219,7 +221,7 @@ class StepMetrics:
 def _ended_groups(samples: SampleStore) -> tuple[int, int]:
     """Return the number of groups that ended in this run, and how many of them had equal rewards.
 
-    Such groups teach most objectives nothing, so their share is a metric.
+    Most objectives learn nothing from groups with equal rewards, so the share of these groups is a metric.
     """
     return samples.source.cursor.ended, samples.source.cursor.equal
 
@@ -230,8 +232,8 @@ def _failures(booked: Mapping[str, int]) -> dict[str, float]:
     `booked` has the changes of the ledger's totals since the last row. Reasons that did not occur are left out.
     """
     kinds = {f"failures_{why}": booked.get(f"retried_{why}", 0) + booked.get(f"given_up_{why}", 0) for why in FAILURES}
-    # A cancelled task counts only if it was tried again, as the tasks of a lost node are. Redundant tasks are cancelled
-    # and given up all the time, and that is no failure.
+    # A cancelled task counts only if it was tried again, for example because its node was lost. Redundant tasks are
+    # cancelled and given up all the time, and that is no failure.
     kinds[f"failures_{Outcome.CANCELLED}"] = booked.get(f"retried_{Outcome.CANCELLED}", 0)
     return {"failures": sum(kinds.values()), **{name: count for name, count in kinds.items() if count}}
 

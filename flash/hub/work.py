@@ -51,9 +51,8 @@ LEASES_AT_ONCE = 256
 10 microseconds. The node then asks at once for the rest of its share."""
 SLICE = 128
 """Number of leases after which other tasks of the hub are served before more leases are granted (a slice), so that no
-other request waits for more than some milliseconds. A slice may
-have more leases: the reply that is being filled when this number is reached still gets the whole share of its node, up
-to `LEASES_AT_ONCE`."""
+other request waits for more than some milliseconds. A slice may have more leases, because the reply that is being
+filled when this number is reached still gets the whole share of its node, up to `LEASES_AT_ONCE`."""
 
 
 # -- leases of nodes -------------------------------------------------------------------------------------------------
@@ -401,8 +400,8 @@ class NodeWork:
         self._poll_s = waits.long_poll_s(self._config)
         """Seconds after which a request for leases is answered at the latest."""
         self._openings = 0
-        """Value of `admission.openings`, which counts the events that may have made a lease possible, when results last
-        made `deliver` grant leases. If the counter has changed since then, `deliver` grants leases again."""
+        """Value of `admission.openings` when `deliver` or `tidy` last granted leases. `admission.openings` counts the
+        events after which a lease may be possible. If it has changed since then, `deliver` grants leases again."""
         self._evaluation_start: float | None = None
         """Unix seconds of the first lease of the running evaluation; None while no evaluation runs."""
 
@@ -439,7 +438,7 @@ class NodeWork:
     async def _wait_for_leases(self, node: int, reply: list[Lease]) -> None:
         """Wait until the reply has leases, the run is over, or the time for which shares are kept was changed.
 
-        If that time passes first, grant leases again: the tasks that were kept for other nodes are free then.
+        If the time for which shares are kept ends first, grant leases again: the tasks of these shares are free then.
         """
         kept, now = self.shares.kept_until, self._now()
         with anyio.move_on_after(kept - now if kept > now else math.inf):
@@ -460,7 +459,8 @@ class NodeWork:
         self.slice_full = self._grant_slice(self._now())
         woken = [node for node, reply in self._replies.items() if reply]
         if self.shares.kept_until != self._kept_until:
-            # The request of each waiting node sleeps until the old time (`_wait_for_leases`), and has to learn the new.
+            # The request of each waiting node sleeps until the old time (`_wait_for_leases`), and must be woken to
+            # learn the new time.
             self._kept_until = self.shares.kept_until
             woken = list(self._replies)
         for node in woken:
@@ -515,11 +515,12 @@ class NodeWork:
         return able - self._leaving if self._leaving else able
 
     def _grant_next(self, node: int) -> list[Lease]:
-        """Grant a node the next task, or without `rollout.replicate_prompts` all members of the next training group.
+        """Grant a node the next task. If `rollout.replicate_prompts` is false, grant all members of the next group.
 
-        Evaluation tasks come first, one at a time. Returns an empty list if there is no task for this node: no engine
-        of the node has a version, the run stops, the untrained policy is being evaluated, or the age contract (the
-        bound on how far sampling may be ahead of training) admits none. An error of the buffer ends the run.
+        Evaluation tasks come first, one at a time in both cases. Returns an empty list if there is no task for this
+        node: no engine of the node has a version, the run stops, the untrained policy is being evaluated, or the age
+        contract (the bound on how far sampling may be ahead of training) admits none. An error of the buffer ends the
+        run.
         """
         versions = self._fleet.versions(node)
         if (lease := self._evaluations.lease(versions, node, nodes=self._able_nodes)) is not None:
@@ -634,12 +635,12 @@ class NodeWork:
                 await self._progress.wait("backlog")
 
     def pass_on_withdrawals(self) -> None:
-        """Pass on what the buffer has collected: the withdrawn leases to the nodes that hold them, and the notes to
-        people.
+        """Pass on the leases that the buffer has withdrawn, and the notes that it has written for people.
 
-        The results of withdrawn leases are not needed any more, and the `CancelReply` notifies the nodes. This is
-        called after each operation of the buffer that may withdraw leases. After an event that sends the signal
-        `backlog`, `work_off_backlog` calls this.
+        A note tells, for example, about the first failure of a kind. The results of withdrawn leases are not needed any
+        more. The signal `cancels` wakes the `CancelRequest` that waits for the node, and the reply names the leases.
+        `deliver`, `tidy` and `flash.hub.steps.TrainingSteps` call this after operations of the buffer that may withdraw
+        leases. After all other such operations, which send the signal `backlog`, `work_off_backlog` calls this.
         """
         for node in self.holders.withdraw(self._samples.leases.to_cancel):
             self._progress.send(("cancels", node))
@@ -678,8 +679,8 @@ class NodeWork:
     async def expire_claims(self) -> None:
         """Queue again the tasks of leases that previous hubs granted and that no node has claimed in time.
 
-        `Hub.run` starts this once. This method waits for `flash.config.waits.claim_s`, or returns at once if there is
-        no lease to claim.
+        `Hub.run` starts this once. This method waits once, for `flash.config.waits.claim_s`, queues the tasks and ends.
+        It returns at once if there is no lease to claim. The note for people calls the tasks samples.
         """
         if not self.claims:
             return
@@ -687,6 +688,9 @@ class NodeWork:
         if left := self.claims.expire():
             self._observer.note(f"samples that queue again, since their nodes did not come back: {len(left)}")
             self._buffer.revoke(left)
+            # `revoke` queues the first tasks at once and leaves the rest to the backlog. Waiting ranks check again
+            # whether a step is possible, because this also depends on the leases that are out
+            # (`SampleBuffer.has_batch`).
             self._progress.send("batches", "backlog")
             self.grant_leases()
 

@@ -1,4 +1,4 @@
-"""SampleBuffer: leases training tasks, takes their results, and forms the batch of each step. Pure state.
+"""SampleBuffer: leases training tasks, takes their results, and forms the batch of each step.
 
 The hub calls `lease` when a node has room, `deliver` with each result, `next_batch` when a trainer rank asks for a
 step, and `commit` when the step is trained. Each call decides, records an event in the journal, and then applies it to
@@ -13,7 +13,8 @@ the `SampleStore`, which holds the state. A *group* is the tasks about one probl
   members that would get too old while they wait for the rest of their group are trained before the rest.
 
 The time of a call does not grow with the number of tasks in flight. Work on many groups goes into the store's backlog.
-The hub calls `do_slice` until the backlog is empty, and no batch is formed before this.
+The hub calls `do_slice` until the backlog is empty, and no batch is formed before this. The buffer starts no tasks and
+does no I/O, except that it passes its events to the journal.
 """
 
 from __future__ import annotations
@@ -146,8 +147,8 @@ class SampleBuffer:
     def _lease_members(self, members: Sequence[Member], versions: Sequence[int], node: int) -> list[Lease]:
         """Lease queued members of one group to a node whose engines run `versions`.
 
-        `Lease.min_version` is the oldest of these versions that may run the task. It bounds the age of the sample's
-        tokens from now on.
+        `Lease.min_version` is the oldest of these versions that may run the task. No token of the sample can be older
+        than this version.
         """
         admission, ids = self.samples.admission, self.samples.leases.ids
         numbered = [
@@ -179,9 +180,10 @@ class SampleBuffer:
     # -- batches -----------------------------------------------------------------------------------------------------
 
     def has_batch(self, version: int) -> bool:
-        """Return True if `next_batch` would return a batch, or begin to form a batch. False while a backlog is left.
+        """Return True if the batch of this step is formed, or if `next_batch` could form it now.
 
-        The hub calls this after each result, to wake the trainer ranks that wait for a batch.
+        False while a backlog is left. The hub calls this after each result, to wake the trainer ranks that wait for a
+        batch, and for each waiting rank when it is woken. The call changes nothing.
         """
         samples = self.samples
         if samples.backlog:
@@ -224,8 +226,8 @@ class SampleBuffer:
         chosen = choose(*groups, before=before, wait=samples.rules.on_expire == "wait", limits=limits)
         if chosen is None and not samples.leases.out and not self.available(version):
             # No task is leased or can be leased, so no further group will become complete. For example, groups that a
-            # previous hub began under other settings have taken all places. The limits of domains, and the wait for
-            # other groups, would never end.
+            # previous hub began under other settings have taken all places. With the limits of domains, or while it
+            # waits for other groups, the step would wait forever.
             return choose(*groups, before=before, wait=False)
         return chosen
 
@@ -281,11 +283,12 @@ def choose(
 def _all_in_time(
     contract: AgeContract, step: int, begun: Mapping[int, Sequence[int]], chosen: Mapping[int, Sequence[int]]
 ) -> bool:
-    """Return True if all groups except the chosen ones can be trained from `step` on before their first tokens expire.
+    """Return True if, from `step` on, all groups except the chosen ones can be trained before they are too old.
 
-    The chosen groups are trained in the step before `step`. The steps from `step` to s have room for s - step + 1
-    batches. So, for every s, the groups whose oldest token can be trained in step s at the latest must fit into this
-    room. `begun` (explained in `choose`) and `chosen` have the groups by the version of their oldest token.
+    A group is too old when its oldest token is too old. The chosen groups are trained in the step before `step`. The
+    steps from `step` to s have room for s - step + 1 batches. For every s, the groups that must be trained in step s or
+    earlier have to fit into this room. `begun` (explained in `choose`) and `chosen` have the groups by the version of
+    their oldest token.
     """
     total, any_incomplete = 0, False
     for oldest in sorted(begun):

@@ -1,4 +1,4 @@
-"""Groups of tasks from issue to training, the pool of all groups in flight, and the ledger. Pure state.
+"""Groups of tasks from issue to training, the pool of all groups in flight, and the ledger.
 
 A *task* is a request for one sample, and a *group* is the tasks about one problem, whose rewards are compared. A
 *member* is a task of a group together with its state and result. `flash.samples.store` puts issued groups into the
@@ -12,7 +12,8 @@ finished members would become too old before the others are done. Each part know
 A step may take a group from the pool while it is *ready* (complete, and kept by the filter) or *expiring* (nearly
 complete, with a finished member that the step after the next could not train). After each change of a group,
 `PoolCounts` updates its sums, so that a number over all groups never needs a loop over all groups. `Ledger` counts the
-tasks and tokens that have left. Both count independently, so that they can be compared.
+tasks and tokens that have left. `PoolCounts` and `Ledger` count independently, so that `Ledger.check` can compare them.
+This module does no I/O and starts no tasks.
 
 Conservation: `issued = trained + filtered + given_up + in_flight` and
 `generated = trained_tokens + discarded_tokens + buffered_tokens` hold after every event. `Ledger.check` checks both.
@@ -46,9 +47,10 @@ class Member(msgspec.Struct, gc=False):
     state: MemberState = "queued"
     """State of the task; the module's docstring explains the states."""
     lease_id: int = -1
-    """Number of the lease, while leased; without meaning in other states."""
+    """Number of the lease. It has no meaning unless the member is leased."""
     node: int = 0
     """Node that holds the lease, while leased."""
+    # The encoded name is part of the format of checkpoints.
     oldest_version: int = msgspec.field(default=0, name="floor")
     """While leased: oldest policy version that a token of the sample can have, the oldest version of an engine that may
     run the task. While done: version of the oldest token."""
@@ -63,7 +65,7 @@ class Group(msgspec.Struct, gc=False):
 
     group_id: int
     """Number of the group, from 0 in the order of issue."""
-    # The encoded names of `results_needed`, `oldest_version` and `counted` are part of the format of checkpoints.
+    # The encoded name is part of the format of checkpoints.
     results_needed: int = msgspec.field(name="wanted")
     """Number of finished members that make the group complete. More members may be issued. These are redundant, so that
     the group does not have to wait for its slowest members."""
@@ -91,7 +93,8 @@ class Group(msgspec.Struct, gc=False):
     def complete(self) -> bool:
         """True if enough members are done, or if some are done and none is queued or leased.
 
-        Members that an earlier step has trained count towards `results_needed`.
+        The second condition exists because lost members are not replaced. Members that an earlier step has trained
+        count towards `results_needed`. `GroupCount.of` has the same rule, for speed: change both together.
         """
         done = self.count("done")
         return done + len(self.earlier) >= self.results_needed or (done > 0 and self.pending == 0)
@@ -99,8 +102,9 @@ class Group(msgspec.Struct, gc=False):
     def expiring(self, window_start: int) -> bool:
         """Return True if nearly all members are done, and a finished member has only tokens older than `window_start`.
 
-        The caller passes the oldest version that may begin a sample for the step after the next step. So the next step
-        is the last that should train such a member, and the finished members should not wait for the others.
+        The caller passes the oldest version that may sample the first token of a sample for the step after the next
+        one. So the next step is the last that should train such a member, and the finished members should not wait for
+        the others.
         """
         done = self.trajectories()
         few_missing = 0 < self.pending <= self.results_needed * LARGEST_MISSING_SHARE
@@ -391,7 +395,7 @@ class PoolCounts:
         return self._groups[group_id].oldest
 
     def _add(self, group: GroupCount, times: int) -> None:
-        """Add the count of a group to the sums; -1 times subtracts it."""
+        """Add the count of a group to the sums. With `times` = -1 the count is subtracted."""
         self.in_flight += times * group.alive
         self.tokens += times * group.tokens
         if group.oldest is None:
