@@ -63,7 +63,8 @@ class ProxySettings(msgspec.Struct, frozen=True):
     bind_groups: bool
     """True if all requests of a group go to one engine (`rollout.replicate_prompts = false`, for comparison)."""
     swap_s: float
-    """Seconds that aborted requests have to leave an engine before a swap (`abort`), or after the engine has died."""
+    """Seconds in which aborted requests must leave an engine: before a swap (`abort`), and after the engine has
+    died."""
     drain_s: float
     """Seconds that the requests of an engine have to end before a swap (`drain`)."""
 
@@ -160,7 +161,7 @@ class PartialResponse:
 
 
 class _Wait:
-    """The wait of one request in the queue. The task of the request waits for `over` (`LLMProxy._wait_in_queue`).
+    """The wait of one request in the queue. `LLMProxy.generate` waits for `over` (in `LLMProxy._wait_in_queue`).
 
     `over` is set when the router has placed the request on an engine (`engine`), or when the request has to ask the
     router again, because the engines have changed.
@@ -182,7 +183,7 @@ class LLMProxy:
         outages: clock of the time without any engine. The proxy calls `begin` when the last engine dies, and `end` when
             one serves again.
         on_room: called whenever `capacity` may have grown. The node's scheduler then starts further episodes.
-        now: returns Unix seconds on the loop's clock.
+        now: returns the present time in Unix seconds.
     """
 
     def __init__(
@@ -205,7 +206,7 @@ class LLMProxy:
         """State of the engine in each of the node's places, in their order."""
         self._router = Router(self.records, bind_groups=settings.bind_groups)
         self._waits: dict[RequestRecord, _Wait] = {}
-        """Requests in the queue, and requests that have just left it but whose task has not run since."""
+        """Requests in the queue, and requests that have just left it but whose `generate` has not continued since."""
         self._on_room = on_room
         self._now = now
 
@@ -214,7 +215,8 @@ class LLMProxy:
     async def generate(self, request: ResponseRequest) -> Completion:
         """Sample one response. `EpisodePlayer` calls this for each response of an episode.
 
-        Several engines may work on the response, one after the other. Each turn of the loop gives it to one engine.
+        Several engines may work on the response, one after the other. Each pass of the loop gives the request to one
+        engine.
 
         Raises:
             PoisonError: `MAX_DEATHS` engines died under the request, so it probably kills engines.
@@ -252,8 +254,8 @@ class LLMProxy:
                 continue
             if engine.alive and not engine.closed:
                 return engine
-            # The request was placed on the engine while this task waited. Before the task ran again, the engine has
-            # died or has begun a swap for which it must be empty. So the request asks the router again.
+            # The request was placed on the engine while this coroutine waited. Before the coroutine continued, the
+            # engine has died or has begun a swap for which it must be empty. So the request asks the router again.
             self._release(engine, record)
 
     async def _wait_in_queue(self, record: RequestRecord) -> EngineRecord | None:
@@ -282,20 +284,23 @@ class LLMProxy:
         """Make one engine sample the rest of a response, and release the engine's room at the end.
 
         Returns the whole response, or None if another engine has to continue: the engine has died, it has failed the
-        request, or `scope` was cancelled, which is how the proxy makes a request leave an engine.
+        request, or the proxy has made the request leave the engine, by cancelling the scope of the request in
+        `engine.running`.
 
         Raises:
             EngineError: the engine has failed the request, and no other engine may try.
         """
         scope, concurrency, rest, completion = anyio.CancelScope(), engine.concurrency, response.rest(), None
         self._add_running(engine, scope, record)
-        # Number of tokens at the end of the prompt that belong to the response, because another engine has sampled
-        # them.
+        # `own` is the number of tokens at the end of the prompt that belong to the response, because other engines have
+        # sampled them.
         own = rest.generated
         concurrency.begin(scope, len(rest.prompt) - own, own, own + rest.max_new_tokens)
         self._adapt_limit_and_fill(engine)
-        # This request was moved by `_balance`, which moves nothing else until the request has arrived here. So balance
-        # now for engines that have got room meanwhile.
+        # `sticky` is True if the engine that served the task or the group before is preferred. It is False from the
+        # first move by `_balance` on, also if the request moves again for another reason. While a moved request is on
+        # its way, `_balance` moves no other request. The request has arrived now, so balance once for each engine,
+        # because some may have got room.
         if not record.sticky:
             for other in self.records:
                 self._balance(other)
@@ -306,6 +311,7 @@ class LLMProxy:
                         engine.failed_in_a_row = 0
                         if isinstance(piece, Completion):
                             # The completion has all tokens of this engine, but only the last of them are new.
+                            # `response.length` is read first, because `complete` changes it.
                             before, completion = response.length, response.complete(piece)
                             engine.tokens += response.length - before
                             concurrency.grow(scope, response.length - before)
@@ -316,6 +322,7 @@ class LLMProxy:
                             self._on_first_token(engine, record)
                             self._adapt_limit_and_fill(engine)
                         response.add(piece)
+                        # The last tokens come with the completion, and the caller counts them.
                         record.request.on_tokens(piece.token_ids)
                 raise EngineError(f"engine {engine.number} ended a response without completing it")
         except EngineDeadError as error:
@@ -430,7 +437,8 @@ class LLMProxy:
         elif mode == "drain":
             await self._wait_until_empty(engine, "to end before its swap", self._settings.drain_s)
         start = self._now()
-        # The first version replaces the weights of the model folder, with which nothing was sampled: no cache to keep.
+        # The first version replaces the weights of the model folder. Nothing was sampled with these weights, so there
+        # is no cache to keep.
         keep_cache = mode == "keep" and engine.backend.version >= 0
         engine.canary_error = await engine.backend.load(published, keep_cache=keep_cache)
         engine.loaded = start, self._now()

@@ -165,7 +165,7 @@ class EngineSupervisor:
         proxy: serves requests with the engines. The engine records of the proxy have the indices of the places.
         hub: announces versions.
         reports: sends swaps, deaths and restarts to the hub.
-        now: returns Unix seconds on the loop's clock.
+        now: returns the present time in Unix seconds.
         max_restarts: largest number of restarts of a place in a row (`engine.max_restarts`).
     """
 

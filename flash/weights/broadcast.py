@@ -1,13 +1,14 @@
 """Backends nccl and gloo: a version is broadcast to all engine workers that request it, in a process group of torch.
 
 A *version* is the weights after a training step; a *worker* is a process of an engine that holds the model, or a part
-of it. The trainer's rank 0 is rank 0 of each group and sends from immutable copies in host memory, as backend tcp does.
-A worker makes a TCP connection for each version, and both sides prove that they know the run's token. The messages
-below travel over this connection, and the version's bytes by broadcast, in pieces. A *round* is one broadcast of a
-version to some workers; `flash.weights.rounds` chooses them. An *epoch* is the number of a process group. With nccl the
-pieces are on GPUs (nccl has not been run on GPUs yet), with gloo in host memory.
+of it. The trainer's rank 0 is rank 0 of each group and sends from immutable copies in host memory. A worker makes a TCP
+connection for each version, and both sides prove that they know the run's token. The messages below travel over this
+connection, and the version's bytes by broadcast, in pieces. A *round* is one broadcast of a version to some workers;
+`flash.weights.rounds` chooses them. An *epoch* is the number of a process group. With nccl the pieces are on GPUs (nccl
+has not been run on GPUs yet), with gloo in host memory.
 
-    worker → trainer   BroadcastRequest: a version; again after a failed round, with the number of pieces received
+    worker → trainer   BroadcastRequest: asks for a version, and has the number of pieces that the worker holds;
+                       the worker sends it again after a failed round
     trainer → worker   VersionManifest, once; or VersionRefused
     trainer → worker   RoundOrder: the group to join or keep, and the pieces that this group sends
     trainer → worker   LeaveGroup: the group failed; leave it and request again
@@ -17,7 +18,7 @@ The manifest is checked by its SHA-256, and all tensors by their fingerprint. A 
 expected workers; a broadcast waits for all its members. If a member dies, hangs or leaves during a round, the round
 fails for all members. They leave the group and request again, and a new group sends the pieces that some member lacks.
 Each worker keeps its pieces, so nothing is lost. A late worker gets the next round. A broadcast cannot deadlock with
-the trainer's own collectives: it begins when all its members wait for it and for nothing else.
+the trainer's own collectives, because a broadcast begins only when all its members wait for this broadcast alone.
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ class BroadcastServer(WeightServer):
                 _shut_down(connection)
         self._rounds.join(timeout=self._limit_s)
 
-    # The methods that run in the threads of the connections.
+    # -- in the threads of the connections -----------------------------------------------------------------------------
 
     def _answer(self, connection: socket.socket) -> None:
         """Serve one worker, in the thread of its connection, until it reports the whole version or its connection ends.
@@ -228,13 +229,13 @@ class BroadcastServer(WeightServer):
             group.abort()
         self._changed.notify_all()
 
-    # The methods that run in the thread that broadcasts.
+    # -- in the thread that broadcasts ---------------------------------------------------------------------------------
 
     def _run_rounds(self) -> None:
         """Wait for the planner's next round and broadcast it, again and again, until `close`.
 
-        Requests of workers and `close` end the wait. If the group of a round fails, the round is marked as failed in
-        the planner, and the members' next requests lead to another round.
+        The variable `turn` holds a round. Requests of workers and `close` end the wait. If the group of a round fails,
+        the round is marked as failed in the planner, and the members' next requests lead to another round.
         """
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # each thread has a current device of its own
@@ -256,10 +257,14 @@ class BroadcastServer(WeightServer):
         self._close_group()
 
     def _next_round(self) -> Round | None:
-        """Wait for the next round and return it; None if the server closes."""
+        """Wait until a round can begin, begin it in the planner, and return it. Return None if the server closes.
+
+        The caller has to send the round and to end it (`_send`, `_end_round`), because no other round begins before.
+        """
         with self._changed:
             while not self._closing:
                 wait_s = self._planner.wait_s(time.monotonic())
+                # 0: a round can begin. Infinity: only a request, or the end of a round, makes one possible.
                 if wait_s <= 0:
                     return self._planner.begin()
                 self._changed.wait(None if wait_s == math.inf else wait_s)
@@ -445,7 +450,8 @@ class BroadcastReceiver:
                 while (start := at * order.piece_bytes) < total:
                     piece = torch.empty(min(order.piece_bytes, total - start), dtype=torch.uint8, device=device)
                     group.broadcast(piece)
-                    if at == held:  # earlier pieces are sent again for members that lack them
+                    # A piece that this worker already has is skipped: it is sent for other members.
+                    if at == held:
                         held, received = at + 1, received + len(piece)
                         yield piece
                     at += 1

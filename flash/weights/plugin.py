@@ -5,10 +5,10 @@ because `pyproject.toml` names it:
 - `no_platform` (`vllm.platform_plugins`) runs before everything else, because vLLM calls it to find a platform. The
   function returns no platform. It only uses the early moment to silence warnings.
 - `register` (`vllm.general_plugins`) registers our *weight receiver*, the class with which vLLM's workers take new
-  weights from the trainer, and lets the processes of an engine on a CPU sleep soon while they wait.
+  weights from the trainer. On a CPU it also shortens the time for which waiting processes poll before they sleep.
 
-The processes that `flash.rollout.vllm.processes` forks call `follow` first. This module imports neither torch nor vLLM,
-because `no_platform` has to set log levels before these are imported.
+`flash.rollout.vllm.processes` forks processes. Each of them calls `follow` first. This module imports neither torch nor
+vLLM, because `no_platform` has to set log levels before torch and vLLM are imported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flash.foreign import vllm, vllm_processes
 
 RECEIVER = "flash"
 """Name under which our weight receiver is registered in vLLM. `flash.rollout.vllm.start` names it in an engine's
-arguments, except with `weights.backend = "ipc"` (engine and trainer on one GPU), for which vLLM has a receiver."""
+arguments. With `weights.backend = "ipc"` (engine and trainer on one GPU), vLLM's own receiver is used instead."""
 NODE_PID = "FLASH_NODE_PID"
 """Environment variable that holds the process id of the node loop that owns the engine."""
 
@@ -48,11 +48,11 @@ def register() -> None:
 
 
 def no_platform() -> None:
-    """Silence the warnings that Triton does not support a CPU. Returns None, so vLLM does not take Flash for a
-    platform.
+    """Silence all warnings of two loggers, which say that Triton does not support a CPU. Errors are still logged.
 
-    vLLM's CPU build logs these warnings before it sets up its logging, so no configured level hides them. In other
-    builds torch logs them.
+    vLLM calls this as a platform plugin. The function returns None, so vLLM does not take Flash for a platform. vLLM's
+    CPU build logs the warnings under the first name, before it sets up its logging, so no configured level hides them.
+    In the other builds of vLLM, torch logs them under the second name.
     """
     for name in ("vllm.triton_utils", "torch._library.triton"):
         logging.getLogger(name).setLevel(logging.ERROR)

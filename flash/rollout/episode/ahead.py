@@ -65,7 +65,7 @@ class ResponsesAhead:
         new_request: makes requests of the episode.
         sample: sends a request to the engines and returns the response.
         tasks: runs the tasks that sample ahead; cancelled when the episode ends.
-        now: Unix seconds on the loop's clock.
+        now: returns the present time in Unix seconds.
     """
 
     def __init__(

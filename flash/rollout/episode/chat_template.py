@@ -276,8 +276,8 @@ class ChatTemplate:
         """Lower bound on the tokens that one more message takes, even without content. At least 1.
 
         The bound does not hold for results of tools, of which a template may show several as one message. `Transcript`
-        uses it to refuse conversations of far too many messages. To find it, the lengths of prompts with one and with 1
-        + `count` more messages are compared.
+        uses the bound to refuse conversations of far too many messages. The bound is found by comparing a prompt with
+        one more message, or pair of messages, and a prompt with nine more, for several roles.
         """
         count, least = 8, list[int]()
         for roles in (["user"], [ASSISTANT], ["user", ASSISTANT], ["system"]):
@@ -314,10 +314,11 @@ class ChatTemplate:
             log.warning("%s", text)
 
     def cache_key(self, messages: Sequence[Message], tools: Sequence[Tool]) -> bytes:
-        """Return a key for messages and tools, which is their JSON.
+        """Refuse lone surrogates in messages and tools, and return a key for them, which is their JSON.
 
         `HfTokenizer.render` keeps the tokens of first observations under this key. `follow` and `prompt_and_answer`
-        call this only to refuse lone surrogates. `prompt` does not call it, because `render` has called it before.
+        call this method only to refuse lone surrogates. `prompt` does not call it, because `render` has called it
+        before.
 
         Raises:
             EnvError: a text has a lone surrogate, which is a character that UTF-8 cannot encode. Lone surrogates mark
@@ -352,7 +353,10 @@ class ChatTemplate:
                 self.warn_once(self._left_out_message(part))
 
     def _leaves_out(self, part: str) -> bool:
-        """Return True if the template accepts a part, a key of `PARTS`, and shows nothing of it. Tries it only once."""
+        """Return True if the template accepts a part, a key of `PARTS`, and shows nothing of it.
+
+        The result of the trial is kept.
+        """
         if part not in self._left_out:
             trial = PARTS[part]
             try:
@@ -382,11 +386,11 @@ class ChatTemplate:
         """Raise EnvError if the template leaves out a call of the last message; log a warning if it is the reasoning.
 
         Some templates show calls or reasoning only in some places of a conversation, so the trials of `PARTS` do not
-        decide it. Therefore this conversation is rendered again without the part: if the text stays the same, the
-        template does not show the part.
+        show whether this conversation loses a part. Therefore this conversation is rendered again without the part: if
+        the text stays the same, the template does not show the part.
 
-        `prompt_and_answer` calls this, because the last message is the one that is learned. `shown`: the messages as
-        the template takes them; `conversation`: the text of all of them.
+        `prompt_and_answer` calls this, because the model learns the last message. `shown`: the messages as the template
+        takes them; `conversation`: the text of all messages.
         """
         last, calls = shown[-1], messages[-1].tool_calls
         if calls:
@@ -567,7 +571,8 @@ def end_of_text(tokenizer: Any) -> list[int]:
 def _response_with_calls(results: Sequence[Message], marked: int) -> Message:
     """Return a message that stands for the response whose calls had these results (messages of the role `tool`).
 
-    `marked`: index of the call whose arguments hold the stand-in.
+    The real calls are in the response as tokens and are not read again, so calls with invented arguments take their
+    place. `marked`: index of the call whose arguments hold the stand-in.
     """
     calls: list[ToolCall] = []
     for index, result in enumerate(results):
@@ -577,10 +582,11 @@ def _response_with_calls(results: Sequence[Message], marked: int) -> Message:
 
 
 def _responses_with_calls(results: Sequence[Message]) -> list[Message]:
-    """Return messages that may stand for the response whose calls had these results, the first choice first.
+    """Return alternatives for the one message that stands for the response whose calls had these results.
 
-    The first has all calls, with the stand-in in the last one. If there are several, a second message has only the
-    first call: a model may make two calls at once, but its template may refuse to show more than one.
+    `_tokens_after_stand_in` uses the first alternative that the template accepts. The first one has all calls, with the
+    stand-in in the last call. If there are several calls, a second one has only the first call: a model may make two
+    calls at once, but its template may refuse to show more than one.
     """
     alternatives = [_response_with_calls(results, marked=len(results) - 1)]
     if len(results) > 1:

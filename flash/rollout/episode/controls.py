@@ -7,9 +7,9 @@ becomes tokens of ordinary characters. Otherwise such a text could end the turn 
 
 Two steps keep the invariant:
 
-1. The template is compiled so that the characters of its own control tokens are written as lone surrogates, called
-   marks here. Text from outside contains no marks, because text with lone surrogates is refused. The template still
-   decides as it would without marks (`flash.foreign.chat_templates`).
+1. The template is compiled so that the characters of its own control tokens are written as lone surrogates. This file
+   calls them marks. Text from outside contains no marks, because text with lone surrogates is refused. The template
+   still decides as it would without marks (`flash.foreign.chat_templates`).
 2. A copy of the tokenizer, in which control tokens have secret names, encodes the result: marked control tokens are
    replaced by their secret names, and all other marks by the characters that they stand for. The text with secret names
    is called *guarded*. The copy splits and normalizes text as the model's own tokenizer does.
@@ -31,7 +31,7 @@ from flash.foreign.chat_templates import compile_marked
 
 STAND_IN = "\udfff"
 """Character that takes the place of a response in a conversation. No text from outside and no template contains it, and
-no template strips it."""
+a template that strips white space keeps it."""
 FIRST_MARK, LAST_MARK = 0xD800, 0xDFFE
 """Range of the marks: lone surrogates, one for each character that occurs in a control token."""
 SECRET_LETTERS = 24
@@ -152,7 +152,8 @@ class ControlTokens:
             name: self._mark(token) if isinstance(token, str) else token for name, token in named_tokens.items()
         }
         """Special tokens, marked, under the names that templates have for them, such as `eos_token`."""
-        # The compiled template, in which `_mark` has marked its own text, by its source.
+        # This function compiles a template from its source, and marks the template's own text with `_mark`. The eight
+        # results that were used last are kept.
         self._compiled = lru_cache(maxsize=8)(lambda source: compile_marked(source, self._mark, self._unmark))  # pyright: ignore[reportUnknownLambdaType]
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, prompting: bool, **arguments: Any) -> TemplateText:
@@ -217,7 +218,7 @@ class ControlTokens:
         return list(self._tokenizer.encode(text.replace(STAND_IN, ""), add_special_tokens=False))
 
     def _is_safe_unguarded(self, given: Any, text: str, guarded: str) -> bool:
-        """Return True if `text` may be encoded as transformers does it, without secret names.
+        """Return True if the model's own tokenizer may encode `text`, without secret names.
 
         This is safe under two conditions. The template's input `given` must hold no control token. And `text` must not
         have more control tokens than the guarded text; otherwise the template has formed a control token from pieces of
@@ -302,10 +303,15 @@ def _five_letters(number: int) -> str:
 
 
 def _with_secret_names(backend: Any, names: Mapping[str, str], predecessor: str) -> Any:
-    """Return a copy of a tokenizer in which the tokens of `names` have other names and the same ids.
+    """Return a copy of a tokenizer in which control tokens have secret names and the same ids.
 
-    The old names become ordinary text: all merges that take or make one of them are removed. `predecessor` is added as
-    one more token.
+    The old names become ordinary text. A BPE model joins pieces of text by rules, its merges. A merge is removed if it
+    joins an old name to another piece, or if its result is an old name, so that no merge makes a control token.
+
+    Args:
+        backend: the tokenizer, an object of the library `tokenizers`.
+        names: the secret name of each control token, by the token's text.
+        predecessor: name of one more token. `_encode_guarded` puts it before text that continues other text.
     """
     from tokenizers import Tokenizer
 
@@ -314,6 +320,7 @@ def _with_secret_names(backend: Any, names: Mapping[str, str], predecessor: str)
     form |= {"truncation": None, "padding": None, "post_processor": None}
     for token in form["added_tokens"]:
         if token["content"] in names:
+            # The name is searched for in the text before the text is normalized, so it is found exactly as it is.
             token |= {"content": names[token["content"]], "normalized": False}
     model = form["model"]
     if isinstance(model["vocab"], dict):

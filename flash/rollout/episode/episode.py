@@ -10,8 +10,8 @@ the trajectory, or a `Failure`, to the hub. A turn is a response and the step of
 one of the sequences of tokens that an episode has if the environment goes back to an earlier place.
 
 Invariants: tokens are only appended (`flash.rollout.episode.transcript`). Every error becomes a `Failure` with a typed
-outcome; only cancellation and programmer errors are raised. The environment is closed exactly once. Each wait ends at a
-deadline, its own or the episode's, and the failure names the event that the episode waited for.
+outcome; only cancellation and programmer errors are raised. The environment is closed exactly once. Each wait has a
+deadline of its own or ends at the deadline of the episode, and the failure names the event that the episode waited for.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ from flash.types import Completion, Failure, Lease, Observation, Outcome, Task, 
 from flash.waiting import unwrapped_group
 
 KEYS_PER_TASK = 4096
-"""Largest number of requests of a task for which `response_key` returns keys that no other task has."""
+"""Number of different keys of a task. If a task makes more requests than this, `response_key` returns keys of another
+task."""
 
 
 class Responder(Protocol):
@@ -110,16 +111,16 @@ class EpisodeSettings(EpisodeLimits, frozen=True, kw_only=True):
         return msgspec.structs.replace(run, domains=own)
 
     def for_kind(self, kind: str) -> EpisodeSettings:
-        """Return the settings for a kind of problems: the settings of its domain, or these settings if it is no
-        domain."""
+        """Return the settings of the domain of a kind of problems, or `self` if the kind has no domain."""
         return self.domains.get(kind, self)
 
 
 class EpisodeProgress(TokenTally):
     """Token counts of an episode. The caller of `EpisodePlayer.play` owns them, and can read them after a cancellation.
 
-    The inherited count `lost` has all tokens that were sampled for the episode and will not be in its trajectory: their
-    request was aborted (then the engine counts them), or they were sampled ahead and not needed.
+    The inherited count `lost` has all tokens that were sampled for the episode and will not be in its trajectory. An
+    engine counts the tokens of aborted requests. `EpisodePlayer` counts the tokens of responses that were sampled ahead
+    and not needed.
     """
 
     def __init__(self) -> None:
@@ -132,20 +133,22 @@ class EpisodeProgress(TokenTally):
 
 
 def response_key(task: Task, request: int) -> int:
-    """Return the number that identifies request `request` (from 0) of a task. The number is equal in each attempt at
-    the task.
+    """Return the number that identifies request number `request`, counted from 0, of a task.
 
-    Simulated engines derive the length of the response from this key (`flash.simulate.workload`).
+    Simulated engines derive the length of the response from this key (`flash.simulate.workload`). The key is equal in
+    each attempt at the task, so that a repeated attempt has the same simulated lengths.
     """
     # Training tasks and tasks of evaluations are both numbered from 0: the last bit keeps their keys apart.
     return (task.task_id * KEYS_PER_TASK + request) * 2 + (task.split == "eval")
 
 
 def response_seed(seed: int, task: Task, request: int) -> int:
-    """Return the seed for request `request` (from 0) of a task, a number of 63 bits. `seed` is the run's seed.
+    """Return a seed for request number `request`, counted from 0, of a task. `seed` is the run's seed.
 
-    Each attempt has other seeds, so that a failure is not repeated. The seed depends on the problem and not on the
-    task's number. The number depends on timing, because a group that replaces another group gets the next free number.
+    The result is below 2⁶³, because torch's generators accept no larger seeds. Each attempt has other seeds, so that a
+    failure is not repeated. The seed depends on the problem and not on the task's number. The task's number depends on
+    timing, because a group that replaces another group gets the next free number, so equal runs would get different
+    seeds.
     """
     named = f"{seed} {task.split} {task.seed} {task.sample_index} {request} {task.attempt}".encode()
     return int.from_bytes(blake2b(named, digest_size=8).digest()) >> 1
@@ -166,7 +169,7 @@ class EpisodePlayer:
             deadline of an episode that waits for a response. None: all time counts.
         score: gives the result of an episode to the teacher, a model on a server of its own, and returns the result
             with the teacher's log-probs. None: no such teacher.
-        now: returns Unix seconds on the loop's clock.
+        now: returns the present time in Unix seconds.
     """
 
     def __init__(
@@ -211,7 +214,8 @@ class EpisodePlayer:
             with anyio.move_on_after(settings.episode_s) as state.scope:
                 async with self._environment(state) as env, self._sampling_ahead(env, state):
                     outcome = await self._take_turns(env, state)
-                # Only now is `progress.lost` complete: the blocks have counted the tokens that were sampled in vain.
+                # Only now is `progress.lost` complete: the blocks have counted the tokens of responses that the episode
+                # did not use.
                 return transcript.trajectory(lease.task, outcome, progress.lost)
             return state.deadline_failure()
         # The first three errors are kinds of EnvError, so they are caught before it.

@@ -53,7 +53,7 @@ async def rehearse(
         kind_of: returns the kind of the problem of a seed.
         settings: limits and deadlines of the run; only one turn is played.
         run_seed: the run's seed, from which the seeds of its training problems follow.
-        now: returns Unix seconds on the loop's clock.
+        now: returns the present time in Unix seconds.
 
     Raises:
         ConfigError: `PROBLEMS` problems failed; the error names the reason of the last one.

@@ -52,14 +52,14 @@ from flash.types import (
 _T = TypeVar("_T")
 
 LETTERS_PER_TOKEN = 32
-"""Upper bound on the letters of a token, on average over an observation. Only long runs of white space exceed it. If an
-observation cannot fit even by this bound, it is refused without being tokenized, because tokenizing megabytes takes
-seconds."""
+"""Most letters that a token is assumed to have, on average over an observation. An observation that cannot fit even so
+is refused without being tokenized, because tokenizing megabytes takes seconds. Only long runs of white space have more
+letters for each token; an observation with such a run may be refused although it would fit."""
 LARGE_LETTERS = 16_384
 """Number of letters from which an observation is rendered in a thread, if the tokenizer is slow. Rendering takes more
 than ten milliseconds then, and would block the event loop."""
 MESSAGE_LETTERS = 64
-"""An empty message takes as long to render in a chat template (40 microseconds) as this many letters."""
+"""Number of letters that take as long to render in a chat template as an empty message: about 40 microseconds."""
 
 
 class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +94,8 @@ class ResponseOptions(NamedTuple):
     hear: Callable[[Piece], None] | None = None
     """Function that gets the pieces of the response while it is sampled; None: no function gets them."""
     calling: bool = True
-    """True if `hear` gets no text of function calls."""
+    """True if the tokenizer reads function calls in the response, so that `hear` does not get their text. False if the
+    calls stay part of the text."""
 
 
 class ResponseEnd(NamedTuple):
@@ -106,7 +107,7 @@ class ResponseEnd(NamedTuple):
     """True if the limit on its tokens has cut the response."""
     ended: bool
     """True if the model has ended the response. Then the last token of the response is a token that ends a turn. `cut`
-    and `ended` are both False if a stop text has ended the response."""
+    and `ended` are both False if a stop text, or a stop token that ends no turn, has ended the response."""
 
 
 class BranchFormat(NamedTuple):
@@ -318,8 +319,8 @@ class Transcript:
     def _begins_branch(self) -> bool:
         """True if the next observation begins a new branch.
 
-        This is so if the observation does not follow the last response of the branch: it follows an earlier response,
-        or begins a new sequence although the branch has responses.
+        A new branch begins in two cases: the observation follows an earlier response than the last one of the branch,
+        or the observation begins a new sequence although the branch has responses.
         """
         return self._responses < len(self.branches[self.branch].ends)
 
@@ -426,14 +427,15 @@ class Transcript:
     def add_response(self, completion: Completion) -> None:
         """Append a response, exactly as it was sampled, to the branch to which the last observation was added.
 
-        By default, the next observation follows this response.
+        The response has at least one token. By default, the next observation follows this response.
         """
         branch = self.branches[self.branch]
         start = len(branch.tokens)
         branch.tokens += completion.token_ids
         branch.logprobs += completion.logprobs
         branch.spans.append(Span(start, len(branch.tokens)))
-        # A stop token of the run's sampling settings may also be a token with which the model ends a turn.
+        # `finish` is "text" if a stop text or a stop token of the sampling settings has ended the response. Such a stop
+        # token may also be a token with which the model ends a turn.
         stopped_at_end = (
             completion.finish == "text" and branch.format.chat and branch.format.tokenizer.ends_turn(branch.tokens[-1])
         )
@@ -444,7 +446,7 @@ class Transcript:
             branch.kept.append(completion.kept)
         if completion.routes is not None:
             # The engine also reports experts for the prompt. For tokens whose experts are already known, the earlier
-            # report is kept, because the responses were sampled with those experts.
+            # report is kept, because the earlier responses were sampled with the experts of the earlier report.
             known = 0 if branch.routes is None else branch.routes.tokens
             later = completion.routes.part(known, completion.routes.tokens)
             branch.routes = join_routes([branch.routes, later], [known, later.tokens])
