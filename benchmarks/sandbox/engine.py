@@ -13,6 +13,7 @@ import hashlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -22,7 +23,6 @@ from pathlib import Path
 from typing import Literal, Self
 
 import anyio
-import httpx
 import msgspec
 
 from benchmarks.form import ROOT, terminated_like_interrupted
@@ -206,12 +206,16 @@ class PodmanEngine:
         return [line.split()[0] for line in lines if line.split()[-1:] == ["Storage"]]
 
     def _answers(self) -> bool:
-        # Nothing more than a ping: for its version, Podman asks the package manager.
-        try:
-            with httpx.Client(transport=httpx.HTTPTransport(uds=str(self._socket))) as client:
-                return client.get("http://engine/_ping", timeout=5.0).status_code == 200
-        except httpx.HTTPError:
-            return False
+        # A ping is cheaper than asking for the version, for which Podman asks the package manager. httpx does not close
+        # its socket if the service does not accept the connection, so a socket of our own is used.
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(5.0)
+            try:
+                connection.connect(str(self._socket))
+                connection.sendall(b"GET /_ping HTTP/1.0\r\n\r\n")
+                return b" 200 " in connection.recv(64)
+            except OSError:
+                return False
 
     def _podman(self, options: Sequence[str], *words: str) -> subprocess.CompletedProcess[bytes]:
         return subprocess.run(

@@ -14,7 +14,6 @@ import pytest
 from flash.config.machine import missing_compiler
 from flash.config.tree import Config
 from flash.errors import ConfigError
-from flash.rollout.vllm import start
 from flash.rollout.vllm.start import configure, engine_args, engine_environment, engine_variables
 from flash.run.processes.launch_state import SCRATCH
 
@@ -165,19 +164,6 @@ def test_nothing_is_preloaded_where_no_path_would_do(tmp_path: Path, monkeypatch
         with engine_environment(make_config()):
             configure(make_config(), 0, [], lambda step: None, maker=checked, prefix="/home/a b")
             assert os.environ.get("LD_PRELOAD") == inherited
-
-
-def test_the_preloaded_libraries_are_set_under_the_lock_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    held: list[bool] = []
-
-    def loadable(libraries: str, prefix: str) -> str:
-        held.append(start._environment_lock.locked())  # pyright: ignore[reportPrivateUsage]
-        return ""
-
-    monkeypatch.setattr(start, "_loadable_paths", loadable)
-    with engine_environment(make_config()):
-        configure(make_config(), 0, [], lambda step: None, maker=lambda arguments: lambda **_: None)
-    assert held == [True]
 
 
 def test_engines_sample_from_different_seeds() -> None:
