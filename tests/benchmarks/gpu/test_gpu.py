@@ -60,6 +60,7 @@ def test_a_part_that_fails_is_told_and_the_others_go_on(tmp_path, capsys):
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(300)
 def test_the_arithmetic_of_the_trainer_is_measured(tmp_path):
     file = tmp_path / "report.json"
     assert main(["mfu", "exact", "--quick", "--json", str(file)]) == 0
