@@ -23,6 +23,7 @@ from flash.config import check_learning, machine, models
 from flash.config.decode import ConfigProblem, show
 from flash.config.objects import class_with, examine_options, load_environment, load_sink, refusal
 from flash.config.section import LOWEST_TEMPERATURE, sampling_faults
+from flash.config.simulate import SimulateConfig, stated
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.text import harmless
@@ -33,6 +34,8 @@ WARM_START_METHODS = ("solved_examples", "alphabet")
 """Methods of an environment from which a tiny model is made and first trained."""
 TEMPERATURES = (0.2, 1.5)
 """Range of useful temperatures. Below it samples are all alike; above it they are noise."""
+NOT_NEGATIVE = ("prompt_tokens", "response_tokens", "observation_tokens", "turns", "reset_s", "env_s", "reward_s")
+"""Distributions of `[simulate]` that are times in seconds, lengths in tokens, or numbers of turns."""
 
 Check = Callable[[Config], Iterator[ConfigProblem]]
 """Function that yields the problems of one table."""
@@ -269,6 +272,16 @@ def check_simulation(config: Config) -> Iterator[ConfigProblem]:
             "expected another value than drain, with which an engine holds several adapters ([lora]): this is "
             "not simulated",
         )
+    if config.simulate is not None:
+        yield from _distributions(config.simulate)
+
+
+def _distributions(simulate: SimulateConfig) -> Iterator[ConfigProblem]:
+    """Yield a problem for each number of a distribution that is no possible time, length, count or probability."""
+    for key in NOT_NEGATIVE:
+        for place, value in stated(getattr(simulate, key)):
+            if value < 0:
+                yield ConfigProblem(f"simulate.{key}{place}", f"expected at least 0, got {value:g}")
 
 
 TABLES: tuple[Check, ...] = (

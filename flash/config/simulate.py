@@ -12,6 +12,7 @@ integers give equal draws in every process and on every machine.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from hashlib import blake2b
 from statistics import NormalDist
 from typing import Annotated
@@ -219,6 +220,20 @@ def sampler(distribution: Distribution) -> Sampler:
             return Values([distribution])
         case _:
             return distribution
+
+
+def stated(distribution: Distribution) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a distribution that bound its draws, each with its place: empty, `[1]`, `.low`, `.mean` or
+    `.high`."""
+    match distribution:
+        case list():
+            yield from ((f"[{place}]", value) for place, value in enumerate(distribution))
+        case float() | int():
+            yield "", distribution
+        case _:
+            for name in ("low", "mean", "high"):
+                if (value := getattr(distribution, name, None)) is not None:
+                    yield f".{name}", value
 
 
 # -- the table -------------------------------------------------------------------------------------------------------

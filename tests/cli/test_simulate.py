@@ -22,6 +22,7 @@ from flash.cli.simulate import (
     simulate_command,
     split_values,
 )
+from flash.config.load import load
 from flash.errors import ConfigError
 from flash.simulate.report import SimReport, SweepCell
 from flash.simulate.tables import recommendation
@@ -204,6 +205,29 @@ def test_a_folder_that_is_missing_is_named_before_anything_runs(run: Path, tmp_p
 def test_what_cannot_be_simulated_is_refused(run: Path, override: str, complaint: str):
     with pytest.raises(ConfigError, match=complaint):
         simulate_command([run], ["simulate.gpus_per_engine=2", override])
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("env_s=-1", r"`simulate\.env_s` \(override\): expected at least 0, got -1"),
+        ("reset_s=[-1, 1]", r"`simulate\.reset_s\[0\]` \(override\): expected at least 0, got -1"),
+        (
+            'env_s={kind="normal", mean=-1, deviation=1}',
+            r"`simulate\.env_s\.mean` .*: expected at least 0, got -1",
+        ),
+        ('turns={kind="uniform", low=-2, high=3}', r"`simulate\.turns\.low` .*: expected at least 0, got -2"),
+        ("observation_tokens=-5", r"`simulate\.observation_tokens` .*: expected at least 0, got -5"),
+    ],
+)
+def test_negative_times_lengths_and_turns_are_refused_with_their_key(run: Path, override: str, complaint: str):
+    with pytest.raises(ConfigError, match=complaint):
+        load([run], [f"simulate.{override}"], simulated=True)
+
+
+def test_times_and_later_observations_may_be_0(run: Path):
+    zeros = ["simulate.env_s=0", "simulate.reset_s=[0, 1]", "simulate.observation_tokens=0"]
+    assert load([run], zeros, simulated=True).simulate is not None
 
 
 def test_without_a_simulate_table_there_is_nothing_to_simulate(tmp_path: Path):
