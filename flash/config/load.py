@@ -14,7 +14,8 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from types import NoneType
+from typing import Any, TypeVar, cast, get_args
 
 import msgspec
 import tomli_w
@@ -133,7 +134,30 @@ def _merged(files: Sequence[Path], overrides: Sequence[str]) -> tuple[dict[str, 
         parsed = _parse_override(override)
         _check_depth(parsed, f"override {show(override)}")
         _merge(merged, parsed, OVERRIDE, origins)
+        key, _, value = (part.strip() for part in override.partition("="))
+        if value == NONE:
+            _unset(merged, key)
     return merged, origins
+
+
+def _unset(merged: dict[str, Any], key: str) -> None:
+    """Unset a key whose override is the bare word `none`.
+
+    A text key gets None if it may be None. A key that may not be None is taken out of `merged`, so it has its default,
+    or is refused as missing if it is required. All else is left to `examine`: other keys that may be None, whole
+    tables, unknown keys, and keys of which `none` is a value.
+    """
+    annotation = dict(keys()).get(key)
+    if annotation is None or NONE in get_args(annotation):
+        return
+    *tables, name = key.split(".")
+    table = merged
+    for outer in tables:
+        table = cast("dict[str, Any]", table[outer])
+    if NoneType not in get_args(annotation):
+        del table[name]
+    elif str in get_args(annotation):
+        table[name] = None
 
 
 def _ignore_removed(merged: dict[str, Any], origins: Mapping[str, str]) -> None:

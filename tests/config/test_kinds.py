@@ -86,9 +86,20 @@ def test_none_takes_a_value_or_an_optional_table_away(project):
     assert ppo.critic is not None
     assert ppo.critic.clip is None
     assert ppo.critic.path == "none/none"
-    assert complaint("train.batch_size=none") == (
-        '`train.batch_size` (override): expected an integer above 0, got "none"'
+    assert resolve("train.batch_size=none") == resolve("simulate.env_s=none", "simulate=none") == resolve()
+
+
+def test_none_unsets_a_text_key_and_a_required_key_is_then_missing():
+    assert complaint("model.path=none") == "`model.path` (override): is missing; expected text"
+    assert complaint("run.name=none").startswith("`run.name` (override): is missing; expected text")
+    assert resolve('run.name="none"').run.name == "none"
+    assert (
+        resolve("track.project=none") == resolve("model.tool_parser=none") == resolve("observe.sink=none") == resolve()
     )
+    simulated = resolve("simulate.env_s=3", "simulate.env_s=none").simulate
+    assert simulated is not None
+    assert simulated.env_s == 0
+    assert resolve("checkpoint.batches=none").checkpoint.batches == "none"
 
 
 CORRECTIONS = '"token_tis", "icepop", "sequence_mask" or "geometric"'
