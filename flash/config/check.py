@@ -36,6 +36,8 @@ TEMPERATURES = (0.2, 1.5)
 """Range of useful temperatures. Below it samples are all alike; above it they are noise."""
 NOT_NEGATIVE = ("prompt_tokens", "response_tokens", "observation_tokens", "turns", "reset_s", "env_s", "reward_s")
 """Distributions of `[simulate]` that are times in seconds, lengths in tokens, or numbers of turns."""
+AT_LEAST_1 = ("prompt_tokens", "response_tokens", "turns")
+"""Distributions of `[simulate]` whose draws below 1 count as 1."""
 
 Check = Callable[[Config], Iterator[ConfigProblem]]
 """Function that yields the problems of one table."""
@@ -280,8 +282,14 @@ def _distributions(simulate: SimulateConfig) -> Iterator[ConfigProblem]:
     """Yield a problem for each number of a distribution that is no possible time, length, count or probability."""
     for key in NOT_NEGATIVE:
         for place, value in stated(getattr(simulate, key)):
-            if value < 0:
-                yield ConfigProblem(f"simulate.{key}{place}", f"expected at least 0, got {value:g}")
+            # Limits cut the draws, so a mean or a lower limit below 1 is possible: such draws count as 1.
+            least = 1 if key in AT_LEAST_1 and place not in (".low", ".mean") else 0
+            if value < least:
+                yield ConfigProblem(f"simulate.{key}{place}", f"expected at least {least}, got {value:g}")
+    for place, value in stated(simulate.success):
+        if not 0 <= value <= 1:
+            message = f"expected a probability from 0 to 1, got {value:g}"
+            yield ConfigProblem(f"simulate.success{place}", message)
 
 
 TABLES: tuple[Check, ...] = (

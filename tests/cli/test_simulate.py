@@ -225,6 +225,31 @@ def test_negative_times_lengths_and_turns_are_refused_with_their_key(run: Path, 
         load([run], [f"simulate.{override}"], simulated=True)
 
 
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("success=2", r"`simulate\.success` \(override\): expected a probability from 0 to 1, got 2"),
+        ("success=[0.5, -1]", r"`simulate\.success\[1\]` .*: expected a probability from 0 to 1, got -1"),
+        (
+            'success={kind="uniform", low=0, high=3}',
+            r"`simulate\.success\.high` .*: expected a probability from 0 to 1",
+        ),
+        ("turns=0", r"`simulate\.turns` .*: expected at least 1, got 0"),
+        ("turns=[1, 0.2]", r"`simulate\.turns\[1\]` .*: expected at least 1, got 0\.2"),
+        ("response_tokens=0", r"`simulate\.response_tokens` .*: expected at least 1, got 0"),
+        ("prompt_tokens=-5", r"`simulate\.prompt_tokens` .*: expected at least 1, got -5"),
+    ],
+)
+def test_impossible_probabilities_and_counts_are_refused_with_their_key(run: Path, override: str, complaint: str):
+    with pytest.raises(ConfigError, match=complaint):
+        load([run], [f"simulate.{override}"], simulated=True)
+
+
+def test_a_distribution_may_be_cut_at_1_turn_and_at_certain_success(run: Path):
+    cut = ['simulate.turns={kind="exponential", mean=0.8}', 'simulate.success={kind="normal", mean=0.5, deviation=1}']
+    assert load([run], [*cut, "simulate.prompt_tokens=1"], simulated=True).simulate is not None
+
+
 def test_times_and_later_observations_may_be_0(run: Path):
     zeros = ["simulate.env_s=0", "simulate.reset_s=[0, 1]", "simulate.observation_tokens=0"]
     assert load([run], zeros, simulated=True).simulate is not None
