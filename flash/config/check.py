@@ -23,7 +23,7 @@ from flash.config import check_learning, machine, models
 from flash.config.decode import ConfigProblem, show
 from flash.config.objects import class_with, examine_options, load_environment, load_sink, refusal
 from flash.config.section import LOWEST_TEMPERATURE, sampling_faults
-from flash.config.simulate import SimulateConfig, stated
+from flash.config.simulate import RARE, SimulateConfig, sampler, stated
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.text import harmless
@@ -276,6 +276,13 @@ def check_simulation(config: Config) -> Iterator[ConfigProblem]:
         )
     if config.simulate is not None:
         yield from _distributions(config.simulate)
+        limit, shortest = config.model.max_length - 1, round(sampler(config.simulate.prompt_tokens).draw(RARE))
+        if shortest > limit:
+            message = (
+                f"leaves no room in model.max_length = {limit + 1}: the shortest prompt has {shortest} tokens; "
+                f"expected at most {limit}"
+            )
+            yield ConfigProblem("simulate.prompt_tokens", message)
 
 
 def _distributions(simulate: SimulateConfig) -> Iterator[ConfigProblem]:

@@ -245,6 +245,14 @@ def test_impossible_probabilities_and_counts_are_refused_with_their_key(run: Pat
         load([run], [f"simulate.{override}"], simulated=True)
 
 
+def test_prompts_that_never_leave_room_for_a_response_are_refused_before_anything_runs(run: Path):
+    for prompts in ("4096", "[100000, 4096]", '{kind="uniform", low=5000, high=9000}'):
+        expected = r"leaves no room in model\.max_length = 4096: .* at most 4095"
+        with pytest.raises(ConfigError, match=r"`simulate\.prompt_tokens` \(override\): " + expected):
+            load([run], [f"simulate.prompt_tokens={prompts}"], simulated=True)
+    assert load([run], ["simulate.prompt_tokens=[4095, 100000]"], simulated=True).model.max_length == 4096
+
+
 def test_a_distribution_may_be_cut_at_1_turn_and_at_certain_success(run: Path):
     cut = ['simulate.turns={kind="exponential", mean=0.8}', 'simulate.success={kind="normal", mean=0.5, deviation=1}']
     assert load([run], [*cut, "simulate.prompt_tokens=1"], simulated=True).simulate is not None
