@@ -81,11 +81,27 @@ def load(
     config = _resolve(decoded)
     import_from([*(str(file.resolve().parent) for file in files), *map(os.path.abspath, config.env.folders)])
     problems = [*check_sft(decoded), *check(config, simulated=simulated)]
+    if not simulated:
+        problems += _missing_folders(config, origins)
     named = {problem.key for problem in problems}
     problems += [problem for problem in also(config) if problem.key not in named]
     if problems:
         raise refuse(problems, origins)
     return config
+
+
+def _missing_folders(config: Config, origins: Mapping[str, str]) -> Iterator[ConfigProblem]:
+    """Yield a problem for each folder of `env.folders` that does not exist.
+
+    A run records all folders of the import path in its config.toml. Some of them may be gone when the run is resumed,
+    or on another node, and are needed only if they hold a module of the run. So those are not checked.
+    """
+    if Path(origins.get("env.folders", OVERRIDE)).name == "config.toml":
+        return
+    for place, folder in enumerate(config.env.folders):
+        if not os.path.exists(folder):
+            message = f"expected a folder to import modules from, and {show(os.path.abspath(folder))} does not exist"
+            yield ConfigProblem(f"env.folders[{place}]", message)
 
 
 def load_checked(file: Path) -> Config:

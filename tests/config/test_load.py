@@ -618,6 +618,18 @@ def test_a_path_that_is_too_long_for_a_file_is_refused_with_its_key(project, set
     assert f"`{setting.partition('=')[0]}`" in said
 
 
+def test_a_folder_of_modules_that_does_not_exist_is_refused_with_its_place(project):
+    assert complaint(f'env.folders=["{project}", "/nope"]') == (
+        '`env.folders[1]` (override): expected a folder to import modules from, and "/nope" does not exist'
+    )
+    assert resolve(f'env.folders=["{project}"]').env.folders == [str(project)]
+
+
+def test_a_recorded_folder_of_modules_may_be_gone(project):
+    (project / "config.toml").write_text('env.folders = ["/nope"]')
+    assert load([Path("run.toml"), Path("config.toml")]).env.folders == ["/nope"]
+
+
 @pytest.mark.parametrize("given", [{"run": {"name": "a"}}, [{"run": 1}], 3, None])
 def test_what_is_no_path_of_a_file_is_refused(given):
     with pytest.raises(ConfigError, match=r"flash\.load: expected the path of a TOML file.*got a value of type"):
