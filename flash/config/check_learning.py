@@ -113,9 +113,11 @@ def _profile(config: Config) -> Iterator[ConfigProblem]:
     if not text:
         return
     found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text, re.ASCII)
-    if found is None or int(found[1]) > int(found[2]):
+    if found is None:
         message = f"expected FIRST:LAST, two numbers of steps such as `3:5`, or an empty text, got {show(text)}"
         yield ConfigProblem("train.profile", message)
+    elif int(found[1]) > int(found[2]):
+        yield ConfigProblem("train.profile", f"expected FIRST:LAST with FIRST at most LAST, got {show(text)}")
     # The steps of `flash sft` follow from its rows, which are not read yet.
     elif config.sft is None and int(found[2]) >= config.run.steps:
         message = (

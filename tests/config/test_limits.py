@@ -67,7 +67,7 @@ def file(tmp_path: Path) -> Path:
             "train.profile='3'",
             "`train.profile` (override): expected FIRST:LAST, two numbers of steps such as `3:5`, or an",
         ),
-        ("train.profile=5:3", 'or an empty text, got "5:3"'),
+        ("train.profile=5:3", 'expected FIRST:LAST with FIRST at most LAST, got "5:3"'),
         ("train.profile=3:x", 'or an empty text, got "3:x"'),
         ("train.profile=3:100", "expected a LAST step of at most 99 (run.steps = 100), got 100"),
         ("eval.temperature=1e-9", "`eval.temperature` (override): expected 0, which is greedy, or at least 0.01"),
