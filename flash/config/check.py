@@ -241,8 +241,12 @@ def check_alarms(config: Config) -> Iterator[ConfigProblem]:
     except ValueError as error:
         yield ConfigProblem("alarms.command", f"cannot be split into words: {error}")
         return
-    if not words or shutil.which(words[0]) is None:
+    if not words:
         yield ConfigProblem("alarms.command", f"expected a program and its arguments, got {show(alarms.command)}")
+    elif shutil.which(words[0]) is None:
+        place = "" if os.path.dirname(words[0]) else " on PATH"
+        message = f"there is no program {show(words[0])}{place}: install it, or name an executable file by its path"
+        yield ConfigProblem("alarms.command", message)
 
 
 def check_simulate(config: Config) -> Iterator[ConfigProblem]:

@@ -117,7 +117,13 @@ def test_a_number_that_was_well_again_is_told_again(name: str, bad: float, hover
     [
         ({"stop": ["age"]}, "alarms.stop", "`age` has no limit, so this alarm is never raised: set alarms.age"),
         ({"checkpoint": ["ess"], "ess": None}, "alarms.checkpoint", "`ess` has no limit"),
-        ({"command": "no-such-program now"}, "alarms.command", "expected a program and its arguments"),
+        ({"command": ""}, "alarms.command", "expected a program and its arguments"),
+        (
+            {"command": "no-such-program now"},
+            "alarms.command",
+            'there is no program "no-such-program" on PATH: install',
+        ),
+        ({"command": "/no/such now"}, "alarms.command", 'there is no program "/no/such": install it'),
         ({"command": "sh -c 'open"}, "alarms.command", "cannot be split into words"),
     ],
 )
