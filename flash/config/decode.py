@@ -255,8 +255,10 @@ def _words(info: inspect.Type, beside: Sequence[inspect.Type] = ()) -> str:
             return "an integer" + _bounds(info)
         case inspect.FloatType():
             return "a number" + _bounds(info)
-        case inspect.StrType(pattern=pattern):
-            return f"text matching {pattern}" if pattern else "text"
+        case inspect.StrType(pattern=str(pattern)):
+            return f"text matching {pattern}"
+        case inspect.StrType(min_length=least, max_length=most):
+            return ("non-empty text" if least else "text") + (f" of at most {most} characters" if most else "")
         case inspect.BoolType():
             return "true or false"
         case inspect.LiteralType(values=values):

@@ -236,6 +236,10 @@ def test_an_override_of_another_form_is_refused(override):
             '`cluster.gpus_per_node` (override): expected an integer from 0 to 1024 or "auto"',
         ),
         ("tiny_model=true", "`tiny_model` (override): expected a table, got true"),
+        (
+            'rollout.stop=[""]',
+            "`rollout.stop` (override): expected a list, each item non-empty text of at most 1000 characters, got",
+        ),
         ("env.options=3", "`env.options` (override): expected a table, got 3"),
     ],
 )
