@@ -263,14 +263,19 @@ def _plain(value: Any) -> Any:
 def _read(path: Path) -> dict[str, Any]:
     """Read a TOML file. Raises ConfigError if the file is missing, cannot be read, or is not TOML."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors of Windows write a byte-order mark
     except FileNotFoundError:
         beside = [str(other) for other in path.parent.glob("*.toml")]
         near = f"; did you mean `{path}.toml`?" if f"{path}.toml" in beside else suggest(str(path), beside)
         raise ConfigError(f"there is no configuration file {path}{near}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a folder; expected a TOML file{_files_in(path)}") from None
-    except (OSError, ValueError) as error:  # ValueError: the file is not UTF-8, or the path is invalid
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is not UTF-8 text, which a configuration must be: {error.reason} at byte {error.start}. If it is "
+            "TOML, save it as UTF-8"
+        ) from error
+    except (OSError, ValueError) as error:  # ValueError: the path is invalid
         raise ConfigError(f"{path} cannot be read: {error}") from error
     try:
         return tomllib.loads(text)

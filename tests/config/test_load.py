@@ -298,7 +298,7 @@ def test_broken_toml_names_the_line(project):
 
 def test_a_file_that_is_not_text_is_refused(project):
     (project / "binary.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match=r"^binary\.toml cannot be read"):
+    with pytest.raises(ConfigError, match=r"^binary\.toml is not UTF-8 text, .* at byte \d+\. .* save it as UTF-8"):
         load([Path("binary.toml")])
 
 
@@ -620,6 +620,15 @@ def test_what_is_nested_too_deep_to_be_walked_is_refused(project, override):
 def test_a_path_that_is_too_long_for_a_file_is_refused_with_its_key(project, setting):
     said = complaint(f'env.folders=["{project}/{LONG}"]', "model.path=./none", setting)
     assert f"`{setting.partition('=')[0]}`" in said
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(project):
+    text = (project / "run.toml").read_bytes()
+    (project / "marked.toml").write_bytes(b"\xef\xbb\xbf" + text)
+    assert load("marked.toml") == load("run.toml")
+    (project / "wide.toml").write_text(text.decode(), encoding="utf-16")
+    with pytest.raises(ConfigError, match=r"^wide\.toml is not UTF-8 text"):
+        load("wide.toml")
 
 
 def test_a_folder_of_modules_that_does_not_exist_is_refused_with_its_place(project):
