@@ -295,6 +295,32 @@ def test_a_run_of_which_no_checkpoint_is_whole_is_refused_before_any_work(tmp_pa
     assert start_problems(make_config(tmp_path, run={"resume": True})) == []
 
 
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "config.toml, with which the present settings are compared, is missing. Bring the file back"),
+        (b"[run]\nsteps = = 3\n", "is not valid TOML: Invalid value (at line 2, column 9). Bring the file back"),
+        (b"\xff", "cannot be read: 'utf-8' codec"),
+    ],
+)
+def test_a_run_with_a_checkpoint_but_without_readable_recorded_settings_is_refused_before_any_work(
+    tmp_path: Path, content: bytes | None, told: str
+) -> None:
+    left(make_config(tmp_path), steps=6)
+    checkpoint_of(make_config(tmp_path))
+    resumed = make_config(tmp_path, run={"resume": True}, train={"batch_size": 16})
+    recorded = resumed.run_dir / "config.toml"
+    recorded.unlink()
+    if content is not None:
+        recorded.write_bytes(content)
+    (found,) = start_problems(resumed)
+    assert found.key == "run.resume"
+    assert str(recorded) in found.message
+    assert told in found.message
+    assert recorded.exists() == (content is not None), "a refused run writes nothing"
+    assert start_problems(make_config(tmp_path)) == []  # a new run sets the folder aside
+
+
 def test_a_tiny_model_is_not_made_anew_for_a_run_that_goes_on(tmp_path: Path) -> None:
     tables: dict[str, Any] = {"tiny_model": TINY, "model": {"path": str(tmp_path / "tiny")}}
     env = {"path": "envs.arithmetic:Arithmetic", "options": {"digits": 1}}

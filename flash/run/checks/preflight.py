@@ -264,7 +264,8 @@ def too_many_steps(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _missing_run(config: Config) -> Iterator[ConfigProblem]:
-    """Yield a problem if nothing of a run is left to resume, or if all of its checkpoints are damaged.
+    """Yield a problem if nothing of a run is left to resume, if all of its checkpoints are damaged, or if its recorded
+    settings cannot be read.
 
     Only the first node checks this, because the other nodes need not see the run directory.
     """
@@ -278,6 +279,24 @@ def _missing_run(config: Config) -> Iterator[ConfigProblem]:
     traces = (directory.config, directory.metrics, journal_folder(directory.path))
     if not whole and not damaged and not any(trace.exists() for trace in traces):
         yield ConfigProblem("run.resume", f"there is no run to continue: nothing of one is left in {directory.path}")
+    # Without the recorded settings nobody would notice a changed key, and the checkpoint may not fit the change.
+    if whole and (fault := _fault_of_record(directory.config)):
+        remedy = "Bring the file back from a copy, or put the configuration there with which the run was started"
+        message = f"{directory.config}, with which the present settings are compared, {fault}. {remedy}"
+        yield ConfigProblem("run.resume", message)
+
+
+def _fault_of_record(file: Path) -> str:
+    """Return why the recorded configuration of a run cannot be read; empty if it can."""
+    try:
+        read_recorded(file)
+    except FileNotFoundError:
+        return "is missing"
+    except tomllib.TOMLDecodeError as error:
+        return f"is not valid TOML: {error}"
+    except (OSError, ValueError) as error:
+        return f"cannot be read: {error}"
+    return ""
 
 
 def _checkpoint_misfits(config: Config) -> Iterator[ConfigProblem]:
