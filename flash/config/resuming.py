@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from flash.config.decode import ConfigProblem, show
 from flash.config.load import key_paths, removed_keys
@@ -95,7 +95,7 @@ def partial_effects(had: Settings, now: Settings) -> list[ConfigProblem]:
     """Return each changed key that has only a limited effect, with a sentence about the part without an effect.
 
     A removed key that the run was recorded with counts as changed, unless it had its default: the run continues without
-    its effect.
+    its effect. The same applies to a key or a table that this version of Flash does not have.
     """
     adapted = dict.fromkeys(("model.path", "model.fetch"), BESIDE) if isinstance(now.get("lora"), dict) else {}
     sentences = PARTIAL | adapted
@@ -104,6 +104,21 @@ def partial_effects(had: Settings, now: Settings) -> list[ConfigProblem]:
         if not at_default:
             message = f"The run was recorded with {show(value)}, and continues without this key, which was removed."
             found.append(ConfigProblem(key, f"{message} {REMOVED[key].why}."))
+    for key in _unknown(had):
+        message = "The run was recorded with it. This version of Flash does not have it, and continues without it."
+        found.append(ConfigProblem(key, message))
+    return found
+
+
+def _unknown(had: Settings) -> list[str]:
+    """Return the tables, and the dotted keys in the other tables, that this version of Flash neither has nor had."""
+    known = set(key_paths()) | set(REMOVED)
+    sections = {key.partition(".")[0] for key in known}
+    found = [section for section in had if section not in sections]
+    for section, table in had.items():
+        if section in sections and isinstance(table, dict):
+            names = cast("dict[str, Any]", table)
+            found += [key for key in (f"{section}.{name}" for name in names) if key not in known]
     return found
 
 

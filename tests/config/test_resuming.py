@@ -78,3 +78,11 @@ def test_a_removed_key_that_the_run_was_recorded_with_is_told_unless_it_had_its_
     assert problem.message.startswith(
         'The run was recorded with "pass_rate", and continues without this key, which was'
     )
+
+
+def test_a_key_or_table_that_no_version_has_is_told_once_with_its_name() -> None:
+    had = {"train": {"bogus": 1, "batch_size": 8}, "bogus": {"a": 1, "b": 2}, "rollout": {"selection_floor": 0.1}}
+    known = {"train": {"batch_size": 8}, "rollout": {"selection_floor": 0.1}}
+    added = [problem for problem in partial_effects(had, {}) if problem not in partial_effects(known, {})]
+    told = "The run was recorded with it. This version of Flash does not have it, and continues without it."
+    assert added == [("bogus", told), ("train.bogus", told)]
