@@ -13,6 +13,7 @@ import os
 import re
 import shlex
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
@@ -231,10 +232,36 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
     In this case changes of the configuration are tried in the order of their cost, and printed.
     """
+    card = arguments.card_gib
+    paths, overrides = split_arguments(arguments.config)
+    config = load(paths, overrides, also=_unreachable)
+    with tempfile.TemporaryDirectory(prefix="flash-plan-") as folder:
+        made = _missing_shapes(config, Path(folder))
+        if made:
+            overrides = [*overrides, *made]
+            config = load(paths, overrides)
+        return _print_plan(paths, overrides, config, card)
+
+
+def _missing_shapes(config: Config, folder: Path) -> list[str]:
+    """Write a config.json for each tiny model that the run would make first. Returns overrides that name them."""
+    from flash.run.models import tiny_models
+    from flash.trainer.model.tiny_model import is_current, save_shape
+
+    made: list[str] = []
+    for key, path, tiny in tiny_models(config):
+        wanted = (tiny, config.env.path, config.env.options)
+        if not is_current(path, *wanted):
+            save_shape(folder / key, *wanted)
+            made.append(f"{key}={json.dumps(str(folder / key))}")
+    return made
+
+
+def _print_plan(paths: list[Path], overrides: list[str], config: Config, card_gib: float) -> int:
+    """Print the plan of a configuration for a card of `card_gib` GiB. Returns the exit code of `flash plan`."""
     from flash.trainer.memory import engine_memory, rank_memory
 
-    paths, overrides = split_arguments(arguments.config)
-    config, card = load(paths, overrides, also=_unreachable), arguments.card_gib * GIB
+    card = card_gib * GIB
     shared = config.engine.memory_fraction if config.engine.share_gpus else 0.0
     room = card * (1 - shared)
     memory = rank_memory(config, _ranks(config))
@@ -242,7 +269,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     write(f"{memory.parameters / 1e9:.3g}B parameters\n\n{_trainer(config, memory)}")
     fits = memory.total <= room
     less = f", {shared:.0%} of which the engine takes" if shared else ""
-    write(f"  {'fits' if fits else 'DOES NOT FIT'} in {arguments.card_gib:g} GiB{less}\n")
+    write(f"  {'fits' if fits else 'DOES NOT FIT'} in {card_gib:g} GiB{less}\n")
     if not fits:
         write(harmless(_remedy(paths, overrides, config, room)))
     if config.gpus_per_node:

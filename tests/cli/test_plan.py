@@ -42,6 +42,24 @@ def test_what_does_not_fit_is_told_with_what_would(tmp_path: Path) -> None:
     assert "cluster.trainer_nodes=" in refused, "more ranks than samples, which nobody has asked for"
 
 
+@pytest.mark.timeout(120)
+def test_a_tiny_model_that_is_not_made_yet_is_planned_from_its_table(tmp_path: Path) -> None:
+    config = tmp_path / "tiny.toml"
+    config.write_text(
+        '[run]\nname = "plan"\n[model]\npath = "outputs/models/none"\ndtype = "float32"\n'
+        "[tiny_model]\nlayers = 2\nwidth = 64\ntied = true\n"
+        '[env]\npath = "envs.arithmetic:Arithmetic"\n[cluster]\ngpus_per_node = 0\n'
+    )
+    command = [sys.executable, "-m", "flash", "plan", str(config)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    # A layer of width 64 has 4 * 64² weights of attention, 3 * 64 * 256 of the feed-forward network, and 192 of norms.
+    few = 2 * (4 * 64**2 + 3 * 64 * 256 + 192) + 64
+    assert few < 1e9 * float(done.stdout.partition("B parameters")[0]) < few + 64 * 64  # at most 64 tokens
+    assert "fits in 80 GiB" in done.stdout
+    assert not (Path.cwd() / "outputs/models/none").exists()
+
+
 def planned(*settings: str, card: str = "0.7") -> tuple[int, str]:
     """Exit code and words of a process of its own: it makes a process group."""
     command = [sys.executable, "-m", "flash", "plan", str(EXAMPLE), *settings, "--card-gib", card]

@@ -40,7 +40,7 @@ from flash.trainer.checkpoint_files import atomic_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 FINGERPRINT = "flash_tiny.json"
 """Name of the fingerprint file in the model's folder, which holds everything that the model was made from."""
@@ -147,8 +147,7 @@ def make_tiny_model(
             offers no usable examples.
     """
     refuse_foreign(path)
-    if config.width % HEAD_DIM:
-        raise ConfigError(f"tiny_model.width must be a multiple of {HEAD_DIM}, but is {config.width}")
+    _check_width(config)
     from flash.foreign.transformers import hidden_progress_bars, make_weights_readable
 
     env = _example_source(env_path, env_options)
@@ -206,6 +205,22 @@ def save_tokenizer(folder: Path, env_path: str, env_options: dict[str, Any]) -> 
         ConfigError: the environment offers no usable examples.
     """
     _make_tokenizer(_example_source(env_path, env_options).alphabet()).save_pretrained(str(folder))
+
+
+def save_shape(folder: Path, config: TinyModelConfig, env_path: str, env_options: dict[str, Any]) -> None:
+    """Write the config.json that the tiny model would have. `flash plan` needs no more of a model.
+
+    Raises:
+        ConfigError: the width is not a multiple of the head size, or the environment offers no usable examples.
+    """
+    _check_width(config)
+    _shape(config, _make_tokenizer(_example_source(env_path, env_options).alphabet())).save_pretrained(folder)
+
+
+def _check_width(config: TinyModelConfig) -> None:
+    """Raise ConfigError if the width is not a multiple of the head size."""
+    if config.width % HEAD_DIM:
+        raise ConfigError(f"tiny_model.width must be a multiple of {HEAD_DIM}, but is {config.width}")
 
 
 def _fingerprint(config: TinyModelConfig, env: WarmStart, env_options: dict[str, Any]) -> dict[str, Any]:
@@ -283,10 +298,22 @@ def _make_model(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> 
     The random state of this process is neither used nor changed, so the same options always make the same model.
     """
     import torch
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers import GenerationConfig, Qwen3ForCausalLM
+
+    shape = _shape(config, tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = Qwen3ForCausalLM(shape).float()
+    model.generation_config = GenerationConfig.from_model_config(shape)
+    return model
+
+
+def _shape(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
+    """Return the configuration of a Qwen3 with the configured layers and width, and a vocabulary for the tokenizer."""
+    from transformers import Qwen3Config
 
     heads = config.width // HEAD_DIM
-    shape = Qwen3Config(
+    return Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=config.width,
         intermediate_size=4 * config.width,
@@ -302,11 +329,6 @@ def _make_model(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> 
         eos_token_id=cast("int", tokenizer.eos_token_id),
         pad_token_id=cast("int", tokenizer.pad_token_id),
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        model = Qwen3ForCausalLM(shape).float()
-    model.generation_config = GenerationConfig.from_model_config(shape)
-    return model
 
 
 def _warm_start(
