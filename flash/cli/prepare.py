@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import shlex
@@ -233,6 +234,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
     In this case changes of the configuration are tried in the order of their cost, and printed.
     """
     card = arguments.card_gib
+    if not 0 < card < math.inf:
+        raise ConfigError(f"--card-gib: expected a finite number above 0, got {card:g}")
     paths, overrides = split_arguments(arguments.config)
     config = load(paths, overrides, also=_unreachable)
     with tempfile.TemporaryDirectory(prefix="flash-plan-") as folder:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from transformers import Qwen3Config
+
+from flash.cli.prepare import run_plan
+from flash.errors import ConfigError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "one_node_8gpu.toml"
 SHAPE = Qwen3Config(
@@ -40,6 +44,12 @@ def test_what_does_not_fit_is_told_with_what_would(tmp_path: Path) -> None:
     assert 'train.offload=["activations","moments","weights"]' in tried
     assert found
     assert "cluster.trainer_nodes=" in refused, "more ranks than samples, which nobody has asked for"
+
+
+@pytest.mark.parametrize("card", ["-3", "0", "nan", "inf"])
+def test_a_card_without_a_finite_memory_above_zero_is_refused(card: str) -> None:
+    with pytest.raises(ConfigError, match=f"--card-gib: expected a finite number above 0, got {card}"):
+        run_plan(argparse.Namespace(config=[str(EXAMPLE)], card_gib=float(card)))
 
 
 @pytest.mark.timeout(120)
