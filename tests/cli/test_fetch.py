@@ -19,6 +19,15 @@ def test_without_a_name_it_lists_what_can_be_had_with_size_and_licence(capsys: p
     assert told[0].endswith(": 93 MB to fetch, a folder of 273 MB, Apache-2.0")
 
 
+def test_a_folder_without_a_name_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fetch", "--to", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == (
+        f"flash: error: --to names the folder of a model: expected a model, flash fetch MODEL --to {tmp_path}\n"
+    )
+
+
 def test_a_name_that_is_not_known_is_refused_with_those_that_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fetch", "smollm-135m"]) == 2
     assert capsys.readouterr().err == (
