@@ -75,6 +75,16 @@ def check_writable(*files: Path | None) -> None:
             raise ConfigError(f"cannot write {file}: it is a folder; expected the name of a file")
 
 
+def check_plot(file: Path | None) -> None:
+    """Check the name in `--plot FILE.png`, since the plots of commands are PNG images.
+
+    Raises:
+        ConfigError: the name does not end in `.png`.
+    """
+    if file is not None and file.suffix.lower() != ".png":
+        raise ConfigError(f"--plot: expected a file that ends in .png, since a PNG image is written, got {file}")
+
+
 def check_folder_writable(folder: Path | None) -> None:
     """Check that a folder can be made, and that it has no content that would be lost.
 

@@ -23,7 +23,15 @@ import anyio
 import msgspec
 
 from algorithms.rhythm import Rhythm
-from flash.cli.arguments import OUTPUTS, CommandParsers, check_folder_writable, check_writable, run_directory, runs_in
+from flash.cli.arguments import (
+    OUTPUTS,
+    CommandParsers,
+    check_folder_writable,
+    check_plot,
+    check_writable,
+    run_directory,
+    runs_in,
+)
 from flash.cli.sampling import overrides_of_run
 from flash.config.load import given, load, split_arguments
 from flash.config.models import is_hub_id
@@ -465,6 +473,7 @@ def run_rhythm(arguments: argparse.Namespace) -> int:
     from flash.run.rhythm import examine_responses, options_with
 
     check_writable(arguments.plot, arguments.json)
+    check_plot(arguments.plot)
     config = _rhythm_config(arguments)
     _check_rhythm(arguments, config)
     base = Rhythm() if config is None or config.algorithm.rhythm is None else config.algorithm.rhythm

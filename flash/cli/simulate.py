@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from flash.cli.arguments import CommandParsers, check_writable
+from flash.cli.arguments import CommandParsers, check_plot, check_writable
 from flash.config.decode import suggest
 from flash.config.load import key_paths, load, split_arguments
 from flash.config.tree import Config
@@ -95,6 +95,7 @@ def simulate_command(
         ConfigError: names every problem of the arguments or of a cell's configuration.
     """
     check_writable(plot, json)
+    check_plot(plot)
     if plot is not None and find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib, which is not installed")
     keys = [parse_sweep(sweep) for sweep in sweeps]

@@ -39,6 +39,15 @@ def test_a_folder_with_files_in_it_is_not_written_over(tmp_path: Path) -> None:
         check_folder_writable(tmp_path / "mine")
 
 
+@pytest.mark.parametrize("command", ["simulate", "rhythm"])
+def test_a_plot_that_is_not_named_as_a_png_is_refused_before_any_work(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(tmp_path / "gone"), "--plot", str(tmp_path / "x.svg")]) == 2
+    told = "--plot: expected a file that ends in .png, since a PNG image is written, got"
+    assert capsys.readouterr().err == f"flash: error: {told} {tmp_path / 'x.svg'}\n"
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_may_not_be_written_to_is_refused_before_any_work(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
