@@ -80,6 +80,8 @@ def text_responses(text: Path, prompt: Path | None, encode: Encode) -> RhythmRes
     """
     prompt_tokens = [] if prompt is None else _encoded(prompt, encode)
     text_tokens = _encoded(text, encode)
+    if not text_tokens:
+        raise ConfigError(f"{text} is empty: expected a text of several tokens")
     before = len(prompt_tokens) or 1
     count = len(prompt_tokens) + len(text_tokens) - before
     if count < 2:

@@ -138,6 +138,7 @@ def test_recorded_samples_are_looked_at_under_the_weights_of_the_run(
         ("{model} --text {text} window", "'window': expected KEY=VALUE"),
         ("{model} --text {text} layers=[7]", "expected layers from 0 to 1, got 7"),
         ("{model} --text {text} --plot {empty}", "cannot write {empty}: it is a folder"),
+        ("{model} --text {blank}", "{blank} is empty: expected a text of several tokens"),
         ("{run} --prompt {text}", "--prompt: expected --text beside it"),
         ("{run}", "the run {run} has left no whole checkpoint and no model yet"),
         ("{run} --model {model} --step 9", "--step: expected one that is recorded (3 to 4), got 9"),
@@ -151,7 +152,9 @@ def test_wrong_input_gets_one_clear_error(
     (tmp_path / "empty").mkdir()
     fresh = RunDirectory.open(tmp_path / "fresh", CONFIG.format(model=model)).path
     text, one, strange, long = written(tmp_path, text=TEXT, one="1", strange="\u263a\u263a", long="1" * 200)
+    (blank := tmp_path / "blank").write_text("\n")
     paths = {"model": model, "run": run_dir, "fresh": fresh, "text": text, "one": one, "strange": strange, "long": long}
+    paths["blank"] = blank
     paths |= {name: tmp_path / name for name in ("gone", "empty")}
     code, out, err = flash(*(word.format(**paths) for word in arguments.split()))
     assert (code, out) == (2, "")
