@@ -41,7 +41,7 @@ def run_directory(path: Path) -> RunDirectory:
     """Return the run directory at a path. Raises ConfigError if there is no run."""
     directory = RunDirectory(path)
     if not path.exists():
-        raise ConfigError(f"there is no run {path}{folders_beside(path)}")
+        raise ConfigError(f"there is no run {path}{folders_beside(path, directory.config.name)}")
     if not directory.config.is_file():
         raise ConfigError(f"{path} is no run directory: it holds no {directory.config.name}")
     return directory

@@ -286,12 +286,14 @@ def describe_missing(path: Path) -> str:
     return f"the folder {path} does not exist"
 
 
-def folders_beside(path: Path) -> str:
+def folders_beside(path: Path, holding: str = "") -> str:
     """Return the part of an error message that names the folders beside a missing path: `; FOLDER has A, B`.
 
-    The text is empty if there are none.
+    The text is empty if there are none. `holding`: name of a file, to name only folders that have this file.
     """
     found = [] if path.exists() else sorted(other.name for other in path.parent.glob("[!.]*/"))
+    if holding:
+        found = [name for name in found if (path.parent / name / holding).is_file()]
     if path.parent == Path():
         found = [name for name in (nearest(path.name, found),) if name]
     return f"; {path.parent.absolute()} has {', '.join(found[-SHOWN:])}" if found else ""

@@ -144,6 +144,15 @@ def test_a_run_that_is_not_there_is_told_with_those_beside_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     RunDirectory.open(tmp_path / "outputs" / "one", "")
+    (tmp_path / "outputs" / "models").mkdir()
     more = ["new"] if command == ["export"] else []
     assert main([*command, "outputs/two", *more]) == 2
-    assert f"outputs/two; {tmp_path / 'outputs'} has one" in capsys.readouterr().err
+    assert f"outputs/two; {tmp_path / 'outputs'} has one\n" in capsys.readouterr().err
+
+
+def test_a_run_that_is_not_there_is_told_without_folders_that_are_no_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "models").mkdir()
+    assert main(["plot", str(tmp_path / "two")]) == 2
+    assert capsys.readouterr().err == f"flash: error: there is no run {tmp_path / 'two'}\n"
