@@ -304,6 +304,11 @@ def run_export(arguments: argparse.Namespace) -> int:
     config = load([directory.config], overrides_of_run(str(named)))
     if arguments.dtype is not None and config.lora is not None and not arguments.merge:
         raise ConfigError("--dtype has no effect on adapters, which stay in float32: expected --merge beside it")
+    if arguments.merge and config.lora is None:
+        raise ConfigError(
+            f"--merge has no effect on {directory.path}, which was trained without [lora]: leave it out, the whole "
+            "model is written anyway"
+        )
     began = tomllib.loads(directory.config.read_text(encoding="utf-8"))["model"]["path"]
     dtype = arguments.dtype or own_dtype(began)
     chosen = export_model(str(named), config, folder, merged=arguments.merge, dtype=dtype)

@@ -70,3 +70,14 @@ def test_what_is_no_run_and_a_folder_with_files_are_refused(ended: Path, tmp_pat
             arguments.run(arguments)
         assert str(error.value).startswith(why)
     assert not (tmp_path / "new").exists()
+
+
+def test_adapters_of_a_run_without_any_are_not_merged(
+    ended: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(ended), str(tmp_path / "new"), "--merge"]) == 2
+    assert capsys.readouterr().err == (
+        f"flash: error: --merge has no effect on {ended}, which was trained without [lora]: leave it out, the whole "
+        "model is written anyway\n"
+    )
+    assert not (tmp_path / "new").exists()
