@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -201,12 +202,13 @@ sys.exit(main(sys.argv[1:]))
     ("arguments", "code", "said"),
     [
         (["--help"], 0, "Train a model with reinforcement learning: rollouts"),
-        (["--version"], 0, "flash-rl 0."),
+        (["--version"], 0, r"flash-rl 0\."),
         (["simulate", "examples/simulate.toml", "run.steps=1"], 0, "asynchronous"),
         (
             ["plan", "examples/tiny.toml"],
             2,
-            "needs the package torch, which is not installed: pip install -e '.[train]'",
+            # Any package of the extra may be imported first.
+            r"needs the package \w+, which is not installed: pip install -e '\.\[train\]'",
         ),
     ],
 )
@@ -216,4 +218,4 @@ def test_a_plain_installation_says_which_extra_a_command_needs(arguments: list[s
         capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == code, done.stderr
-    assert said in done.stdout + done.stderr
+    assert re.search(said, done.stdout + done.stderr)
