@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
-
 from flash.config.objects import load_object
 
 ROOT = Path(__file__).parents[1]
@@ -19,51 +17,51 @@ OURS = r"(?:flash|algorithms|envs|benchmarks|tests|examples|scripts|docs)"
 ELSEWHERE = {"No space left on device"}
 """What the documents explain and no text of ours has."""
 
-
-@pytest.fixture(params=PAGES, ids=lambda page: page.name)
-def page(request: pytest.FixtureRequest) -> Path:
-    return request.param
+TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
+"""Text of each page."""
 
 
-def test_files_that_are_named_exist(page: Path) -> None:
-    named = re.findall(
-        rf"(?<![\w./-])({OURS}/[\w/.-]*\w\.(?:py|toml|md|sh|png|json))", page.read_text(encoding="utf-8")
-    )
-    assert [name for name in named if not (ROOT / name).exists()] == []
+def test_files_that_are_named_exist() -> None:
+    for page, text in TEXTS.items():
+        named = re.findall(rf"(?<![\w./-])({OURS}/[\w/.-]*\w\.(?:py|toml|md|sh|png|json))", text)
+        assert [name for name in named if not (ROOT / name).exists()] == [], page.name
 
 
-def test_links_lead_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8"))
-    assert [link for link in links if not (page.parent / link).exists()] == []
+def test_links_lead_somewhere() -> None:
+    for page, text in TEXTS.items():
+        links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
+        assert [link for link in links if not (page.parent / link).exists()] == [], page.name
 
 
-@pytest.mark.parametrize("place", ["README.md", "docs", "examples", "flash", "algorithms", "envs"])
-def test_nobody_is_sent_to_an_index_that_does_not_have_flash(place: str) -> None:
-    files = [path for path in (ROOT / place).rglob("*") if path.suffix in (".py", ".md", ".toml")] or [ROOT / place]
+def test_nobody_is_sent_to_an_index_that_does_not_have_flash() -> None:
+    folders = (ROOT / name for name in ("docs", "examples", "flash", "algorithms", "envs"))
+    found = (path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".md", ".toml"))
+    files = [ROOT / "README.md", *found]
     advising = [path for path in files if re.search(r"install\s+'?flash-rl", path.read_text(encoding="utf-8"))]
     assert advising == []
 
 
-def test_modules_that_are_started_or_imported_exist(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    named = {
-        *re.findall(rf"python -m ({OURS}[\w.]*)", text),
-        *re.findall(rf"^\s*from ({OURS}[\w.]*) import", text, flags=re.MULTILINE),
-    }
-    assert [name for name in named if find_spec(name) is None] == []
+def test_modules_that_are_started_or_imported_exist() -> None:
+    for page, text in TEXTS.items():
+        named = {
+            *re.findall(rf"python -m ({OURS}[\w.]*)", text),
+            *re.findall(rf"^\s*from ({OURS}[\w.]*) import", text, flags=re.MULTILINE),
+        }
+        assert [name for name in named if find_spec(name) is None] == [], page.name
 
 
-def test_names_that_are_imported_exist(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    imports = re.findall(rf"^\s*from ({OURS}[\w.]*) import ([\w, ]+)$", text, flags=re.MULTILINE)
-    for module, names in imports:
-        for name in names.split(","):
-            load_object(f"{module}:{name.strip()}")
+def test_names_that_are_imported_exist() -> None:
+    for text in TEXTS.values():
+        imports = re.findall(rf"^\s*from ({OURS}[\w.]*) import ([\w, ]+)$", text, flags=re.MULTILINE)
+        for module, names in imports:
+            for name in names.split(","):
+                load_object(f"{module}:{name.strip()}")
 
 
-def test_import_paths_lead_to_something(page: Path) -> None:
-    for path in re.findall(rf"(?<![\w./-])({OURS}(?:\.\w+)+:\w+)\b", page.read_text(encoding="utf-8")):
-        load_object(path)
+def test_import_paths_lead_to_something() -> None:
+    for text in TEXTS.values():
+        for path in re.findall(rf"(?<![\w./-])({OURS}(?:\.\w+)+:\w+)\b", text):
+            load_object(path)
 
 
 def defined(nodes: Iterable[ast.stmt], prefix: str = "") -> Iterator[str]:
@@ -81,14 +79,13 @@ def defined(nodes: Iterable[ast.stmt], prefix: str = "") -> Iterator[str]:
                 pass
 
 
-def test_classes_and_functions_that_are_named_behind_a_file_exist(page: Path) -> None:
-    named = re.findall(rf"(?<![\w./-])({OURS}/[\w/.-]*\w\.py):([A-Za-z_][\w.]*\w)", page.read_text(encoding="utf-8"))
-    missing = [
-        f"{file}:{name}"
-        for file, name in named
-        if name not in set(defined(ast.parse((ROOT / file).read_text(encoding="utf-8")).body))
-    ]
-    assert missing == []
+def test_classes_and_functions_that_are_named_behind_a_file_exist() -> None:
+    names: dict[str, set[str]] = {}
+    for page, text in TEXTS.items():
+        for file, name in re.findall(rf"(?<![\w./-])({OURS}/[\w/.-]*\w\.py):([A-Za-z_][\w.]*\w)", text):
+            if file not in names:
+                names[file] = set(defined(ast.parse((ROOT / file).read_text(encoding="utf-8")).body))
+            assert name in names[file], f"{page.name}: {file}:{name}"
 
 
 def test_folders_that_contributors_are_sent_to_exist() -> None:
@@ -105,15 +102,15 @@ def said(file: Path) -> Iterator[str]:
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
 
 
-@pytest.mark.parametrize("page", ["when-it-fails.md", "objective.md"])
-def test_messages_that_are_explained_are_given(page: str) -> None:
-    rows = re.findall(r"^\| (.+?) \|", (ROOT / "docs" / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
-    messages = [b or a for row in rows for b, a in re.findall(r"``(.+?)``|`(.+?)`", row)]
-    parts = {part.strip() for message in messages for part in message.split("…") if " " in part.strip()}
-    assert len(parts) > 5
+def test_messages_that_are_explained_are_given() -> None:
     files = [file for folder in ("flash", "envs", "algorithms") for file in (ROOT / folder).rglob("*.py")]
     given = "\n".join(text for file in files for text in said(file))
-    assert sorted(part for part in parts - ELSEWHERE if part not in given) == []
+    for page in ("when-it-fails.md", "objective.md"):
+        rows = re.findall(r"^\| (.+?) \|", TEXTS[ROOT / "docs" / page], flags=re.MULTILINE)
+        messages = [b or a for row in rows for b, a in re.findall(r"``(.+?)``|`(.+?)`", row)]
+        parts = {part.strip() for message in messages for part in message.split("…") if " " in part.strip()}
+        assert len(parts) > 5
+        assert sorted(part for part in parts - ELSEWHERE if part not in given) == [], page
 
 
 def test_every_example_is_a_recipe() -> None:

@@ -197,7 +197,7 @@ OUT_OF_RANGE: list[tuple[str, dict[str, Any]]] = [
             "gspo",
             "reinforce_pp",
         )
-        for bad in ({"clip_low": -0.1}, {"clip_low": 1.5}, {"clip_high": -0.1}, {"clip_high": "x"})
+        for bad in ({"clip_low": -0.1}, {"clip_low": 1.5}, {"clip_high": -0.1})
     ],
     ("ppo", {"dual_clip": 1.0}),
     ("asyppo", {"mask_lowest": 1.0}),
@@ -224,13 +224,15 @@ OUT_OF_RANGE: list[tuple[str, dict[str, Any]]] = [
     ("aipo", {"cap": 0.5}),
     ("m2po", {"tau": 0.0}),
     *[(name, {"unknown": 1}) for name in OBJECTIVES],
+    ("grpo", {"clip_high": "x"}),
 ]
 
 
-@pytest.mark.parametrize(("name", "options"), OUT_OF_RANGE, ids=str)
-def test_options_out_of_range_or_unknown_are_refused(name: str, options: dict[str, Any]) -> None:
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.convert(options, objective_class(name))
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_options_out_of_range_or_unknown_are_refused(name: str) -> None:
+    for options in [bad for other, bad in OUT_OF_RANGE if other == name]:
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(options, objective_class(name))
 
 
 @pytest.mark.parametrize("name", OPTIONS)

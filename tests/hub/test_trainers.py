@@ -629,14 +629,14 @@ class Run:
                     self.checkpoints.append(self.progress.version)
 
 
-@pytest.mark.parametrize("seed", range(300))
-def test_each_step_is_booked_once_and_engines_never_go_back(seed: int) -> None:
-    run = Run(seed)
-    run.until_it_ends()
-    assert run.booked == list(range(STEPS))
-    assert run.spread == sorted(run.spread)
-    for number, steps in run.trained.items():
-        assert steps == list(range(steps[0], steps[0] + len(steps))) if steps else True, f"hub and incarnation {number}"
+def test_each_step_is_booked_once_and_engines_never_go_back() -> None:
+    for seed in range(100):
+        run = Run(seed)
+        run.until_it_ends()
+        assert run.booked == list(range(STEPS))
+        assert run.spread == sorted(run.spread)
+        for number, steps in run.trained.items():
+            assert not steps or steps == list(range(steps[0], steps[0] + len(steps))), f"hub and incarnation {number}"
 
 
 def test_the_ranks_of_a_lost_incarnation_are_not_heard_before_the_next_one_has_begun_either() -> None:

@@ -60,9 +60,9 @@ def test_the_table_has_two_hundred_forms():
     assert len({row.form for row in ROWS}) == len(ROWS) >= 200
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.form)
-def test_the_program_of_an_answer_is_found(row: Row):
-    assert graded(row.answer, row.calls).strip("\n") == row.program
+def test_the_program_of_an_answer_is_found():
+    for row in ROWS:
+        assert graded(row.answer, row.calls).strip("\n") == row.program, row.form
 
 
 @pytest.mark.parametrize(
