@@ -37,7 +37,7 @@ def made(form: Any) -> Sampler:
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_the_mean_is_that_of_many_draws(form: Any) -> None:
-    values, count = made(form), 200_000
+    values, count = made(form), 20_000
     mean = sum(values.draw((i + 0.5) / count) for i in range(count)) / count
     assert values.expected() == pytest.approx(mean, rel=2e-3)
 
