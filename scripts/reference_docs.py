@@ -22,7 +22,6 @@ from flash.config.decode import describe, section_in, show, tables_in
 from flash.config.resuming import CONDITIONS, PARTIAL, REFUSED
 from flash.config.schema import field_docs
 from flash.config.tree import Config
-from flash.observe.columns.column import LIMITS as ALARMS
 from flash.observe.columns.column import Column, ColumnGroup, capital
 from flash.observe.columns.table import GROUPS, columns
 from flash.view.prometheus import dashboard
@@ -125,7 +124,7 @@ SHORT = {
     r"\bfrom (?=-?\d)": "",
     r"list, each item": "list of",
     r"true or false": "boolean",
-    r'"age", .* or "trainer_waits"': "alarms",
+    r'"clipping", .* or "trainer_waits"': "alarms",
     r"number 0\.1 to 1e\+08": "seconds",
     r'number, list of number or table with kind = "exponential".*': "distribution",
 }
@@ -251,19 +250,17 @@ def _worries() -> Iterator[str]:
 
 def _alarms() -> Iterator[str]:
     """Yield the table of alarms. Advice that is in the table of worries is not repeated."""
-    yield "| alarm | looks at | default | what helps, if not as above |\n|---|---|---|---|"
+    yield "| alarm | looks at | limit | what helps, if not as above |\n|---|---|---|---|"
     for column in columns("step"):
         if (alarm := column.alarm) is not None:
             looks_at, helps = alarm.looks_at or f"`{column.name}`", "" if column.worry else column.helps
-            yield f"| `{alarm.name}` | {looks_at} | {_default(column)} | {helps} |"
+            yield f"| `{alarm.name}` | {looks_at} | {_limit(column)} | {helps} |"
     yield ""
 
 
-def _default(column: Column) -> str:
+def _limit(column: Column) -> str:
     assert column.alarm is not None
-    limit: float | None = getattr(ALARMS, column.alarm.name)
-    if limit is None:
-        return "off"
+    limit = column.alarm.limit
     shown = f"{100 * limit:g} %" if column.alarm.is_share(column) else f"{limit:g} {column.unit}".rstrip()
     return f"{'below' if column.alarm.below else 'above'} {shown}"
 

@@ -228,12 +228,13 @@ def check_observe(config: Config) -> Iterator[ConfigProblem]:
 
 
 def check_alarms(config: Config) -> Iterator[ConfigProblem]:
-    """Check that alarms which write a checkpoint or end the run have a limit, and that the command can be started."""
+    """Check that alarms which write a checkpoint or end the run are not off, and that the command can be started."""
     alarms = config.alarms
     for key, chosen in (("alarms.checkpoint", alarms.checkpoint), ("alarms.stop", alarms.stop)):
         for name in chosen:
-            if getattr(alarms, name) is None:
-                yield ConfigProblem(key, f"`{name}` has no limit, so this alarm is never raised: set alarms.{name}")
+            if name in alarms.off:
+                message = f"`{name}` is in alarms.off, too, so this alarm is never raised: leave it out of one of them"
+                yield ConfigProblem(key, message)
     if alarms.command is None:
         return
     try:

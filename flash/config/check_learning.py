@@ -450,7 +450,8 @@ def supervised(config: Config) -> Config:
     alarms, rollout = config.alarms, replace(config.rollout, routing_replay=False)
     # Lists, as the fields are: a configuration that is written and read back must equal the one that was written.
     stop, kept = ([one for one in some if one != "entropy"] for some in (alarms.stop, alarms.checkpoint))
-    alarms = replace(alarms, entropy=None, stop=stop, checkpoint=kept)
+    off = alarms.off if "entropy" in alarms.off else [*alarms.off, "entropy"]
+    alarms = replace(alarms, off=off, stop=stop, checkpoint=kept)
     return replace(config, algorithm=SUPERVISED, critic=None, tiny_model=None, alarms=alarms, rollout=rollout)
 
 

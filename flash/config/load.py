@@ -48,6 +48,10 @@ DEEPEST = 64
 """Largest depth of nested tables and lists in a source. Only the options of environments may be nested freely."""
 OVERRIDE = "override"
 """Source name of keys that an override has set."""
+RECORDED = "config.toml"
+"""Name of the file in which a run records its configuration."""
+MOST_LISTED = 5
+"""Largest number of items in a message about ignored keys. The recorded configuration of an old run may have dozens."""
 
 
 def load(
@@ -96,7 +100,7 @@ def _missing_folders(config: Config, origins: Mapping[str, str]) -> Iterator[Con
     A run records all folders of the import path in its config.toml. Some of them may be gone when the run is resumed,
     or on another node, and are needed only if they hold a module of the run. So those are not checked.
     """
-    if Path(origins.get("env.folders", OVERRIDE)).name == "config.toml":
+    if Path(origins.get("env.folders", OVERRIDE)).name == RECORDED:
         return
     for place, folder in enumerate(config.env.folders):
         if not os.path.exists(folder):
@@ -180,25 +184,48 @@ def _ignore_removed(merged: dict[str, Any], origins: Mapping[str, str]) -> None:
     """Take removed keys out of `merged` if a file sets them to the default that they had.
 
     A run records all defaults, so the config.toml of a run of an older version holds such keys, although its user never
-    set them. An override is left, because the user has just written it: it is refused as an unknown key.
+    set them. In such a file another value is ignored, too, with a warning: the run must stay readable. Other values in
+    a file that a user has written are left, and so are overrides. They are refused as unknown keys.
     """
     ignored: dict[str, list[str]] = {}
-    for key, _, at_default in removed_keys(merged):
-        if at_default and origins.get(key) != OVERRIDE:
-            section, _, name = key.partition(".")
-            del merged[section][name]
-            ignored.setdefault(origins[key], []).append(key)
+    for key, value, at_default in removed_keys(merged):
+        file = origins.get(key, OVERRIDE)
+        if file == OVERRIDE or not (at_default or Path(file).name == RECORDED):
+            continue
+        _take_out(merged, key)
+        if at_default:
+            ignored.setdefault(file, []).append(key)
+        else:
+            _report_without_effect(file, key, show(value))
     for file, keys in ignored.items():
         _report_ignored(file, tuple(keys))
+
+
+def _take_out(settings: Mapping[str, Any], key: str) -> None:
+    """Delete a dotted key, which is there, from nested tables."""
+    *tables, name = key.split(".")
+    table: Any = settings
+    for outer in tables:
+        table = table[outer]
+    del table[name]
 
 
 @cache
 def _report_ignored(file: str, keys: tuple[str, ...]) -> None:
     """Print one line about ignored keys. Cached: a command that reads a file several times prints the line once."""
-    named = ", ".join(f"`{key}`" for key in keys)
+    listed = [f"`{key}`" for key in keys]
+    if len(listed) > MOST_LISTED:
+        listed[MOST_LISTED - 1 :] = [f"and {len(listed) - MOST_LISTED + 1} more keys"]
     were = "was removed, and it is" if len(keys) == 1 else "were removed, and they are"
     has = "it has its" if len(keys) == 1 else "they have their"
-    sys.stderr.write(f"flash: {named} in {harmless(file)} {were} ignored, because {has} former default\n")
+    sys.stderr.write(f"flash: {', '.join(listed)} in {harmless(file)} {were} ignored, because {has} former default\n")
+
+
+@cache
+def _report_without_effect(file: str, key: str, value: str) -> None:
+    """Print the warning about a removed key to which a recorded configuration gives another value than its default."""
+    message = f"was removed, so {harmless(value)} in {harmless(file)} has no effect. {REMOVED[key].why}"
+    sys.stderr.write(f"flash: warning: `{key}` {message}\n")
 
 
 def removed_keys(settings: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
@@ -206,8 +233,10 @@ def removed_keys(settings: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
     default."""
     found: list[tuple[str, Any, bool]] = []
     for key, removed in REMOVED.items():
-        section, _, name = key.partition(".")
-        table = settings.get(section)
+        *tables, name = key.split(".")
+        table: Any = settings
+        for outer in tables:
+            table = cast("dict[str, Any]", table).get(outer) if isinstance(table, dict) else None
         if isinstance(table, dict) and name in table:
             value = cast("dict[str, Any]", table)[name]
             default = NONE if removed.default is None else removed.default
@@ -359,12 +388,12 @@ def _with_hint(problem: ConfigProblem, merged: Mapping[str, Any]) -> ConfigProbl
     section, _, name = problem.key.partition(".")
     if dict(keys()).get(problem.key) == Distribution and isinstance(merged[section][name], str):
         return ConfigProblem(problem.key, f"{problem.message}; {FORMER_DISTRIBUTION}")
+    if (removed := REMOVED.get(problem.key)) is not None:
+        return ConfigProblem(problem.key, f"this key was removed. {removed.why}. Delete it there")
     if problem.message != NO_KEY:
         return problem
     if (why := ABSENT.get(problem.key)) is not None:
         return ConfigProblem(problem.key, f"{NO_KEY}: {why}")
-    if (removed := REMOVED.get(problem.key)) is not None:
-        return ConfigProblem(problem.key, f"this key was removed. {removed.why}. Delete it there")
     return ConfigProblem(problem.key, NO_KEY + _suggest_key(*problem.key.rpartition(".")))
 
 
@@ -488,15 +517,17 @@ def read_recorded(file: Path) -> dict[str, Any]:
     settings = tomllib.loads(file.read_text(encoding="utf-8"))
     removed = removed_keys(settings)
     for key, *_ in removed:
-        section, _, name = key.partition(".")
-        del settings[section][name]
+        _take_out(settings, key)
     decoded, problems = examine(settings, Config, "")
     if not problems:
         settings = tomllib.loads(dump(decoded))
     for key, value, at_default in removed:
         if not at_default:
-            section, _, name = key.partition(".")
-            settings[section][name] = value
+            *tables, name = key.split(".")
+            table = settings
+            for outer in tables:
+                table = table[outer]
+            table[name] = value
     return settings
 
 

@@ -68,11 +68,21 @@ class RemovedKey(NamedTuple):
     """Key that earlier versions of Flash had. The recorded configuration of an older run may still hold it."""
 
     default: Any
-    """Default that the key had. With this value the key has no effect, so `flash.config.load` ignores it in a file."""
+    """Default that the key had. Flash does the same without the key, so `flash.config.load` ignores this value in a
+    file."""
     why: str
     """Sentence that says what Flash does now, and what to use instead."""
 
 
+ALARM_LIMITS = {
+    **dict.fromkeys(("stale", "masked", "failures"), 0.1),
+    **dict.fromkeys(("ess", "clipping", "equal_rewards", "lag"), 0.5),
+    **dict.fromkeys(("trainer_waits", "engines_idle"), 0.9),
+    "mismatch": 0.01,
+    "entropy": 0.02,
+    "nonfinite": 0.0,
+}
+"""Defaults of the removed keys with the limits of the alarms."""
 PASSED_OVER = (
     "Problems are issued in their order, and none is passed over; rollout.drop_equal_rewards replaces groups that "
     "teach nothing"
@@ -89,8 +99,16 @@ REMOVED: dict[str, RemovedKey] = {
     "algorithm.entropy_target": RemovedKey(
         None, "The coefficient of the entropy bonus is the same in all steps; algorithm.entropy_bonus sets it"
     ),
+    "alarms.window": RemovedKey(10, "A metric is averaged over 10 steps before it is compared with its limit"),
+    "alarms.age": RemovedKey(
+        None, "The age of trained tokens raises no alarm; train.max_token_age limits it, and metrics.jsonl has it"
+    ),
+    **{
+        f"alarms.{name}": RemovedKey(limit, f"The limit of this alarm is {limit:g}; alarms.off turns the alarm off")
+        for name, limit in ALARM_LIMITS.items()
+    },
 }
-"""Keys that were removed, by path."""
+"""Keys that were removed, by dotted path."""
 
 
 def sampling_faults(sampling: Sampling) -> Iterator[tuple[str, str]]:

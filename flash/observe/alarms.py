@@ -1,23 +1,25 @@
 """Alarms: warnings about the numbers of a run while it goes on, each with advice for the configuration.
 
 `flash.observe.recorder` and `flash watch` call `Alarms.step` with the row of each step. An alarm compares the weighted
-mean of the last `alarms.window` rows with its limit. It is raised once, and again only after its number has been well
+mean of the last `WINDOW` rows with its limit. It is raised once, and again only after its number has been well
 within the limit: otherwise a number that hovers around its limit would fill the terminal.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from flash.config.tree import AlarmName, AlarmsConfig
+from flash.config.tree import AlarmName
 from flash.observe.columns.column import Alarm, Column, Row, without_marks
 from flash.observe.columns.speed import AFTER_RESTART
 from flash.observe.columns.table import columns, named
 from flash.observe.columns.training import SKIPPED, SKIPPED_NOW
 from flash.observe.rundir.summary import number
 
+WINDOW = 10
+"""Number of steps in the mean that is compared with a limit. A single step may have an unusual batch."""
 RECOVERED = 0.5
 """Distance from the limit, as a share of the limit, that a number must reach before its alarm can be raised again."""
 MISMATCH = named("mismatch_k3_age_0")
@@ -39,9 +41,10 @@ class RaisedAlarm(NamedTuple):
 class Alarms:
     """State of all alarms of a run: the last rows, and the alarms that are raised now."""
 
-    def __init__(self, config: AlarmsConfig) -> None:
-        self._config = config
-        self._measured: deque[dict[str, tuple[float, float]]] = deque(maxlen=config.window)
+    def __init__(self, off: Collection[AlarmName] = ()) -> None:
+        """Start without rows. `off`: names of alarms that are never raised."""
+        self._off = off
+        self._measured: deque[dict[str, tuple[float, float]]] = deque(maxlen=WINDOW)
         """For each of the last rows and each key: the row's weight in the alarm, and the weight times the number."""
         self._raised: set[str] = set()
         """Keys whose alarm was raised and whose number has not been well since."""
@@ -63,18 +66,16 @@ class Alarms:
         """Compare the mean of each number with its limit, and return the alarms that are newly raised."""
         rows = self._measured
         for key, (column, alarm) in alarms.items():
-            limit: float | None = getattr(self._config, alarm.name)
+            limit = alarm.limit
             known = [measured[key] for measured in rows if key in measured]
             weight = sum(weight for weight, _ in known)
-            if limit is None or weight == 0:
-                continue  # The alarm is turned off, or no row has its number.
+            if alarm.name in self._off or weight == 0:
+                continue  # weight 0: no row has the number
             found = sum(weighed for _, weighed in known) / weight
             beyond = limit - found if alarm.below else found - limit
             if beyond <= -RECOVERED * limit:
                 self._raised.discard(key)
-            # A window that is smaller than `min_steps` never has more rows than the window.
-            enough = len(rows) >= min(alarm.min_steps, self._config.window)
-            if beyond > 0 and enough and key not in self._raised:
+            if beyond > 0 and len(rows) >= alarm.min_steps and key not in self._raised:
                 self._raised.add(key)
                 count = len(rows)
                 last = f"the last {count} steps" if count > 1 else "the last step"

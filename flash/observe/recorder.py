@@ -55,7 +55,7 @@ class Recorder:
         # The wall time of a resumed run goes on from its last recorded step.
         self._begun = now() - (float(earlier[-1].get("wall_s", 0.0)) if earlier else 0.0)
         self._console = Console(config)
-        self._alarms = Alarms(config.alarms)
+        self._alarms = Alarms(config.alarms.off)
         self.stopped: AlarmError | None = None
         """Alarm that ends the run early; None if there is none. The process of the run raises it at its end."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")

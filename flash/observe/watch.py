@@ -70,7 +70,7 @@ class Watched:
         self._begin()
 
     def _begin(self) -> None:
-        """Start with empty alarms, with the limits of the run's configuration.
+        """Start with empty alarms, without those that the run's configuration turns off.
 
         It is called again if a resumed run has replaced the rows, so the alarms of the replaced rows are forgotten. A
         configuration that cannot be read gives no alarms.
@@ -78,10 +78,9 @@ class Watched:
         try:
             with open_regular_file(self._directory.config):
                 pass
-            config = load([self._directory.config], []).alarms
+            self._alarms = Alarms(load([self._directory.config], []).alarms.off)
         except (ConfigError, FileNotFoundError):  # Another version of Flash wrote it, or it is not there yet.
-            config = None
-        self._alarms = None if config is None else Alarms(config)
+            self._alarms = None
         self._raised: deque[str] = deque(maxlen=SHOWN_ALARMS)
         self._checked = 0
         self._life = self._steps.life

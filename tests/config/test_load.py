@@ -10,6 +10,7 @@ import pytest
 import tomli_w
 
 from flash.config.load import dump, key_paths, load, load_checked, read_recorded, split_arguments
+from flash.config.section import ALARM_LIMITS
 from flash.config.tree import Config
 from flash.errors import ConfigError
 
@@ -688,6 +689,27 @@ def test_a_removed_key_with_another_value_is_refused_with_its_file_and_what_to_d
     with pytest.raises(ConfigError) as error:
         load(["run.toml", "older.toml"])
     assert str(error.value).startswith(message)
+
+
+def test_many_ignored_keys_are_reported_by_their_number(project, capsys):
+    settings = {"alarms": {**ALARM_LIMITS, "window": 10}}
+    (project / "older.toml").write_text(tomli_w.dumps(settings))
+    assert load(["run.toml", "older.toml"]) == resolve()
+    assert " and 9 more keys in older.toml were removed, and they are ignored" in capsys.readouterr().err
+
+
+def test_a_recorded_configuration_with_another_value_of_a_removed_key_is_read_with_a_warning(project, capsys):
+    config = resolve()
+    older = tomllib.loads(dump(config))
+    older["alarms"] |= {"ess": 0.3, "age": 2.0}
+    (project / "config.toml").write_text(tomli_w.dumps(older))
+    assert load("config.toml") == load("config.toml") == config
+    assert capsys.readouterr().err == (
+        "flash: warning: `alarms.age` was removed, so 2.0 in config.toml has no effect. The age of trained tokens raises "
+        "no alarm; train.max_token_age limits it, and metrics.jsonl has it\n"
+        "flash: warning: `alarms.ess` was removed, so 0.3 in config.toml has no effect. The limit of this alarm is "
+        "0.5; alarms.off turns the alarm off\n"
+    )
 
 
 def test_a_removed_key_in_an_override_is_refused_whatever_its_value():

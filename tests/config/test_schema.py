@@ -49,7 +49,9 @@ def test_an_example_names_the_schema_in_its_first_line(file: Path) -> None:
 
 
 def test_what_a_run_records_is_valid() -> None:
-    config = load(ROOT / "examples" / "tiny.toml", ["track.to=[]", "alarms.age=2", "alarms.lag=none", "lora={}"])
+    config = load(
+        ROOT / "examples" / "tiny.toml", ["track.to=[]", 'alarms.off=["lag"]', "algorithm.lag=none", "lora={}"]
+    )
     assert faults(tomllib.loads(dump(config))) == []
 
 

@@ -9,20 +9,17 @@ import msgspec
 import pytest
 
 from flash.config.check import check_alarms
+from flash.config.section import ALARM_LIMITS
 from flash.config.tree import AlarmName, AlarmsConfig, Config
-from flash.observe.alarms import ALARMS, Alarms
+from flash.observe.alarms import ALARMS, WINDOW, Alarms
 from tests.observe.sample_rows import metrics_row
 
-ROWS = AlarmsConfig().window
+ROWS = WINDOW
 MIN_STEPS = ALARMS["stale_share"][1].min_steps
 
 
 def told(alarms: Alarms, steps: int, **row: float) -> list[str]:
     return [given.text for step in range(steps) for given in alarms.step(metrics_row(step, **row))]
-
-
-def watch(**config: Any) -> Alarms:
-    return Alarms(AlarmsConfig(**config))
 
 
 CASES: list[tuple[AlarmName, dict[str, float], str]] = [
@@ -34,7 +31,6 @@ CASES: list[tuple[AlarmName, dict[str, float], str]] = [
     ("clipping", {"clip_fraction": 0.6}, "60% of the tokens have their gradient clipped"),
     ("entropy", {"entropy": 0.004}, "0.004 nats is the entropy of the policy"),
     ("equal_rewards", {"advantage_abs_mean": 0.0}, "100% of the steps had nothing to learn from"),
-    ("age", {"age_mean": 1.5}, "1.5 versions is the mean age of the trained tokens"),
     ("lag", {"lag_scale": 0.4}, "40% of the learning rate is left by algorithm.lag"),
     ("trainer_waits", {"trainer_wait_share": 0.95}, "95% of its time the trainer waited for batches"),
     ("engines_idle", {"engine_idle_share": 0.95}, "95% of their time the engines had no request"),
@@ -46,28 +42,29 @@ CASES: list[tuple[AlarmName, dict[str, float], str]] = [
 def test_a_number_beyond_its_limit_is_told_once_with_what_to_do(
     name: AlarmName, row: dict[str, float], said: str
 ) -> None:
-    limits = {"age": 1.0} if name == "age" else {}
-    texts = told(watch(**limits), 3 * ROWS, **row)
+    texts = told(Alarms(), 3 * ROWS, **row)
     assert len(texts) == 1
     assert texts[0].startswith(said)
     assert ": " in texts[0], "advice"
-    assert told(watch(**{name: None}), 3 * ROWS, **row) == []
+    assert told(Alarms(off=[name]), 3 * ROWS, **row) == []
 
 
-def test_each_alarm_has_a_limit_and_is_tried_here() -> None:
-    names = {*get_args(AlarmName)}
-    assert {alarm.name for _, alarm in ALARMS.values()} == names == {name for name, _, _ in CASES}
-    assert names < {field.name for field in msgspec.structs.fields(AlarmsConfig)}
+def test_each_alarm_is_tried_here() -> None:
+    assert {alarm.name for _, alarm in ALARMS.values()} == {*get_args(AlarmName)} == {name for name, _, _ in CASES}
+
+
+def test_the_limits_are_those_that_earlier_versions_had_as_defaults() -> None:
+    assert {alarm.name: alarm.limit for _, alarm in ALARMS.values()} == ALARM_LIMITS
 
 
 def test_the_first_steps_of_a_run_are_not_told_of_unless_nothing_is_finite() -> None:
-    assert told(watch(), MIN_STEPS - 1, stale_share=0.9) == []
-    assert len(told(watch(), 1, grad_norm=math.inf)) == 1
-    assert told(watch(window=1), 1, stale_share=0.9)[0].endswith("(the last step)")
+    assert told(Alarms(), MIN_STEPS - 1, stale_share=0.9) == []
+    assert len(told(Alarms(), 1, grad_norm=math.inf)) == 1
+    assert told(Alarms(), 1, grad_norm=math.inf)[0].endswith("(the last step)")
 
 
 def test_an_update_that_was_left_out_is_told_when_it_happens() -> None:
-    alarms = watch()
+    alarms = Alarms()
     assert told(alarms, 2, skipped_steps=7.0) == []
     assert len(told(alarms, 1, skipped_steps=8.0)) == 1
     assert told(alarms, ROWS, skipped_steps=8.0) == []
@@ -76,35 +73,35 @@ def test_an_update_that_was_left_out_is_told_when_it_happens() -> None:
 
 def test_the_mismatch_is_told_by_environment() -> None:
     row = {"mismatch_k3_age_0": 0.02, "mismatch_k3_env_code": 0.04, "mismatch_k3_env_math": 0.0001}
-    texts = told(watch(), 3 * ROWS, **row)
+    texts = told(Alarms(), 3 * ROWS, **row)
     assert len(texts) == 1
     assert texts[0].startswith("0.04 is the mismatch of engine and trainer at equal weights in 'code'")
 
 
 def test_steps_without_a_token_of_age_0_say_nothing_of_the_mismatch() -> None:
-    assert told(watch(), ROWS, mismatch_k3=0.5, mismatch_kl=0.5) == []
+    assert told(Alarms(), ROWS, mismatch_k3=0.5, mismatch_kl=0.5) == []
 
 
 def test_a_healthy_run_is_not_warned_of() -> None:
-    assert told(watch(), 3 * ROWS) == []
+    assert told(Alarms(), 3 * ROWS) == []
 
 
 @pytest.mark.parametrize("restart", ["engine_restarts", "trainer_restarts"])
 def test_who_waited_for_a_restart_is_not_warned_of(restart: str) -> None:
-    alarms, idle = watch(), {"engine_idle_share": 1.0, "trainer_wait_share": 1.0, "interval_s": 600.0}
+    alarms, idle = Alarms(), {"engine_idle_share": 1.0, "trainer_wait_share": 1.0, "interval_s": 600.0}
     lost = {"failures": 64, "failures_cancelled": 64}
     assert told(alarms, ROWS) + told(alarms, 1, **{restart: 1}, **idle) + told(alarms, 1, **idle, **lost) == []
     assert len(told(alarms, 1, **idle)) == 2
 
 
 def test_steps_are_weighed_by_their_tokens() -> None:
-    alarms = watch()
+    alarms = Alarms()
     assert told(alarms, ROWS - 1, trained_tokens=1000) + told(alarms, 1, trained_tokens=1, stale_share=1.0) == []
 
 
 @pytest.mark.parametrize(("name", "bad", "hovering", "well"), [("stale_share", 0.2, 0.07, 0.0), ("ess", 0.4, 0.6, 0.9)])
 def test_a_number_that_was_well_again_is_told_again(name: str, bad: float, hovering: float, well: float) -> None:
-    alarms = watch()
+    alarms = Alarms()
     assert len(told(alarms, ROWS, **{name: bad})) == 1
     assert told(alarms, ROWS, **{name: hovering}) == []
     assert told(alarms, ROWS, **{name: bad}) == []
@@ -115,8 +112,12 @@ def test_a_number_that_was_well_again_is_told_again(name: str, bad: float, hover
 @pytest.mark.parametrize(
     ("alarms", "key", "message"),
     [
-        ({"stop": ["age"]}, "alarms.stop", "`age` has no limit, so this alarm is never raised: set alarms.age"),
-        ({"checkpoint": ["ess"], "ess": None}, "alarms.checkpoint", "`ess` has no limit"),
+        (
+            {"stop": ["lag"], "off": ["lag"]},
+            "alarms.stop",
+            "`lag` is in alarms.off, too, so this alarm is never raised",
+        ),
+        ({"checkpoint": ["ess"], "off": ["ess"]}, "alarms.checkpoint", "`ess` is in alarms.off"),
         ({"command": ""}, "alarms.command", "expected a program and its arguments"),
         (
             {"command": "no-such-program now"},

@@ -178,26 +178,30 @@ def test_a_budget_of_samples_is_kept_by_steps_all_over_the_run(tmp_path: Path) -
     ("alarms", "wish", "follows"),
     [
         ({}, None, ""),
-        ({"checkpoint": ["ess"]}, "checkpoint", "; alarms.checkpoint has one written after the next step"),
-        ({"checkpoint": ["ess"], "stop": ["ess"]}, "stop", "; alarms.stop ends the run, which leaves a checkpoint"),
+        ({"checkpoint": ["nonfinite"]}, "checkpoint", "; alarms.checkpoint has one written after the next step"),
+        (
+            {"checkpoint": ["nonfinite"], "stop": ["nonfinite"]},
+            "stop",
+            "; alarms.stop ends the run, which leaves a checkpoint",
+        ),
     ],
 )
 def test_an_alarm_is_told_and_wants_what_the_configuration_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], alarms: dict[str, Any], wish: str | None, follows: str
 ) -> None:
-    with make_recorder(tmp_path, Slow(), alarms={"window": 1, **alarms}) as recorder:
+    with make_recorder(tmp_path, Slow(), alarms=alarms) as recorder:
         assert recorder.step(metrics_row(0)) is None
-        assert recorder.step(metrics_row(1, ess=0.2)) == wish
-        assert recorder.step(metrics_row(2, ess=0.2)) is None
-    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: 20% is")]
+        assert recorder.step(metrics_row(1, loss=None)) == wish
+        assert recorder.step(metrics_row(2, loss=None)) is None
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: 50% of")]
     assert len(warnings) == 1
-    assert warnings[0].endswith(f"(the last step){follows}")
-    assert str(recorder.stopped).endswith("; alarms.stop names `ess`, --resume goes on") == (wish == "stop")
+    assert warnings[0].endswith(f"(the last 2 steps){follows}")
+    assert str(recorder.stopped).endswith("; alarms.stop names `nonfinite`, --resume goes on") == (wish == "stop")
 
 
 def test_nothing_is_wanted_after_the_last_step(tmp_path: Path) -> None:
-    with make_recorder(tmp_path, Slow(), alarms={"window": 1, "stop": ["ess"]}) as recorder:
-        assert recorder.step(metrics_row(99, ess=0.2)) is None
+    with make_recorder(tmp_path, Slow(), alarms={"stop": ["nonfinite"]}) as recorder:
+        assert recorder.step(metrics_row(99, loss=None)) is None
     assert recorder.stopped is None
 
 
@@ -205,9 +209,9 @@ def test_an_alarm_has_the_command_called_and_its_failure_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = f"sh -c 'cat > \"$0\"; exit 3' {tmp_path}/told"
-    with make_recorder(tmp_path, Slow(), alarms={"window": 1, "command": command}) as recorder:
-        recorder.step(metrics_row(0, ess=0.2))
-    assert (tmp_path / "told").read_text().startswith("20% is the effective share")
+    with make_recorder(tmp_path, Slow(), alarms={"command": command}) as recorder:
+        recorder.step(metrics_row(0, loss=None))
+    assert (tmp_path / "told").read_text().startswith("100% of the steps had a loss")
     assert "warning: alarms.command ended with code 3" in capsys.readouterr().out
 
 

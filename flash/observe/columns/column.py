@@ -10,15 +10,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from flash.config.tree import AlarmName, AlarmsConfig
+from flash.config.tree import AlarmName
 from flash.observe.rundir.summary import number
 
 Row = Mapping[str, Any]
 
 BLANK = "-"
 """Text in place of a number that the row does not have."""
-LIMITS = AlarmsConfig()
-"""Limits of the alarms in a configuration that does not set them."""
 PLACEHOLDERS = {
     "NAME": "((?s:.+))",
     "STAT": "(ratio|weight|deviation|learned|bonus)",
@@ -46,9 +44,11 @@ def steps(row: Row) -> float:
 
 
 class Alarm(NamedTuple):
-    """Warning about a column: raised if the weighted mean over the last steps is beyond the limit in `[alarms]`."""
+    """Warning about a column: raised if the weighted mean over the last steps is beyond the limit."""
 
     name: AlarmName
+    limit: float
+    """Largest healthy value; the smallest one if `below` is true. A share, or a number in the column's unit."""
     message: str
     """Words after the number. `{}` is replaced by the environment that the number is about, if there are several. The
     column's advice follows."""
@@ -138,9 +138,9 @@ class Column(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def limit(self) -> float | None:
-        """Default limit of the alarm; None if there is no alarm, or if it compares another number than the column's."""
+        """Limit of the alarm; None if there is no alarm, or if it compares another number than the column's."""
         alarm = self.alarm
-        return None if alarm is None or alarm.number is not None else getattr(LIMITS, alarm.name)
+        return None if alarm is None or alarm.number is not None else alarm.limit
 
     @property
     def axis(self) -> str:

@@ -71,7 +71,7 @@ SPEED = ColumnGroup(
             worry="it is large in all steps",
             helps="if the engines are rarely idle (`engine_idle_share`), give them more devices: a larger "
             "`train.async_ratio` does not help. If both wait, raise `train.async_ratio`",
-            alarm=Alarm("trainer_waits", "of its time the trainer waited for batches", weight=_seconds),
+            alarm=Alarm("trainer_waits", 0.9, "of its time the trainer waited for batches", weight=_seconds),
             tracker_name="perf/wait_share",
         ),
         Column(
@@ -150,7 +150,7 @@ SPEED = ColumnGroup(
             worry="it is large in all steps",
             helps="if the trainer rarely waits (`trainer_wait_share`), give it more devices, or lower "
             "`train.async_ratio`. If both wait, raise `train.async_ratio` or `rollout.max_concurrent`",
-            alarm=Alarm("engines_idle", "of their time the engines had no request", weight=_seconds),
+            alarm=Alarm("engines_idle", 0.9, "of their time the engines had no request", weight=_seconds),
             tracker_name="perf/engine_idle_share",
         ),
         Column(
@@ -199,6 +199,7 @@ SPEED = ColumnGroup(
             "counts failures by reason",
             alarm=Alarm(
                 "failures",
+                0.1,
                 "of the episodes failed and were tried again or given up",
                 weight=_attempts,
                 number=_failed_share,

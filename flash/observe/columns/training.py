@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flash.observe.columns.column import LIMITS, Alarm, Column, ColumnGroup, Row, steps, tokens
+from flash.observe.columns.column import Alarm, Column, ColumnGroup, Row, steps, tokens
 from flash.observe.rundir.summary import number
 
 SKIPPED = "skipped_steps"
@@ -11,6 +11,9 @@ SKIPPED_NOW = "skipped_now"
 """Key with the number of updates skipped in this step. Alarms compute it and add it to their copy of the row."""
 FINITE = ("loss", "entropy", "grad_norm")
 """Columns that must be finite numbers in each step of a healthy run."""
+MISMATCH = 0.01
+"""Largest healthy mismatch between engine and trainer. bfloat16 causes 1e-4 to 3e-3 in dense models, and runs were seen
+to collapse above about 0.01 (Liu, Li et al. 2025, "When Speed Kills Stability")."""
 LOWER_ALPHA = "lower `train.async_ratio` or `train.learning_rate`"
 """Advice for a batch that is too far off policy."""
 
@@ -74,6 +77,7 @@ BATCH = ColumnGroup(
             "`rollout.group_size`, or set `rollout.drop_equal_rewards`",
             alarm=Alarm(
                 "equal_rewards",
+                0.5,
                 "of the steps had nothing to learn from, since the rewards of each group were equal",
                 weight=steps,
                 number=_nothing_to_learn,
@@ -91,7 +95,6 @@ BATCH = ColumnGroup(
             "above 0 as well: samples take longer than the allowed age, and tokens are thrown away. With "
             "`train.async_ratio = 1`, a mean age near 1 alone is normal",
             helps="shorten the answers, add engines, or lower `train.async_ratio`",
-            alarm=Alarm("age", "versions is the mean age of the trained tokens"),
         ),
         Column(
             "age_max",
@@ -114,7 +117,7 @@ BATCH = ColumnGroup(
             worry="it is above 5 %: answers take longer than the allowed age",
             helps="set `train.max_token_age` to 4·⌈`train.async_ratio`⌉, shorten the answers "
             "(`rollout.max_new_tokens`), or add engines. `rollout.on_expire` has other ways to treat such samples",
-            alarm=Alarm("stale", "of the tokens were too old and not trained"),
+            alarm=Alarm("stale", 0.1, "of the tokens were too old and not trained"),
         ),
         Column(
             "masked_old_share",
@@ -169,6 +172,7 @@ LOSS = ColumnGroup(
             "for the curve that moved first",
             alarm=Alarm(
                 "nonfinite",
+                0.0,
                 "of the steps had a loss or a gradient that is no finite number",
                 weight=steps,
                 number=_nonfinite,
@@ -189,7 +193,9 @@ LOSS = ColumnGroup(
             "end: the answers then become random",
             helps="if the reward is not high yet, lower `train.learning_rate`, raise "
             "`algorithm.options.clip_high` (for example to 0.28), or set `algorithm.entropy_bonus` (at most 0.01)",
-            alarm=Alarm("entropy", "nats is the entropy of the policy, which hardly explores any more", below=True),
+            alarm=Alarm(
+                "entropy", 0.02, "nats is the entropy of the policy, which hardly explores any more", below=True
+            ),
         ),
         Column(
             "grad_norm",
@@ -221,7 +227,7 @@ LOSS = ColumnGroup(
             worry="it rises from step to step. Some objectives clip much from the start",
             helps="lower `train.async_ratio`, `train.learning_rate` or `train.minibatches`, or use `m2po` or `cispo`, "
             "which keep more of the gradient",
-            alarm=Alarm("clipping", "of the tokens have their gradient clipped"),
+            alarm=Alarm("clipping", 0.5, "of the tokens have their gradient clipped"),
             tracker_name="train/clip_ratio",
         ),
         Column(
@@ -275,6 +281,7 @@ OFF_POLICY = ColumnGroup(
             helps=LOWER_ALPHA,
             alarm=Alarm(
                 "ess",
+                0.5,
                 "is the effective share of the tokens, since the other tokens are too far from the policy",
                 below=True,
             ),
@@ -308,11 +315,12 @@ OFF_POLICY = ColumnGroup(
             form=".1e",
             label="engine from trainer, age 0",
             chart="mismatch",
-            worry=f"it grows, or is above {LIMITS.mismatch:g}",
+            worry=f"it grows, or is above {MISMATCH:g}",
             helps='set `model.dtype = "float32"`, use the objective `tis`, or a filter of `algorithm.corrections` '
             "(`geometric`, `sequence_mask`), which goes with every objective",
             alarm=Alarm(
                 "mismatch",
+                MISMATCH,
                 "is the mismatch of engine and trainer at equal weights{} (mean of w − 1 − log w)",
                 weight=_age_0_tokens,
                 looks_at="`mismatch_k3_age_0`, or each `mismatch_k3_env_NAME`",
@@ -335,6 +343,7 @@ OFF_POLICY = ColumnGroup(
             "`rollout.max_new_tokens`",
             alarm=Alarm(
                 "masked",
+                0.1,
                 "of the tokens got weight 0 from the objective's cap, algorithm.corrections or mask_truncated",
                 # A batch that is masked entirely trains no token, and yet it must count in full.
                 weight=steps,
@@ -381,6 +390,7 @@ LAG = ColumnGroup(
             helps=f"{LOWER_ALPHA}. The run goes on with smaller updates",
             alarm=Alarm(
                 "lag",
+                0.5,
                 "of the learning rate is left by algorithm.lag, since the policy moves too far from the policies that "
                 "sampled",
                 weight=steps,
