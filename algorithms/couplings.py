@@ -28,7 +28,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from algorithms.rhythm import BoolArray, FloatArray, IntArray, Rhythm, changes, followers, top_share
+from algorithms.rhythm import REACH, BoolArray, FloatArray, IntArray, Rhythm, changes, followers, top_share
 
 SHIFTS = 1000
 """Number of random shifts for the null distribution. If there are no more different shifts than this, each is used once
@@ -122,8 +122,10 @@ def anchors(options: Rhythm, signals: Signals) -> BoolArray:
     return top_share(signals.influence_R, options.top)
 
 
-def couplings(options: Rhythm, responses: Sequence[Signals], seed: int = 0, shifts: int = SHIFTS) -> list[Coupling]:
-    """Return four differences of means over the tokens of all responses together, with k = `options.reach`.
+def couplings(
+    options: Rhythm, responses: Sequence[Signals], seed: int = 0, shifts: int = SHIFTS, reach: int = REACH
+) -> list[Coupling]:
+    """Return four differences of means over the tokens of all responses together, with k = `reach`.
 
     - Entropy at plans, compared with all other tokens that have a Δ.
     - FAI at plans, compared with all other tokens that have a Δ. Tokens whose FAI has no later token to average over
@@ -143,6 +145,7 @@ def couplings(options: Rhythm, responses: Sequence[Signals], seed: int = 0, shif
         responses: signals of each response.
         seed: seed of the random shifts.
         shifts: number of random shifts. If there are no more different shifts than this, each is used once instead.
+        reach: number of tokens after a plan that count as following it.
 
     Raises:
         ValueError: there is no response.
@@ -151,14 +154,14 @@ def couplings(options: Rhythm, responses: Sequence[Signals], seed: int = 0, shif
         raise ValueError("expected at least one response")
     # The same four differences of means, for the observed plans and for the plans of every shift.
     tokens = _concatenate(options, responses)
-    observed = _measure(tokens, tokens.plan_A, options.reach)
+    observed = _measure(tokens, tokens.plan_A, reach)
     exhaustive = math.prod(tokens.lengths) <= shifts
     used = itertools.product(*map(range, tokens.lengths)) if exhaustive else _draw_shifts(tokens.lengths, seed, shifts)
-    nulls = (_measure(tokens, plan_A, options.reach) for plan_A in _shifted_plans(tokens, used))
+    nulls = (_measure(tokens, plan_A, reach) for plan_A in _shifted_plans(tokens, used))
     null_SC = np.array([[means.marked - means.others for means in null] for null in nulls])
     return [
         _coupling(name, means, null_S, exhaustive=exhaustive)
-        for name, means, null_S in zip(_names(options.reach), observed, null_SC.T, strict=True)
+        for name, means, null_S in zip(_names(reach), observed, null_SC.T, strict=True)
     ]
 
 

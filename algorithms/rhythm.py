@@ -40,14 +40,28 @@ BoolArray = npt.NDArray[np.bool_]
 Credit = Literal["local", "global", "coupled"]
 Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 Share = Annotated[float, Meta(gt=0, le=1)]
-Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 SLACK = 1e-9
 """Number that is subtracted before q · n is rounded up, because the float may be slightly more than a whole q · n."""
 
+LOCAL_HEADS = 0.3
+"""Share of heads that are local: the heads with the shortest span. This is the paper's value."""
+GLOBAL_HEADS = 0.3
+"""Share of heads that are global: the heads with the longest span. This is the paper's value."""
+WINDOW = 10
+"""W: largest distance in WAAD, in tokens. This is the paper's value."""
+SHIFT = 0.4
+"""α: share of an anchor's extra credit that its plan gets. The paper gives no value."""
+REACH = 3
+"""k: number of tokens before an anchor among which its plan is searched. This is the paper's value."""
+LOW_DISTANCE = 0.5
+"""τ_waad, as a quantile of WAAD. The paper gives no value."""
+HIGH_CHANGE = 0.6
+"""τ_Δ, as a quantile of Δ. The paper gives no value."""
+
 
 class Rhythm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Tokens whose advantages are multiplied, and the factor. Defaults are the paper's values where it gives one."""
+    """Tokens whose advantages are multiplied, and the factor. Defaults are the paper's values."""
 
     credit: Credit = "coupled"
     """Tokens that are chosen. `local`: plans; `global`: anchors; `coupled`: anchors, which share extra credit with
@@ -62,50 +76,16 @@ class Rhythm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Number of layers, spread evenly from ⌊L/3⌋ to ⌊2L/3⌋ of L; or a list of layers, counted from 0."""
     heads: Literal["batch", "first"] = "batch"
     """Classify heads in each batch, or once in the first batch."""
-    local_heads: Share = 0.3
-    """Share of heads that are local: the heads with the shortest span."""
-    global_heads: Share = 0.3
-    """Share of heads that are global: the heads with the longest span."""
-    window: Count = 10
-    """W: largest distance in WAAD, in tokens."""
     nearest: Count = 10
     """Smallest distance in FAI, in tokens."""
     farthest: Count = 100
     """Largest distance in FAI, in tokens."""
-    shift: Fraction = 0.4
-    """α: share of an anchor's extra credit that its plan gets; the paper gives no value."""
-    reach: Count = 3
-    """k: number of tokens before an anchor among which its plan is searched."""
-    low_distance: Fraction = 0.5
-    """τ_waad, as a quantile of WAAD; the paper gives no value."""
-    high_change: Fraction = 0.6
-    """τ_Δ, as a quantile of Δ; the paper gives no value."""
 
     def __post_init__(self) -> None:
-        if self.local_heads + self.global_heads > 1:
-            raise ValueError(
-                f"expected local_heads + global_heads ≤ 1, or a head is of both kinds; got {self.local_heads:g} and "
-                f"{self.global_heads:g}"
-            )
         if self.nearest > self.farthest:
             raise ValueError(f"expected nearest ≤ farthest = {self.farthest}, got {self.nearest}")
         if isinstance(self.layers, list) and (not self.layers or len(set(self.layers)) < len(self.layers)):
             raise ValueError(f"expected layers to name each layer once, and at least one, got {self.layers}")
-
-
-USED_BY: dict[str, tuple[Credit, ...]] = {
-    "local_heads": ("local", "coupled"),
-    "window": ("local", "coupled"),
-    "global_heads": ("global", "coupled"),
-    "nearest": ("global", "coupled"),
-    "farthest": ("global", "coupled"),
-    "shift": ("coupled",),
-    "reach": ("coupled",),
-    "low_distance": ("coupled",),
-    "high_change": ("coupled",),
-}
-"""Options that only some kinds of `credit` use, and these kinds. The check of the configuration refuses a changed
-option that the configured kind does not use."""
 
 
 def chosen_layers(layers: int | list[int], count: int) -> list[int]:
@@ -125,17 +105,19 @@ def chosen_layers(layers: int | list[int], count: int) -> list[int]:
     return sorted({round(place) for place in np.linspace(first, last, min(layers, last - first + 1))})
 
 
-def head_kinds(span_H: FloatArray, options: Rhythm) -> tuple[IntArray, IntArray]:
+def head_kinds(
+    span_H: FloatArray, local_share: float = LOCAL_HEADS, global_share: float = GLOBAL_HEADS
+) -> tuple[IntArray, IntArray]:
     """Return the indices of the local heads (shortest spans) and of the global heads (longest spans), ascending.
 
     There is at least one of each, and no head is both. `span_H` has the span of each head of the chosen layers,
-    averaged over a batch; there must be at least two heads.
+    averaged over a batch; there must be at least two heads. The two shares add up to at most 1.
     """
     order_H = np.argsort(span_H, kind="stable")
     heads = len(span_H)
-    local = max(min(round(options.local_heads * heads), heads - 1), 1)
+    local = max(min(round(local_share * heads), heads - 1), 1)
     # With two shares of one half and an odd number of heads, both counts may be rounded up, and a head would be both.
-    far = max(min(round(options.global_heads * heads), heads - local), 1)
+    far = max(min(round(global_share * heads), heads - local), 1)
     return np.sort(order_H[:local]), np.sort(order_H[-far:])
 
 
@@ -150,7 +132,7 @@ def spans(attention_HBC: Tensor, row_B: Tensor, column_C: Tensor) -> Tensor:
     return attention_HBC @ (row_B[-1] - column_C).to(attention_HBC.dtype) + (row_B - row_B[-1])
 
 
-def windowed_distance(attention_HBC: Tensor, row_B: Tensor, column_C: Tensor, window: int) -> Tensor:
+def windowed_distance(attention_HBC: Tensor, row_B: Tensor, column_C: Tensor, window: int = WINDOW) -> Tensor:
     """Return [H, B]: the WAAD of each row, Σ_s A[t, s] min(t − s, W).
 
     The weights of a row add up to 1, so this equals W − Σ_s A[t, s] (W − t + s)⁺, and only the W columns up to the row
@@ -223,27 +205,27 @@ def multiplier(options: Rhythm, waad_R: FloatArray, influence_R: FloatArray, pos
     anchor_R = top_share(influence_R, options.top)
     if options.credit == "global":
         return np.where(anchor_R, options.gain, 1.0)
-    plan_of_R = _plan_before(options, waad_R, delta_R, position_R)
+    plan_of_R = _plan_before(waad_R, delta_R, position_R)
     # Anchors that have a plan lose the share α of their extra credit, g − 1. Each plan gets this share once, however
     # many anchors follow it.
     dominated_R = anchor_R & (plan_of_R >= 0)
     plan_R = np.zeros_like(anchor_R)
     plan_R[plan_of_R[dominated_R]] = True
-    moved_R = options.shift * (plan_R.astype(np.float64) - dominated_R)
+    moved_R = SHIFT * (plan_R.astype(np.float64) - dominated_R)
     return 1 + (options.gain - 1) * (anchor_R + moved_R)
 
 
-def _plan_before(options: Rhythm, waad_R: FloatArray, delta_R: FloatArray, position_R: IntArray) -> IntArray:
+def _plan_before(waad_R: FloatArray, delta_R: FloatArray, position_R: IntArray) -> IntArray:
     """Return [R]: for each token, the index of the plan to which it would pass credit if it is an anchor; −1 for none.
 
-    The plan is the token with the largest Δ among the `reach` tokens of the same turn before this token; if several
+    The plan is the token with the largest Δ among the `REACH` tokens of the same turn before this token; if several
     have this Δ, the nearest. There is no plan if the largest Δ is 0 or below τ_Δ, or if the WAAD of this token is above
     τ_waad.
     """
-    low, high = np.quantile(waad_R, options.low_distance), np.quantile(delta_R, options.high_change)
+    low, high = np.quantile(waad_R, LOW_DISTANCE), np.quantile(delta_R, HIGH_CHANGE)
     plan_R = np.full(len(waad_R), -1)
     best_R = np.zeros_like(delta_R)
-    for back in range(1, min(options.reach, len(waad_R) - 1) + 1):
+    for back in range(1, min(REACH, len(waad_R) - 1) + 1):
         earlier_R, here = delta_R[:-back], slice(back, None)
         # Within a turn, the places are consecutive.
         same_turn_R = position_R[here] - position_R[:-back] == back

@@ -436,7 +436,7 @@ def add_rhythm(commands: CommandParsers) -> argparse.ArgumentParser:
         "rhythm", help="Show which tokens of a text, or of a run's samples, algorithm.rhythm chooses, and why."
     )
     parser.add_argument("what", metavar="MODEL|RUN_DIR", help="Folder of a run; or, with --text, a model.")
-    parser.add_argument("config", nargs="*", metavar="KEY=VALUE", help="Options of algorithm.rhythm, such as window=5.")
+    parser.add_argument("config", nargs="*", metavar="KEY=VALUE", help="Options of algorithm.rhythm, such as top=0.3.")
     parser.add_argument("--text", type=Path, metavar="FILE", help="File with the response to examine.")
     parser.add_argument("--prompt", type=Path, metavar="FILE", help="File with the prompt of that response.")
     parser.add_argument(

@@ -22,7 +22,6 @@ from msgspec.structs import replace
 
 from algorithms.base import Advantage, Aggregation, Objective
 from algorithms.corrections import IcePop, TokenTis
-from algorithms.rhythm import USED_BY
 from algorithms.shaping import LengthPenalty, Overlong
 from algorithms.staleness import NoStaleness
 from flash.ages import window
@@ -402,17 +401,15 @@ def _rhythm(config: Config) -> Iterator[ConfigProblem]:
     rhythm = config.algorithm.rhythm
     if rhythm is None:
         return
-    defaults = {field.name: field.default for field in msgspec.structs.fields(rhythm)}
-    for name, credits in USED_BY.items():
-        value = getattr(rhythm, name)
-        if value != defaults[name] and rhythm.credit not in credits:
-            beside = " or ".join(repr(credit) for credit in credits)
-            message = (
-                f"{value:g} has no effect: algorithm.rhythm.credit is {rhythm.credit!r}; expected {beside} with it"
-            )
-            yield ConfigProblem(f"algorithm.rhythm.{name}", message)
+    if rhythm.credit == "local":
+        defaults = {field.name: field.default for field in msgspec.structs.fields(rhythm)}
+        for name in ("nearest", "farthest"):
+            if (value := getattr(rhythm, name)) != defaults[name]:
+                message = f"{value:g} has no effect: algorithm.rhythm.credit is 'local'; expected another credit"
+                yield ConfigProblem(f"algorithm.rhythm.{name}", message)
+        return
     longest = _longest(config)
-    if rhythm.credit in USED_BY["nearest"] and rhythm.nearest >= longest:
+    if rhythm.nearest >= longest:
         message = (
             f"expected fewer than {longest}, the longest that responses get (rollout.max_new_tokens · "
             f"rollout.max_turns, and model.max_length), or no token has an influence; got {rhythm.nearest}"

@@ -62,14 +62,11 @@ such a run the weights of that model are used."""
 
 CONDITIONS: dict[str, str] = {
     "run.steps": "It must be at least the number of steps that the run has made.",
-    "algorithm.rhythm": 'With `heads = "first"`, its `layers`, `local_heads` and `global_heads` must stay. ' + CHOSEN,
+    "algorithm.rhythm": 'With `heads = "first"`, its `layers` must stay. ' + CHOSEN,
     "algorithm.objective, algorithm.options, algorithm.advantage, critic.count": "The number of critics must stay, and "
     'so must a moving average (`proximal = "ewma"`), because the checkpoint holds them.',
 }
 """Keys that take effect when they are changed: the changes that are refused anyway, as sentences."""
-
-CHOOSES = ("layers", "local_heads", "global_heads")
-"""Options of `algorithm.rhythm` that decide which heads are chosen."""
 
 Settings = Mapping[str, Any]
 
@@ -83,12 +80,9 @@ def refused(had: Settings, now: Settings, where: Path) -> Iterator[ConfigProblem
         yield ConfigProblem(key, _refusal(REFUSED[_entry(REFUSED, key)], before, after, where))
     rhythms = [_value(settings, "algorithm.rhythm") for settings in (had, now)]
     if all(isinstance(rhythm, dict) and rhythm.get("heads") == "first" for rhythm in rhythms):
-        before, after = rhythms
-        for name in CHOOSES:
-            if before.get(name) != after.get(name):
-                yield ConfigProblem(
-                    f"algorithm.rhythm.{name}", _refusal(CHOSEN, before.get(name), after.get(name), where)
-                )
+        before, after = (rhythm.get("layers") for rhythm in rhythms)
+        if before != after:
+            yield ConfigProblem("algorithm.rhythm.layers", _refusal(CHOSEN, before, after, where))
 
 
 def partial_effects(had: Settings, now: Settings) -> list[ConfigProblem]:

@@ -83,6 +83,15 @@ ALARM_LIMITS = {
     "nonfinite": 0.0,
 }
 """Defaults of the removed keys with the limits of the alarms."""
+RHYTHM = {
+    **dict.fromkeys(("local_heads", "global_heads"), 0.3),
+    "window": 10,
+    "reach": 3,
+    "shift": 0.4,
+    "low_distance": 0.5,
+    "high_change": 0.6,
+}
+"""Defaults of the removed options of `algorithm.rhythm`."""
 PASSED_OVER = (
     "Problems are issued in their order, and none is passed over; rollout.drop_equal_rewards replaces groups that "
     "teach nothing"
@@ -99,6 +108,10 @@ REMOVED: dict[str, RemovedKey] = {
     "algorithm.entropy_target": RemovedKey(
         None, "The coefficient of the entropy bonus is the same in all steps; algorithm.entropy_bonus sets it"
     ),
+    **{
+        f"algorithm.rhythm.{name}": RemovedKey(value, f"It is fixed at {value:g}, as algorithms/rhythm.py says")
+        for name, value in RHYTHM.items()
+    },
     "alarms.window": RemovedKey(10, "A metric is averaged over 10 steps before it is compared with its limit"),
     "alarms.age": RemovedKey(
         None, "The age of trained tokens raises no alarm; train.max_token_age limits it, and metrics.jsonl has it"

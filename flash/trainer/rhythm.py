@@ -212,7 +212,7 @@ class RhythmWatch:
             query_rows = slice(lowest, highest + 1) if len(rows) == block.ahead + 1 else rows
             weights = attend(query_HLD[:, query_rows], key_HLD[:, block.seen], rows, columns, ahead=block.ahead)
             found.span_H += spans(weights, rows, columns).double().sum(-1)
-            found.waad_HT[:, block.rows] = windowed_distance(weights[local], rows, columns, options.window)
+            found.waad_HT[:, block.rows] = windowed_distance(weights[local], rows, columns)
             first = block.seen.start
             # FAI needs only the columns from `farthest` places before the lowest row to `nearest` places before the
             # highest row.
@@ -373,7 +373,7 @@ class RhythmPass:
         if self.settled:
             return
         mean_N, rows = self._spans(mesh.gather_rows(torch.from_numpy(self.tally)).sum(0).cpu().numpy())
-        self._step_kinds = HeadKinds(*head_kinds(mean_N, self._options))
+        self._step_kinds = HeadKinds(*head_kinds(mean_N))
         if self.kinds_2N is not None and rows > 0:
             for row, heads in zip(self.kinds_2N, self._step_kinds, strict=True):
                 row[torch.from_numpy(heads)] = 1

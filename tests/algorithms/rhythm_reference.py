@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 Map = Sequence[Sequence[float]]
+WINDOW, REACH, SHIFT, LOW_DISTANCE, HIGH_CHANGE = 10, 3, 0.4, 0.5, 0.6
+"""W, k, α, τ_waad and τ_Δ."""
 
 
 def head_span(attention: Map, response: Sequence[int]) -> float:
@@ -56,7 +58,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 def gamma(options: Any, local: Map, far: Map, response: Sequence[int]) -> list[float]:
     """The multiplier of each token of the response, from the two mean maps."""
-    waad_of = waad(local, response, options.window)
+    waad_of = waad(local, response, WINDOW)
     delta_of = delta(waad_of, response)
     extra = options.gain - 1
     if options.credit == "local":
@@ -64,13 +66,13 @@ def gamma(options: Any, local: Map, far: Map, response: Sequence[int]) -> list[f
     anchors = top(fai(far, response, options.nearest, options.farthest), options.top)
     if options.credit == "global":
         return [1 + extra * (place in anchors) for place in range(len(response))]
-    low, high = quantile(waad_of, options.low_distance), quantile(delta_of, options.high_change)
+    low, high = quantile(waad_of, LOW_DISTANCE), quantile(delta_of, HIGH_CHANGE)
     place_of = {t: place for place, t in enumerate(response)}
     dominated, plans = set[int](), set[int]()
     for place in anchors:
         t = response[place]
         before = []
-        for u in range(t - 1, t - options.reach - 1, -1):
+        for u in range(t - 1, t - REACH - 1, -1):
             if u not in place_of:
                 break  # another turn
             before.append(place_of[u])
@@ -78,7 +80,7 @@ def gamma(options: Any, local: Map, far: Map, response: Sequence[int]) -> list[f
         if waad_of[place] <= low and best is not None and delta_of[best] >= high and delta_of[best] > 0:
             dominated.add(place)
             plans.add(best)
-    share = options.shift
+    share = SHIFT
     return [
         1
         + extra * (place in anchors - dominated)

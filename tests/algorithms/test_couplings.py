@@ -10,7 +10,7 @@ import pytest
 from algorithms.couplings import Coupling, Signals, couplings
 from algorithms.rhythm import Rhythm
 
-OPTIONS = Rhythm(top=0.1, nearest=1, farthest=5, reach=2)
+OPTIONS = Rhythm(top=0.1, nearest=1, farthest=5)
 NAMES = ["entropy at plans", "FAI at plans", "FAI 1 to 2 after plans", "anchors 1 to 2 after plans"]
 LENGTH = 120
 
@@ -36,7 +36,7 @@ def planted(seed: int, *, entropy: bool = False, at: int | None = None) -> Signa
 
 
 def found(*responses: Signals, options: Rhythm = OPTIONS, shifts: int = 200) -> list[Coupling]:
-    one = couplings(options, responses, seed=4, shifts=shifts)
+    one = couplings(options, responses, seed=4, shifts=shifts, reach=2)
     assert [each.name for each in one] == NAMES
     return one
 
@@ -95,7 +95,7 @@ def test_every_pair_of_shifts_of_two_short_responses_counts_once() -> None:
 
 def test_drawn_shifts_follow_the_seed_and_never_make_a_p_of_0() -> None:
     responses = [planted(seed, entropy=True) for seed in range(3)]
-    first, again, other = (couplings(OPTIONS, responses, seed=seed, shifts=50) for seed in (1, 1, 2))
+    first, again, other = (couplings(OPTIONS, responses, seed=seed, shifts=50, reach=2) for seed in (1, 1, 2))
     assert first == again
     assert first != other
     assert first[0].p == pytest.approx(2 / 51)
@@ -106,14 +106,14 @@ def test_after_a_plan_ends_with_the_turn_and_the_response() -> None:
     turns = np.array([5, 6, 7, 8, 10, 11, 12, 13])
     waad = np.array([0.0, 0, 0, 1, 1, 1, 1, 1])
     influence = np.array([0.0, 0, 0, 0, 1, 0, 0, 0])
-    options = Rhythm(top=0.125, nearest=1, farthest=3, reach=2)
+    options = Rhythm(top=0.125, nearest=1, farthest=3)
     signals = Signals(turns, waad, influence, np.zeros(8))
-    assert couplings(options, [signals])[3].marked == 0.0
+    assert couplings(options, [signals], reach=2)[3].marked == 0.0
     whole = signals._replace(position_R=np.arange(5, 13))
-    assert couplings(options, [whole])[3].marked == 1.0
+    assert couplings(options, [whole], reach=2)[3].marked == 1.0
     cut = Signals(turns[:4], waad[:4], influence[:4], np.zeros(4))
     rest = Signals(np.arange(9, 13), np.zeros(4), influence[4:], np.zeros(4))
-    assert couplings(options, [cut, rest])[3].marked == 0.0
+    assert couplings(options, [cut, rest], reach=2)[3].marked == 0.0
 
 
 def test_the_last_token_of_a_turn_is_no_plan_and_held_against_none() -> None:
@@ -135,7 +135,7 @@ def test_turns_of_one_token_cannot_plan() -> None:
 
 def test_tokens_that_none_follows_in_time_have_no_influence_to_compare() -> None:
     signals = Signals(np.arange(8), steps_at([1, 6], 8), np.array([1.0, 3, 1, 1, 1, 1, 0, 0]), np.zeros(8))
-    at = couplings(Rhythm(top=0.25, nearest=2, farthest=4, reach=1), [signals])[1]
+    at = couplings(Rhythm(top=0.25, nearest=2, farthest=4), [signals], reach=1)[1]
     assert (at.marked, at.others, at.tokens) == (3.0, 1.0, 1)
 
 

@@ -24,7 +24,7 @@ model = {{ path = "{model}", dtype = "float32", max_length = 64 }}
 env = {{ path = "envs.arithmetic:Arithmetic" }}
 cluster = {{ gpus_per_node = 0 }}
 rollout = {{ max_new_tokens = 32 }}
-algorithm = {{ rhythm = {{ nearest = 2, farthest = 9, window = 4 }} }}
+algorithm = {{ rhythm = {{ nearest = 2, farthest = 9 }} }}
 """
 
 Command = Callable[..., tuple[int, str, str]]
@@ -108,8 +108,8 @@ def test_recorded_samples_are_looked_at_under_the_weights_of_the_run(
     assert "response 3: step 4, sample 6 (group 0, reward 0.5)" in out
     seen: dict[str, Any] = json.loads(found.read_text())
     assert [one["name"].split()[3] for one in seen["responses"]] == ["0", "2", "4", "6"]
-    assert (seen["options"]["window"], seen["options"]["nearest"]) == (4, 2)
-    code, out, _ = flash(run_dir, "--model", model, "--step", 3, "--samples", 99, "window=2")
+    assert (seen["options"]["farthest"], seen["options"]["nearest"]) == (9, 2)
+    code, out, _ = flash(run_dir, "--model", model, "--step", 3, "--samples", 99, "farthest=7")
     assert code == 0
     assert "looked at   8 responses" in out
     assert "response 0: step 3, sample 0" in out
@@ -133,9 +133,9 @@ def test_recorded_samples_are_looked_at_under_the_weights_of_the_run(
         ("{model} --text {text} --model {model}", "--model: the weights are those of {model} already"),
         ("{model} --text {text} --show 1", "--show: expected 0 to 0"),
         ("{model} --text {text} --at 71", "--at: expected 0 to 70"),
-        ("{model} --text {text} windw=3", "`algorithm.rhythm.windw`: this table has no such option; did you mean"),
-        ("{model} --text {text} window=0", "`algorithm.rhythm.window`: expected an integer from 1"),
-        ("{model} --text {text} window", "'window': expected KEY=VALUE"),
+        ("{model} --text {text} nearst=3", "`algorithm.rhythm.nearst`: this table has no such option; did you mean"),
+        ("{model} --text {text} nearest=0", "`algorithm.rhythm.nearest`: expected an integer from 1"),
+        ("{model} --text {text} nearest", "'nearest': expected KEY=VALUE"),
         ("{model} --text {text} layers=[7]", "expected layers from 0 to 1, got 7"),
         ("{model} --text {text} --plot {empty}", "cannot write {empty}: it is a folder"),
         ("{model} --text {blank}", "{blank} is empty: expected a text of several tokens"),

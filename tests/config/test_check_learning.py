@@ -165,15 +165,9 @@ def resolve(*overrides: str) -> Config:
                 f"`algorithm.rhythm.{name}` (override): {said}",
             )
             for credit, name, value, said in (
-                ("global", "window", 5, "5 has no effect: algorithm.rhythm.credit is 'global'; expected 'local' or"),
-                ("global", "local_heads", 0.2, "0.2 has no effect"),
-                ("local", "global_heads", 0.2, "0.2 has no effect"),
-                ("local", "nearest", 5, "5 has no effect: algorithm.rhythm.credit is 'local'; expected 'global' or"),
+                ("local", "nearest", 5, "5 has no effect: algorithm.rhythm.credit is 'local'; expected another"),
                 ("local", "farthest", 50, "50 has no effect"),
-                ("local", "shift", 0.5, "0.5 has no effect: algorithm.rhythm.credit is 'local'; expected 'coupled'"),
-                ("global", "reach", 2, "2 has no effect"),
-                ("global", "low_distance", 0.4, "0.4 has no effect"),
-                ("local", "high_change", 0.4, "0.4 has no effect"),
+                ("global", "window", 10, "this key was removed. It is fixed at 10, as algorithms/rhythm.py says"),
                 ("coupled", "gain", 1, "expected a number above 1"),
                 ("coupled", "top", 0, "expected a number above 0"),
                 ("coupled", "signs", "'any'", 'expected "both", "negative" or "positive", got "any"'),
@@ -182,10 +176,6 @@ def resolve(*overrides: str) -> Config:
                 ("coupled", "heads", "'never'", 'expected "batch" or "first", got "never"'),
                 ("coupled", "depth", 1, "this table has no such option"),
             )
-        ),
-        (
-            ["algorithm.rhythm={credit='coupled', local_heads=0.6, global_heads=0.5}"],
-            "`algorithm.rhythm` (override): expected local_heads + global_heads ≤ 1",
         ),
         (["algorithm.rhythm={nearest=101}"], "`algorithm.rhythm` (override): expected nearest ≤ farthest = 100"),
         (["algorithm.rhythm={layers=[]}"], "`algorithm.rhythm` (override): expected layers to name each layer once"),
@@ -318,7 +308,7 @@ def test_what_cannot_work_or_does_nothing_is_refused(overrides: list[str], messa
         ["algorithm.staleness={kind='exponential', decay=0.9}"],
         ["algorithm.shaping=[{kind='overlong', limit=1024, buffer=256}, {kind='length'}]"],
         ["algorithm.rhythm={}"],
-        ["algorithm.rhythm={credit='local', layers=[0, 3], window=4, heads='first'}", "rollout.max_new_tokens=5"],
+        ["algorithm.rhythm={credit='local', layers=[0, 3], heads='first'}", "rollout.max_new_tokens=5"],
         ["algorithm.rhythm={credit='global', nearest=2, signs='positive'}", "algorithm.objective=reinforce_pp"],
     ],
 )

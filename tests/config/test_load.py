@@ -705,8 +705,8 @@ def test_a_recorded_configuration_with_another_value_of_a_removed_key_is_read_wi
     (project / "config.toml").write_text(tomli_w.dumps(older))
     assert load("config.toml") == load("config.toml") == config
     assert capsys.readouterr().err == (
-        "flash: warning: `alarms.age` was removed, so 2.0 in config.toml has no effect. The age of trained tokens raises "
-        "no alarm; train.max_token_age limits it, and metrics.jsonl has it\n"
+        "flash: warning: `alarms.age` was removed, so 2.0 in config.toml has no effect. The age of trained tokens "
+        "raises no alarm; train.max_token_age limits it, and metrics.jsonl has it\n"
         "flash: warning: `alarms.ess` was removed, so 0.3 in config.toml has no effect. The limit of this alarm is "
         "0.5; alarms.off turns the alarm off\n"
     )

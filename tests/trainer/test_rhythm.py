@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from algorithms.rhythm import Rhythm
+from algorithms.rhythm import WINDOW, Rhythm
 from flash.config.tree import Config, ModelConfig
 from flash.errors import CheckpointError, ConfigError
 from flash.trainer import checkpoint
@@ -56,9 +56,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"n_embd": 32, "n_head": 4, "n_layer": 2}),
     "deepseek, unlike widths": ("deepseek_v3", {"first_k_dense_replace": 2}),
 }
-OPTIONS = Rhythm(layers=[0, 1], window=4, nearest=2, farthest=12)
+OPTIONS = Rhythm(layers=[0, 1], nearest=2, farthest=12)
 DTYPES: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
-TABLE = {"window": 4, "nearest": 2, "farthest": 12}
+TABLE = {"nearest": 2, "farthest": 12}
 
 
 def micro_batch(shard: Shard) -> MicroBatch:
@@ -144,7 +144,7 @@ def test_the_signals_and_multipliers_follow_from_eager_attention(kind: str) -> N
         rows = position_R.tolist()
         for head, one in enumerate(heads):
             span_N[head] += len(rows) * reference.head_span(one, rows)
-            waad, fai = reference.waad(one, rows, OPTIONS.window), reference.fai(one, rows, 2, 12)
+            waad, fai = reference.waad(one, rows, WINDOW), reference.fai(one, rows, 2, 12)
             assert found.waad_NT[head, tokens].tolist() == pytest.approx(waad, rel=1e-4, abs=1e-5)
             assert found.influence_NT[head, tokens].tolist() == pytest.approx(fai, rel=1e-4, abs=1e-5)
         count += len(rows)
@@ -442,7 +442,7 @@ def test_the_maps_are_the_means_of_eager_maps_over_the_heads_of_a_kind(kind: str
     micro = micro_batch(long_shard(170))
     (layers,) = eager_maps(tiny(name, **sizes), micro)
     model = prepared(tiny(name, **sizes))
-    heads, _ = observe_responses(model, trainer_mesh("cpu"), [micro], replace(OPTIONS, local_heads=0.5))
+    heads, _ = observe_responses(model, trainer_mesh("cpu"), [micro], OPTIONS)
     found = attention_maps(model, micro, heads, part)
     for place, wanted in enumerate(("local", "global")):
         chosen = [layers[one.layer][one.head].tolist() for one in heads if one.kind == wanted]
