@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import msgspec
 from msgspec.structs import replace
 
-from algorithms.base import Advantage, Aggregation, Objective
+from algorithms.base import Advantage, Objective
 from algorithms.corrections import IcePop, TokenTis
 from algorithms.shaping import LengthPenalty, Overlong
 from algorithms.staleness import NoStaleness
@@ -198,7 +198,6 @@ def check_algorithm(config: Config) -> Iterator[ConfigProblem]:
             yield ConfigProblem(f"algorithm.options.{name}", f"has no effect: {needed}")
     advantage = config.algorithm.advantage or objective.advantage
     yield from _advantage(config, objective, advantage)
-    yield from _aggregation(config, config.algorithm.aggregation or objective.aggregation)
     yield from _staleness(config, objective)
     yield from _reuse(config, objective)
     yield from _critic(config, objective, advantage)
@@ -224,14 +223,6 @@ def _advantage(config: Config, objective: Objective, advantage: Advantage) -> It
     if algorithm.gamma != 1 and advantage not in DISCOUNTING:
         message = f"{algorithm.gamma:g} has no effect: algorithm.advantage = {advantage!r} discounts nothing"
         yield ConfigProblem("algorithm.gamma", message)
-
-
-def _aggregation(config: Config, aggregation: Aggregation) -> Iterator[ConfigProblem]:
-    """Yield a problem if a divisor is set that the aggregation (losses of tokens to one number) does not use."""
-    length = config.algorithm.constant_length
-    if length is not None and aggregation != "constant":
-        message = f"{length} has no effect: algorithm.aggregation is {aggregation!r}; expected 'constant' with it"
-        yield ConfigProblem("algorithm.constant_length", message)
 
 
 def is_off_policy(config: Config) -> bool:

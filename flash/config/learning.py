@@ -57,7 +57,7 @@ class TrainConfig(Section, frozen=True):
     weight_decay: Annotated[float, Meta(ge=0, le=100)] = 0.0
     """Coefficient of decoupled weight decay. 0: none."""
     max_grad_norm: PositiveFloat = 1.0
-    """Global norm to which a larger gradient is clipped."""
+    """Global norm to which a larger gradient is clipped, that of the policy and that of each critic."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Reaction to a gradient that is not finite: stop the run, or skip the update."""
     minibatches: Positive = 1
@@ -120,8 +120,6 @@ class AlgorithmConfig(Section, frozen=True):
     aggregation: Aggregation | None = None
     """Method that turns the losses of all tokens into [one number](algorithms.md#aggregation-algorithmaggregation).
     None: the objective's default."""
-    constant_length: Positive | None = None
-    """Divisor of aggregation `constant`, in tokens. None: rollout.max_new_tokens."""
     corrections: list[Correction] = field(default_factory=list)
     """Factors of the token losses, computed from the ratio [exp(proximal −
     behaviour)](algorithms.md#corrections-algorithmcorrections) of log-probs."""
@@ -169,8 +167,6 @@ class CriticConfig(Section, frozen=True):
     """Largest change of a value in a step. None: no limit."""
     lam: Fraction = 0.95
     """λ of GAE. 0: advantages rely on the critics' values alone. 1: they rely on the rewards alone."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Global norm to which a larger gradient of a critic is clipped."""
 
 
 class SftConfig(Section, frozen=True):

@@ -112,6 +112,11 @@ REMOVED: dict[str, RemovedKey] = {
         f"algorithm.rhythm.{name}": RemovedKey(value, f"It is fixed at {value:g}, as algorithms/rhythm.py says")
         for name, value in RHYTHM.items()
     },
+    "run.log_samples_mb": RemovedKey(1000, "Readable samples have at most 1 GB; run.log_samples chooses their number"),
+    "tiny_model.tied": RemovedKey(True, "The embedding and the output layer of a tiny model share their weights"),
+    "weights.canary_tokens": RemovedKey(32, "The test text has 32 tokens, or fewer if model.max_length is smaller"),
+    "algorithm.constant_length": RemovedKey(None, "The aggregation `constant` divides by rollout.max_new_tokens"),
+    "critic.max_grad_norm": RemovedKey(1.0, "train.max_grad_norm also holds for the critics"),
     "alarms.window": RemovedKey(10, "A metric is averaged over 10 steps before it is compared with its limit"),
     "alarms.age": RemovedKey(
         None, "The age of trained tokens raises no alarm; train.max_token_age limits it, and metrics.jsonl has it"

@@ -55,10 +55,8 @@ class RunConfig(Section, frozen=True):
     """Continue the run in the run's folder [from its saved state](when-it-fails.md#what-is-kept). The `--resume` option
     sets this key."""
     log_samples: NonNegative = 4
-    """Number of samples of each step that are written in readable form. 0: none."""
-    log_samples_mb: Positive = 1000
-    """Largest size of all readable samples together, in MB. If they grow beyond it, the samples of every second step
-    are deleted."""
+    """Number of samples of each step that are written in readable form. 0: none. If all files together grow beyond
+    1 GB, the samples of every second step are deleted."""
 
 
 class ModelConfig(Section, frozen=True):
@@ -96,8 +94,6 @@ class TinyModelConfig(Section, frozen=True):
     """Number of decoder layers."""
     width: Positive = 128
     """Hidden size."""
-    tied: bool = True
-    """Use the same weights for the input embedding and the output layer."""
     warm_start_steps: NonNegative = 800
     """Largest number of supervised steps. The warm start ends earlier once the model is good enough. 0: no warm
     start."""
@@ -244,8 +240,6 @@ class WeightsConfig(Section, frozen=True):
     canary_tolerance: Annotated[float, Meta(gt=0, le=10)] | None = None
     """Largest mean difference between the log-probs of engine and trainer on a test text, in nats. None: six times the
     measured rounding error of `dtype`, at least 1e-4 (float32), 0.02 (float16), 0.15 (bfloat16)."""
-    canary_tokens: Annotated[int, Meta(ge=2)] = 32
-    """Length of the test text, in tokens."""
 
 
 class EvalConfig(Section, frozen=True):

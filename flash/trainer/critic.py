@@ -109,6 +109,7 @@ class Critic:
         assert config.critic is not None, "a run without [critic] has no critic"
         self._config, self.mesh = config.critic, mesh
         self._on_nonfinite: Literal["stop", "skip"] = config.train.on_nonfinite
+        self._max_grad_norm = config.train.max_grad_norm
         self.model = ValueModel(_backbone(config, mesh)).eval()
         fully_shard(self.model, mesh=mesh.fsdp, offload_policy=mesh.offload_policy, reshard_after_forward=False)
         rate = self._config.learning_rate
@@ -169,7 +170,7 @@ class Critic:
             self.optimizer,
             self.scale,
             rate=self._config.learning_rate,
-            max_norm=self._config.max_grad_norm,
+            max_norm=self._max_grad_norm,
             trained=total_tokens > 0,
             on_nonfinite=self._on_nonfinite,
             name="critic",

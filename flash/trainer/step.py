@@ -483,7 +483,7 @@ class Trainer:
                 total_tokens=minibatch.total_tokens,
                 total_sequences=minibatch.total_sequences,
                 # The aggregation `constant` divides each sequence by this number of tokens.
-                constant=algorithm.constant_length or self._config.rollout.max_new_tokens,
+                constant=self._config.rollout.max_new_tokens,
             )
             if not self._warming_up:
                 # FSDP averages gradients over data shards. The loss is already a share of the whole minibatch, so the

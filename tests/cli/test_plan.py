@@ -57,7 +57,7 @@ def test_a_tiny_model_that_is_not_made_yet_is_planned_from_its_table(tmp_path: P
     config = tmp_path / "tiny.toml"
     config.write_text(
         '[run]\nname = "plan"\n[model]\npath = "outputs/models/none"\ndtype = "float32"\n'
-        "[tiny_model]\nlayers = 2\nwidth = 64\ntied = true\n"
+        "[tiny_model]\nlayers = 2\nwidth = 64\n"
         '[env]\npath = "envs.arithmetic:Arithmetic"\n[cluster]\ngpus_per_node = 0\n'
     )
     command = [sys.executable, "-m", "flash", "plan", str(config)]

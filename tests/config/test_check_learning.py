@@ -72,10 +72,6 @@ def resolve(*overrides: str) -> Config:
         ),
         (["algorithm.gamma=0.9"], "`algorithm.gamma` (override): 0.9 has no effect: algorithm.advantage = 'group'"),
         (
-            ["algorithm.constant_length=9"],
-            "`algorithm.constant_length` (override): 9 has no effect: algorithm.aggregation is 'token_mean'",
-        ),
-        (
             ["algorithm.kl={estimator='k1', coefficient=0.1}"],
             "`algorithm.kl.estimator` (override): k1 in the loss has no effect, because its",
         ),
@@ -297,7 +293,7 @@ def test_what_cannot_work_or_does_nothing_is_refused(overrides: list[str], messa
             "train.updates_per_batch=2",
             "train.allow_uncorrected=true",
         ],
-        ["algorithm.objective=dr_grpo", "algorithm.constant_length=9"],
+        ["algorithm.objective=dr_grpo"],
         ["algorithm.advantage=turn", "algorithm.gamma=0.9"],
         ["algorithm.options.proximal=loglinear"],
         ["algorithm.kl={estimator='k1', coefficient=0.1, place='reward', reference='Qwen/Qwen3-0.6B'}"],

@@ -409,10 +409,6 @@ def test_a_file_that_is_not_text_is_refused(project):
             ),
         ),
         (
-            ["model.max_length=20", "rollout.max_new_tokens=8"],
-            "`weights.canary_tokens`: expected at most 20 (model.max_length = 20), got 32",
-        ),
-        (
             ["rollout.max_episode_tokens=4095"],
             "`rollout.max_episode_tokens` (override): expected at least model.max_length = 4096, got 4095",
         ),

@@ -16,6 +16,8 @@ from flash.config.tree import Config
 from flash.errors import RunDirectoryError
 from flash.observe.cluster import read_cluster
 from flash.observe.recorder import Recorder
+from flash.observe.rundir.batches import Batches
+from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.rundir.samples import read_samples, sampled_steps, samples_of
 from flash.samples.batches import gather
 from flash.types import Batch, Outcome, Task, TokenUse, TrainedSample
@@ -40,8 +42,8 @@ class Slow:
         return [str(token) for token in token_ids]
 
 
-def make_recorder(folder: Path, tokenizer: Slow, now: Callable[[], float] = lambda: 0.0, **more: Any) -> Recorder:
-    config = msgspec.convert(
+def make_config(folder: Path, **more: Any) -> Config:
+    return msgspec.convert(
         {
             "run": {"name": "run", "output_dir": str(folder), "log_samples": 1},
             "model": {"path": "none"},
@@ -51,6 +53,10 @@ def make_recorder(folder: Path, tokenizer: Slow, now: Callable[[], float] = lamb
         },
         Config,
     )
+
+
+def make_recorder(folder: Path, tokenizer: Slow, now: Callable[[], float] = lambda: 0.0, **more: Any) -> Recorder:
+    config = make_config(folder, **more)
     return Recorder(config, tokenizer, now=now, resume_at=None, restarts=0)
 
 
@@ -161,14 +167,15 @@ def test_samples_of_the_step_that_failed_are_left_to_be_read(tmp_path: Path) -> 
 def test_a_budget_of_samples_is_kept_by_steps_all_over_the_run(tmp_path: Path) -> None:
     tokenizer = Slow()
     tokenizer.may.set()
-    with make_recorder(
-        tmp_path, tokenizer, run={"name": "run", "output_dir": str(tmp_path), "log_samples_mb": 1}
-    ) as one:
+    directory = RunDirectory.open(tmp_path / "run", "")
+    with ThreadPoolExecutor(1) as writer:
+        batches = Batches(make_config(tmp_path), directory, tokenizer, writer, most_bytes=1_000_000)
         for step in range(50):
-            one.batch(Batch(step, 0, [trajectory(Task(step, step, 0, 0), 0, tokens=3000)], []))
-            one.trained(step, [])
-    steps = sampled_steps(one.directory)
-    assert sum(samples_of(one.directory, step).stat().st_size for step in steps) <= 1_000_000
+            batches.begin(Batch(step, 0, [trajectory(Task(step, step, 0, 0), 0, tokens=3000)], []))
+            batches.commit(step, [])
+        batches.written()
+    steps = sampled_steps(directory)
+    assert sum(samples_of(directory, step).stat().st_size for step in steps) <= 1_000_000
     assert steps[0] == 0
     assert steps[-1] == 49
     assert any(10 < step < 40 for step in steps)

@@ -115,11 +115,13 @@ def test_the_tokenizer_has_one_token_per_character_and_adds_none(made):
     assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == "12+34="
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_tied_and_untied_models_keep_their_embeddings_so(tmp_path, tied):
-    make(tmp_path / "tiny", msgspec.structs.replace(SMALL, tied=tied, warm_start_steps=1))
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny")
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+def test_the_embedding_and_the_output_layer_are_one_matrix(made):
+    model = AutoModelForCausalLM.from_pretrained(made)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_model_of_an_earlier_version_with_the_option_tied_at_its_default_is_current(made):
+    assert json.loads((made / FINGERPRINT).read_text())["tiny_model"]["tied"] is True
 
 
 def test_a_model_is_current_for_exactly_its_options(made):

@@ -12,6 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from flash import branches
+from flash.config.tree import RolloutConfig
 from flash.errors import ContractError
 from flash.types import Shard, Trajectory
 from tests.trainer.critic_cases import Reference, set_head
@@ -140,8 +141,10 @@ RECIPES: dict[str, tuple[dict[str, Any], Recipe]] = {
         Recipe(teacher_credit(0.4), kl=k3),
     ),
     "constant": (
-        {"aggregation": "constant", "constant_length": 7},
-        Recipe(group_credit, scale=lambda shard, tokens, token: 1 / 7 / shard.total_sequences),
+        {"aggregation": "constant"},
+        Recipe(
+            group_credit, scale=lambda shard, tokens, token: 1 / RolloutConfig().max_new_tokens / shard.total_sequences
+        ),
     ),
     "all together": (
         {

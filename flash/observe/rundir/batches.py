@@ -21,7 +21,8 @@ from flash.types import Batch, TrainedSample, Trajectory, samples_to_show
 
 P = ParamSpec("P")
 
-MEGABYTE = 1_000_000
+MOST_BYTES = 10**9
+"""Largest size of all readable samples of a run together, in bytes. A person reads far fewer."""
 
 
 class TokenText(Protocol):
@@ -46,14 +47,20 @@ class Batches:
 
     Args:
         writer: executor with one thread, in which all files are written and read.
+        most_bytes: largest size of all readable samples together, in bytes.
     """
 
     def __init__(
-        self, config: Config, directory: RunDirectory, tokenizer: TokenText, writer: ThreadPoolExecutor
+        self,
+        config: Config,
+        directory: RunDirectory,
+        tokenizer: TokenText,
+        writer: ThreadPoolExecutor,
+        most_bytes: int = MOST_BYTES,
     ) -> None:
         self._keep = config.checkpoint.batches
         self._count = config.run.log_samples
-        self._most_bytes = config.run.log_samples_mb * MEGABYTE
+        self._most_bytes = most_bytes
         self._directory = directory
         self._tokenizer = tokenizer
         self._writer = writer

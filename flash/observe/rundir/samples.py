@@ -3,7 +3,7 @@
 `flash.observe.rundir.batches` makes them with `readable` and writes them with `write_samples`; `flash view` reads them.
 A step has one Arrow file, which any reader of Arrow can open as a table. Columns are read one by one, so a search of
 samples does not read their tokens. Files are replaced atomically. If all files together are larger than
-`run.log_samples_mb`, every second file is deleted, so that the rest is spread over the whole run.
+`flash.observe.rundir.batches.MOST_BYTES`, every second file is deleted, so that the rest is spread over the whole run.
 
 An *action token* is a token that the policy sampled, in contrast to a token of an observation.
 """

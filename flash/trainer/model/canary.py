@@ -52,6 +52,8 @@ MIN_SIZE = 1.0
 the model is certain of its text at first, the tolerance would otherwise grow by orders of magnitude once the model is
 less certain."""
 
+TOKENS = 32
+"""Length of the canary's text, in tokens. A longer text takes longer to check and would show no other faults."""
 SHORT = 8
 """Smallest number of tokens of a short text. The first tokens of a text show little of what the model has learned."""
 
@@ -73,7 +75,7 @@ def draw_canary(model: PreTrainedModel, config: Config) -> CanaryText:
         ConfigError: the model fails on a plain sequence of tokens, and neither memory nor another rank is the cause.
     """
     # The engine reports the log-probs of a prompt with a response of one token, which needs a place in the context.
-    count = min(config.weights.canary_tokens, config.model.max_length - 1)
+    count = min(TOKENS, config.model.max_length - 1)
     try:
         text = _draw_text(model, count, config.run.seed)
     except (TypeError, ValueError, LookupError, AttributeError, AssertionError, RuntimeError) as error:

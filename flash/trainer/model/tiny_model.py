@@ -234,7 +234,8 @@ def _fingerprint(config: TinyModelConfig, env: WarmStart, env_options: dict[str,
     repeatable = examples == env.solved_examples(FINGERPRINT_EXAMPLES, config.seed)
     made_from = {
         "recipe": RECIPE,
-        "tiny_model": config,
+        # Models of earlier versions, in which `tied` was an option, stay current if they were made with its default.
+        "tiny_model": {**msgspec.to_builtins(config), "tied": True},
         "alphabet": env.alphabet(),
         "examples": examples if repeatable else env_options,
     }
@@ -322,7 +323,7 @@ def _shape(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3
         num_key_value_heads=heads,
         head_dim=HEAD_DIM,
         max_position_embeddings=CONTEXT,
-        tie_word_embeddings=config.tied,
+        tie_word_embeddings=True,
         # With the usual 0.02, the loss of such a narrow model stays on a plateau for hundreds of steps.
         initializer_range=config.width**-0.5,
         bos_token_id=None,
