@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from flash.config.load import key_paths
 from flash.config.resuming import CONDITIONS, PARTIAL, REFUSED, partial_effects, refused
 from flash.observe.alarms import ALARMS
