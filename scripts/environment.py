@@ -39,7 +39,8 @@ def fingerprint() -> str:
     an NVIDIA GPU and a compiler.
     """
     digest = hashlib.sha256()
-    for path in (ROOT / "pyproject.toml", *RECIPE, packages.LOCK, packages.ENGINE_LOCK, packages.COMPILED_LOCK):
+    locks = (packages.LOCK, packages.ENGINE_LOCK, packages.INSTALLER_LOCK, packages.COMPILED_LOCK)
+    for path in (ROOT / "pyproject.toml", *RECIPE, *locks):
         digest.update(path.read_bytes())
     kind = f"{sys.version_info[:2]} {packages.has_nvidia_gpu()} {packages.has_compiler()}"
     digest.update(f"{kind} {ROOT}".encode(errors="surrogateescape"))

