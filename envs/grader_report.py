@@ -16,19 +16,18 @@ from __future__ import annotations
 import builtins
 import functools
 import importlib
-import signal
 import sys
 import warnings
 from collections.abc import Callable
+from enum import Enum, auto
 from importlib.metadata import version
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final
 
 import anyio
 import msgspec
 
-from envs.workers import in_worker
+from envs.workers import TimeLimitError, in_worker, time_limit
 
 PACKAGE = "reasoning-gym"
 """Name of the package, as pip knows it."""
@@ -50,9 +49,23 @@ RAN: Final = "flash_answer_was_run"
 NOT_A_FAMILY = "composite"
 """Name of a family that only mixes other families."""
 
-HARMLESS: Final = ("", "gives nothing", "gives less than full marks")
-"""Acceptable results for a bad answer. Partial marks are acceptable because the environment does not count them. The
-empty text stands for a bad answer that happens to be right."""
+
+class Reaction(Enum):
+    """Reaction of a grader to an answer."""
+
+    FULL_MARKS = auto()
+    PARTIAL_MARKS = auto()
+    NO_MARKS = auto()
+    ENDLESS = auto()
+    """The grade took too long."""
+    RAISED = auto()
+    """The grader raised an error."""
+    RAN = auto()
+    """The grader executed the answer as a program."""
+
+
+HARMLESS: Final = (Reaction.PARTIAL_MARKS, Reaction.NO_MARKS)
+"""Acceptable reactions to a bad answer. Partial marks are acceptable because the environment does not count them."""
 
 Entry = dict[str, Any]
 """A problem of the package, with its `question` and its `answer`."""
@@ -98,13 +111,9 @@ class Reports(msgspec.Struct, frozen=True):
     families: list[GraderReport]
 
 
-class _TooLong(BaseException):
-    """Raised in a grade that takes too long. It is no Exception, because graders catch those."""
-
-
 @functools.cache
 def read_reports() -> Reports:
-    """Read the table that ships with Flash."""
+    """Read the table that ships with Flash, once. `envs.reasoning_gym` checks families against it."""
     return msgspec.json.decode(TABLE.read_bytes(), type=Reports)
 
 
@@ -116,27 +125,21 @@ def library() -> Any:
 
 
 def certify(
-    family: str, settings: dict[str, Any], make: Callable[..., Any] | None = None, most_s: float = GRADE_S
+    family: str, settings: dict[str, Any], make: Callable[..., Any] | None = None, grade_s: float = GRADE_S
 ) -> GraderReport:
-    """Test a family's grader with right and bad answers. Must run in a worker's main thread, because it sets SIGALRM.
+    """Test a family's grader with right and bad answers. `certified` calls this in a worker's main thread.
 
     Args:
         family: name of the family.
         settings: settings of the family.
         make: function that makes the problems; None: the package's own.
-        most_s: seconds that one grade may take.
+        grade_s: seconds that one grade may take.
     """
-    before = signal.getsignal(signal.SIGALRM)
-    signal.signal(signal.SIGALRM, _ring)
-    try:
-        return GraderReport(family, _faults(make or library().create_dataset, family, settings, most_s))
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    return GraderReport(family, _faults(make or library().create_dataset, family, settings, grade_s))
 
 
-def _faults(make: Callable[..., Any], family: str, settings: dict[str, Any], most_s: float) -> list[str]:
-    """Return the faults of a family's grader as parts of a sentence; empty if there are none."""
+def _faults(make: Callable[..., Any], family: str, settings: dict[str, Any], grade_s: float) -> list[str]:
+    """Return the faults of a family's grader as parts of a sentence, each with the answers; empty if there are none."""
     try:
         problems, again = (_problems(make, family, settings) for _ in range(2))
     except Exception as error:  # boundary to foreign code
@@ -144,15 +147,19 @@ def _faults(make: Callable[..., Any], family: str, settings: dict[str, Any], mos
     if [entry["question"] for _, entry in problems] != [entry["question"] for _, entry in again]:
         return ["its problems change from one call to the next"]
     faults: dict[str, dict[str, None]] = {}
+    """Names of answers, in order and each once, by the grader's reaction to them."""
     for grader, entry in problems:
-        right = _grade(grader, entry["answer"], entry, most_s)
-        if right != "gives full marks":
-            faults.setdefault(right, {})["the answer that comes with a problem"] = None
-        for name, bad in BAD_ANSWERS.items():
-            given = "" if same(bad(entry), entry["answer"]) else _grade(grader, bad(entry), entry, most_s)
-            if given not in HARMLESS:
-                faults.setdefault(given, {})[name] = None
-    return [f"{what} on {', '.join(answers)}" for what, answers in faults.items()]
+        reaction, text = _grade(grader, entry["answer"], entry, grade_s)
+        if reaction is not Reaction.FULL_MARKS:
+            faults.setdefault(text, {})["the answer that comes with a problem"] = None
+        for name, make_bad_answer in BAD_ANSWERS.items():
+            bad = make_bad_answer(entry)
+            if same(bad, entry["answer"]):
+                continue
+            reaction, text = _grade(grader, bad, entry, grade_s)
+            if reaction not in HARMLESS:
+                faults.setdefault(text, {})[name] = None
+    return [f"{text} on {', '.join(answers)}" for text, answers in faults.items()]
 
 
 def _problems(make: Callable[..., Any], family: str, settings: dict[str, Any]) -> list[tuple[Any, Entry]]:
@@ -161,35 +168,38 @@ def _problems(make: Callable[..., Any], family: str, settings: dict[str, Any]) -
     return [(grader, grader[number]) for number, grader in enumerate(made)]
 
 
-def _grade(grader: Any, answer: object, entry: Entry, most_s: float) -> str:
-    """Return the grader's reaction to an answer, as a part of a sentence."""
+def _grade(grader: Any, answer: object, entry: Entry, grade_s: float) -> tuple[Reaction, str]:
+    """Return the grader's reaction to an answer, and its description as a part of a sentence.
+
+    An answer that was executed counts as such, whatever the grader did afterwards: raise an error, hang, or give marks.
+    """
     builtins.__dict__.pop(RAN, None)
-    signal.setitimer(signal.ITIMER_REAL, most_s)
     try:
-        given = float(grader.score_answer(answer, entry))
-    except _TooLong:
-        return f"does not end within {most_s:g} s"
+        with time_limit(grade_s):
+            marks = float(grader.score_answer(answer, entry))
+    except TimeLimitError:
+        reaction, text = Reaction.ENDLESS, f"does not end within {grade_s:g} s"
     except Exception as error:  # boundary to foreign code
-        return f"raises {type(error).__name__}"
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        reaction, text = Reaction.RAISED, f"raises {type(error).__name__}"
+    else:
+        if marks >= 1:
+            reaction, text = Reaction.FULL_MARKS, "gives full marks"
+        elif marks > 0:
+            reaction, text = Reaction.PARTIAL_MARKS, "gives less than full marks"
+        else:
+            reaction, text = Reaction.NO_MARKS, "gives nothing"
     if builtins.__dict__.pop(RAN, None):
-        return "runs it as a program"
-    return "gives full marks" if given >= 1 else "gives nothing" if given <= 0 else "gives less than full marks"
+        return Reaction.RAN, "runs it as a program"
+    return reaction, text
 
 
 def same(bad: str, answer: object) -> bool:
-    """Return True if a bad answer happens to be the right one."""
+    """Return True if a bad answer happens to be the right one, so that full marks for it are no fault."""
     ours, theirs = bad.strip().casefold(), str(answer).strip().casefold()
     try:
         return ours == theirs or float(ours) == float(theirs)
     except ValueError:
         return False
-
-
-def _ring(signum: int, frame: FrameType | None) -> None:
-    """Handle SIGALRM: interrupt the grade that runs."""
-    raise _TooLong
 
 
 async def certified(family: str, settings: dict[str, Any]) -> GraderReport:

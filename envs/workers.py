@@ -1,7 +1,8 @@
 """Calls of user code in worker processes, because such code may take long, never return, or end its process.
 
-Verifiers, games and generators of problems run here. The code may print, close its standard streams and fork. None of
-that disturbs the results of this call and of later calls.
+Environments and `envs.rewards.verifier` call `in_worker` in the node's process. Verifiers, games and generators of
+problems then run in a worker, which lives until the node ends or a call is late. The code may print, close its standard
+streams and fork. None of that disturbs the results of this call and of later calls.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import ParamSpec, TypeVar, cast
 
 import anyio
@@ -22,6 +25,10 @@ from flash.errors import EnvError, FlashError
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+
+
+class TimeLimitError(BaseException):
+    """Error that `time_limit` raises in a block. It is no Exception, because user code catches those."""
 
 
 async def in_worker(timeout: float, function: Callable[_P, _T], *arguments: _P.args, **_: _P.kwargs) -> _T:
@@ -57,8 +64,8 @@ def _guarded(
     # If memory runs out, the kernel then kills this process before the run's own.
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
-    # If the run itself is killed, nothing else kills a hanging worker. SIGALRM's default action ends it then. The
-    # factor of 2 leaves the deadline of `in_worker` to the run.
+    # The guard: if the run itself is killed, nothing else kills a hanging worker. SIGALRM's default action ends it
+    # then, which no code can catch. The factor of 2 leaves the deadline of `in_worker` to the run.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, 2 * timeout)
     # The worker receives calls on stdin and sends results on stdout. The function and its child processes must not use
@@ -83,6 +90,35 @@ def _guarded(
         os.close(file)
     signal.setitimer(signal.ITIMER_REAL, 0)
     return value, error
+
+
+@contextmanager
+def time_limit(seconds: float) -> Generator[None]:
+    """Raise TimeLimitError in the block after `seconds`. For parts of a call, in the main thread of a worker.
+
+    The block shares the process's only real-time timer with the guard of `_guarded`. So the guard gets its handler and
+    its remaining time back at the end of the block, and also when the time is over: user code may catch the error and
+    go on, and then only the guard ends an orphaned worker.
+    """
+    handler = signal.getsignal(signal.SIGALRM)
+    guard_left = signal.getitimer(signal.ITIMER_REAL)[0]
+    begun = time.monotonic()
+
+    def restore_guard() -> None:
+        signal.signal(signal.SIGALRM, handler)
+        left = max(0.001, guard_left - (time.monotonic() - begun)) if guard_left else 0.0
+        signal.setitimer(signal.ITIMER_REAL, left)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        restore_guard()
+        raise TimeLimitError
+
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        restore_guard()
 
 
 def _sendable(error: FlashError) -> FlashError:

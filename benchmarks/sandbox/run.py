@@ -29,7 +29,7 @@ from benchmarks.sandbox import ours
 from benchmarks.sandbox.engine import IMAGE, engine, ensure_image
 from benchmarks.sandbox.swerex import SWEREX, SweRex, connected
 from envs.sandbox.engines.backend import Backend
-from envs.sandbox.engines.docker import open_engine
+from envs.sandbox.engines.docker import DockerBackend
 from envs.sandbox.local.sandbox import LocalSandbox
 
 ROUND_TRIP_MS = 1.0
@@ -166,7 +166,7 @@ def milliseconds(seconds: Sequence[float]) -> tuple[float, float]:
 async def in_containers(url: str, with_swerex: bool, size: Size) -> list[Row]:
     """Measure on the engine at `url`. Raises RuntimeError when a container is left behind."""
     labels = {LABEL: uuid4().hex}
-    async with open_engine(url) as backend:
+    async with DockerBackend(url) as backend:
         await ensure_image(backend.images)
         info = await backend.info()
         print(f"  engine   {info.name}, {info.default_runtime}, {info.cpus} cores; image {IMAGE}")

@@ -36,8 +36,8 @@ PAUSE_S = 0.5
 _NO_NAME = re.compile(r"[^A-Za-z0-9._:/-]")
 """Characters that the name of a sandboxes' owner may not have."""
 
-SandboxOpener = Callable[[Location, str], AbstractAsyncContextManager[SandboxProvider]]
-"""Function that opens sandboxes for an owner, for the time of a block: `open_sandboxes`, or a fake of a test."""
+SandboxOpener = Callable[[Location], AbstractAsyncContextManager[SandboxProvider]]
+"""Function that opens a provider of sandboxes for the time of a block: `open_sandboxes`, or a fake of a test."""
 
 
 class Judge:
@@ -163,7 +163,7 @@ async def shared_judge(pool: JudgePool, opener: SandboxOpener = open_sandboxes) 
     @asynccontextmanager
     async def open_judge() -> AsyncGenerator[Judge]:
         owner = _NO_NAME.sub("-", run_name())[:64]
-        async with opener(pool, owner) as provider:
+        async with opener(pool) as provider:
             yield Judge(BoundedSandboxes(provider, owner=owner, most=pool.parallel), pool)
 
     return await shared((pool, opener), open_judge)

@@ -9,7 +9,8 @@ A frame, in both directions, has the number of a connection, a kind, a length, a
     DATA      bytes of the connection
     END       no more bytes come from this side. Bytes in the other direction go on (half-closed).
     CLOSED    this side has given the connection up, in both directions
-    CREDIT    four bytes: so many bytes of DATA were taken by a program, or by the address, and as many more may come
+    CREDIT    four bytes, a number: the receiver has passed on so many bytes of DATA, so the sender may send as many
+              more. In the sandbox the program takes them; at the host the address does.
 
 A connection is over after an END from each side, or after one CLOSED. Late frames of a connection that is over are
 ignored. Each side sends at most `WINDOW` bytes of DATA beyond the CREDIT that it got. So a connection that nobody reads
@@ -19,10 +20,12 @@ A mark precedes the first frame, since nothing else on a terminal looks like it.
 port.
 """
 
+import errno
 import os
 import selectors
 import socket
 import struct
+import time
 import tty
 
 MARK = b"\0flash relay\0"
@@ -39,6 +42,8 @@ WINDOW = 1 << 17
 """Bytes of one connection that may be on their way in one direction: two pieces, so that the sender seldom waits."""
 CONNECTIONS = 256
 """Most connections at a time. Another one is closed at once."""
+PAUSE_S = 0.05
+"""Seconds to wait if no descriptor is left for a new connection."""
 
 
 class RelayedClient:
@@ -67,6 +72,8 @@ class Relay:
         self.listener = socket.socket()
         self.listener.bind(("127.0.0.1", 0))
         self.listener.listen(64)
+        # A program may leave before it is accepted; `accept` would then wait for the next one.
+        self.listener.setblocking(False)
         self.clients: dict[int, RelayedClient] = {}
         """Connections by their numbers."""
         self.read = bytearray()
@@ -104,8 +111,12 @@ class Relay:
         """Accept a connection, give it a number, and report it to the host."""
         try:
             stream, _ = self.listener.accept()
-        except OSError:
-            return  # The program has left already, or there is no descriptor for it.
+        except OSError as error:
+            # The program has left already, or there is no descriptor for it. Then the listener stays readable, and the
+            # loop would take a whole CPU without a pause.
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                time.sleep(PAUSE_S)
+            return
         if len(self.clients) >= CONNECTIONS:
             stream.close()
             return

@@ -6,18 +6,20 @@ The sandbox is not trusted. Its frames only name connections and carry bytes, so
 that address. The number of connections, and the bytes of each that wait here, are bounded. The task that reads frames
 never waits for a connection: a slow one stops only its own program.
 
-Lifecycle: `open_relay` starts the other end and one task that reads its frames, and each connection has a task of its
-own. All of them end with the block.
+Lifecycle: `open_relay` starts one task, which runs the other end on a terminal and reads its frames. Each connection
+has a task of its own. All of them end with the block. If the other end breaks the protocol, it is ended at once: the
+port in the sandbox is closed, so later connections of the agent fail instead of waiting for ever.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import anyio
-from anyio.abc import SocketStream, TaskGroup
+from anyio.abc import SocketStream, TaskGroup, TaskStatus
 
 from envs.relay.inside import CLOSED, CONNECTIONS, COUNT, CREDIT, DATA, END, HEADER, MARK, OPEN, PIECE, WINDOW
 from envs.sandbox.api import Terminal
@@ -25,10 +27,12 @@ from envs.sandbox.sandbox import Shells
 from flash.errors import SandboxError, SandboxLostError, SandboxStartError
 from flash.waiting import unwrapped_group
 
+_log = logging.getLogger(__name__)
+
 START_S = 30.0
-"""Seconds for the end in the sandbox to start."""
+"""Seconds that the end in the sandbox has to start."""
 CHATTER = 1 << 16
-"""Most bytes before the relay's mark, for example a greeting that the image prints."""
+"""Most bytes of the terminal before the relay's mark, for example a greeting that the image prints."""
 REFUSALS = 64
 """Most connections that are being refused at a time. The other end opens no more than `CONNECTIONS`, so more refusals
 mean that a program of the sandbox has taken its place; then the relay ends."""
@@ -47,14 +51,14 @@ async def open_relay(sandbox: Shells, host: str, port: int) -> AsyncGenerator[in
     Raises:
         SandboxStartError: the relay does not start: the image has no Python, or the profile allows no internet sockets.
     """
-    async with sandbox.terminal(["python3", "-c", SOURCE]) as terminal, unwrapped_group() as tasks:
-        relay = _Relay(terminal, tasks, host, port)
-        tasks.start_soon(relay.read_frames)
+    async with unwrapped_group() as tasks:
+        relay = _Relay(tasks, host, port)
+        await tasks.start(relay.run, sandbox)
         with anyio.move_on_after(START_S):
-            await relay.started.wait()
-        if relay.port is None:
-            raise SandboxStartError(f"the relay does not start in the sandbox: {relay.said()}")
-        yield relay.port
+            await relay.settled.wait()
+        if relay.inside_port is None:
+            raise SandboxStartError(f"the relay does not start in the sandbox: {relay.last_output()}")
+        yield relay.inside_port
         tasks.cancel_scope.cancel()
 
 
@@ -66,10 +70,10 @@ class _Connection:
         """Bytes from the program that the address has not taken yet."""
         self.ended = False
         """True once the program sends no more."""
-        self.room = WINDOW
-        """Bytes that the sandbox may still send."""
-        self.credit = WINDOW
-        """Bytes that the sandbox still accepts."""
+        self.may_receive = WINDOW
+        """Bytes that the sandbox may still send. They wait here until the address takes them."""
+        self.may_send = WINDOW
+        """Bytes that may still be sent to the sandbox."""
         self.scope = anyio.CancelScope()
         """Cancel scope around the task that serves it."""
         self.changed = anyio.Event()
@@ -82,65 +86,88 @@ class _Connection:
 
 
 class _Relay:
-    """Relay over one terminal. Its tasks connect the address for the programs in the sandbox."""
+    """Relay over one terminal. Its tasks connect to the address for the programs in the sandbox."""
 
-    def __init__(self, terminal: Terminal, tasks: TaskGroup, host: str, port: int) -> None:
-        self._terminal = terminal
+    _terminal: Terminal
+
+    def __init__(self, tasks: TaskGroup, host: str, port: int) -> None:
+        """Create a relay to the address `host:port`, whose tasks run in `tasks`."""
         self._tasks = tasks
         self._host = host
         self._port = port
-        self._read = bytearray()
+        self._unread = bytearray()
+        """Bytes from the terminal that are no complete frame yet."""
         self._writing = anyio.Lock()
         """Lock of the terminal's input, so that frames of several tasks do not mix."""
         self._open: dict[int, _Connection] = {}
+        """Open connections by their numbers."""
         self._last = 0
         """Number of the newest connection."""
         self._refusals = 0
         """Number of tasks that refuse a connection."""
-        self.started = anyio.Event()
-        self.port: int | None = None
+        self.settled = anyio.Event()
+        """Event that is set once the other end listens, or has ended."""
+        self.inside_port: int | None = None
+        """Port on the sandbox's loopback; None until the other end has reported it."""
 
-    def said(self) -> str:
-        """Return the end of the bytes that were not read as frames, for an error message."""
-        return self._read.decode("utf-8", "replace").strip()[-500:]
+    def last_output(self) -> str:
+        """Return the end of the terminal's output that was not read as frames, for an error message."""
+        return self._unread.decode("utf-8", "replace").strip()[-500:]
 
-    async def read_frames(self) -> None:
+    async def run(self, sandbox: Shells, *, task_status: TaskStatus[None]) -> None:
+        """Run the other end on a terminal of the sandbox, and process its frames until it ends.
+
+        Leaving the terminal's block ends the program there, and with it the port in the sandbox.
+
+        Raises:
+            SandboxError: the terminal cannot be opened. Later errors only end the relay.
+        """
+        async with sandbox.terminal(["python3", "-c", SOURCE]) as self._terminal:
+            task_status.started()
+            try:
+                await self._read_frames()
+            except SandboxError as error:
+                # The calls that use the sandbox report its loss. A broken protocol is the fault of its programs.
+                _log.warning("a relay ended: %s", error)
+            finally:
+                self.settled.set()
+                for connection in self._open.values():
+                    connection.scope.cancel()
+
+    async def _read_frames(self) -> None:
         """Process frames from the sandbox's end until the terminal ends.
 
         Consumes frames. Waits for the terminal alone. Unblocked by output or the end of the terminal. Produces changes
-        of connections, and tasks that serve new ones. At the end all connections are closed.
+        of connections, and tasks that serve new ones.
+
+        Raises:
+            SandboxError: the sandbox is lost, or its end breaks the protocol.
         """
-        try:
-            while data := await self._terminal.read():
-                self._read += data
-                if self.port is None and not self._begins():
-                    if len(self._read) > CHATTER:
-                        return
-                    continue
-                while (frame := self._frame()) is not None:
-                    self._take(*frame)
-        except SandboxError:
-            pass  # The calls that use the sandbox report its loss.
-        finally:
-            self.started.set()
-            for connection in self._open.values():
-                connection.scope.cancel()
+        while data := await self._terminal.read():
+            self._unread += data
+            if self.inside_port is None and not self._begins():
+                if len(self._unread) > CHATTER:
+                    return
+                continue
+            while (frame := self._frame()) is not None:
+                self._take(*frame)
 
     def _begins(self) -> bool:
         """Look for the mark and the frame with the port. Returns True once the port is known."""
-        at = self._read.find(MARK)
-        if at < 0 or len(self._read) < at + len(MARK) + HEADER.size:
+        at = self._unread.find(MARK)
+        if at < 0 or len(self._unread) < at + len(MARK) + HEADER.size:
             return False
-        _, _, size = HEADER.unpack_from(self._read, at + len(MARK))
-        if size > 5 or len(self._read) < at + len(MARK) + HEADER.size + size:
+        _, _, size = HEADER.unpack_from(self._unread, at + len(MARK))
+        # A port has at most five digits.
+        if size > 5 or len(self._unread) < at + len(MARK) + HEADER.size + size:
             return False
-        del self._read[: at + len(MARK)]
+        del self._unread[: at + len(MARK)]
         frame = self._frame()
         assert frame is not None
         with suppress(ValueError):
-            self.port = int(frame[2])
-        self.started.set()
-        return self.port is not None
+            self.inside_port = int(frame[2])
+        self.settled.set()
+        return self.inside_port is not None
 
     def _frame(self) -> tuple[int, int, bytes] | None:
         """Take the next complete frame from the bytes read: number, kind and bytes. Returns None if there is none.
@@ -148,15 +175,15 @@ class _Relay:
         Raises:
             SandboxLostError: the frame is longer than the other end ever sends.
         """
-        if len(self._read) < HEADER.size:
+        if len(self._unread) < HEADER.size:
             return None
-        number, kind, size = HEADER.unpack_from(self._read)
+        number, kind, size = HEADER.unpack_from(self._unread)
         if size > PIECE:
             raise SandboxLostError(f"the relay in the sandbox sent a piece of {size} bytes")
-        if len(self._read) < HEADER.size + size:
+        if len(self._unread) < HEADER.size + size:
             return None
-        piece = bytes(self._read[HEADER.size : HEADER.size + size])
-        del self._read[: HEADER.size + size]
+        piece = bytes(self._unread[HEADER.size : HEADER.size + size])
+        del self._unread[: HEADER.size + size]
         return number, kind, piece
 
     def _take(self, number: int, kind: int, piece: bytes) -> None:
@@ -172,15 +199,15 @@ class _Relay:
         if connection is None:
             return  # A late frame: the address has ended the connection, which the other end did not know yet.
         if kind == DATA:
-            connection.room -= len(piece)
-            if connection.room < 0:
+            connection.may_receive -= len(piece)
+            if connection.may_receive < 0:
                 raise SandboxLostError("the relay in the sandbox sent more than it may")
             connection.waiting += piece
         elif kind == END:
             connection.ended = True
         elif kind == CREDIT and len(piece) == COUNT.size:
             # No more than the window, whatever the sandbox says: as many bytes can wait here for the terminal.
-            connection.credit = min(WINDOW, connection.credit + COUNT.unpack(piece)[0])
+            connection.may_send = min(WINDOW, connection.may_send + COUNT.unpack(piece)[0])
         elif kind == CLOSED:
             del self._open[number]
             connection.scope.cancel()
@@ -205,6 +232,7 @@ class _Relay:
             self._tasks.start_soon(self._serve, number, connection)
 
     async def _refuse(self, number: int) -> None:
+        """Close a connection that is one too many, at the sandbox's end."""
         try:
             await self._send(number, CLOSED)
         finally:
@@ -240,7 +268,7 @@ class _Relay:
                 data = bytes(connection.waiting)
                 connection.waiting.clear()
                 await stream.send(data)
-                connection.room += len(data)
+                connection.may_receive += len(data)
                 await self._send(number, CREDIT, COUNT.pack(len(data)))
             elif connection.ended:
                 # The answer of the address may still come: a program may end its side after its request.
@@ -252,14 +280,14 @@ class _Relay:
     async def _receive(self, number: int, connection: _Connection, stream: SocketStream) -> None:
         """Send the bytes from the address to the sandbox, as many as the program takes, and then their end."""
         while True:
-            while connection.credit <= 0:
+            while connection.may_send <= 0:
                 await connection.changed.wait()
             try:
-                data = await stream.receive(min(PIECE, connection.credit))
+                data = await stream.receive(min(PIECE, connection.may_send))
             except anyio.EndOfStream:
                 await self._send(number, END)
                 return
-            connection.credit -= len(data)
+            connection.may_send -= len(data)
             await self._send(number, DATA, data)
 
     async def _send(self, number: int, kind: int, data: bytes = b"") -> None:

@@ -110,6 +110,7 @@ def add_sandbox(commands: Any) -> argparse.ArgumentParser:
         metavar="NAME=URL=TOKENFILE",
         help="Another service, on which this one places sandboxes. May be given several times.",
     )
+    _add_ca(serve, "Certificate of the authority that has signed the certificates of the services of --host.")
     serve.add_argument(
         "--warm",
         action="append",
@@ -177,12 +178,12 @@ def _add_client(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="File with the token of the service. Default: that of a service on this machine.",
     )
-    parser.add_argument(
-        "--ca",
-        type=Path,
-        metavar="FILE.pem",
-        help="Certificate of the authority that has signed the service's certificate.",
-    )
+    _add_ca(parser, "Certificate of the authority that has signed the service's certificate.")
+
+
+def _add_ca(parser: argparse.ArgumentParser, help: str) -> None:
+    """Add the option `--ca`. Without it, the certificates of services must be signed by a public authority."""
+    parser.add_argument("--ca", type=Path, metavar="FILE.pem", help=f"{help} Default: the public authorities.")
 
 
 def _add_spec(parser: argparse.ArgumentParser) -> None:
@@ -322,21 +323,21 @@ async def _serve(arguments: argparse.Namespace) -> int:
 
 async def _hosts(arguments: argparse.Namespace, stack: AsyncExitStack, service: str, lock: Any) -> list[Host]:
     """Return the hosts of the service: the services of `--host`, or else this machine's engine."""
-    from envs.sandbox.engines.docker import open_engine
+    from envs.sandbox.engines.docker import DockerBackend
     from envs.sandbox.engines.docker_containers import USERS, parse_users
     from envs.sandbox.pool.local_host import open_engine_host
     from envs.sandbox.pool.ownership import Identity
-    from envs.sandbox.remote.client import SandboxClient, service_token
+    from envs.sandbox.remote.client import SandboxClient, certificate_check, service_token
     from envs.sandbox.remote.host import RemoteHost
 
     hosts: list[Host] = []
     for text in arguments.host:
         name, url, path = _three(text)
-        client = SandboxClient(url, service_token(Path(path)))
+        client = SandboxClient(url, service_token(Path(path)), verify=certificate_check(arguments.ca))
         hosts.append(RemoteHost(name, await stack.enter_async_context(client), service))
     if not hosts:
         users = parse_users(arguments.users) if arguments.users else USERS
-        backend = await stack.enter_async_context(open_engine(arguments.engine, users=users))
+        backend = await stack.enter_async_context(DockerBackend(arguments.engine, users=users))
         warm = [_warm(text) for text in arguments.warm]
         hosts.append(await stack.enter_async_context(open_engine_host(backend, Identity.of(service, lock), warm=warm)))
     return hosts
@@ -389,9 +390,9 @@ def parse_address(listen: str, certificate: Path | None, key: Path | None) -> Ht
 @asynccontextmanager
 async def _client(arguments: argparse.Namespace) -> AsyncGenerator[SandboxClient]:
     """Connect to the service that the options name, for the time of the block."""
-    from envs.sandbox.remote.client import SandboxClient, service_token, trusting
+    from envs.sandbox.remote.client import SandboxClient, certificate_check, service_token
 
-    verify = trusting(arguments.ca)
+    verify = certificate_check(arguments.ca)
     token = os.environ.get("FLASH_SANDBOX_TOKEN") or service_token(arguments.token_file)
     async with SandboxClient(arguments.url, token, verify=verify) as client:
         yield client
@@ -456,9 +457,9 @@ async def _remove(arguments: argparse.Namespace) -> int:
 async def _doctor(arguments: argparse.Namespace) -> int:
     """Measure a sandbox of this machine's engine, and print the findings. Returns 1 if a check failed."""
     from envs.sandbox.doctor import doctor, lines
-    from envs.sandbox.engines.docker import open_engine
+    from envs.sandbox.engines.docker import DockerBackend
 
-    async with open_engine(arguments.engine) as backend:
+    async with DockerBackend(arguments.engine) as backend:
         diagnosis = await doctor(backend, _spec(arguments))
     for line in lines(diagnosis):
         sys.stdout.write(f"{one_line(line)}\n")

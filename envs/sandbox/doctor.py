@@ -14,7 +14,7 @@ import msgspec
 from envs.sandbox.api import Result, Spec
 from envs.sandbox.engines import profiles
 from envs.sandbox.engines.backend import Backend
-from envs.sandbox.engines.docker import open_engine
+from envs.sandbox.engines.docker import DockerBackend
 from envs.sandbox.local.sandbox import LocalSandbox
 from flash.errors import SandboxError
 
@@ -162,7 +162,7 @@ async def engine_name() -> str:
         ConfigError: there is no engine.
         SandboxError: the engine does not answer.
     """
-    async with open_engine() as engine:
+    async with DockerBackend() as engine:
         info = await engine.info()
         return f"{info.name} at {info.address}"
 

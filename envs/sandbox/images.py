@@ -133,9 +133,9 @@ def _run(command: Sequence[str], stdin: object = None) -> str:
 
 async def _main(names: Sequence[str]) -> None:
     """Build the named images and give them to this machine's engine."""
-    from envs.sandbox.engines.docker import open_engine
+    from envs.sandbox.engines.docker import DockerBackend
 
-    async with open_engine() as engine:
+    async with DockerBackend() as engine:
         for name in names:
             with tempfile.TemporaryDirectory(prefix="flash-image-") as folder:
                 archive = Path(folder) / "root.tar"

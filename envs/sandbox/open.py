@@ -1,6 +1,7 @@
 """Sandboxes for programs of this process: from a pool over this machine's engine, or from a service.
 
-`Location` selects one of the two; `open_sandboxes` opens it. `BoundedSandboxes` limits how many are in use at a time.
+`Location` selects one of the two; `open_sandboxes` opens it. `BoundedSandboxes` limits how many are in use at a time;
+`envs.judging.judge.shared_judge` makes one for each node of a run.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from flash.errors import ConfigError, SandboxBusyError
 from flash.types import Stock
 
 LOCAL = "local"
+"""Value of `Location.at` that stands for this machine's engine."""
 
 
 class Location(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,8 +54,8 @@ def check_location(location: Location) -> None:
 
 
 @asynccontextmanager
-async def open_sandboxes(location: Location, owner: str) -> AsyncGenerator[SandboxProvider]:
-    """Open a provider of sandboxes for the time of the block, for `owner`. At its end all its sandboxes are closed.
+async def open_sandboxes(location: Location) -> AsyncGenerator[SandboxProvider]:
+    """Open a provider of sandboxes for the time of the block. At its end all its sandboxes are closed.
 
     Raises:
         ConfigError: there is no engine, or a package or a token is missing.
@@ -61,7 +63,7 @@ async def open_sandboxes(location: Location, owner: str) -> AsyncGenerator[Sandb
     """
     async with AsyncExitStack() as stack:
         try:
-            sandboxes = await (_pool(stack) if location.at == LOCAL else _client(stack, location, owner))
+            sandboxes = await (_pool(stack) if location.at == LOCAL else _client(stack, location))
         except ModuleNotFoundError as error:
             raise ConfigError(f"{error.name} is not installed; pip install -e '.[sandbox]'") from error
         yield sandboxes
@@ -74,11 +76,13 @@ class BoundedSandboxes:
     """
 
     def __init__(self, provider: SandboxProvider, *, owner: str, most: int) -> None:
+        """Create a lender of the provider's sandboxes. `owner` is the name under which they are ordered."""
         self._provider = provider
         self._owner = owner
         self._most = most
         self._places = anyio.Semaphore(most)
         self._made = 0
+        """Number of sandboxes lent so far."""
 
     @asynccontextmanager
     async def borrow(self, spec: Spec, deadline: float) -> AsyncGenerator[Sandbox]:
@@ -102,19 +106,19 @@ class BoundedSandboxes:
             self._places.release()
 
     def stock(self) -> Stock:
-        """Return the number of sandboxes in use, of waiting callers, and of sandboxes started so far."""
+        """Return the number of sandboxes in use, of waiting callers, and of sandboxes lent so far, as metrics."""
         waiting = self._places.statistics().tasks_waiting
         return Stock("sandboxes", self._most - self._places.value, 0, waiting, self._most, self._made)
 
 
 async def _pool(stack: AsyncExitStack) -> SandboxProvider:
     """Open a pool over this machine's engine. Everything that it needs is closed with `stack`."""
-    from envs.sandbox.engines.docker import open_engine
+    from envs.sandbox.engines.docker import DockerBackend
     from envs.sandbox.pool.local_host import open_engine_host
     from envs.sandbox.pool.ownership import Identity, OwnerLock, runtime_folder
     from envs.sandbox.pool.pool import open_pool
 
-    backend = await stack.enter_async_context(open_engine())
+    backend = await stack.enter_async_context(DockerBackend())
     # The engine is asked before anything else: a pool would wait for an engine that does not answer.
     await backend.info()
     service = uuid4().hex
@@ -126,10 +130,10 @@ async def _pool(stack: AsyncExitStack) -> SandboxProvider:
     return await stack.enter_async_context(open_pool([host]))
 
 
-async def _client(stack: AsyncExitStack, location: Location, owner: str) -> SandboxProvider:
+async def _client(stack: AsyncExitStack, location: Location) -> SandboxProvider:
     """Open a client of the service at `location`. It is closed with `stack`."""
-    from envs.sandbox.remote.client import SandboxClient, service_token, trusting
+    from envs.sandbox.remote.client import SandboxClient, certificate_check, service_token
 
     token = os.environ.get("FLASH_SANDBOX_TOKEN") or service_token(Path(location.token_file or ""))
-    verify = trusting(Path(location.ca) if location.ca else None)
-    return await stack.enter_async_context(SandboxClient(location.at, token, owner=owner, verify=verify))
+    verify = certificate_check(Path(location.ca) if location.ca else None)
+    return await stack.enter_async_context(SandboxClient(location.at, token, verify=verify))

@@ -32,9 +32,15 @@ from flash import errors
 from flash.errors import FlashError, SandboxError
 
 BINARY = "application/octet-stream"
+"""Media type of the bytes of a file."""
 MSGPACK = "application/msgpack"
+"""Media type of requests and responses of Flash's own client."""
 NDJSON = "application/x-ndjson"
+"""Media type of a streamed response: one JSON object per line."""
 TAR = "application/x-tar"
+"""Media type of a file or tree as a tar archive."""
+PROBLEM_JSON = "application/problem+json"
+"""Media type of a response with an error (RFC 9457)."""
 
 Path = Annotated[str, Meta(min_length=1, max_length=4096, pattern="^[^\x00]+$")]
 """Path of a file in a sandbox."""
@@ -53,7 +59,6 @@ Version = Annotated[int, Meta(ge=-1, le=(1 << 63) - 1)]
 OutputLimit = Annotated[int, Meta(ge=1, le=1 << 20)]
 """Most bytes of a job's output that one call returns."""
 
-MEDIA_TYPE = "application/problem+json"
 STATUS: dict[str, int] = {
     "SandboxRefusedError": 422,
     "SandboxBusyError": 503,

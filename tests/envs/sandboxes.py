@@ -75,12 +75,12 @@ class ScriptedProvider:
             self.out -= 1
 
     @asynccontextmanager
-    async def open(self, source, owner):
+    async def open(self, source):
         yield self
 
 
 @asynccontextmanager
-async def local_processes(source, owner):
+async def local_processes(source):
     """A pool whose sandboxes are local processes."""
     async with FakeBackend() as backend:
         async with open_maker(backend) as maker, open_pool([host("here", maker)]) as pool:

@@ -64,6 +64,12 @@ def test_a_grader_that_raises_or_runs_answers_is_refused() -> None:
 
     assert graded(runs) == ["runs it as a program on a program"]
 
+    def runs_and_raises(answer: str) -> float:
+        runs(answer)
+        return float(int(answer) == 7) if "__import__" in answer else 0.0
+
+    assert graded(runs_and_raises) == ["runs it as a program on a program"]
+
 
 def test_a_grader_that_does_not_end_is_refused() -> None:
     def hangs(answer: str) -> float:

@@ -24,7 +24,7 @@ from urllib.parse import quote
 import anyio
 import httpx
 
-from envs.sandbox.protocol import MEDIA_TYPE
+from envs.sandbox.protocol import PROBLEM_JSON
 from envs.sandbox.service.endpoint import Endpoint
 from envs.sandbox.service.web import ENDPOINTS
 from tests.envs.sandbox.raw import END_S, bare, bearer, connected, head
@@ -85,7 +85,7 @@ async def ask(client: httpx.AsyncClient, live: str, rng: Random) -> int:
         answer = await client.request(method, path, params=query(endpoint, rng), content=data, headers=headers)
     assert answer.status_code < 500 or answer.status_code == 503, f"{answer.request.url}: {answer.text[:300]}"
     if answer.status_code >= 400 and answer.content and answer.status_code not in (401, 404, 405):
-        assert answer.headers["content-type"] == MEDIA_TYPE, f"{answer.request.url}: {answer.text[:300]}"
+        assert answer.headers["content-type"] == PROBLEM_JSON, f"{answer.request.url}: {answer.text[:300]}"
         assert "Traceback" not in answer.text
     return answer.status_code
 

@@ -1,5 +1,6 @@
 """The agent: the program that runs inside a sandbox, on Python 3.6 or newer and the standard library only.
 
-Flash does not import these modules. `bundle` joins them in the order of `PARTS` and sends the result. So no two modules
-may define the same top-level name. Imports between them are only for readers and checkers.
+`envs.sandbox.engines.bundle` joins them in the order of `PARTS` and sends the result into each sandbox. So no two
+modules may define the same top-level name, and imports between them are only for readers and checkers. The host's side
+of Flash imports only constants and `remove` from here; tests import more.
 """

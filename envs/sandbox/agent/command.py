@@ -1,6 +1,10 @@
 """A command, from its start to its result: `run`, `stream`, a job, a terminal, or a worker of the agent.
 
-Before it begins, `end_leftovers` kills the processes that ended commands have left behind.
+Part of the program inside a sandbox: Python 3.6, standard library only. `envs.sandbox.engines.bundle` joins all modules
+into one text, so top-level names must be unique. A worker is a child process in which the agent runs a function of its
+own. The *host* is the process of Flash that controls the agent.
+
+Before a command begins, `end_leftovers` kills the processes that ended commands have left behind.
 """
 
 import _signal
@@ -29,13 +33,13 @@ from envs.sandbox.agent.process import (
 )
 from envs.sandbox.agent.wire import CHUNK, CREDIT, PIECE, PIECE_COST, RESULT, CallRefusal
 
-LOOKS = 300
-"""Most rounds of killing before the command is refused."""
+ROUNDS = 300
+"""Most rounds of killing leftovers before the new command is refused."""
 
 GRACE = 0.5
 """Seconds between SIGTERM and SIGKILL."""
-LOOK = 0.2
-"""Seconds between two measurements of a command for which waits for a CPU do not count."""
+MEASURE = 0.2
+"""Seconds between two measurements of the CPU time of a command with `patience`."""
 CHECK = 0.05
 """Seconds between two checks, during the grace, for processes that are left."""
 NO_SPACE = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
@@ -43,7 +47,7 @@ NO_SPACE = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
 class System:
-    """The functions on this machine's processes; tests replace them."""
+    """The functions on this machine's processes that `end_leftovers` calls. Tests give it a simulated class instead."""
 
     adopted, processes, number_of = staticmethod(adopted), staticmethod(processes), staticmethod(number_of)
     send_signal = staticmethod(send_signal)
@@ -56,9 +60,14 @@ def end_leftovers(agent: object, shell: object = None, system: object = System) 
 
     Such a process has lost its parent, and belongs neither to a running command or job nor to a command of a session
     other than `shell`. Raises CallRefusal if they cannot be ended.
+
+    Args:
+        agent: the `BoxAgent`, which knows the running commands.
+        shell: session whose next command is about to begin; None for a command outside of sessions.
+        system: functions on processes.
     """
     ended = set()
-    for _ in range(LOOKS):
+    for _ in range(ROUNDS):
         left = leftovers(agent, shell, system) - ended
         if not left:
             return
@@ -92,12 +101,19 @@ def descendants(roots: "set[int]", system: object = System) -> list:
 
 
 class Command:
-    """A process group and its output. `reply(kind, body)` sends frames of its call.
+    """A process group and its output.
 
     The operations `run`, `start` and `work` make it. `BoxAgent.reap` calls `reaped` when its first process has ended.
     """
 
     def __init__(self, agent: object, reply: object, request: dict) -> None:
+        """Start the command. Raises CallRefusal if that fails.
+
+        Args:
+            agent: the `BoxAgent`.
+            reply: function `(kind, body)` that sends the host a frame of the command's call.
+            request: argument of the operation, with `command` or `argv` or `function`, and options such as `timeout`.
+        """
         self.agent = agent
         self.reply = reply
         self.number = agent.numbers.new()
@@ -111,6 +127,7 @@ class Command:
         self.credit = request.get("credit", 0)
         """Bytes of streamed output that the host still accepts."""
         self.pipes = {}
+        """`Pipe` of each output stream; a terminal has only `stdout`."""
         self.feed = None
         """`InputFeed` of a command whose input the host sends; None if it has none, or all input is there already."""
         self.timed_out = False
@@ -119,13 +136,17 @@ class Command:
         self.waiters = set()
         """`JobWaiter`s of a job: the calls that wait for its result."""
         self.pid = -1
+        """Process id of the first process."""
         self.timer = None
+        """Timer for the next step of the command's end: `expire`, `kill` or `reaped`."""
         self.stopping = None
-        """Time at which the command was first asked to stop."""
+        """Time at which the command was first asked to stop; None until then."""
         if "function" not in request:
             end_leftovers(agent)
-        self.started = self.looked = now()
+        self.started = self.measured = now()
+        """Times of the start and of the last measurement."""
         self.timeout = request.get("timeout")
+        """Seconds after which the command is stopped; None: never."""
         self.patience = request.get("patience")
         """Longest wall-clock seconds, if waits for a CPU do not count against the timeout. None: waits count."""
         self.own = 0.0
@@ -137,7 +158,7 @@ class Command:
         agent.children[self.pid] = self
         agent.active.add(self)
         if self.timeout is not None:
-            first = self.timeout if self.patience is None else min(self.timeout, LOOK)
+            first = self.timeout if self.patience is None else min(self.timeout, MEASURE)
             self.timer = agent.loop.later(first, self.expire)
 
     def start(self, request: dict) -> None:
@@ -205,7 +226,7 @@ class Command:
             self.pipes[name] = Pipe(loop, fd, lambda data, name=name: self.take(name, data))
 
     def take(self, name: str, data: bytes) -> None:
-        """Process output: keep it, or stream it and pause the pipes when the credit is used up."""
+        """Process output of the stream `name`: keep it, or stream it and pause the pipes when the credit is used up."""
         ring = self.rings[name]
         if not self.streaming:
             ring.add(data)
@@ -227,21 +248,21 @@ class Command:
     def expire(self) -> None:
         """End the command if its time is over. If it waited for a CPU meanwhile, check again later."""
         if self.patience is not None:
-            self.count()
-            left = min(self.timeout - self.own, self.patience - (self.looked - self.started))
+            self.measure_time()
+            left = min(self.timeout - self.own, self.patience - (self.measured - self.started))
             if left > 0:
-                self.timer = self.agent.loop.later(min(max(left, 0.01), LOOK), self.expire)
+                self.timer = self.agent.loop.later(min(max(left, 0.01), MEASURE), self.expire)
                 return
         self.timed_out = True
         self.stop()
 
-    def count(self) -> None:
-        """Add the time since the last measurement: its CPU time if it is ready to run now, else all of it."""
-        ticks, wants = load(tree(self.pid, self.number))
+    def measure_time(self) -> None:
+        """Add the time since the last measurement to `own`: its CPU time if it is ready to run now, else all of it."""
+        ticks, ready = load(tree(self.pid, self.number))
         at = now()
-        passed, had = at - self.looked, max(0, ticks - self.ticks) / CLOCK_TICK
-        self.own += min(had, passed) if wants else passed
-        self.looked, self.ticks = at, ticks
+        passed, cpu = at - self.measured, max(0, ticks - self.ticks) / CLOCK_TICK
+        self.own += min(cpu, passed) if ready else passed
+        self.measured, self.ticks = at, ticks
 
     def cancel(self) -> None:
         """Stop the command, because its caller does not wait for the result any more."""
@@ -257,11 +278,11 @@ class Command:
         self.timer = self.agent.loop.later(GRACE, self.kill)
 
     def kill(self) -> None:
-        """Kill all processes of the command at once."""
+        """Kill all processes of the command: at the end of the grace, and after its first process has ended."""
         send_to_group(self.pid, _signal.SIGKILL)
         if self.agent.is_init and self.agent.epoch == 1 and self.agent.active <= {self} and not self.agent.shells:
             # With one command and no session, every process belongs to it, and one call reaches all at once. Not after
-            # a host has taken over: the process that connects it to us lives in here too.
+            # a host has taken over (`epoch` is above 1): the process that connects it to us lives in here too.
             send_signal([-1], _signal.SIGKILL)
             return
         kill_all(lambda: tree(self.pid, self.number))
@@ -300,7 +321,7 @@ class Command:
                 "timed_out": self.timed_out,
                 "oom_killed": self.agent.oom.read() > self.oom_before,
                 "wall_s": now() - self.started,
-                "waited_s": max(0.0, self.looked - self.started - self.own),
+                "waited_s": max(0.0, self.measured - self.started - self.own),
                 "cpu_s": usage.ru_utime + usage.ru_stime,
                 "max_rss": usage.ru_maxrss * 1024,
             }
@@ -332,7 +353,10 @@ class JobWaiter:
 
 
 def open_pipes(null: int, request: dict, ours: "list[int]", theirs: "list[int]") -> "dict[int, int]":
-    """Return the descriptors of a process. Our ends of the pipes are added to `ours`, the others to `theirs`."""
+    """Open the pipes of a process, and return its descriptors: our descriptor for each of its numbers.
+
+    Our ends of the pipes are added to `ours`, the others to `theirs`. Without input, it reads from `null`.
+    """
     files = {0: null}
     if request.get("stdin") or request.get("feed"):
         reading, writing = os.pipe()
@@ -348,7 +372,10 @@ def open_pipes(null: int, request: dict, ours: "list[int]", theirs: "list[int]")
 
 
 def open_terminal(ours: "list[int]", theirs: "list[int]") -> "dict[int, int]":
-    """Open a pseudo-terminal, and return the descriptors of the process."""
+    """Open a pseudo-terminal, and return the descriptors of the process: the terminal as all three.
+
+    Two descriptors of our end are added to `ours`: for output, and for input.
+    """
     master, slave = os.openpty()
     ours.append(master)
     theirs.append(slave)
@@ -357,7 +384,14 @@ def open_terminal(ours: "list[int]", theirs: "list[int]") -> "dict[int, int]":
 
 
 def send_result(reply: object, body: dict, rings: dict, streaming: bool) -> None:
-    """Send a result. Long output is sent in pieces before it; short output is part of it."""
+    """Send the result of a command. Long output is sent in pieces before it; short output is part of it.
+
+    Args:
+        reply: function that sends a frame of the call.
+        body: fields of the result without the output.
+        rings: kept output by stream.
+        streaming: True if the output was sent while it was written.
+    """
     body = dict(body)
     for name, ring in rings.items():
         content = ring.content()
@@ -370,7 +404,7 @@ def send_result(reply: object, body: dict, rings: dict, streaming: bool) -> None
 
 
 def ending(status: int) -> dict:
-    """Return the exit code and the signal of a wait status."""
+    """Return the exit code and the signal of a wait status, as fields of a result."""
     if os.WIFSIGNALED(status):
         return {"exit_code": None, "signal": signal_name(os.WTERMSIG(status))}
     return {"exit_code": os.WEXITSTATUS(status), "signal": None}

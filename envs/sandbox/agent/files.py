@@ -1,11 +1,14 @@
 """Files of the sandbox: ranges, atomic writes, listings, removal, and trees as tar streams.
 
+Part of the program inside a sandbox: Python 3.6, standard library only. `envs.sandbox.engines.bundle` joins all modules
+into one text, so top-level names must be unique. The operations in `envs.sandbox.agent.main` call the functions here.
+
 Paths are resolved step by step (`locate`), so that no link made by a program leads into /proc. There the descriptors
 and memory of the process that follows a link are files. So a link that leads there is refused, and of the kernel's own
 links in /proc only the text is used. A path that names /proc itself may be read.
 
 No function can reach outside the sandbox. Requests are refused if they would block or never end. The functions for
-trees and removal run in worker processes of the agent.
+trees and removal run in worker processes of the agent: they may take long, and the agent has only one thread.
 """
 
 import binascii
@@ -26,9 +29,12 @@ READ_LIMIT = 1 << 20
 LIST_LIMIT = 100000
 """Most entries of one listing."""
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-"""Flags to open a folder whose content is removed. A link that has replaced the folder must not be followed."""
+"""Flags to open a folder whose content is listed, sent or removed. A link that has replaced the folder must not be
+followed."""
 SNAPSHOT_FILE = "/.flash-snapshot.tar"
-"""Path at which an image keeps the working directory of the sandbox that it was made from."""
+"""Path in a snapshot's image of the tar archive with the working directory of the sandbox that it was made of.
+
+`envs.sandbox.engines.docker_images` puts it there, because a working directory in memory is not part of an image."""
 SENT = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 """Flags to open a file for sending. A pipe that has replaced the file must not block."""
 MADE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -44,13 +50,19 @@ def on_proc(fd: int) -> bool:
 
 
 def locate(path: str, follow: bool, make: bool = False, start: int = -1) -> "tuple[int, str]":
-    """Return the path's open folder, which the caller closes, and the name in it; `.` is the folder itself.
+    """Return the open folder that a path leads to, and the name in it; the name `.` is the folder itself.
 
-    A path begins at the root, or at the folder `start`. With `follow`, a link in its last part is followed. With
-    `make`, missing folders are created. The caller must open the name without following links: a program may have put a
-    link in its place meanwhile. Raises OSError, and CallRefusal for a link into /proc.
+    The caller closes the folder. It must open the name without following links: a program may have put a link in its
+    place meanwhile. Raises OSError, and CallRefusal for a link into /proc.
+
+    Args:
+        path: the path, from the root or from `start`.
+        follow: True to follow a link in the last part of the path. Links in earlier parts are always followed.
+        make: True to create missing folders.
+        start: open folder where the path begins; -1: the root.
     """
     here = os.dup(start) if start >= 0 else os.open("/", PLACE)
+    # `ahead` has the parts of the path that are left, the next one last. `linked`: a link outside /proc was followed.
     ahead, links, linked = path.split("/")[::-1], 0, False
     try:
         while True:
@@ -119,14 +131,20 @@ def open_found(path: str, flags: int, mode: int = 0o777, make: bool = False) -> 
 
 
 class FolderChain:
-    """Folders below an open one. A folder inside the last opened one is resolved from there."""
+    """Opener of folders below an open one, for the entries of a tree one after another.
+
+    Most entries are in the last opened folder or inside it. So a path is resolved from there if possible: from the top,
+    a deep tree would take quadratic time.
+    """
 
     def __init__(self, top: int, follow: bool) -> None:
+        """Begin at the open folder `top`. `follow` is True if links to folders are followed below it."""
         self.top, self.follow = top, follow
         self.path, self.here = "", os.dup(top)
+        """Path below `top` of the folder that was opened last, and its descriptor."""
 
     def open(self, path: str, make: bool = False) -> int:
-        """Return the open folder of this path. It stays open until the next call."""
+        """Return the open folder of this path below `top`. It stays open until the next call."""
         if path != self.path:
             inside = not self.path or path.startswith(self.path + "/")
             start, rest = (self.here, path[len(self.path) :]) if inside else (self.top, path)
@@ -149,8 +167,8 @@ class FolderChain:
         return here
 
 
-def refuse(path: str, error: OSError) -> CallRefusal:
-    """Return the refusal for an error of the file system."""
+def refusal(path: str, error: OSError) -> CallRefusal:
+    """Return the refusal of a call for an error of the file system, with the path in its message."""
     code = "limit" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM, errno.EMFILE) else "file"
     return CallRefusal(code, "{}: {}".format(path, os.strerror(error.errno or 0)))
 
@@ -164,7 +182,7 @@ def read_file(path: str, offset: int, limit: int) -> "tuple[bytes, list]":
         # A pipe without a writer would block for ever.
         fd = open_found(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
-        raise refuse(path, error)
+        raise refusal(path, error)
     try:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
@@ -177,19 +195,28 @@ def read_file(path: str, offset: int, limit: int) -> "tuple[bytes, list]":
             data += piece
         return bytes(data), [info.st_dev, info.st_ino, info.st_mtime_ns, info.st_size]
     except OSError as error:
-        raise refuse(path, error)
+        raise refusal(path, error)
     finally:
         os.close(fd)
 
 
 class Write:
-    """A file that is replaced, or appended to, while its bytes arrive."""
+    """A file that is replaced, or appended to, while its bytes arrive: the work of the operation `write`."""
 
     def __init__(self, path: str, mode: int, append: bool) -> None:
+        """Open the file. Raises CallRefusal if that fails.
+
+        Args:
+            path: absolute path of the file. Missing folders are created.
+            mode: permissions of a new or replaced file.
+            append: True to append to the file; False to replace it.
+        """
         self.path = path
         self.append = append
         self.folder = self.fd = -1
+        """Descriptors of the file's folder (only to replace it) and of the file; -1 if they are not open."""
         self.name = self.temporary = ""
+        """Names in the folder of the file and of the temporary file; only to replace it."""
         if not os.path.basename(path):
             raise CallRefusal("file", "{}: not the name of a file".format(path))
         try:
@@ -199,7 +226,7 @@ class Write:
                 self.open_new(mode)
         except OSError as error:
             self.drop()
-            raise refuse(path, error)
+            raise refusal(path, error)
         except CallRefusal:
             self.drop()
             raise
@@ -223,14 +250,14 @@ class Write:
         os.fchmod(self.fd, mode)
 
     def add(self, data: bytes) -> None:
-        """Write bytes. On an error the file is dropped."""
+        """Write bytes. On an error the file is dropped, and CallRefusal raised."""
         try:
             view = memoryview(data)
             while view:
                 view = view[os.write(self.fd, view) :]
         except OSError as error:
             self.drop()
-            raise refuse(self.path, error)
+            raise refusal(self.path, error)
 
     def commit(self) -> None:
         """Move the complete file into its place, after its last bytes. An append is in its place already.
@@ -241,16 +268,16 @@ class Write:
             if not self.append:
                 os.replace(self.temporary, self.name, src_dir_fd=self.folder, dst_dir_fd=self.folder)
         except OSError as error:
-            raise refuse(self.path, error)
+            raise refusal(self.path, error)
         finally:
             self.drop()
 
     def cancel(self) -> None:
-        """Give the file up, because the host does not send the rest of it."""
+        """Drop the file, because the host does not send the rest of it. Called for an abandoned call."""
         self.drop()
 
     def drop(self) -> None:
-        """Close the file, and remove it if it was not committed."""
+        """Close the file, and remove the temporary file if it was not moved into its place."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -273,7 +300,7 @@ def is_folder(name: str, folder: int) -> bool:
 
 
 def describe(folder: int, name: str) -> list:
-    """Return name, kind, size, mode and modification time of an entry of an open folder."""
+    """Return name, kind, size, mode and modification time of an entry of an open folder, in the order of `FileInfo`."""
     info = os.lstat(name, dir_fd=folder)
     kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFLNK: "link"}
     kind = kinds.get(stat.S_IFMT(info.st_mode), "other")
@@ -281,7 +308,7 @@ def describe(folder: int, name: str) -> list:
 
 
 def list_folder(path: str, send: object, limit: int = LIST_LIMIT) -> None:
-    """Send the entries of a folder, many at a time. For a file or a link, send its own entry.
+    """Call `send` with the entries of a folder, many at a time. For a file or a link, with its own entry.
 
     Raises CallRefusal if the folder cannot be read or has more than `limit` entries.
     """
@@ -295,19 +322,19 @@ def list_folder(path: str, send: object, limit: int = LIST_LIMIT) -> None:
         finally:
             os.close(folder)
     except OSError as error:
-        raise refuse(path, error)
+        raise refusal(path, error)
     try:
         send_listing(here, names_in(here, path, limit), send)
     except OSError as error:
-        raise refuse(path, error)
+        raise refusal(path, error)
     finally:
         os.close(here)
 
 
 def names_in(here: int, path: str, limit: int) -> "list[str]":
-    """Return all names in an open folder."""
+    """Return all names in an open folder. Raises CallRefusal if there are more than `limit`. `path` is for messages."""
     if sys.version_info < (3, 7):
-        return os.listdir(here)
+        return os.listdir(here)  # Its `scandir` takes no descriptor.
     names = []
     with os.scandir(here) as entries:
         for entry in entries:
@@ -318,7 +345,7 @@ def names_in(here: int, path: str, limit: int) -> "list[str]":
 
 
 def send_listing(here: int, names: "list[str]", send: object) -> None:
-    """Send the entries with these names in an open folder."""
+    """Call `send` with the entries of these names in an open folder, 200 at a time, so that they fit in a frame."""
     batch = []
     for name in sorted(names):
         try:
@@ -361,13 +388,13 @@ def remove_tree(folder: int, name: str, path: str) -> None:
         ahead.append(remove_files(here))
         while True:
             if ahead[-1]:
-                here = go(here, ahead[-1][-1])
+                here = move_to(here, ahead[-1][-1])
                 ahead.append(remove_files(here))
                 continue
             ahead.pop()
             if not ahead:
                 break
-            here = go(here, "..")
+            here = move_to(here, "..")
             os.rmdir(ahead[-1][-1], dir_fd=here)
             ahead[-1].pop()
     except OSError as error:
@@ -378,7 +405,7 @@ def remove_tree(folder: int, name: str, path: str) -> None:
     os.rmdir(name, dir_fd=folder)
 
 
-def go(here: int, name: str) -> int:
+def move_to(here: int, name: str) -> int:
     """Close `here` and open a folder in it, or its parent."""
     there = os.open(name, FOLDER, dir_fd=here)
     os.close(here)
@@ -400,10 +427,11 @@ class BytesLeft:
     """Bytes that the files of a tree may still have. Holes count as well, because an archive has none."""
 
     def __init__(self, most: "int | None") -> None:
+        """Set the limit, in bytes; None: no limit."""
         self.most = self.left = most
 
-    def take(self, size: int) -> None:
-        """Count a file. Raises OSError if the tree exceeds its limit."""
+    def count(self, size: int) -> None:
+        """Count a file of this size. Raises OSError if the tree exceeds its limit."""
         if self.left is not None:
             self.left -= size
             if self.left < 0:
@@ -413,7 +441,8 @@ class BytesLeft:
 def send_tree(path: str, most: "int | None" = None) -> None:
     """Write a tree, or one file, to standard output as a tar stream. `most` limits the bytes of its files.
 
-    Runs in a worker process. An OSError names the entry that failed; the worker writes it to standard error.
+    A single file becomes an archive with one member named ".", so that it can be received under any name. Runs in a
+    worker process. An OSError names the entry that failed; the worker writes it to standard error.
     """
     import tarfile
 
@@ -459,7 +488,7 @@ def send_entry(archive: object, folder: int, name: str, member: str, room: Bytes
         status = os.fstat(content.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        room.take(status.st_size)
+        room.count(status.st_size)
         info.size = status.st_size
     elif stat.S_ISDIR(status.st_mode):
         info.type = tarfile.DIRTYPE
@@ -479,20 +508,23 @@ def send_entry(archive: object, folder: int, name: str, member: str, room: Bytes
 def receive_tree(path: str) -> None:
     """Unpack a tar stream from standard input into the folder `path`, or onto the file `path`.
 
-    An archive of one file has the single member ".". Runs in a worker process.
+    An archive of one file has the single member ".", as `send_tree` makes it. In an archive of a folder, that name is
+    the folder itself (`tar -c .` writes it); its mode is ignored. Runs in a worker process.
     """
     import tarfile
 
     places, folders = None, []
     with os.fdopen(0, "rb", PIECE) as source, tarfile.open(fileobj=source, mode="r|") as archive:
         for member in archive:
-            if member.name == ".":
+            if member.name == "." and member.isfile():
                 write = Write(path, member.mode, False)
                 for piece in pieces_of(archive, member):
                     write.add(piece)
                 write.commit()
                 continue
             places = places or FolderChain(locate(path + "/", True, True)[0], True)
+            if member.name == "." and member.isdir():
+                continue
             receive_entry(archive, member, places)
             if member.isdir():
                 folders.append(member)
@@ -505,7 +537,10 @@ def receive_tree(path: str) -> None:
 
 
 def receive_entry(archive: object, member: object, places: FolderChain) -> None:
-    """Create an archive's entry. An existing file is removed and not written to, because it may be a link."""
+    """Create an archive's entry below the folder of `places`. Raises OSError for a name that leads out of it.
+
+    An existing file is removed and not written to, because it may be a link.
+    """
     folder, _, name = member.name.rpartition("/")
     if ".." in member.name.split("/") or name in ("", "."):
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), member.name)
@@ -533,7 +568,7 @@ def receive_entry(archive: object, member: object, places: FolderChain) -> None:
 
 
 def pieces_of(archive: object, member: object) -> object:
-    """Yield the content of an entry."""
+    """Yield the bytes of an archive's member in pieces; none for a folder."""
     content = archive.extractfile(member)
     piece = content.read(PIECE) if content else b""
     while piece:
@@ -542,7 +577,10 @@ def pieces_of(archive: object, member: object) -> object:
 
 
 def restore_tree(path: str) -> None:
-    """Unpack the files of the snapshot, if the image has them."""
+    """Unpack the files of a snapshot into the folder `path`, if the image has them.
+
+    Runs in a worker process, at the start of a sandbox whose image is a snapshot.
+    """
     if os.path.exists(SNAPSHOT_FILE):
         os.dup2(os.open(SNAPSHOT_FILE, os.O_RDONLY), 0)
         receive_tree(path)

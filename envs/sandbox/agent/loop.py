@@ -1,30 +1,42 @@
-"""The agent's event loop (one thread, epoll, timers on the monotonic clock), and the framed channel to its host."""
+"""The agent's event loop (one thread, epoll, timers on the monotonic clock), and the framed channel to its host.
 
+Part of the program inside a sandbox: Python 3.6, standard library only. `envs.sandbox.engines.bundle` joins all modules
+into one text, so top-level names must be unique. The *host* is the process of Flash that controls the sandbox.
+`BoxAgent` makes one `Loop`, and one `HostChannel` for each host that connects.
+"""
+
+# Not `heapq`, whose import compiles more code: a sandbox starts faster without it.
 import _heapq as heapq
 import errno
 import os
 import select
 import time
 
-from envs.sandbox.agent.wire import Frames, frame
+from envs.sandbox.agent.wire import FAILURE, Frames, frame
 
 READ_BYTES = 1 << 16
 """Bytes read at once from a descriptor: the capacity of a pipe."""
 
 
 class Loop:
-    """Calls functions when descriptors are ready and when timers expire."""
+    """Calls functions when descriptors are ready and when timers expire. Functions take no arguments."""
 
     def __init__(self) -> None:
         self.poll = select.epoll()
         self.readers = {}
+        """Function to call when a descriptor can be read, by descriptor."""
         self.writers = {}
+        """Function to call when a descriptor can be written, by descriptor."""
         self.timers = []
+        """Heap of timers: [time on the monotonic clock, serial, function or None if cancelled]."""
         self.serial = 0
-        self.stopped = False
+        """Number of timers so far. It orders timers of one moment, because functions cannot be compared."""
 
     def watch(self, fd: int, on_read: object = None, on_write: object = None) -> None:
-        """Set the functions to call for a descriptor. Without functions, it is not watched any more."""
+        """Set the functions to call when a descriptor can be read or written. They replace the earlier ones.
+
+        Without functions, the descriptor is not watched any more. Must be called before it is closed.
+        """
         known = fd in self.readers or fd in self.writers
         for table, function in ((self.readers, on_read), (self.writers, on_write)):
             if function is None:
@@ -41,7 +53,7 @@ class Loop:
             self.poll.register(fd, mask)
 
     def later(self, seconds: float, function: object) -> list:
-        """Call a function once, `seconds` from now. Returns the timer for `cancel`."""
+        """Call a function once, `seconds` from now. Returns the timer, which `cancel` accepts."""
         self.serial += 1
         timer = [time.monotonic() + seconds, self.serial, function]
         heapq.heappush(self.timers, timer)
@@ -53,12 +65,12 @@ class Loop:
             timer[2] = None
 
     def run(self) -> None:
-        """Wait for descriptors and timers, and call their functions, until `stopped` is set.
+        """Wait for descriptors and timers, and call their functions, for ever. The agent ends by `os._exit`.
 
         Functions must return quickly, since everything of the agent runs in this one thread. They may add and remove
         descriptors and timers.
         """
-        while not self.stopped:
+        while True:
             now = time.monotonic()
             while self.timers and (self.timers[0][2] is None or self.timers[0][0] <= now):
                 function = heapq.heappop(self.timers)[2]
@@ -80,9 +92,21 @@ class Loop:
 
 
 class HostChannel:
-    """Frames to and from the host over two descriptors. Outgoing frames wait in memory while the host does not read."""
+    """Frames to and from the host over two descriptors. Outgoing frames wait in memory while the host does not read.
+
+    `envs.sandbox.agent.wire` describes a frame. The same descriptor may serve both directions.
+    """
 
     def __init__(self, loop: Loop, source: int, sink: int, on_frame: object, on_lost: object) -> None:
+        """Begin to read frames.
+
+        Args:
+            loop: the agent's loop, which calls `read` and `write`.
+            source: descriptor that frames come from.
+            sink: descriptor that frames are written to.
+            on_frame: function called with the body of each frame (`BoxAgent.take`).
+            on_lost: function called once with this channel when it is closed (`BoxAgent.lose`).
+        """
         self.loop = loop
         self.source = source
         self.sink = sink
@@ -90,13 +114,15 @@ class HostChannel:
         self.on_lost = on_lost
         self.frames = Frames()
         self.outgoing = bytearray()
+        """Bytes of frames that the host has not read yet."""
         self.open = True
+        """True until `close`."""
         os.set_blocking(source, False)
         os.set_blocking(sink, False)
-        self.update()
+        self.update_watching()
 
-    def update(self) -> None:
-        """Watch for writing only while bytes wait."""
+    def update_watching(self) -> None:
+        """Watch the source for reading, and the sink for writing while bytes wait: it is writable nearly always."""
         on_write = self.write if self.outgoing else None
         if self.source == self.sink:
             self.loop.watch(self.source, self.read, on_write)
@@ -105,7 +131,10 @@ class HostChannel:
             self.loop.watch(self.sink, None, on_write)
 
     def send(self, call: int, kind: int, body: object) -> None:
-        """Queue one frame, and write as much as possible at once."""
+        """Queue one frame, and write as much as possible at once. Does nothing if the channel is closed.
+
+        `kind` is `RESULT`, `FAILURE`, `CHUNK` or `CREDIT`, and `call` the number of the host's call that it belongs to.
+        """
         if not self.open:
             return
         idle = not self.outgoing
@@ -114,7 +143,7 @@ class HostChannel:
             self.write()
 
     def write(self) -> None:
-        """Write as much as the host takes."""
+        """Write as much of the waiting bytes as the host takes. The loop calls this again when it takes more."""
         before = bool(self.outgoing)
         try:
             while self.outgoing:
@@ -126,7 +155,7 @@ class HostChannel:
             self.close()
             return
         if before:
-            self.update()
+            self.update_watching()
 
     def read(self) -> None:
         """Read frames from the host and process them. The end of the stream closes the channel.
@@ -149,16 +178,20 @@ class HostChannel:
             self.on_frame(body)
 
     def say_goodbye(self) -> None:
-        """Close the channel and notify the host: engines may keep the link open after we close our end."""
+        """Close the channel because of invalid bytes, and notify the host with a last frame.
+
+        Without it the host would not notice: engines may keep the link open after we close our end.
+        """
         if self.open and not self.outgoing:
             try:
-                os.write(self.sink, frame([0, 1, ["gone", "the agent ended this channel"]]))
+                # Call 0 is no call of the host, so its channel takes the failure for the end of the channel.
+                os.write(self.sink, frame([0, FAILURE, ["gone", "the agent ended this channel"]]))
             except OSError:
                 pass
         self.close()
 
     def close(self) -> None:
-        """Close the descriptors and report the loss of the host."""
+        """Close the descriptors and call `on_lost`. Only the first call has an effect."""
         if not self.open:
             return
         self.open = False

@@ -1,7 +1,11 @@
 """The agent: the first process of the sandbox, which carries out the host's calls.
 
-Each operation that the host can call is one function of this file, listed in `OPERATIONS`. It answers the call itself,
-or its command does later. `envs.sandbox.local.agent.AgentSandbox` makes the calls.
+Part of the program inside a sandbox: Python 3.6, standard library only. `envs.sandbox.engines.bundle` joins all modules
+into one text, so top-level names must be unique. The loader in the sandbox calls `main`.
+
+The *host* is the process of Flash that controls the agent. Each operation that it can call is one function of this
+file, listed in `OPERATIONS`. It answers the call itself, or its command does later.
+`envs.sandbox.local.agent.AgentSandbox` makes the calls.
 
 As process 1 the agent cannot be killed from inside, and reaps orphans. If its host is gone, it stops the calls in
 progress, and waits for some time for another host. Jobs, sessions and files stay. `Listener` lets a host take over that
@@ -33,6 +37,7 @@ from envs.sandbox.agent.shell import Running, Shell
 from envs.sandbox.agent.wire import CHUNK, CREDIT, FAILURE, PIECE, RESULT, CallRefusal
 
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
+"""Options of the system call `prctl`: hide this process's memory; adopt orphans."""
 
 MAX_JOBS = 1000
 """Background jobs that are remembered. The oldest ended jobs are forgotten first."""
@@ -45,18 +50,20 @@ class BoxAgent:
 
     def __init__(self, options: dict) -> None:
         self.options = options
-        """`envs.sandbox.engines.bundle.Options`, as a dict."""
+        """Fields of `envs.sandbox.engines.bundle.Options`."""
         self.loop = Loop()
         self.env = dict(os.environ)
+        """Environment variables of commands, to which a call adds its own."""
         self.workdir = options["workdir"]
         self.is_init = os.getpid() == 1
+        """True in a container. False in tests, where the agent is a process among others."""
         self.epoch = 0
-        """Number of hosts so far."""
+        """Number of hosts so far, the current one included."""
         self.numbers = CommandNumbers()
         self.children = {}
-        """Command or shell of each child, by process id."""
+        """`Command` or `Shell` of each child, by process id; its method `reaped` is called at the child's end."""
         self.active = set()
-        """Commands that are running."""
+        """`Command`s that are running."""
         self.calls = {}
         """Work of each call in progress, by the call's number: a `Command`, a session's `Running` command, a `Write` or
         a `JobWaiter`. Each has a method `cancel`."""
@@ -65,24 +72,31 @@ class BoxAgent:
         self.shells = {}
         """Open sessions by their names."""
         self.null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        """Descriptor for the input of commands that get none."""
         # If the spec gives commands another PATH, the shells are still in the usual places.
         self.bash = find_program("bash", self.env, "/") or find_program("bash", {}, "/")
+        """Path of bash, which sessions need; None if the image has none."""
         self.shell = self.bash or find_program("sh", self.env, "/") or "/bin/sh"
+        """Path of the shell that runs commands given as text."""
         self.oom = OomCounter(options["cgroup"])
         # If the root is writable, Landlock would also refuse new files in it. The launcher is made before `protect`,
         # since it opens a file in our /proc, which `protect` closes to our own user.
         self.launcher = Launcher(self.is_init and not os.access("/", os.W_OK))
         self.protected = protect()
+        """True if other processes of the sandbox can neither read the agent's memory nor use its descriptors."""
         self.channel = None
         """Channel to the host; None while there is no host."""
         self.orphaned = None
         """Timer that ends the agent if no host takes over in time."""
         self.listener = None
         """`Listener` for such a host; None if no host may take over."""
+        self.ends = now() + options["life"]
+        """Time at which the agent ends by itself. Its host normally ends the sandbox some seconds earlier."""
 
     def run(self) -> None:
-        """Set up signals, the end of the agent's life and the listener, serve the first host, and run the loop for
-        ever.
+        """Set up signals, the end of the agent's life and the listener, serve the first host, and run for ever.
+
+        The first host is at descriptors 0 and 1: the engine connects them.
         """
         wake_read, wake_write = os.pipe()
         for fd in (wake_read, wake_write):
@@ -92,21 +106,26 @@ class BoxAgent:
         for number in (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGPIPE):
             _signal.signal(number, _signal.SIG_IGN)
         self.loop.watch(wake_read, lambda: self.reap(wake_read))
-        self.ends = now() + self.options["life"]
-        self.loop.later(self.options["life"], self.die)
+        self.loop.later(self.ends - now(), self.die)
         if self.options.get("address"):
             self.listener = Listener(self, self.options["address"])
         self.connect(0, 1)
         self.loop.run()
 
     def die(self) -> None:
-        """End the agent and all its processes."""
+        """End the agent and all its processes: at the end of its life, or because no host can come any more.
+
+        As process 1 it takes the whole container with it.
+        """
         if not self.is_init:
             kill_all(lambda: [stat.pid for stat in descendants({os.getpid()})])
         os._exit(0)
 
     def connect(self, source: int, sink: int) -> None:
-        """Serve this host, in place of an earlier one. `Listener` calls this when another host has proved itself."""
+        """Serve the host at these descriptors, in place of an earlier one.
+
+        `run` connects the first host. `Listener` calls this when another host has proved that it knows the secret.
+        """
         if self.channel is not None:
             self.channel.close()
         self.epoch += 1
@@ -194,10 +213,10 @@ class BoxAgent:
         return lambda kind, body: self.reply(call, kind, body) if epoch == self.epoch else None
 
     def abandon(self, call: int) -> None:
-        """Stop the work of a call whose result is not awaited any more.
+        """Stop the work of a call whose result nobody waits for any more.
 
-        The host cancels a call after its deadline, and when its caller is cancelled. All calls are abandoned with their
-        host.
+        The host cancels a call after its deadline, and when its caller is cancelled. At the end of a host, all of its
+        calls are abandoned.
         """
         work = self.calls.pop(call, None)
         if work is not None:
@@ -209,9 +228,13 @@ class BoxAgent:
 
 
 class Listener:
-    """Waits for hosts. The address is bound before any command runs, so that no command can take it."""
+    """Waits on an abstract socket for hosts that take over, after the agent's own host is gone or has lost its link.
+
+    The address is bound before any command runs, so that no command can take it.
+    """
 
     def __init__(self, agent: object, address: str) -> None:
+        """Listen at the abstract socket `address` for the `BoxAgent` `agent`."""
         self.agent = agent
         self.strangers = 0
         """Connections from inside that have not sent the secret yet."""
@@ -286,7 +309,10 @@ def from_outside(connection: object) -> bool:
 
 
 def texts(argument: dict) -> dict:
-    """Decode the texts of an argument. They arrive as bytes, because names and commands may not be UTF-8."""
+    """Decode the texts in the argument of an operation, in place, and return it.
+
+    Texts arrive as bytes, because names and commands may not be UTF-8.
+    """
     for name in ("command", "cwd", "path"):
         if argument.get(name) is not None:
             argument[name] = os.fsdecode(argument[name])
@@ -317,7 +343,7 @@ def main(options: dict) -> None:
 
 
 def hello(agent: object, call: int, argument: dict) -> None:
-    """Report facts about this agent, and its open sessions."""
+    """Report facts about this agent, and its open sessions. Each host calls this first, also after a takeover."""
     agent.reply(
         call,
         RESULT,
@@ -334,7 +360,7 @@ def hello(agent: object, call: int, argument: dict) -> None:
 
 
 def ping(agent: object, call: int, argument: object) -> None:
-    """Reply, which shows that the loop is alive."""
+    """Reply with the number of running commands. The reply shows the host that the agent's loop is alive."""
     agent.reply(call, RESULT, len(agent.active))
 
 
@@ -439,7 +465,7 @@ def session_close(agent: object, call: int, argument: dict) -> None:
 
 
 def read(agent: object, call: int, argument: dict) -> None:
-    """Reply with bytes of a file."""
+    """Reply with a range of bytes of a file, and with values that identify the file, as `read_file` returns them."""
     limit = min(argument["limit"], READ_LIMIT)
     data, identity = read_file(agent.resolve(argument["path"]), argument["offset"], limit)
     for at in range(0, len(data), PIECE):
@@ -448,7 +474,7 @@ def read(agent: object, call: int, argument: dict) -> None:
 
 
 def write(agent: object, call: int, argument: dict) -> None:
-    """Begin to write a file; its bytes follow."""
+    """Begin to write a file. Its bytes follow in calls of `data` and a last one of `eof`, which sends the result."""
     agent.calls[call] = Write(agent.resolve(argument["path"]), argument["mode"], argument["append"])
 
 
@@ -459,7 +485,10 @@ def list_entries(agent: object, call: int, argument: dict) -> None:
 
 
 def work(agent: object, call: int, argument: dict) -> None:
-    """Run one of the agent's functions on a path in a child process, since it may need much time and memory."""
+    """Run one of the agent's functions on a path in a child process, since it may need much time and memory.
+
+    The child's standard input or output carries the archive of `receive` and `send`.
+    """
     path = agent.resolve(argument["path"])
     functions = {"remove": remove, "send": send_tree, "receive": receive_tree, "restore": restore_tree}
     function = functions[argument["function"]]
@@ -469,7 +498,7 @@ def work(agent: object, call: int, argument: dict) -> None:
 
 
 def data(agent: object, call: int, argument: bytes) -> None:
-    """Take input of a command, or bytes of a file."""
+    """Take input for the command of a call, or bytes for the file of a call. Dropped if the call has ended."""
     work = agent.calls.get(call)
     if isinstance(work, Write):
         work.add(argument)
@@ -479,7 +508,7 @@ def data(agent: object, call: int, argument: bytes) -> None:
 
 
 def eof(agent: object, call: int, argument: bytes) -> None:
-    """Take the last input or bytes."""
+    """Take the last input for a command, or the last bytes of a file, which is then moved into its place."""
     work = agent.calls.get(call)
     if isinstance(work, Write):
         work.add(argument)
@@ -490,14 +519,14 @@ def eof(agent: object, call: int, argument: bytes) -> None:
 
 
 def credit(agent: object, call: int, argument: int) -> None:
-    """Take credit for output from the host."""
+    """Let a command send `argument` more bytes of streamed output: the host has taken as many."""
     work = agent.calls.get(call)
     if isinstance(work, Command):
         work.add_credit(argument)
 
 
 def cancel(agent: object, call: int, argument: object) -> None:
-    """Cancel a call whose result is no longer awaited."""
+    """Cancel the call with this number: nobody waits for its result any more."""
     agent.abandon(call)
 
 
@@ -523,4 +552,6 @@ OPERATIONS = {
     "credit": credit,
     "cancel": cancel,
 }
-"""Function of each operation, by the name that the host sends."""
+"""Function of each operation, by the name that the host sends.
+
+Its arguments are the `BoxAgent`, the number of the call, and the argument that the host sent."""

@@ -1,4 +1,7 @@
-"""Measures a sandbox's permissions from inside. `doctor` runs it as a separate program. Prints one JSON object.
+"""Measures a sandbox's permissions from inside, and prints one JSON object.
+
+`envs.sandbox.doctor` copies this file into a sandbox and runs it there as a program: Python 3.6, standard library only.
+Its arguments are the working directory and the network of the spec. It is no part of the agent.
 
 `facts` are settings that the kernel reports. `attempts` are actions that must fail: the name of the error that stopped
 each, or `worked`. No action harms a sandbox that is set up correctly.
@@ -16,6 +19,7 @@ import sys
 
 libc = ctypes.CDLL(None, use_errno=True)
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWNET = 0x20000, 0x10000000, 0x40000000
+"""Flags of `unshare`: new namespaces for mounts, users and networks."""
 SYSCALLS = {
     "init_module": (175, 105),
     "kexec_load": (246, 104),
@@ -30,32 +34,38 @@ SYSCALLS = {
     "iopl": (172, None),
     "ioprio_set": (251, 30),
 }
-"""Numbers of system calls on x86-64 and on ARM."""
+"""Numbers of system calls on x86-64 and on ARM; None if ARM has no such call."""
 ADDRESSES = {
     "metadata service": ("169.254.169.254", 80),
     "private network": ("10.0.0.1", 80),
     "internet": ("1.1.1.1", 53),
     "engine": ("172.17.0.1", 2375),
 }
+"""Addresses that a sandbox without a network must not reach: IP address and port."""
 AF_ALG, AF_VSOCK = 38, 40
+"""Families of sockets of the kernel's ciphers and of the hypervisor, for which Python 3.6 has no names."""
 PRIO_PROCESS, PRIO_USER, IOPRIO_PROCESS, IOPRIO_USER = 0, 2, 1, 3
+"""Kinds of targets of `setpriority` and `ioprio_set`: one process, or all processes of a user."""
 CONTROLS = ("release_agent", "cgroup.procs", "memory.max", "memory.limit_in_bytes", "pids.max")
-SECRETS = ("/run/docker.sock", "/var/run/docker.sock", "/run/podman/podman.sock", "/run/containerd/containerd.sock")
-
-
-class Failed(Exception):
-    """An attempt was stopped."""
+"""Files of a control group that a sandbox must not write to."""
+ENGINE_SOCKETS = (
+    "/run/docker.sock",
+    "/var/run/docker.sock",
+    "/run/podman/podman.sock",
+    "/run/containerd/containerd.sock",
+)
+"""Sockets of engines, which a sandbox must not find: an engine gives root on the machine."""
 
 
 def call(function: object, *arguments: object) -> None:
-    """Call a function of libc that must not succeed."""
+    """Call a function of libc that must not succeed. Raises OSError with its error."""
     ctypes.set_errno(0)
     if function(*arguments) == -1:
         raise OSError(ctypes.get_errno(), "")
 
 
 def system_call(name: str, *arguments: int) -> None:
-    """Make a system call that must not succeed."""
+    """Make a system call that must not succeed. Raises OSError with its error."""
     number = SYSCALLS[name][0 if platform.machine() == "x86_64" else 1]
     if number is None:
         raise OSError(errno.ENOSYS, "")
@@ -94,12 +104,12 @@ def exists(paths: tuple) -> None:
 
 
 def raw(family: int, kind: int) -> None:
-    """Open a socket that reads or forges traffic."""
+    """Open a raw or packet socket, with which a program can read or forge traffic."""
     socket.socket(family, kind, 255 if family == socket.AF_INET else 0).close()
 
 
 def set_limit(pid: int, which: int) -> None:
-    """Give a process the limit that it already has."""
+    """Set a limit of a process to the value that it has: an attempt that works changes nothing."""
     resource.prlimit(pid, which, resource.prlimit(pid, which))
 
 
@@ -146,7 +156,7 @@ def notify_on_release() -> None:
 
 
 def see_what_others_hold() -> None:
-    """Read locks, keys and counters of the whole machine."""
+    """Read locks, keys and counters of the whole machine, over which sandboxes could exchange data."""
     for path in ("/proc/locks", "/proc/key-users", "/proc/sys/fs/aio-nr", "/proc/sys/kernel/pty/nr"):
         if content(path):
             return
@@ -198,17 +208,21 @@ ATTEMPTS = {
     "send a system request": lambda: write("/proc/sysrq-trigger"),
     "change the kernel": lambda: write("/sys/kernel/uevent_helper"),
     "change control groups": notify_on_release,
-    "find the engine's socket": lambda: exists(SECRETS),
+    "find the engine's socket": lambda: exists(ENGINE_SOCKETS),
     "open a raw socket": lambda: raw(socket.AF_INET, socket.SOCK_RAW),
     "open a packet socket": lambda: raw(socket.AF_PACKET, socket.SOCK_RAW),
     "write to /usr": lambda: create("/usr/flash-doctor"),
     "write to /etc": lambda: create("/etc/flash-doctor"),
 }
+"""Attempts that must fail in every sandbox: a function by the name that `doctor` prints."""
 NETWORK = {"connect to the " + name: (lambda address=address: connect(address)) for name, address in ADDRESSES.items()}
 
 
 def attempt(function: object) -> str:
-    """Return the outcome of an attempt. It runs in a child process, so that it cannot change later attempts."""
+    """Return the outcome of an attempt: `worked`, or the name of the error that stopped it.
+
+    It runs in a child process, so that it cannot change later attempts.
+    """
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
@@ -240,7 +254,7 @@ def content(*paths: str) -> str:
 
 
 def facts() -> dict:
-    """Return settings that the kernel reports."""
+    """Return settings that the kernel reports. `envs.sandbox.doctor` compares them with the profile."""
     status = dict(line.split(":\t", 1) for line in content("/proc/self/status").splitlines() if ":\t" in line)
     sizes = {}
     for path in ("/tmp", "/run", "/var/tmp", "/dev/shm", sys.argv[1]):
@@ -273,7 +287,8 @@ def facts() -> dict:
 
 
 def probe() -> None:
-    """Print the result. Network attempts, which may wait for an answer, run only if there should be no network."""
+    """Print facts and attempts as JSON. Attempts over the network, which may wait for an answer, run only if the
+    sandbox should have no network."""
     tried = dict(ATTEMPTS)
     if sys.argv[2] == "none":
         tried.update(NETWORK)

@@ -1,5 +1,8 @@
 """The processes of a sandbox: the command to which each belongs, and starting, watching and killing them.
 
+Part of the program inside a sandbox: Python 3.6, standard library only. `envs.sandbox.engines.bundle` joins all modules
+into one text, so top-level names must be unique. `Command` and `Shell` (the modules after this one) use it.
+
 Each command has a number. Its processes carry it in two of their hard limits. One limit rises with the number, the
 other falls. A process may lower its hard limits and never raise them. So it cannot take the number of another command,
 nor lose its own, whatever it executes, forks or calls itself. Neither limit has an effect here: Linux no longer uses
@@ -25,18 +28,21 @@ import time
 from envs.sandbox.agent.loop import READ_BYTES
 
 RULESET, RULE, RESTRICT = 444, 445, 446
-"""Numbers of Landlock's system calls, the same on every architecture."""
+"""Numbers of Landlock's system calls: create a ruleset, add a rule, restrict this thread. The same on every
+architecture."""
 WRITE_FILE, REFER = 1 << 1, 1 << 13
 """Rights: open a file for writing; move files between folders, which is refused unless the ruleset names it."""
 ASK_VERSION = 1
+"""Flag with which the first of these system calls only returns Landlock's version."""
 NEEDED_VERSION = 2
-"""Version of Landlock: the first one has no `REFER`."""
+"""Lowest version of Landlock that can be used: version 1 has no `REFER`."""
 WORST = b"1000"
 """OOM score adjustment above every score from memory use."""
 
 BOOT_CLOCK = 7
-"""CLOCK_BOOTTIME."""
+"""CLOCK_BOOTTIME, for which Python 3.6 has no name."""
 MEMFD_CLOEXEC, MEMFD_EXEC = 1, 16
+"""Flags of `memfd_create`: close the file at exec; allow it to be run."""
 LAST_FD = 1 << 16
 """Number above all descriptors that the agent may have, if no smaller limit applies."""
 BEGIN_MS = 250
@@ -45,30 +51,40 @@ DEFAULT_SIGNALS = (_signal.SIGPIPE, _signal.SIGXFSZ, _signal.SIGINT, _signal.SIG
 """Signals that Python or the agent ignores; programs expect the default."""
 
 UP, DOWN = 15, 10
-"""RLIMIT_RTTIME and RLIMIT_LOCKS, the limits that carry a command's number. Python has no name for the second one."""
+"""RLIMIT_RTTIME and RLIMIT_LOCKS, the limits that carry a command's number: `MIDDLE` plus it, and `MIDDLE` minus it.
+Python has no name for the second one."""
 CLOCK_TICK = os.sysconf("SC_CLK_TCK")
 """Clock ticks per second of CPU time."""
 ENDED = (b"Z", b"X")
 """States of threads that have ended."""
 MIDDLE = 1 << 42
-"""Value from which a number is added and subtracted."""
+"""Value of both limits for the number 0, far above every number of a command."""
 
 
 class Launcher:
-    """Calls functions that start a process, one at a time: in its thread, or in the caller's without Landlock."""
+    """Calls functions that start a process, one at a time. With Landlock it calls them in a thread of its own, which
+    may not write to /proc; without, in the caller's thread."""
 
     def __init__(self, restrict: bool) -> None:
-        self.badness, self.own = -1, b""
+        """Open our OOM score, and start the thread if `restrict` is True and the kernel has Landlock."""
+        self.score_file = -1
+        """Descriptor of our OOM score adjustment in /proc; -1 if there is none."""
+        self.own_score = b""
+        """OOM score adjustment of the agent itself, as text; empty if it is not known."""
         try:
-            self.badness = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
-            self.own = os.read(self.badness, 16)
+            self.score_file = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
+            self.own_score = os.read(self.score_file, 16)
         except OSError:
             pass  # The kernel does not report it.
         self.restricted = False
+        """True if the thread runs and may not write to /proc."""
         self.function = self.result = None
+        """Function that the thread is to call, and the pair of its result and its error."""
         if restrict:
+            # Not `threading`, whose import takes long.
             import _thread
 
+            # Two locks pass the turn: the caller releases `asked`, the thread releases `answered`.
             self.asked, self.answered = _thread.allocate_lock(), _thread.allocate_lock()
             for lock in (self.asked, self.answered):
                 lock.acquire()
@@ -76,7 +92,7 @@ class Launcher:
             self.answered.acquire()
 
     def serve(self) -> None:
-        """Run the thread: give up the right, then serve calls for ever."""
+        """Run the thread: forbid it to write to /proc, then serve calls for ever. Ends if Landlock is missing."""
         self.restricted = forbid_writing_to_proc()
         self.answered.release()
         while self.restricted:
@@ -89,11 +105,11 @@ class Launcher:
             self.answered.release()
 
     def call(self, function: object) -> object:
-        """Call the function with the highest OOM score; returns its result or raises its error.
+        """Call the function with the highest OOM score; return its result or raise its error.
 
         `function` starts a process, which inherits the score. With Landlock it runs in the restricted thread.
         """
-        self.be(WORST)
+        self.set_own_score(WORST)
         try:
             if not self.restricted:
                 return function()
@@ -101,17 +117,17 @@ class Launcher:
             self.asked.release()
             self.answered.acquire()
         finally:
-            self.be(self.own)
+            self.set_own_score(self.own_score)
         value, error = self.result
         self.function = self.result = None
         if error is not None:
             raise error
         return value
 
-    def be(self, badness: bytes) -> None:
-        """Set our OOM score, which started processes inherit."""
-        if self.own:
-            os.pwrite(self.badness, badness, 0)
+    def set_own_score(self, score: bytes) -> None:
+        """Set the agent's OOM score adjustment, which processes that it starts inherit."""
+        if self.own_score:
+            os.pwrite(self.score_file, score, 0)
 
 
 def forbid_writing_to_proc() -> bool:
@@ -151,11 +167,20 @@ def forbid_writing_to_proc() -> bool:
 def spawn(
     path: str, argv: "list[str]", env: "dict[str, str]", cwd: str, files: "dict[int, int]", tty: bool, number: int
 ) -> int:
-    """Start a program in its own session and return its id. `files` maps its descriptors to ours. Raises OSError.
+    """Start a program in its own session and return its process id. `Launcher.call` calls this.
 
     Forks, so that the child carries the command's number before it runs anything. While another process holds a lease
-    on the program's file, exec blocks for up to a minute. The agent does not wait so long; the child reports a later
-    failure.
+    on the program's file, exec blocks for up to a minute. The agent waits only for `BEGIN_MS`; the child writes a later
+    failure to its standard error. Raises OSError if the program cannot be run.
+
+    Args:
+        path: file of the program.
+        argv: name of the program and its arguments.
+        env: environment variables of the program.
+        cwd: folder where it starts.
+        files: our descriptor for each of the program's descriptors.
+        tty: True if its standard input is a terminal, which becomes its controlling terminal.
+        number: number of the command that the process belongs to.
     """
     error_read, error_write = os.pipe()
     try:
@@ -188,26 +213,28 @@ def spawn(
         os.execve(path, argv, env)
     except (OSError, ValueError) as error:
         # A limit that cannot be set raises ValueError.
-        number = getattr(error, "errno", errno.EPERM)
+        code = getattr(error, "errno", errno.EPERM)
+        # The agent may have closed its end of the pipe already.
         _signal.signal(_signal.SIGPIPE, _signal.SIG_IGN)
         try:
-            os.write(error_write, str(number).encode())
+            os.write(error_write, str(code).encode())
         except OSError:
-            fail(126, "{}: {}".format(argv[0], os.strerror(number)))
+            fail(126, "{}: {}".format(argv[0], os.strerror(code)))
     finally:
         os._exit(127)
 
 
 def fail(code: int, text: str) -> None:
-    """Exit like a shell that cannot run a program."""
+    """Exit like a shell that cannot run a program: with this exit code, and the text on standard error."""
     os.write(2, text.encode("utf-8", "surrogateescape") + b"\n")
     os._exit(code)
 
 
 def fork_call(function: object, files: "dict[int, int]") -> int:
-    """Run a function in a child process. An error is written to its standard error, with exit code 1.
+    """Run a function of the agent in a child process, and return the process id: a worker, or a failing program.
 
-    Only the descriptors in `files` are open in it, so that a path through /proc/self/fd reaches none of ours.
+    An error of the function is written to the child's standard error, with exit code 1. `files` maps its descriptors
+    to ours. No others are open in it, so that a path through /proc/self/fd reaches none of ours.
     """
     pid = os.fork()
     if pid:
@@ -228,7 +255,7 @@ def fork_call(function: object, files: "dict[int, int]") -> int:
 
 
 def find_program(name: str, env: "dict[str, str]", cwd: str) -> "str | None":
-    """Return the file that a shell would run; None if there is none."""
+    """Return the file that a shell would run for this name, with PATH from `env`; None if there is none."""
     if "/" in name:
         return name if os.path.exists(os.path.join(cwd, name)) else None
     for folder in env.get("PATH", "/usr/local/bin:/usr/bin:/bin").split(":"):
@@ -241,7 +268,8 @@ def find_program(name: str, env: "dict[str, str]", cwd: str) -> "str | None":
 def unreadable_copy(path: str) -> int:
     """Return a descriptor of a copy of a program that can be run but not read; -1 if that is impossible.
 
-    The kernel shows other processes of the user nothing of a process that runs it: no descriptors, memory or tracing.
+    A session's shell runs from such a copy of bash. The kernel shows other processes of the user nothing of a process
+    that runs it: no descriptors, memory or tracing.
     """
     writing = -1
     for flags in (MEMFD_CLOEXEC | MEMFD_EXEC, MEMFD_CLOEXEC):
@@ -268,7 +296,11 @@ def unreadable_copy(path: str) -> int:
 
 
 def send_signal(pids: "list[int]", number: int) -> None:
-    """Signal each process that still lives."""
+    """Signal each process that still lives. The id -1 stands for every process of the sandbox but the agent.
+
+    A SIGCONT follows every signal but SIGKILL and SIGSTOP, because a stopped process handles a signal only when it
+    goes on. `Shell.interrupt` depends on that: it stops the shell first. `pids` may be any collection.
+    """
     for pid in pids:
         try:
             os.kill(pid, number)
@@ -279,7 +311,7 @@ def send_signal(pids: "list[int]", number: int) -> None:
 
 
 def send_to_group(group: int, number: int) -> None:
-    """Signal a process group, if it exists. All members get it at once, so no fork escapes."""
+    """Signal a process group, if it exists. All members get the signal at once, so no fork escapes it."""
     try:
         os.killpg(group, number)
     except OSError:
@@ -287,14 +319,17 @@ def send_to_group(group: int, number: int) -> None:
 
 
 class Ring:
-    """Keeps the first and the last half of `limit` bytes of a stream."""
+    """Kept part of an output stream: its first and its last `limit` / 2 bytes. The bytes between are dropped."""
 
     def __init__(self, limit: int) -> None:
         self.head_limit = limit - limit // 2
         self.tail_limit = limit // 2
         self.head = bytearray()
+        """First bytes of the stream."""
         self.tail = bytearray()
+        """Last bytes of the stream after the head; more than `tail_limit` until `content` or `add` cuts it."""
         self.total = 0
+        """Number of bytes of the stream so far."""
 
     def add(self, data: bytes) -> None:
         """Add bytes of the stream."""
@@ -318,7 +353,10 @@ class Ring:
         return self.total > self.head_limit + self.tail_limit
 
     def part(self, offset: int, limit: int) -> "tuple[int, bytes]":
-        """Return kept bytes from `offset` on, and the offset at which they really begin."""
+        """Return the offset at which the result really begins, and at most `limit` kept bytes from `offset` on.
+
+        If the bytes at `offset` were dropped, the result begins with the next kept ones. `job_output` sends it.
+        """
         content = self.content()
         if offset < len(self.head):
             return offset, content[offset : min(offset + limit, len(self.head) if self.truncated() else self.total)]
@@ -328,11 +366,13 @@ class Ring:
 
 
 class Pipe:
-    """The reading end of an output of a command."""
+    """Our reading end of an output of a command or of a shell."""
 
     def __init__(self, loop: object, fd: int, take: object) -> None:
+        """Begin to read from the descriptor `fd`. `take` is called with each piece of bytes."""
         self.loop = loop
         self.fd = fd
+        """Descriptor; -1 once it is closed."""
         self.take = take
         os.set_blocking(fd, False)
         loop.watch(fd, self.read)
@@ -352,12 +392,15 @@ class Pipe:
             self.close()
 
     def pause(self, paused: bool) -> None:
-        """Pause reading, so that the writer waits, or go on."""
+        """Pause reading if `paused` is True, so that the writer waits; else go on."""
         if self.fd >= 0:
             self.loop.watch(self.fd, None if paused else self.read)
 
     def drain(self) -> None:
-        """Read the bytes that are in the pipe now, and no more: a writer may go on for ever."""
+        """Read the bytes that are in the pipe now, and no more: a writer may go on for ever.
+
+        Called when a command has ended, so that its result has all of its output.
+        """
         if self.fd < 0:
             return
         # The last bytes written to a terminal may not be counted yet; only reading fetches them.
@@ -380,18 +423,25 @@ class Pipe:
 
 
 class InputFeed:
-    """The writing end of an input of a command, with the bytes that it has not taken yet."""
+    """Our writing end of the input of a command, with the bytes that the command has not read yet.
+
+    The host sends no more bytes than it has credit for, so the number of waiting bytes is bounded.
+    """
 
     def __init__(self, loop: object, fd: int, grant: object) -> None:
+        """Take over the descriptor `fd`. `grant` is called with a number of bytes: the host's new credit."""
         self.loop = loop
         self.fd = fd
+        """Descriptor; -1 once it is closed."""
         self.grant = grant
         self.waiting = bytearray()
+        """Bytes that the command has not read yet."""
         self.ending = False
+        """True if no more bytes come; the input is closed after the waiting ones."""
         os.set_blocking(fd, False)
 
     def add(self, data: bytes, last: bool = False) -> None:
-        """Queue bytes; after the last ones the input ends."""
+        """Queue bytes for the command. `last` is True if the input ends after them."""
         if self.fd < 0:
             # The input is closed; the host may go on sending.
             self.grant(len(data))
@@ -437,9 +487,12 @@ class OomCounter:
     """Counts the processes of the sandbox that the kernel has killed for lack of memory."""
 
     PATHS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
+    """Files with the count, under version 2 and version 1 of control groups."""
 
     def __init__(self, enabled: bool) -> None:
+        """Open the kernel's file. `enabled` is False if /sys/fs/cgroup does not describe this sandbox alone."""
         self.fd = -1
+        """Descriptor of the file; -1 if there is none."""
         for path in self.PATHS if enabled else ():
             try:
                 self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -448,7 +501,7 @@ class OomCounter:
                 continue
 
     def read(self) -> int:
-        """Return the kernel's count; 0 if it is not known."""
+        """Return the number of processes killed since the sandbox's start; 0 if it is not known."""
         if self.fd < 0:
             return 0
         for line in os.pread(self.fd, 4096, 0).splitlines():
@@ -483,6 +536,7 @@ class Stat:
             fields = file.read().rpartition(b")")[2].split()
         self.pid = pid
         self.state = fields[0]
+        """State of the first thread, such as b"R" (running) or b"Z" (zombie)."""
         self.parent, self.group, self.session = (int(field) for field in fields[1:4])
         self.ticks = sum(int(field) for field in fields[11:15])
         """CPU time, in ticks, of the process and its reaped children."""
@@ -511,7 +565,7 @@ def processes() -> "list[Stat]":
 
 
 def adopted() -> "list[int]":
-    """Return our children: processes that we started, and orphans."""
+    """Return the process ids of our children: processes that we started, and orphans that the kernel gave to us."""
     own = os.getpid()
     try:
         with open("/proc/self/task/{}/children".format(own), "rb") as file:
@@ -521,7 +575,10 @@ def adopted() -> "list[int]":
 
 
 def tree(leader: int, number: int, since: int = 0) -> "list[int]":
-    """Return the processes of a command: its session and group, their descendants, and all with its number.
+    """Return the process ids of a command: its session and group, their descendants, and all with its number.
+
+    No single criterion is enough: a program can leave its session and lose its parent. Workers of the agent carry no
+    number, and the number of another user's process cannot be read.
 
     Args:
         leader: process that the command started with.
@@ -558,10 +615,12 @@ def load(pids: "list[int]") -> "tuple[int, bool]":
 
 
 class CommandNumbers:
-    """Numbers commands, from a start that no other agent of the machine has: tests run several agents."""
+    """Numbers commands and shells, from a random start: tests run several agents on one machine, which must not take
+    each other's processes for their own."""
 
     def __init__(self) -> None:
         self.last = int.from_bytes(os.urandom(3), "big") << 16
+        """Number that was given last."""
 
     def new(self) -> int:
         """Return the next number."""

@@ -1,5 +1,9 @@
 """A session: commands that run one after another in a bash, which is replaced when a command ends it.
 
+Part of the program inside a sandbox: Python 3.6, standard library only. `envs.sandbox.engines.bundle` joins all modules
+into one text, so top-level names must be unique. The operation `session_open` makes a `Shell`; `session_run` gives it
+commands.
+
 The bash (`StatefulBash`) reads each command as one quoted string, and answers on its own descriptor.
 
 Law: whatever a command prints, reads, redefines or leaves open, its answer is recognised by a random token. The shell
@@ -69,9 +73,9 @@ CODES = tuple(str(code).encode() for code in range(256))
 
 
 class StatefulBash:
-    """Runs one shell after another, each with the state that the previous one wrote.
+    """Runs one bash process after another, each with the state that the previous one wrote.
 
-    Notifies its owner when a command has ended (`finish`), or ended in an unknown way (`stop_unreported`).
+    Notifies its owner, a `Shell`, when a command has ended (`finish`), or ended in an unknown way (`stop_unreported`).
     """
 
     def __init__(self, agent: object, owner: object, outputs: "list[int]") -> None:
@@ -80,19 +84,29 @@ class StatefulBash:
         self.outputs = outputs
         """Descriptors for the output and the errors of commands."""
         self.number = owner.number
+        """Number that all processes of the session carry; see `envs.sandbox.agent.process`."""
         self.pid = -1
+        """Process id of the running bash; -1 if none runs."""
         self.leaders = []
         """Process ids of all shells of this session, the current one last."""
         self.state = b""
+        """Commands that restore variables, functions and options of the last finished command."""
         self.cwd = agent.resolve(".")
+        """Working directory after the last finished command."""
         self.status = 0
+        """Exit code of the last finished command, which the next one finds in `$?`."""
         self.token = None
         """Token of the running command; None if no answer is expected."""
         self.answer = bytearray()
+        """Bytes from bash that are not processed yet."""
         self.reading_state = False
         """True after the answer to the last command, until its state has arrived."""
         self.overflowing = False
+        """True if the state that arrives is longer than `STATE_LIMIT`, so it is dropped."""
         self.command_pipe = self.answer_pipe = None
+        """Descriptor to which commands are written, and the `Pipe` of bash's answers."""
+        self.outgoing = bytearray()
+        """Bytes for bash that it has not read yet."""
 
     def start(self) -> None:
         """Start a shell with the last state.
@@ -155,7 +169,7 @@ class StatefulBash:
         return ticks, int(uptime() * CLOCK_TICK)
 
     def send_command(self, command: bytes, answer: bytes) -> None:
-        """Send one command to the shell, and the command that prints its answer."""
+        """Send one command to the shell, and then the shell code `answer`, which prints the answer to the command."""
         status = b"_flash_status %d; " % self.status if self.status else b""
         self.outgoing += TURN % (status, quote(command), answer)
         self.write()
@@ -219,8 +233,8 @@ class StatefulBash:
         self.reading_state = self.overflowing = False
         return True
 
-    def gone(self) -> None:
-        """Clean up after the shell's end. Its last output is read first."""
+    def clean_up(self) -> None:
+        """Close the pipes of a bash that has ended and was reaped. Its last output is read first."""
         self.answer_pipe.drain()
         self.answer_pipe.close()
         self.agent.loop.watch(self.command_pipe)
@@ -239,11 +253,19 @@ class Running:
     """A command of a session, running or in its queue."""
 
     def __init__(self, shell: object, reply: object, request: dict) -> None:
+        """Describe the command; `Shell.run` queues it.
+
+        Args:
+            shell: the `Shell` of the session.
+            reply: function `(kind, body)` that sends the host a frame of the command's call.
+            request: argument of the operation `session_run`, with `command`, `timeout` and `limit`.
+        """
         self.shell = shell
         self.reply = reply
         self.request = request
         self.text = request["command"]
         self.rings = {"stdout": Ring(request["limit"]), "stderr": Ring(request["limit"])}
+        """Kept output by stream."""
         self.token = binascii.hexlify(os.urandom(12))
         """Random text by which the shell's answer to this command is recognised."""
         self.timed_out = False
@@ -252,10 +274,12 @@ class Running:
         self.stopping = None
         """Time at which the command was first asked to stop; None until then."""
         self.timer = None
+        """Timer for the next step of the command's end: `give_up`, `expire` or `check`."""
         self.started = now()
         self.cpu_before = 0
         """CPU ticks of the shell and its reaped children when the command began."""
         self.oom_before = 0
+        """Number of processes that the kernel had killed for lack of memory when the command began."""
         self.born = 0
         """Uptime in ticks when the command began. Processes that started earlier belong to earlier commands."""
 
@@ -268,7 +292,7 @@ class Running:
             self.shell.queue.remove(self)
 
     def give_up(self) -> None:
-        """Fail: the commands before it took too long."""
+        """Fail the command in the queue: the commands before it took all of its time."""
         self.shell.queue.remove(self)
         self.reply(FAILURE, ["busy", "the session was busy with other commands for all of the command's time"])
 
@@ -289,7 +313,10 @@ class Running:
         self.check()
 
     def check(self) -> None:
-        """Wait for the processes to end, for at most the grace, and then kill them."""
+        """Wait for the processes to end, for at most the grace, and then kill them and the shell.
+
+        Each call looks once; a timer calls it again. The end of the shell (`Shell.reaped`) finishes the command.
+        """
         if now() < self.stopping + GRACE and self.started_by():
             self.timer = self.shell.agent.loop.later(CHECK, self.check)
             return
@@ -304,28 +331,35 @@ class Running:
 
 
 class Shell:
-    """A session: a shell with a queue of commands."""
+    """A session: a `StatefulBash` with a queue of commands."""
 
     def __init__(self, agent: object, name: str) -> None:
+        """Open the session and start its bash. Raises CallRefusal if the image has no bash, or it cannot be started."""
         if agent.bash is None:
             raise CallRefusal("request", "sessions need bash, which this image does not have")
         self.agent = agent
         self.name = name
         self.number = agent.numbers.new()
+        """Number that all processes of the session carry; see `envs.sandbox.agent.process`."""
         self.queue = []
+        """`Running` commands that wait for their turn."""
         self.current = None
+        """`Running` command that the shell executes; None if it is idle."""
         self.idle = {"stdout": Ring(1 << 16), "stderr": Ring(1 << 16)}
         """Output of background processes while no command ran. The next command gets it, like in a terminal."""
         self.restarts = 0
+        """Number of times that bash was replaced by a new one."""
         self.closed = False
         self.pipes = {}
-        self.ends = []
+        """`Pipe` of each output stream."""
+        self.writing_ends = []
+        """Descriptors of the writing ends of these pipes. They stay open here: each new bash gets copies of them."""
         try:
             for stream in ("stdout", "stderr"):
                 reading, writing = os.pipe()
-                self.ends.append(writing)
+                self.writing_ends.append(writing)
                 self.pipes[stream] = Pipe(agent.loop, reading, lambda data, stream=stream: self.take(stream, data))
-            self.bash = StatefulBash(agent, self, self.ends)
+            self.bash = StatefulBash(agent, self, self.writing_ends)
             self.bash.start()
         except BaseException:
             # The host may open the session again and again while the sandbox has no room for another process.
@@ -334,7 +368,7 @@ class Shell:
         agent.shells[self.name] = self
 
     def run(self, running: Running) -> None:
-        """Queue a command. It waits for the earlier ones."""
+        """Queue a command. It waits for the earlier ones, for at most its timeout."""
         if "\0" in running.text:
             raise CallRefusal("request", "a command cannot contain a zero byte")
         self.queue.append(running)
@@ -413,8 +447,8 @@ class Shell:
         self.current.unreported = True
         self.current.stop()
 
-    def refuse(self, message: str) -> None:
-        """Fail the running command, whose end is unknown."""
+    def fail_unreported(self, message: str) -> None:
+        """Reply to the running command with a failure, because it is unknown how it ended, and begin the next one."""
         running, self.current = self.current, None
         self.agent.loop.cancel(running.timer)
         running.reply(FAILURE, ["request", message])
@@ -431,12 +465,14 @@ class Shell:
 
     def reaped(self, status: int, usage: object) -> None:
         """Clean up after the shell's end: by `exit`, by a signal, or because we killed it."""
-        self.bash.gone()
+        self.bash.clean_up()
         self.restarts += 1
         if self.closed:
             self.release()
         elif self.current is not None and self.current.unreported:
-            self.refuse("the shell does not say how the command ended, and was replaced: a trap or option changes that")
+            self.fail_unreported(
+                "the shell does not say how the command ended, and was replaced: a trap or option changes that"
+            )
         elif self.current is not None:
             self.finish(ending(status))
 
@@ -466,6 +502,6 @@ class Shell:
         """Close the pipes of a session that is closed, or that could not be started."""
         for pipe in self.pipes.values():
             pipe.close()
-        for fd in self.ends:
+        for fd in self.writing_ends:
             os.close(fd)
-        self.ends = []
+        self.writing_ends = []

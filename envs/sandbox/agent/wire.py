@@ -1,8 +1,10 @@
-"""Frames between a sandbox and its host, in a subset of msgpack that is quick to import.
+"""Frames between the agent in a sandbox and its host, in a subset of msgpack that is quick to import.
 
     length u32 | crc32 u32 | body (msgpack)
 
-Big-endian; `length` counts the body.
+Big-endian; `length` counts the body. Part of the program inside a sandbox: Python 3.6, standard library only.
+`envs.sandbox.engines.bundle` joins all modules into one text, so top-level names must be unique. The host's side of the
+frames is `envs.sandbox.local.channel`.
 """
 
 import binascii
@@ -20,6 +22,7 @@ PIECE_COST = 64
 """Bytes of the host's credit that a piece of output takes beyond its data."""
 
 HEADER = struct.Struct(">II")
+"""Length and checksum before each body."""
 
 SIZES = {
     0xC4: ("B", "bin"), 0xC5: ("H", "bin"), 0xC6: ("I", "bin"),
@@ -31,7 +34,7 @@ SIZES = {
 }  # fmt: skip
 """Struct format of the number that follows the first byte of a msgpack value, and the meaning of that number."""
 SIMPLE = {0xC0: None, 0xC2: False, 0xC3: True}
-"""First bytes of values without content."""
+"""Values without content, by their first byte."""
 
 
 class WireError(Exception):
@@ -41,7 +44,8 @@ class WireError(Exception):
 def pack(value: object, out: bytearray) -> None:
     """Append the msgpack form of a value to `out`.
 
-    Known types are None, bool, int, float, bytes, str (surrogates are escaped), list, tuple and dict.
+    Known types are None, bool, int, float, bytes, str, list, tuple and dict. Surrogates in a str are escaped: the host
+    decodes strict UTF-8.
     """
     if value is None:
         out.append(0xC0)
@@ -74,7 +78,7 @@ def pack(value: object, out: bytearray) -> None:
 
 
 def frame(body: object) -> bytearray:
-    """Return one frame with this body."""
+    """Return one frame with this body: [call, kind, value] for the host."""
     out = bytearray(HEADER.size)
     pack(body, out)
     length = len(out) - HEADER.size
@@ -83,7 +87,7 @@ def frame(body: object) -> bytearray:
 
 
 def unpack(data: bytes, at: int = 0) -> "tuple[object, int]":
-    """Return the value that begins at `at`, and the position of its end."""
+    """Return the value that begins at position `at`, and the position of its end. Raises WireError if it is invalid."""
     first = data[at]
     at += 1
     if first < 0x80:
@@ -109,7 +113,10 @@ def unpack(data: bytes, at: int = 0) -> "tuple[object, int]":
 
 
 def unpack_many(data: bytes, at: int, kind: str, count: int) -> "tuple[object, int]":
-    """Return `count` bytes, characters or items, and the position of their end."""
+    """Return the content of a value of several bytes or items, and the position of its end.
+
+    `kind` is `bin`, `str`, `list` or `dict`, and `count` the number of bytes, items or pairs.
+    """
     if kind in ("bin", "str"):
         raw = data[at : at + count]
         if len(raw) < count:
@@ -125,10 +132,11 @@ def unpack_many(data: bytes, at: int, kind: str, count: int) -> "tuple[object, i
 
 
 class Frames:
-    """Splits a byte stream into bodies."""
+    """Decoder of a byte stream into the bodies of its frames."""
 
     def __init__(self) -> None:
         self.buffer = bytearray()
+        """Bytes of a frame that is not complete."""
 
     def feed(self, data: bytes) -> "list[object]":
         """Add bytes, and return the bodies that are complete now. Raises WireError for invalid frames."""
@@ -152,8 +160,9 @@ class Frames:
 
 
 class CallRefusal(Exception):
-    """A call that cannot be carried out: a code for the host, and a message."""
+    """Error of a call that cannot be carried out. `BoxAgent.take` sends it to the host as the call's failure."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
+        """Code by which the host chooses the class of its exception: `file`, `limit`, `busy`, `gone` or `request`."""

@@ -1,6 +1,7 @@
 """DockerBackend: sandboxes as containers of Docker or Podman, over the engine's socket.
 
-`open_engine` chooses the backend class for an address. A new kind of container engine is added there only.
+`envs.sandbox.open`, `flash sandbox` and `envs.sandbox.doctor` make a `DockerBackend` and enter it; leaving its block
+closes the connections to the engine, and no container.
 
 The connection to an agent is the attached standard input and output of the container's first process. It needs no exec
 (Podman starts one at a time, in 100 ms each), no published port and no network. A restart of the engine's service
@@ -19,7 +20,7 @@ from typing import Any, Self
 
 from envs.sandbox.api import Spec
 from envs.sandbox.engines import profiles
-from envs.sandbox.engines.backend import AGENT_ADDRESS, Backend, EngineInfo, Surroundings
+from envs.sandbox.engines.backend import AGENT_ADDRESS, EngineInfo, Surroundings
 from envs.sandbox.engines.docker_api import AttachedLink, DockerApi
 from envs.sandbox.engines.docker_containers import USERS, DockerContainers
 from envs.sandbox.engines.docker_images import DockerImages
@@ -30,10 +31,11 @@ REQUEST_S, START_S, IMAGE_S = 20.0, 60.0, 600.0
 """Seconds that the engine has for one request: a usual one, the start of a container, and one that makes an image."""
 SOCKETS = ("/run/docker.sock", "/var/run/docker.sock", "/run/podman/podman.sock")
 """Sockets where engines listen, tried in this order if DOCKER_HOST is not set."""
-
+ADDRESS_FORMS = ("unix://", "http://", "https://", "tcp://")
+"""Beginnings of the addresses that an engine may have. `tcp://` is plain HTTP, as in DOCKER_HOST."""
 
 TAKEOVER_USER = "0"
-"""User of the process by which a new host reaches the agent, after the agent's own host is gone.
+"""User of the process by which a new host process reaches the agent, after the agent's own one is gone.
 
 That process receives the agent's secret, so no program of the sandbox may trace, signal or read it. The kernel ensures
 this, because the process runs as another user: root without capabilities, as the container has none. No program may
@@ -66,20 +68,23 @@ for python in python3 /usr/bin/python3 /usr/local/bin/python3; do
   if command -v "$python" >/dev/null 2>&1; then exec "$python" -ISc "$1" "$2"; fi
 done
 """
+"""Shell script that runs the Python program `$1` with the argument `$2`, with the first Python that the image has."""
 
 
 class DockerAgents:
-    """Connections to the agents of containers of Docker or Podman."""
+    """Connections to the agents of containers of Docker or Podman: the `Agents` of `DockerBackend`."""
 
     def __init__(self, api: DockerApi) -> None:
         self._api = api
 
     def surroundings(self, container_id: str, spec: Spec) -> Surroundings:
-        memory = profiles.work_in_memory(spec)
-        # If programs of the sandbox may run as the user of a takeover, no host may take over: the agent then ends with
-        # its host.
+        in_memory = profiles.work_in_memory(spec)
+        # If programs of the sandbox may run as the user of a takeover, no process may take over: the agent then ends
+        # with the process that controls it.
         address = "" if profiles.PROFILES[spec.profile].user is None else AGENT_ADDRESS
-        return Surroundings(spec.workdir, True, address, files_apart=memory, disk_enforced=memory)
+        return Surroundings(
+            workdir=spec.workdir, cgroup=True, address=address, files_apart=in_memory, disk_enforced=in_memory
+        )
 
     def attach(self, container_id: str) -> AbstractAsyncContextManager[AttachedLink]:
         return self._api.attach(container_id)
@@ -93,22 +98,27 @@ class DockerAgents:
 
 
 class DockerBackend:
-    """Container engine Docker or Podman. An asynchronous context manager.
-
-    Args:
-        url: `unix:///path` or `http://host:port`; by default DOCKER_HOST, or the first of `SOCKETS` that exists.
-        users: user ids for sandboxes, one for each; see `envs.sandbox.engines.docker_containers`.
-
-    Raises:
-        ConfigError: there is no engine, or the address has an unknown form.
-    """
+    """Container engine Docker or Podman. An asynchronous context manager."""
 
     def __init__(self, url: str | None = None, *, users: range = USERS) -> None:
+        """Create a client of the engine. It connects when its block is entered.
+
+        Args:
+            url: address of the engine, in one of `ADDRESS_FORMS`; by default that of `find_engine`.
+            users: range of user ids. Each sandbox gets its own, because the kernel limits some resources per user.
+
+        Raises:
+            ConfigError: no address was given and no usual socket exists, or the address has an unknown form.
+        """
         self.url = url or find_engine()
-        if not self.url.startswith(("unix://", "http://", "https://", "tcp://")):
-            raise ConfigError(f"expected unix:///path or tcp://HOST:PORT as the engine's address, not {self.url!r}")
+        if not self.url.startswith(ADDRESS_FORMS):
+            raise ConfigError(
+                "expected unix:///path, http://…, https://… or tcp://HOST:PORT as the engine's address, "
+                f"not {self.url!r}"
+            )
         self._api = DockerApi(self.url, REQUEST_S)
-        self._user_numbers = users
+        self._users = users
+        # `DockerContainers` asks `info` at the first create and not here: Podman takes a second to answer.
         self.containers = DockerContainers(self._api, self.info, START_S, users)
         self.images = DockerImages(self._api, self.containers, REQUEST_S, IMAGE_S)
         self.agents = DockerAgents(self._api)
@@ -140,15 +150,15 @@ class DockerBackend:
             memory=int(info.get("MemTotal", 0)),
             # A unix socket may be forwarded, or lead into a virtual machine, which has another amount of memory.
             here=self.url.startswith("unix://") and info.get("MemTotal") == memory_bytes()["MemTotal"],
-            users=None if mapped else (self._user_numbers[0], self._user_numbers[-1]),
+            users=None if mapped else (self._users[0], self._users[-1]),
         )
 
 
 def find_engine() -> str:
-    """Return the address of this machine's engine.
+    """Return the address of this machine's engine: DOCKER_HOST, or the first of `SOCKETS` that exists.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: DOCKER_HOST is not set, and none of the sockets exists.
     """
     if url := os.environ.get("DOCKER_HOST"):
         return url
@@ -165,15 +175,17 @@ def find_engine() -> str:
 
 
 def takeover_command(address: str) -> list[str]:
-    """Return the command that runs in the container."""
+    """Return the command of the process by which a new host process reaches the agent, at its abstract socket."""
     return ["/bin/sh", "-c", FIND_PYTHON, "relay", TAKEOVER_SCRIPT, address]
 
 
 def takeover_environment(container: Mapping[str, Any]) -> dict[str, str]:
-    """Return the environment variables of a takeover. Every variable of the container is emptied.
+    """Return the environment variables of the process that `takeover_command` starts.
+
+    Every variable of the container is emptied: one such as LD_PRELOAD would run code of the sandbox as root.
 
     Args:
-        container: the engine's description of the container.
+        container: the engine's description of the container, as `inspect` of its API returns it.
 
     Raises:
         SandboxLostError: programs of this container may run as root.
@@ -181,8 +193,8 @@ def takeover_environment(container: Mapping[str, Any]) -> dict[str, str]:
     config = container["Config"]
     if str(config.get("User") or "0").partition(":")[0] in ("", "0", "root"):
         raise SandboxLostError(
-            "its programs may be root, as the process would be by which another host takes over; such a sandbox ends "
-            "with its host"
+            "its programs may be root, and root could read the secret of a takeover; such a sandbox ends with the "
+            "process that controls it"
         )
     given = dict(entry.partition("=")[::2] for entry in config.get("Env") or [])
     folders = [*PROGRAM_FOLDERS]
@@ -193,18 +205,6 @@ def takeover_environment(container: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _is_safe(folder: str, unsafe: tuple[str, ...]) -> bool:
+    """Return True if an entry of PATH is absolute, and not inside a folder where the sandbox's user can write."""
     path = posixpath.normpath(folder)
     return folder.startswith("/") and not any(path == each or path.startswith(f"{each}/") for each in unsafe)
-
-
-def open_engine(address: str | None = None, *, users: range = USERS) -> AbstractAsyncContextManager[Backend]:
-    """Open the engine at an address for the time of the block; by default this machine's engine.
-
-    Args:
-        address: `unix:///path` or `tcp://HOST:PORT` of Docker or Podman.
-        users: user ids for sandboxes, one for each; see `envs.sandbox.engines.docker_containers`.
-
-    Raises:
-        ConfigError: there is no engine, or the address has an unknown form.
-    """
-    return DockerBackend(address, users=users)

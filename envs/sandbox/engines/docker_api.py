@@ -1,5 +1,7 @@
 """DockerApi: requests and attached streams over aiodocker, with the engine's errors as `SandboxError`s.
 
+`DockerBackend` opens it, and the classes of `docker_containers` and `docker_images` send their requests with it.
+
 Only this module uses these undocumented parts of aiodocker:
 
     Docker._query             a request with any path, body and headers; its own methods lack parameters
@@ -38,12 +40,13 @@ HTTP_FAILED = 500
 
 
 class AttachedLink:
-    """Attached standard streams of a container's process."""
+    """Attached standard streams of a container's process: the `Link` to its agent."""
 
     def __init__(self, stream: Stream, container_id: str) -> None:
         self._stream = stream
         self._container_id = container_id
         self.transcript = b""
+        """Last `TRANSCRIPT_BYTES` of standard error, for error messages."""
 
     async def send(self, data: bytes) -> None:
         """Send all of `data`. Raises SandboxLostError if the connection broke."""
@@ -190,17 +193,17 @@ class DockerApi:
         params: Mapping[str, str] | None = None,
         missing: Any = ...,
     ) -> Any:
-        """Send one request. Returns the JSON of the response, None if it has none.
+        """Send one request. Returns the JSON of the response; None if the response is no single JSON value.
 
         Args:
-            path: path of the API.
-            error: class of the error to raise.
+            path: path of the API, without a leading slash.
+            error: class of the error to raise if none of the classes below fits better.
             method: HTTP method.
-            timeout: seconds; None: the usual ones.
+            timeout: seconds that the engine has; None: `request_s` of this connection.
             data: body; a dict or a list is sent as JSON.
             headers: HTTP headers.
             params: parameters of the query.
-            missing: result if the engine answers 404; by default that is an error.
+            missing: value to return if the engine answers 404; by default that status is an error.
 
         Raises:
             SandboxRefusedError: the engine answered 400.
@@ -219,4 +222,5 @@ class DockerApi:
             if missing is not ... and isinstance(cause, DockerError) and cause.status == 404:
                 return missing
             raise
+        # A build or an import answers with many JSON values, one per line, which no caller reads.
         return msgspec.json.decode(content) if content.lstrip()[:1] in (b"{", b"[") and b"\n{" not in content else None

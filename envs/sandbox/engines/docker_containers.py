@@ -1,4 +1,6 @@
-"""Containers of Docker or Podman, each with a user id of its own.
+"""DockerContainers: creates, inspects, measures and removes containers of Docker or Podman. `DockerBackend` makes it.
+
+Each container can have a user id of its own (`Users`).
 
 The kernel counts some resources per user, over all containers. If all sandboxes had the same user, a single one could
 take all of the machine's inotify instances, POSIX queues, pending signals or pipe buffers. User namespaces would not
@@ -37,50 +39,57 @@ _log = logging.getLogger(__name__)
 USERS = range(0x70000000, 0x7FFFFFFF)
 """Range of ids that no user has by default: neither people and services of a distribution nor systemd's containers
 (https://systemd.io/UIDS-GIDS)."""
-_LAST = (1 << 32) - 2
+_LAST_USER = (1 << 32) - 2
+"""Largest user id of Linux; the next number means "no user"."""
 USER_LABEL = "flash.user"
 """Label with the user id of a container that has one of its own."""
 
 WALKS = 2
-"""Most layers measured at the same time, each in a thread."""
+"""Most layers measured at the same time, each in a thread that walks through all files."""
 CREATES = 8
 """Most containers created at the same time. More would only wait for the engine's own locks."""
 NEVER_RAN = ("created", "configured", "initialized", "unknown")
-"""States of a container whose start may have been interrupted."""
+"""States, in the engine's list, of a container whose start may have been interrupted."""
 HTTP_CONFLICT = 409
-"""HTTP status of a signal to a container that does not run."""
+"""HTTP status of the engine's response to a signal if the container does not run."""
 PEER_S = 5.0
-"""Seconds to connect to the engine's socket, for the question who listens there."""
+"""Seconds to connect to the engine's socket, to find out which process listens there."""
 _PEER = struct.Struct("iii")
-"""Layout of the kernel's answer to that question: ids of process, user and group."""
+"""Layout of the kernel's SO_PEERCRED: ids of the process, user and group at the other end of a socket."""
 HARMLESS_SIGNAL = "SIGWINCH"
 """Signal that no process notices unless it has a handler for it."""
 
 
 def parse_users(text: str) -> range:
-    """Return the range that `FIRST-LAST` names.
+    """Return the range that `FIRST-LAST` names, the value of `flash sandbox serve --users`.
 
     Raises:
         ConfigError: the text is not such a range.
     """
     first, _, last = text.partition("-")
-    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) <= _LAST):
-        raise ConfigError(f"--users {text!r}: expected FIRST-LAST, two numbers from 1 to {_LAST}, the first not larger")
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) <= _LAST_USER):
+        raise ConfigError(
+            f"--users {text!r}: expected FIRST-LAST, two numbers from 1 to {_LAST_USER}, the first not larger"
+        )
     return range(int(first), int(last) + 1)
 
 
 class Users:
-    """Assigns user ids of a range to containers, each to one container."""
+    """Assigns user ids of a range to containers, each to one container.
+
+    `draw` reserves an id before the container exists, `keep` records it for the created container, and `release`
+    returns it after the removal. `give_up` ends the reservation in every case.
+    """
 
     def __init__(self, numbers: range) -> None:
         self._numbers = numbers
         self._drawn: set[int] = set()
-        """Ids of containers that are being created."""
+        """Reserved user ids, of containers that are being created."""
         self._used: dict[str, int] = {}
-        """User id of each container by its id."""
+        """User id of each known container, by container id."""
 
     def draw(self) -> int:
-        """Draw an id that no known container has, and reserve it.
+        """Draw a user id that no known container has, and reserve it.
 
         Raises:
             SandboxStartError: all ids are in use.
@@ -96,11 +105,11 @@ class Users:
         return number
 
     def give_up(self, number: int) -> None:
-        """Release a reservation: the container was not created, or `keep` has recorded its id."""
+        """End a reservation: the container was not created, or `keep` has recorded its user id."""
         self._drawn.discard(number)
 
     def keep(self, container_id: str, number: int) -> None:
-        """Record the user id of a container."""
+        """Record the user id of a container that was created, or that the engine has listed."""
         self._used[container_id] = number
 
     def release(self, container_id: str) -> None:
@@ -109,28 +118,35 @@ class Users:
 
 
 class DockerContainers:
-    """`Containers` of Docker or Podman.
-
-    Args:
-        api: requests to the engine.
-        info: returns the properties of the engine.
-        start_s: seconds that the engine has to start a container.
-        users: user ids for sandboxes, one for each.
-    """
+    """Containers of Docker or Podman: the `Containers` of `DockerBackend`, whose docstrings describe the methods."""
 
     def __init__(self, api: DockerApi, info: Callable[[], Awaitable[EngineInfo]], start_s: float, users: range) -> None:
+        """Create the operations on one engine's containers.
+
+        Args:
+            api: requests to the engine.
+            info: function that asks the engine for its properties; called once, at the first `create`.
+            start_s: seconds that the engine has to start a container.
+            users: range of user ids for sandboxes.
+        """
         self._api = api
         self._ask_info = info
         self._start_s = start_s
         self._by_socket = api.url.startswith("unix://")
+        """True if the engine is reached by a socket. Then it mostly runs on this machine, whose files are visible."""
         self._creating = anyio.CapacityLimiter(CREATES)
         self._walking = anyio.CapacityLimiter(WALKS)
+        """Limiter of the threads that measure layers."""
         self._cleaning = anyio.CapacityLimiter(1)
+        """Limiter of the threads that remove what the engine left of a deleted container."""
         self._info: EngineInfo | None = None
+        """Properties of the engine; None until the first `create`."""
         self._asking = anyio.Lock()
+        """Lock around the question for `_info`, so that parallel calls of `create` ask once."""
         self._users = Users(users)
         self._half_started: set[str] = set()
-        """Containers of which the engine may not know all processes."""
+        """Ids of containers whose start was interrupted. The engine may not know all of their processes, so `delete`
+        also kills processes that name the container."""
 
     async def create(self, spec: Spec, *, name: str, labels: Mapping[str, str]) -> str:
         async with self._asking:
@@ -151,9 +167,13 @@ class DockerContainers:
                 self._users.give_up(number)
 
     async def _create(self, spec: Spec, name: str, config: dict[str, object], user: int | None) -> str:
-        """Create a container.
+        """Send the request that creates a container, and return its id.
 
-        `user`: the user id that was drawn for it; it is kept under the container's id at once.
+        Args:
+            spec: the spec of the sandbox.
+            name: name of the container.
+            config: configuration of the container in the form of Docker's API.
+            user: user id that was drawn for the container, which is recorded as soon as it exists; None: no own one.
         """
         async with self._creating:
             answer = await self._api.json(
@@ -163,6 +183,7 @@ class DockerContainers:
             if user is not None:
                 self._users.keep(container_id, user)
             if owner := profiles.owner_of_work(spec):
+                # The image has no working directory that belongs to the sandbox's user, so one is copied in.
                 await self._api.json(
                     f"containers/{container_id}/archive",
                     SandboxStartError,
@@ -178,7 +199,11 @@ class DockerContainers:
 
         Docker takes its text, and None if this machine has no default filter to derive it from. Podman takes the path
         of a file; a Podman that is not reached by a socket may run on another machine, which has no such file, and gets
-        None.
+        None. With None the engine uses its own default filter.
+
+        Args:
+            families: socket families that the profile allows.
+            podman: True if the engine is Podman.
         """
         if not podman:
             content = filter_text(families)
@@ -186,6 +211,7 @@ class DockerContainers:
         return str(podman_filter(families)) if self._by_socket else None
 
     async def start(self, container_id: str) -> None:
+        # Stays in the set if the request fails: the engine may have started some of the processes all the same.
         self._half_started.add(container_id)
         await self._api.json(
             f"containers/{container_id}/start", SandboxStartError, method="POST", timeout=self._start_s
@@ -223,12 +249,16 @@ class DockerContainers:
         )
 
     async def _has_ended(self, container_id: str, pid: int) -> bool:
-        """Return True if the container has ended although its engine reports it as running. `pid`: its first process.
+        """Return True if the container has ended although its engine reports it as running.
 
         Podman reports a container as running until its monitor reports its end, also if the monitor was killed together
-        with the container. For a signal it asks the runtime. A conflict in the answer says that the container does not
-        run. Another failure does not: the runtime also fails on an overloaded machine. Then only the table of processes
-        decides, if this process sees the engine's.
+        with the container. But to send a signal, Podman asks the runtime. So a harmless signal is sent. The status
+        `HTTP_CONFLICT` says that the container does not run. Another failure proves nothing, because the runtime also
+        fails on an overloaded machine. Then /proc decides, if this machine's /proc shows the engine's processes.
+
+        Args:
+            container_id: id of the container.
+            pid: id of the container's first process, as the engine reports it.
         """
         params = {"signal": HARMLESS_SIGNAL}
         try:
@@ -249,8 +279,8 @@ class DockerContainers:
     def _shares_processes(self) -> bool:
         """Return True if /proc shows the processes of the engine under the ids that the engine reports.
 
-        False for an engine on another machine, behind a forwarded socket, or outside of the container in which this
-        process runs. Blocks for a moment, because it connects to the engine.
+        Returns False for an engine on another machine, behind a forwarded socket, or outside of the container of this
+        process. Blocks for a moment, because it connects to the engine.
         """
         if not self._by_socket:
             return False
@@ -298,10 +328,11 @@ class DockerContainers:
             found = await self._api.json("libpod/containers/json", SandboxLostError, params=params, missing=None)
             if found is None:
                 raise
-        # A container that was started and no longer runs is `exited`, so only these states may be half started.
+        # Containers of an earlier process keep their user ids, so `_users` must not draw them again.
         for entry in found:
             if (user := (entry.get("Labels") or {}).get(USER_LABEL, "")).isdecimal():
                 self._users.keep(str(entry["Id"]), int(user))
+        # A container that was started and no longer runs is `exited`, so only these states may be half started.
         self._half_started |= {str(entry["Id"]) for entry in found if entry.get("State") in NEVER_RAN}
         return [
             ContainerInfo(
@@ -334,7 +365,7 @@ class DockerContainers:
 
 
 def _folder_in_tar(name: str, owner: int) -> bytes:
-    """Return a tar archive with one folder."""
+    """Return a tar archive with one empty folder that belongs to the user and group `owner`."""
     header = tarfile.TarInfo(name)
     header.type, header.mode, header.uid, header.gid = tarfile.DIRTYPE, 0o755, owner, owner
     return header.tobuf() + b"\0" * 1024

@@ -1,4 +1,8 @@
-"""Images of Docker or Podman, and snapshots of sandboxes, which are images too."""
+"""DockerImages: images of Docker or Podman, and snapshots of sandboxes, which are images too.
+
+`DockerBackend` makes it. `LocalSandbox.snapshot` commits images here, `envs.sandbox.images` makes Flash's own ones, and
+`envs.sandbox.pool.ownership.Reaper` removes snapshots without an owner.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from pathlib import Path
 import anyio
 import msgspec
 
+from envs.sandbox.agent.files import SNAPSHOT_FILE
 from envs.sandbox.engines.backend import Containers
 from envs.sandbox.engines.docker_api import HTTP_FAILED, DockerApi, status_of
 from envs.sandbox.engines.machine import LayerUse
@@ -19,8 +24,6 @@ from flash.errors import SandboxError, SandboxLimitError, SandboxLostError
 
 _log = logging.getLogger(__name__)
 
-SNAPSHOT_FILE = "/.flash-snapshot.tar"
-"""Path in a snapshot's image of the tar archive with the working directory of the sandbox that it was made of."""
 RETRY_S = 0.5
 """Seconds between two attempts to remove a container that must not stay."""
 PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
@@ -28,16 +31,17 @@ PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 
 
 class DockerImages:
-    """`Images` of Docker or Podman.
-
-    Args:
-        api: requests to the engine.
-        containers: containers of the same engine.
-        request_s: seconds that the engine has for one request.
-        image_s: seconds that the engine has to make an image.
-    """
+    """Images of Docker or Podman: the `Images` of `DockerBackend`, whose docstrings describe the methods."""
 
     def __init__(self, api: DockerApi, containers: Containers, request_s: float, image_s: float) -> None:
+        """Create the operations on one engine's images.
+
+        Args:
+            api: requests to the engine.
+            containers: operations on containers of the same engine.
+            request_s: seconds that the engine has for one request.
+            image_s: seconds that the engine has to make an image.
+        """
         self._api = api
         self._containers = containers
         self._request_s = request_s
@@ -48,8 +52,9 @@ class DockerImages:
     ) -> int:
         """Save a container's files as an image, as `Images.commit` says.
 
-        A running container is paused meanwhile, so that the files belong to one moment. Files in memory are no part of
-        a container's layer: they travel as an archive into a second container, which never runs.
+        Without `files`, the container is paused meanwhile, so that the files belong to one moment. With `files`, the
+        working directory is in memory and no part of the container's layer. Then its archive goes into a second
+        container, which never runs, and the image is made of that one.
         """
         if files is None:
             async with self._paused(container_id):
@@ -60,8 +65,6 @@ class DockerImages:
                         f"the files have {use.size} bytes or more, holes included, and the sandbox may have {most}"
                     )
                 return await self._commit(container_id, name, labels)
-        # The working directory is not in the container's layer. Its archive goes into a second container, which never
-        # runs.
         image = (await self._api.json(f"containers/{container_id}/json", SandboxLostError))["Config"]["Image"]
         config = {"Image": image, "Cmd": ["/bin/sh"], "Labels": dict(labels), "HostConfig": {"NetworkMode": "none"}}
         # The container has a name, so that it can be removed also if the response to its creation was lost.
@@ -83,7 +86,7 @@ class DockerImages:
                 return await self._commit(holder, name, labels)
             finally:
                 with anyio.move_on_after(self._request_s, shield=True):
-                    await self._delete_at_last(holder)
+                    await self._delete_until_gone(holder)
 
     @asynccontextmanager
     async def _paused(self, container_id: str) -> AsyncGenerator[None]:
@@ -110,8 +113,8 @@ class DockerImages:
                     raise
             await anyio.sleep(pause_s)
 
-    async def _delete_at_last(self, name: str) -> None:
-        """Remove a container. Retries until the engine succeeds."""
+    async def _delete_until_gone(self, name: str) -> None:
+        """Remove a container. Retries until the engine succeeds; the caller bounds the time."""
         while True:
             try:
                 return await self._containers.delete(name)
@@ -159,6 +162,7 @@ class DockerImages:
 
 
 async def _pieces_of(path: Path) -> AsyncIterator[bytes]:
+    """Yield the content of a file in pieces."""
     async with await anyio.open_file(path, "rb") as file:
         while piece := await file.read(1 << 18):
             yield piece
@@ -166,7 +170,7 @@ async def _pieces_of(path: Path) -> AsyncIterator[bytes]:
 
 @asynccontextmanager
 async def _in_tar(name: str, pieces: AsyncIterator[bytes]) -> AsyncGenerator[AsyncIterator[bytes]]:
-    """Build a tar archive with one file, for the time of the block.
+    """Build a tar archive with one file, for the time of the block, and yield it in pieces.
 
     The header contains the size, so the pieces are collected on disk first. All pieces are read before the block
     begins, so that a failure of their source is not taken for a failure of the engine.

@@ -1,4 +1,4 @@
-"""FakeBackend: sandboxes as local processes without any isolation. For tests and for machines without an engine.
+"""FakeBackend: sandboxes as local processes without any isolation, for tests on machines without an engine.
 
 The same agent runs as in a container, as a child process in a temporary folder that stands for the working directory;
 only relative paths lead there. Images are folders of files: any name exists, and a snapshot adds a new one. Killing or
@@ -33,18 +33,26 @@ from envs.sandbox.engines.machine import LayerUse
 from flash.errors import SandboxLostError, SandboxStartError
 
 _PATH = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
+"""PATH of commands: this process's Python comes first, because the agent needs one."""
 _WAIT_SECONDS = 10.0
+"""Seconds to wait for the end of a killed process."""
 _DROP_SECONDS = 0.01
+"""Seconds after the end of a process in which the event loop drops its buffers."""
 
 
 class EngineFaults(msgspec.Struct):
     """Faults to inject. Tests change them while containers run."""
 
     create: Exception | None = None
+    """Error that `create` raises; None: it works."""
     start: Exception | None = None
+    """Error that `start` raises; None: it works."""
     delete: Exception | None = None
+    """Error that `delete` raises; None: it works."""
     start_delay: float = 0.0
+    """Seconds that `start` waits first."""
     create_delay: float = 0.0
+    """Seconds that `create` waits first."""
 
 
 class FakeContainer:
@@ -56,11 +64,14 @@ class FakeContainer:
         self.spec = spec
         self.labels = dict(labels)
         self.folder = folder
+        """Folder that stands for the working directory."""
         self.process: Process | None = None
+        """Process of the agent; None before `start`."""
         self.killed = False
         """True after `kill`. The container counts as ended at once, though its process may take a moment to end."""
 
     def info(self) -> ContainerInfo:
+        """Return the state of the container, as an engine would report it."""
         code = None if self.process is None else self.process.returncode
         code = -signal.SIGKILL if code is None and self.killed else code
         running = self.process is not None and code is None
@@ -257,13 +268,10 @@ class FakeAgents:
 
 
 class FakeBackend:
-    """Backend of local processes. An asynchronous context manager.
-
-    Args:
-        prelude: source that runs in each agent before its own.
-    """
+    """Backend of local processes. An asynchronous context manager, which deletes all containers at its end."""
 
     def __init__(self, *, prelude: str = "") -> None:
+        """Create a backend with a temporary folder. `prelude` is source code that runs in each agent before its own."""
         self.faults = EngineFaults()
         self.folder = Path(tempfile.mkdtemp(prefix="flash-fake-"))
         self.images = FakeImages(self.folder)
@@ -288,6 +296,7 @@ class FakeBackend:
 
 
 def _match(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
+    """Return True if `labels` has all wanted ones. An empty value matches any value."""
     return all(name in labels and value in ("", labels[name]) for name, value in wanted.items())
 
 
@@ -297,7 +306,7 @@ def _kill(pid: int) -> None:
 
 
 def _descendants(root: int) -> list[int]:
-    """Return all descendants of a process. Its agent adopts descendants whose parent has ended."""
+    """Return all descendants of a process. Orphans are among them, because the agent adopts them."""
     parents: dict[int, int] = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():

@@ -1,6 +1,6 @@
 """The view of this machine from outside the containers: its load, the disk that a container uses, and leftovers.
 
-`MachineMeter` reads the load from /proc; it is the load of a host whose engine is here.
+`EngineMaker` reports the load of `MachineMeter` if its engine runs on this machine. `DockerContainers` calls the rest.
 
 `layer_use` measures a container's own layer, and open files that it has removed. Engines can seldom limit a layer, and
 their own measurement has no bound: a program that creates millions of files would keep the engine busy. This one stops
@@ -39,10 +39,12 @@ ENOUGH = 50
 DEPTH = 256
 """Deepest folder that is measured; a deeper tree counts as over the limit. Each open folder takes a descriptor."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-LOOKS = 20
+"""Flags to open a folder inside a layer. The container may have replaced the folder by a link."""
+CHECKS = 20
+"""Most checks for leftovers of one container. A runtime that still works may start another process after a check, so
+the check is repeated until no process is left."""
 PAUSE_S = 0.05
-"""Seconds between two checks, of which there are at most `LOOKS`. A runtime that still works may start another process
-after a check, so the check is repeated until no process is left."""
+"""Seconds between two checks for leftovers."""
 GROUPS = ("libpod_parent/libpod-{}", "libpod_parent/libpod-conmon-{}", "docker/{}")
 """Names of a container's control groups under engines without systemd. systemd removes its own groups."""
 HELPERS = ("conmon", "runc", "crun", "runsc")
@@ -50,11 +52,13 @@ HELPERS = ("conmon", "runc", "crun", "runsc")
 
 
 class MachineMeter:
-    """Meter of the load between one reading and the next."""
+    """Meter of this machine's load between one reading and the next."""
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
+        """Take the first reading. Only tests replace `proc`."""
         self._proc = proc
         self._last = self._ticks()
+        """Busy time and all time, in ticks, at the last reading."""
 
     def read(self) -> MachineLoad:
         """Return the CPUs that were busy since the last reading, and the memory in use now."""
@@ -80,7 +84,7 @@ class MachineMeter:
 
 
 def memory_bytes(proc: Path = Path("/proc")) -> dict[str, int]:
-    """Return the entries of /proc/meminfo by their names, in bytes."""
+    """Return the entries of /proc/meminfo by their names, in bytes. Only tests replace `proc`."""
     rows = (row.split() for row in (proc / "meminfo").read_text().splitlines())
     return {row[0].rstrip(":"): int(row[1]) * _KIB for row in rows if row[-1] == "kB"}
 
@@ -91,9 +95,11 @@ class MachineLoad(msgspec.Struct, frozen=True):
     cpus_busy: float | None
     """Average number of busy CPUs since the last reading; None if that was too short ago to measure."""
     cpus: int
+    """Number of the machine's CPUs."""
     memory_used_mib: int
     """Memory in use, in MiB. Memory that the kernel can free at once, like the file cache, does not count."""
     memory_mib: int
+    """Memory of the machine, in MiB."""
 
 
 class LayerUse(msgspec.Struct):
@@ -112,7 +118,11 @@ class LayerUse(msgspec.Struct):
 def layer_use(folder: Path, pid: int, most: LayerUse, *, holes: bool = False) -> LayerUse:
     """Measure the layer in `folder` of the container whose first process is `pid`, until it exceeds `most`.
 
-    With `holes`, sparse files count with their full length, as they would take in an archive.
+    Args:
+        folder: folder of the layer on this machine: the upper folder of its overlay file system.
+        pid: id of the container's first process; 0 if the container does not run.
+        most: limits at which the measurement stops.
+        holes: True to count sparse files with their full length, which they would have in an archive.
     """
     use = LayerUse()
     with suppress(FileNotFoundError):
@@ -126,11 +136,12 @@ def layer_use(folder: Path, pid: int, most: LayerUse, *, holes: bool = False) ->
 
 
 def _add_tree(top: int, use: LayerUse, most: LayerUse, *, holes: bool) -> None:
-    """Add the use of an open folder to `use`, until it exceeds `most`. Closes the folder.
+    """Add the use of the open folder `top` to `use`, until it exceeds `most`. Closes the folder.
 
     A file with several names counts once. A tree deeper than `DEPTH` counts as over the limit.
     """
     linked: set[int] = set()
+    """Inode numbers of counted files that have several names."""
     opened = [(top, os.scandir(top))]
     try:
         while opened and not use.over(most):
@@ -164,7 +175,10 @@ def _add_tree(top: int, use: LayerUse, most: LayerUse, *, holes: bool) -> None:
 
 
 def _add_removed(pid: int, devices: set[int], use: LayerUse, most: LayerUse) -> None:
-    """Add the files that a process keeps open although they are removed. `devices`: those of the layer."""
+    """Add the files that a process keeps open although they are removed.
+
+    `devices` are the file systems of the layer: open files of other ones take none of its disk.
+    """
     with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as names:
         for entry in names:
             if use.over(most):
@@ -177,7 +191,7 @@ def _add_removed(pid: int, devices: set[int], use: LayerUse, most: LayerUse) -> 
 
 
 def _processes(pid: int) -> list[int]:
-    """Return the processes of the control group of `pid`."""
+    """Return the processes of the control group of `pid`: those of its container. Empty if it has no own group."""
     for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         for root in ("/sys/fs/cgroup", f"/sys/fs/cgroup/{controllers}"):
@@ -188,9 +202,12 @@ def _processes(pid: int) -> list[int]:
 
 
 def kill_leftovers(ids: Collection[str]) -> int:
-    """Kill the processes of removed containers of this machine. Returns their number."""
+    """Kill the processes that the engine left of removed containers on this machine. Returns their number.
+
+    `ids` are the full ids of the containers, which the processes name.
+    """
     killed: set[int] = set()
-    for _ in range(LOOKS):
+    for _ in range(CHECKS):
         found = find_leftovers(ids)
         if not found:
             break
@@ -237,7 +254,7 @@ def remove_groups(id: str, root: Path = Path("/sys/fs/cgroup")) -> int:
 
 def _remove_group(folder: str) -> None:
     """Remove one control group. Tries again while a process of it is ending."""
-    for _ in range(LOOKS):
+    for _ in range(CHECKS):
         try:
             return os.rmdir(folder)
         except FileNotFoundError:

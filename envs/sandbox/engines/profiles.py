@@ -1,5 +1,7 @@
 """Profiles: the settings that a container gets. All of them are set in this module; `doctor` measures their effect.
 
+`DockerContainers.create` calls `container`, and the engine enforces the result. `Spec.profile` names the column.
+
     control              strict                     build                      compat
     user                 its own (or 1000:1000)     1000:1000                  the image's
     capabilities         none                       none                       for package managers
@@ -44,6 +46,7 @@ RESERVE_MIB = 32
 INODES_PER_MIB = 128
 """Files that a file system in memory can hold per MiB. Empty files take up to a kilobyte each beside its size."""
 SHARED_MEMORY = "/dev/shm"
+"""File system in memory that the engine mounts itself, with the size of `ShmSize`."""
 MASKED = (
     "/proc/locks", "/proc/key-users", "/proc/sys/kernel/pty/nr", "/proc/sys/fs/aio-nr", "/proc/sys/fs/file-nr",
     "/proc/sys/fs/inode-nr", "/proc/sys/fs/inode-state", "/proc/sys/fs/dentry-state",
@@ -70,12 +73,16 @@ class ProfileSettings(msgspec.Struct, frozen=True):
     """Settings that differ between profiles."""
 
     user: str | None
+    """User and group of all programs; None: those of the image."""
     own_user: bool
     """True if a sandbox gets a user id of its own instead of `user`, where the engine can assign one. False if programs
     write to the image's files, because those belong to `user`."""
     capabilities: tuple[str, ...]
+    """Linux capabilities that root of the container has."""
     read_only: bool
+    """True if the root file system is read-only. The working directory is then a file system in memory."""
     networks: tuple[str, ...]
+    """Values of `Spec.network` that are allowed."""
     families: tuple[int, ...]
     """Socket families. `build` and `compat` have TCP/IP without a network too, because programs under test often serve
     at 127.0.0.1."""
@@ -86,10 +93,11 @@ PROFILES = {
     "build": ProfileSettings(USER, False, (), False, ("none", "bridge"), INTERNET),
     "compat": ProfileSettings(None, False, COMPAT_CAPABILITIES, False, ("none", "bridge"), INTERNET),
 }
+"""Settings of each profile, by the name in `Spec.profile`."""
 
 
 def check(spec: Spec) -> ProfileSettings:
-    """Return the profile of a spec.
+    """Check a spec, and return the settings of its profile.
 
     Raises:
         SandboxRefusedError: the spec is wrong, or asks for something that its profile does not allow.
@@ -116,7 +124,7 @@ def check(spec: Spec) -> ProfileSettings:
 
 
 def layer_limit(spec: Spec) -> LayerUse:
-    """Return the most that a sandbox may have in its own layer."""
+    """Return the most that a sandbox may have in its own layer; `LocalSandbox` ends a sandbox that exceeds it."""
     return LayerUse(disk_mib(spec) * MIB, FILES_PER_MIB * disk_mib(spec))
 
 
@@ -170,11 +178,12 @@ def container(
     Args:
         spec: the spec of the sandbox.
         labels: labels of the container.
-        user: the sandbox's own user id; None: the profile's user.
+        user: user id of this sandbox alone; None: the profile's user.
         owned_tmpfs: True if the engine can set the owner and the number of files of a file system in memory. Docker
             can; Podman refuses both.
         seccomp: the system call filter in the form that the engine takes; None: the engine's default.
-        mask_option: True if the engine adds the masked paths of an option to its own, as Podman does.
+        mask_option: True if the engine takes masked paths as a security option and adds them to its own, as Podman
+            does. Docker takes a full list, which replaces its own.
 
     Raises:
         SandboxRefusedError: see `check`.

@@ -54,12 +54,18 @@ OWN_ONLY: dict[str, dict[int, int]] = {
 """System calls that change a process, with the values of the arguments (by position) that mean the caller itself.
 Neither its user nor its group is allowed, because the agent belongs to them too."""
 UNIX = (socket.AF_UNIX,)
+"""Socket families of a profile without TCP/IP."""
 INTERNET = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
-"""Socket families with TCP/IP (`UNIX` is without). They include the part of `AF_NETLINK` that lists interfaces."""
+"""Socket families of a profile with TCP/IP. The filter then also allows the part of `AF_NETLINK` that lists network
+interfaces."""
 
 
 def tighten(profile: dict[str, Any], families: Sequence[int]) -> dict[str, Any]:
-    """Return a stricter filter, as the module's docstring says, that allows only sockets of these families."""
+    """Return a stricter filter, as the module's docstring says, that allows only sockets of these families.
+
+    `profile` is the engine's default filter: a dict with the list `syscalls` of rules. Rules that this module changes
+    are removed from the list, and the stricter ones are added.
+    """
     changed = (
         REFUSED | OWN_ONLY.keys() | {"clone", "clone3", "prlimit64", "socket", "socketpair", "socketcall", RESERVING}
     )
@@ -111,14 +117,17 @@ def _sockets(families: Sequence[int]) -> Iterator[dict[str, Any]]:
 
 
 def _argument(place: int, compare: str, value: int) -> dict[str, Any]:
+    """Return a condition of a rule: the argument at this position compares with `value` by `EQ`, `NE`, `GT`, …."""
     return {"index": place, "value": value, "valueTwo": 0, "op": f"SCMP_CMP_{compare}"}
 
 
 def _allow(name: str, *arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return a rule that allows a system call if all conditions hold."""
     return {"names": [name], "action": "SCMP_ACT_ALLOW", "args": list(arguments)}
 
 
 def _refuse(number: int, *names: str, arguments: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """Return a rule that lets system calls fail with the error `number` if all conditions hold."""
     return {"names": list(names), "action": "SCMP_ACT_ERRNO", "errnoRet": number, "args": list(arguments)}
 
 
@@ -133,7 +142,7 @@ def filter_text(families: Sequence[int]) -> bytes | None:
 
 @cache
 def podman_filter(families: Sequence[int]) -> Path:
-    """Return the path of the filter's file, for Podman.
+    """Write the filter to a file, unless it is there already, and return its path. Podman reads it at each start.
 
     Raises:
         SandboxRefusedError: there is no default filter, or another user can write to the folder of the file.

@@ -1,5 +1,8 @@
 """Admission: decides which request gets the next sandbox, and on which host. Pure state machine: no clock, no tasks.
 
+`PoolState` owns one `SandboxAdmission`. It submits a request for each lease, and calls `decide` after each change that
+could allow a grant. A grant is a place on a host for one sandbox.
+
 Placement (`choose`) counts the resources that sandboxes were promised, not their use at the moment: a promise holds
 also when every sandbox computes at once. A host that should not be used has `accepts` False.
 
@@ -56,6 +59,7 @@ class Demand(msgspec.Struct, frozen=True):
 
 
 NOTHING = Demand(0, 0)
+"""Demand of no sandbox; also the capacity of a host that has not reported one yet."""
 
 
 class HostView(msgspec.Struct):
@@ -63,7 +67,9 @@ class HostView(msgspec.Struct):
 
     name: str
     capacity: Demand
+    """Resources that may be promised to sandboxes."""
     accepts: bool = True
+    """False if no sandbox may be placed on the host now."""
     warm: dict[str, int] = {}
     """Number of ready sandboxes on the host by kind (`warm_key`)."""
     granted: Demand = NOTHING
@@ -132,8 +138,11 @@ class PlaceRequest(msgspec.Struct, frozen=True):
     """A request for a place for one sandbox."""
 
     id: str
+    """Id of the lease that makes the request."""
     owner: str
+    """Owner of the lease: the payer's name, and optionally a slash and a name that the payer has chosen."""
     demand: Demand
+    """Resources of the sandbox."""
     priority: int = 0
     """Requests of one owner with a larger number are served sooner."""
     warm_key: str = ""
@@ -147,7 +156,9 @@ class Grant(msgspec.Struct, frozen=True):
 
     request: PlaceRequest
     arrival: int
+    """Serial number of the request by its arrival. `put_back` keeps it, so that the request keeps its age."""
     host: str
+    """Name of the host."""
 
     @property
     def id(self) -> str:
@@ -160,12 +171,15 @@ class _Waiting(msgspec.Struct):
 
     request: PlaceRequest
     arrival: int
+    """Serial number of the request by its arrival."""
     late_at: int
     """Number of grants to its owner from which the request is late."""
     late: bool = False
+    """True if the request comes first among those of its owner; see the law "No starvation"."""
     passed: int = 0
     """Grants to other requests while it was this request's turn and no host had room for it."""
     avoid: frozenset[str] = frozenset()
+    """Names of hosts where its start has failed, which are taken only if there is no other."""
 
     def order(self) -> tuple[bool, int, int]:
         """Return the sort key among the requests of one owner and shape."""
@@ -189,10 +203,15 @@ class SandboxAdmission:
         self.max_waiting = max_waiting
         self._patience = patience
         self._hosts: dict[str, HostView] = {}
+        """Hosts by name."""
         self._waiting: dict[str, _Waiting] = {}
+        """Waiting requests by id."""
         self._by_owner: dict[str, dict[_Shape, list[_Waiting]]] = {}
+        """Waiting requests by owner and shape, each list in the order of service."""
         self._granted: dict[str, Grant] = {}
+        """Grants by the id of their request."""
         self._usage: dict[str, Demand] = {}
+        """Resources granted, by owner."""
         self._paid: dict[str, Demand] = {}
         """Resources granted, by payer."""
         self._held: dict[str, int] = {}
@@ -206,9 +225,13 @@ class SandboxAdmission:
         """Requests that fitted on no host in the current decision, in order. Further grants count as overtaking
         them."""
         self._overdue: dict[str, _Waiting] = {}
+        """Overdue requests by id, which are served before all others."""
         self._arrivals = count()
+        """Source of the serial numbers of requests."""
         self._grants = 0
+        """Number of grants so far."""
         self._last_grant: dict[str, int] = {}
+        """Number of the last grant, by owner."""
 
     # ---- hosts
 
@@ -283,7 +306,7 @@ class SandboxAdmission:
         return dict(self._usage)
 
     def why_waiting(self, id: str) -> str:
-        """Return the reason why a request waits, for the error message when its deadline passes."""
+        """Return the reason why a request waits, for the status and for the error message when its deadline passes."""
         request = self._waiting[id].request
         if not could_ever_take(self._hosts.values(), request.demand, request.only):
             return self._too_large(request)
@@ -307,7 +330,8 @@ class SandboxAdmission:
     def _serve_overdue(self, grants: list[Grant], closed: set[str]) -> None:
         """Grant overdue requests, oldest first, and keep a host free for each that does not fit.
 
-        A grant can make other requests overdue, so the loop runs until no new request is overdue.
+        New grants are added to `grants`, and names of hosts that are kept free to `closed`. A grant can make other
+        requests overdue, so the loop runs until no new request is overdue.
         """
         seen: set[str] = set()
         while new := [waiting for id, waiting in self._overdue.items() if id not in seen]:
@@ -335,7 +359,7 @@ class SandboxAdmission:
     def _serve_owners(self, grants: list[Grant], closed: set[str]) -> None:
         """Grant requests one by one: each time the first one that fits of the owner with the smallest share.
 
-        `closed`: hosts that are kept free for overdue requests.
+        New grants are added to `grants`. `closed` has the hosts that are kept free for overdue requests.
         """
         unfit: set[_Fit] = set()
         whole = sum((host.capacity for host in self._hosts.values()), NOTHING)
@@ -361,7 +385,10 @@ class SandboxAdmission:
         return paid.share_of(whole), used.share_of(whole), self._last_grant.get(owner, -1)
 
     def _serve_owner(self, owner: str, unfit: set[_Fit], closed: set[str]) -> Grant | None:
-        """Grant the first request of an owner that fits on a host. Returns None if none does."""
+        """Grant the first request of an owner that fits on a host. Returns None if none does.
+
+        `unfit` collects the keys that fit on no host, so that later owners skip them in this decision.
+        """
         first = [queue[0] for queue in self._by_owner.get(owner, {}).values()]
         for waiting in sorted(first, key=_Waiting.order):
             fit = (waiting.request.demand, waiting.request.only)
@@ -373,9 +400,9 @@ class SandboxAdmission:
         return None
 
     def _place(self, waiting: _Waiting, closed: set[str]) -> HostView | None:
-        """Return the best host for a request now;
+        """Return the best host for a request now; None if it fits on none.
 
-        None if it fits on none. `closed`: hosts that are kept for overdue ones.
+        `closed` has the hosts that are kept free for overdue requests.
         """
         request = waiting.request
         return choose(
@@ -481,15 +508,17 @@ class SandboxAdmission:
                     records.pop(owner, None)
 
     def _too_large(self, request: PlaceRequest) -> str:
+        """Return the error message for a request that no host could hold even if it were empty."""
         hosts = ", ".join(f"{host.name} {host.capacity}" for host in self._hosts.values())
         where = f" on host {request.only}" if request.only else ""
         return f"a sandbox of {request.demand} fits nowhere{where}, not even alone; the hosts have {hosts or 'nothing'}"
 
 
 def payer(owner: str) -> str:
-    """Return the name of the payer of an owner's sandboxes."""
+    """Return the name of the payer of an owner's sandboxes: the token of a service, the part before the slash."""
     return owner.partition("/")[0]
 
 
 def _shape(request: PlaceRequest) -> _Shape:
+    """Return the key of a request's queue: requests of one owner and key are served strictly in their order."""
     return request.demand, request.only, request.warm_key

@@ -1,7 +1,8 @@
 """Protocols between the pool, its hosts and their engines.
 
-`Host` is the pool's side: a place with a capacity that starts sandboxes. `Maker` is the engine's side: it creates,
-finds and removes containers. `envs.sandbox.pool.local_host` connects the two.
+A host, in the packages `pool` and `service`, is a place with a capacity that starts sandboxes: an engine or another
+service. `SandboxPool` and its parts call `Host`. `Maker` is the engine's side: it creates, finds and removes
+containers. `envs.sandbox.pool.local_host` connects the two, and `envs.sandbox.remote.host` reaches another service.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from envs.sandbox.pool.admission import Demand
 from envs.sandbox.sandbox import Sandbox
 
 Settled = Callable[[str, Sandbox | None], None]
-"""Callback for a sandbox of an earlier run: its id, and the sandbox, or None if it is lost."""
+"""Function that is called for each sandbox of an earlier run, with its id and the sandbox; None: it is lost."""
 
 
 class Ticket(msgspec.Struct, frozen=True):
@@ -28,7 +29,9 @@ class Ticket(msgspec.Struct, frozen=True):
     sandbox_id: str
     """Id of the sandbox, chosen before the sandbox exists."""
     lease: str
+    """Id of the lease that the sandbox is for; empty for one that is started ahead of requests."""
     owner: str
+    """Owner of that lease."""
     spec: Spec
     snapshots: tuple[str, ...] = ()
     """Images made of this sandbox that are reported to a holder or used by forks. Set after a restart only."""
@@ -38,14 +41,19 @@ class HostReport(msgspec.Struct, frozen=True):
     """State of a host at one moment."""
 
     capacity: Demand
+    """Resources that may be promised to sandboxes."""
     accepts: bool = True
+    """True if the host takes sandboxes."""
     why: str = ""
-    """Reason why the host does not accept sandboxes; "" if it does."""
+    """Reason why the host does not take sandboxes; empty if it does."""
     warm: dict[str, int] = {}
     """Number of ready sandboxes by `warm_key`."""
     hits: int = 0
+    """Number of requests that found a ready sandbox."""
     misses: int = 0
+    """Number of requests that found none."""
     orphans_removed: int = 0
+    """Number of containers and snapshots without an owner that were removed."""
     load: MachineLoad | None = None
     """Load of the host's machine; None if it is not measured."""
 
@@ -100,13 +108,16 @@ class Container(msgspec.Struct, frozen=True):
     """A container, or the image of a snapshot, as the engine lists it."""
 
     id: str
+    """Id of the container, or name of the image."""
     labels: Mapping[str, str]
+    """Labels, from which `envs.sandbox.pool.ownership` finds the owner."""
     running: bool
     image: bool = False
+    """True if this is the image of a snapshot."""
 
 
 class Maker(Protocol):
-    """Creates sandboxes on one engine."""
+    """Creates, finds and removes sandboxes of one engine, for a `LocalHost` and its `Reaper`."""
 
     async def capacity(self) -> Demand:
         """Return the resources of the engine's machine.
@@ -121,15 +132,15 @@ class Maker(Protocol):
         ...
 
     async def make(self, spec: Spec, sandbox_id: str, labels: Mapping[str, str]) -> Sandbox:
-        """Start a sandbox with these labels.
+        """Start a sandbox, and return it once it is ready. `sandbox_id` becomes the name of its container.
 
         Raises:
             SandboxError: the sandbox cannot be started.
         """
         ...
 
-    async def adopt(self, container: Container, spec: Spec, sandbox_id: str) -> Sandbox:
-        """Take over a running container.
+    async def adopt(self, container: Container, spec: Spec) -> Sandbox:
+        """Take over a running container of an earlier run of the service, and return its sandbox.
 
         Raises:
             SandboxError: the container does not answer.
@@ -137,7 +148,7 @@ class Maker(Protocol):
         ...
 
     async def containers(self) -> list[Container]:
-        """Return every container and snapshot that has our labels, of any service, running or not."""
+        """Return every container and snapshot that has labels of Flash, of any service, running or not."""
         ...
 
     async def remove(self, id: str, *, image: bool) -> None:

@@ -1,6 +1,7 @@
-"""LocalHost: a host over one container engine, and EngineMaker, which creates its sandboxes.
+"""LocalHost: a `Host` over one container engine, and EngineMaker, which creates its sandboxes.
 
-The host keeps sandboxes ready (the warm pool, by `WarmPolicy`), checks the engine's health, and removes containers
+`open_engine_host` opens both; `open_sandboxes` and `flash sandbox serve` call it and give the host to a pool. The host
+keeps sandboxes ready (the warm pool, by `WarmPolicy`), checks the engine's health, and removes containers
 without an owner. Each sandbox lives in a task of the maker. Leaving `open_maker` ends all of them and removes their
 containers.
 
@@ -50,16 +51,28 @@ _MIB = 1 << 20
 
 
 class WarmPolicy:
-    """Requests and targets by kind; `hits` and `misses` count requests that found a ready sandbox or none."""
+    """Policy that decides how many sandboxes of each kind are kept ready, from fixed numbers and recent requests.
+
+    A kind is a `warm_key`: sandboxes of equal keys can replace each other.
+    """
 
     def __init__(self, *, fixed: Mapping[str, int], learned_max: int, window: float) -> None:
-        """Create a policy. `window` is in seconds; `learned_max` 0 keeps only the fixed numbers."""
+        """Create a policy without requests.
+
+        Args:
+            fixed: number of sandboxes of each kind that are always kept ready.
+            learned_max: most sandboxes of one kind that are kept ready because of requests; 0: only the fixed ones.
+            window: seconds for which a request counts.
+        """
         self._fixed = dict(fixed)
         self._learned_max = learned_max
         self._window = window
         self._requests: dict[str, deque[float]] = {}
+        """Times of the last requests of each kind, oldest first."""
         self.hits: Counter[str] = Counter()
+        """Number of requests of each kind that found a ready sandbox."""
         self.misses: Counter[str] = Counter()
+        """Number of requests of each kind that found none."""
 
     def record_request(self, key: str, *, hit: bool, now: float) -> None:
         """Record a request for a sandbox of this kind. `hit` is True if a ready one was found."""
@@ -88,16 +101,17 @@ class WarmPolicy:
 
 
 class _Ready(msgspec.Struct):
-    """A warm sandbox that waits for a request."""
+    """A ready sandbox that waits for a request."""
 
     sandbox: Sandbox
     key: str
+    """Kind of the sandbox, as a `warm_key`."""
     expires: float
     """Time on the event loop's clock at which it is replaced."""
 
 
 class LocalHost:
-    """A `Host` over one engine."""
+    """A `Host` over one engine. The pool calls `recover`, then `run` as a task, and `take` and `start` for leases."""
 
     def __init__(
         self,
@@ -110,9 +124,16 @@ class LocalHost:
         alive: Callable[[Labels, str], OwnerAlive] = owner_alive,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Create a host. Only tests replace `alive` and `wall`.
+        """Create a host, which takes no sandboxes until `recover`.
 
-        `warm` lists pairs of a spec and the number of sandboxes of it that are always kept ready.
+        Args:
+            name: name of the host in the pool.
+            maker: creates sandboxes on the engine.
+            identity: identity of the service that the host belongs to, for the labels of containers.
+            settings: settings of the host.
+            warm: pairs of a spec and the number of sandboxes of it that are always kept ready.
+            alive: function that finds out if the owner of a container still runs. Only tests replace it.
+            wall: function that returns the unix time. Only tests replace it.
         """
         self._name = name
         self._maker = maker
@@ -120,21 +141,31 @@ class LocalHost:
         self._settings = settings or HostSettings()
         fixed = {warm_key(spec): number for spec, number in warm}
         self._specs = {warm_key(spec): spec for spec, _ in warm}
+        """Spec of each kind that is kept ready or was requested lately."""
         self._policy = WarmPolicy(fixed=fixed, learned_max=self._settings.warm_max, window=self._settings.idle_warm_s)
         self._warm_failures = Quarantine(threshold=1, cooldown=5.0)
+        """Kinds whose last ready sandbox could not be made. They are not tried for some seconds."""
         self._wall = wall
         self._capacity = NOTHING
-        self._why = "the engine was not asked yet"
+        """Resources that may be promised to sandboxes; `NOTHING` until the engine has answered."""
+        self._refusal = "the engine was not asked yet"
+        """Reason why this host takes no sandboxes; empty if it takes them."""
         self._known: dict[str, Demand] = {}
         """Demand of each of our sandboxes by its id, from before it is created until its container is gone."""
         self._ready: list[_Ready] = []
+        """Ready sandboxes that no lease has yet."""
         self._warming: dict[str, int] = {}
+        """Number of ready sandboxes of each kind that are being started."""
         self._load: MachineLoad | None = None
+        """Load of the engine's machine at the last check; None if it is not measured."""
         self._reaper = Reaper(maker, identity, self._settings, alive=alive, wall=wall)
         self._starts = anyio.Semaphore(self._settings.starts_at_once)
         self._wake = anyio.Event()
+        """Event that makes `_keep_warm` look again: a request, an end, or a change of `_refusal`."""
         self._changed: Callable[[], None] = lambda: None
+        """Function that notifies the pool of a changed report; `run` sets it."""
         self._tasks: TaskGroup | None = None
+        """Task group of `run`; None before and after it."""
         self._unwatched: list[tuple[str, Sandbox]] = []
         """Sandboxes that were adopted before `run` began."""
 
@@ -144,19 +175,15 @@ class LocalHost:
 
     def report(self) -> HostReport:
         """Return the current state of the host, which the pool uses for placement and shows in its status."""
-        ready: dict[str, int] = {}
-        for each in self._ready:
-            ready[each.key] = ready.get(each.key, 0) + 1
-        policy = self._policy
         return HostReport(
-            self._capacity,
-            not self._why,
-            self._why,
-            ready,
-            policy.hits.total(),
-            policy.misses.total(),
-            self._reaper.removed,
-            self._load,
+            capacity=self._capacity,
+            accepts=not self._refusal,
+            why=self._refusal,
+            warm=dict(Counter(each.key for each in self._ready)),
+            hits=self._policy.hits.total(),
+            misses=self._policy.misses.total(),
+            orphans_removed=self._reaper.removed,
+            load=self._load,
         )
 
     def take(self, spec: Spec) -> Sandbox | None:
@@ -177,7 +204,7 @@ class LocalHost:
         return found.sandbox if found else None
 
     async def start(self, ticket: Ticket) -> Sandbox:
-        """Start a sandbox. Closes ready sandboxes first if there is no room."""
+        """Start the sandbox of a ticket. Closes ready sandboxes first if there is no room."""
         self._known[ticket.sandbox_id] = demand(ticket.spec)
         try:
             while self._ready and not self._committed().fits(self._capacity):
@@ -197,13 +224,15 @@ class LocalHost:
     ) -> dict[str, Sandbox]:
         """Adopt the sandboxes of `tickets` that still run, and remove all other containers of this service.
 
+        See `Host.recover` for `answered` and `settled`. The host takes sandboxes from here on.
+
         Raises:
             SandboxError, TimeoutError: the engine does not answer.
         """
         with anyio.fail_after(self._settings.answer_s):
             self._capacity = self._promised(await self._maker.capacity())
             containers = await self._maker.containers()
-        self._why = ""
+        self._refusal = ""
         made = [each for each in containers if not each.image and self._reaper.is_ours(each)]
         # While a snapshot is being made, a second container has the labels of its sandbox. It never runs. The running
         # one is sorted last, so it is the one that stays in the dict.
@@ -217,7 +246,7 @@ class LocalHost:
             self._known[ticket.sandbox_id] = demand(ticket.spec)
             try:
                 with anyio.fail_after(self._settings.adopt_s):
-                    adopted[ticket.sandbox_id] = await self._maker.adopt(container, ticket.spec, ticket.sandbox_id)
+                    adopted[ticket.sandbox_id] = await self._maker.adopt(container, ticket.spec)
             except (SandboxError, TimeoutError) as error:
                 _log.warning(
                     "sandbox %s of lease %s was lost in the restart: %s",
@@ -266,7 +295,7 @@ class LocalHost:
                 for sandbox_id, sandbox in self._unwatched:
                     self._watch(sandbox_id, sandbox)
                 self._unwatched.clear()
-                tasks.start_soon(self._look_after)
+                tasks.start_soon(self._check_engine)
                 tasks.start_soon(self._keep_warm)
                 task_status.started()
         finally:
@@ -279,27 +308,28 @@ class LocalHost:
     # ---- starting
 
     async def _make(self, ticket: Ticket, deadline: float) -> Sandbox:
-        """Start a sandbox with labels of this service, in one of the places of `starts_at_once`.
+        """Start a sandbox with labels of this service. At most `starts_at_once` start at the same time.
 
-        `deadline`: unix time after which other services remove the container if they cannot tell that this one still
-        runs.
+        `deadline` is the unix time after which other services remove the container if they cannot tell that this one
+        still runs.
         """
         identity = self._identity
         labels = Labels(
-            ticket.sandbox_id,
-            identity.service,
-            deadline,
-            identity.lock,
-            identity.machine,
-            ticket.lease,
-            ticket.owner,
-            identity.run,
+            sandbox_id=ticket.sandbox_id,
+            service=identity.service,
+            deadline=deadline,
+            lock=identity.lock,
+            machine=identity.machine,
+            lease=ticket.lease,
+            owner=ticket.owner,
+            run=identity.run,
         )
         async with self._starts:
             try:
                 with anyio.fail_after(self._settings.start_s):
                     sandbox = await self._maker.make(ticket.spec, ticket.sandbox_id, labels.as_dict())
             except TimeoutError as error:
+                # A SandboxTimeoutError is also a TimeoutError, and has a better message.
                 if isinstance(error, SandboxError):
                     raise
                 raise SandboxStartError(
@@ -328,8 +358,9 @@ class LocalHost:
         self._changed()
 
     async def _discard(self, ready: _Ready) -> None:
-        """Close a ready sandbox that nobody takes, and forget it even if that fails: the next check removes the
-        container.
+        """Close a ready sandbox that is not needed any more, and forget it even if that fails.
+
+        The next check of the engine, or the next start of the service, then removes the container.
         """
         with anyio.move_on_after(self._settings.close_s, shield=True):
             try:
@@ -386,7 +417,7 @@ class LocalHost:
         assert self._tasks is not None
         spec = self._specs[key]
         have = sum(each.key == key for each in self._ready) + self._warming.get(key, 0)
-        while have < target and not self._why and not self._warm_failures.remaining(key, now):
+        while have < target and not self._refusal and not self._warm_failures.remaining(key, now):
             if not (self._committed() + demand(spec)).fits(self._capacity):
                 return
             sandbox_id = new_sandbox_id()
@@ -401,6 +432,8 @@ class LocalHost:
         A failure stops the warm pool of this kind for some seconds, and is only logged: no holder waits for this
         sandbox.
         """
+        # The lease that takes the sandbox enforces the lifetimes of its spec. So this one lives as long as it may wait
+        # in addition, and has no idle time.
         age = self._settings.warm_age_s
         lasting = msgspec.structs.replace(spec, deadline_s=spec.deadline_s + age, idle_s=None)
         kept = False
@@ -429,9 +462,9 @@ class LocalHost:
             times.append(change)
         return max(0.0, min(times)) if times else None
 
-    # ---- looking after the engine
+    # ---- checks of the engine
 
-    async def _look_after(self) -> None:
+    async def _check_engine(self) -> None:
         """Check if the engine answers, and remove containers without an owner, until cancelled.
 
         Consumes the engine's list of containers. Waits `look_s` between two checks: the engine sends no event for a
@@ -443,15 +476,15 @@ class LocalHost:
                     self._capacity = self._promised(await self._maker.capacity())
                     containers = await self._maker.containers()
             except (SandboxError, TimeoutError) as error:
-                self._set_health(f"the engine does not answer: {error or type(error).__name__}")
+                self._set_refusal(f"the engine does not answer: {error or type(error).__name__}")
             else:
                 self._load = self._maker.load()
-                self._set_health(self._too_full())
+                self._set_refusal(self._too_full())
                 await self._reaper.remove_all(self._reaper.leftovers(containers, self._known))
             await anyio.sleep(self._settings.look_s)
 
     def _too_full(self) -> str:
-        """Return a message if the machine has too little free memory for another sandbox, else "".
+        """Return a message if the machine has too little free memory for another sandbox; empty if it has enough.
 
         The memory promised to sandboxes does not show this, because other programs run on the machine too.
         """
@@ -460,27 +493,30 @@ class LocalHost:
         free, whole = self._load.memory_mib - self._load.memory_used_mib, self._load.memory_mib
         if free >= self._settings.memory_reserve * whole:
             return ""
-        return f"its machine has {free} of {whole} MiB of memory free; sandboxes wait until others let go of some"
+        return f"its machine has {free} of {whole} MiB of memory free; sandboxes wait until other programs free some"
 
-    def _set_health(self, why: str) -> None:
-        """Record why the host takes no sandboxes ("" if it does), and notify the pool."""
-        if why and not self._why:
-            _log.warning("host %s takes no sandboxes: %s", self._name, why)
-        if bool(why) != bool(self._why):
+    def _set_refusal(self, refusal: str) -> None:
+        """Record the reason why the host takes no sandboxes (empty if it takes them), and notify the pool."""
+        if refusal and not self._refusal:
+            _log.warning("host %s takes no sandboxes: %s", self._name, refusal)
+        if bool(refusal) != bool(self._refusal):
             self._wake.set()
-        self._why = why
+        self._refusal = refusal
         self._changed()
 
 
 class EngineMaker:
-    """Creates sandboxes on one engine. `open_maker` opens it."""
+    """The `Maker` of one engine: creates, finds and removes its sandboxes. `open_maker` opens it."""
 
     def __init__(self, backend: Backend, tasks: TaskGroup, settings: SandboxSettings) -> None:
         self._backend = backend
         self._tasks = tasks
+        """Task group in which each sandbox lives."""
         self._settings = settings
         self._capacity: Demand | None = None
+        """Resources of the engine's machine; None until the engine has answered."""
         self._meter: MachineMeter | None = None
+        """Meter of the engine's machine; None if that is another machine than this one."""
 
     async def capacity(self) -> Demand:
         """Return the resources of the engine's machine."""
@@ -496,13 +532,14 @@ class EngineMaker:
         return self._meter.read() if self._meter else None
 
     async def make(self, spec: Spec, sandbox_id: str, labels: Mapping[str, str]) -> Sandbox:
-        return await self._keep(
+        return await self._start_in_own_task(
             LocalSandbox(self._backend, spec, name=sandbox_id, labels=labels, settings=self._settings)
         )
 
-    async def adopt(self, container: Container, spec: Spec, sandbox_id: str) -> Sandbox:
-        """Take over a running container."""
-        return await self._keep(LocalSandbox(self._backend, spec, adopt=container.id, settings=self._settings))
+    async def adopt(self, container: Container, spec: Spec) -> Sandbox:
+        return await self._start_in_own_task(
+            LocalSandbox(self._backend, spec, adopt=container.id, settings=self._settings)
+        )
 
     async def containers(self) -> list[Container]:
         """Return every container and snapshot that has our labels, of any service.
@@ -522,10 +559,11 @@ class EngineMaker:
         else:
             await self._backend.containers.delete(id)
 
-    async def _keep(self, sandbox: LocalSandbox) -> LocalSandbox:
-        """Run a sandbox in a task of its own, and return once it is ready.
+    async def _start_in_own_task(self, sandbox: LocalSandbox) -> LocalSandbox:
+        """Start a sandbox in a task of its own, for `make` and `adopt`. Returns once it is ready.
 
-        If the caller is cancelled before that, the sandbox ends.
+        The task goes on until the end of the sandbox. If the caller is cancelled before the sandbox is ready, the
+        sandbox ends.
         """
         outcome = await self._tasks.start(self._live, sandbox)
         if isinstance(outcome, SandboxError):

@@ -1,4 +1,4 @@
-"""Simulated engine: its sandboxes cost only time on the event loop's clock. For tests and the scheduler's benchmark.
+"""Simulated engine, for tests: its sandboxes cost only time on the event loop's clock.
 
 `SimulatedMaker` behaves like an engine under a `LocalHost`: it starts sandboxes after a while, lists and removes them,
 and fails on request. A `SimulatedSandbox` answers `run` after the seconds that its command names (`sleep 3`), and
@@ -7,8 +7,6 @@ supports snapshots; it refuses every other request.
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Mapping
 from uuid import uuid4
 
@@ -23,14 +21,15 @@ from envs.sandbox.pool.host import Container
 from envs.sandbox.sandbox import Sandbox
 from flash.errors import SandboxClosedError, SandboxLostError, SandboxStartError
 
+REMOVE_S = 0.05
+"""Seconds in which a container is removed or adopted."""
+
 
 class SimulatedMaker:
     """A `Maker` whose containers are entries of a dict."""
 
-    def __init__(
-        self, whole: Demand, *, start_s: float = 0.1, remove_s: float = 0.05, spread: float = 0.0, seed: int = 0
-    ) -> None:
-        """Create an engine of capacity `whole`. `spread` is the standard deviation of the logarithm of the times."""
+    def __init__(self, whole: Demand, *, start_s: float = 0.1) -> None:
+        """Create an engine of capacity `whole`, on which a sandbox starts in `start_s` seconds."""
         self.sandboxes: dict[str, SimulatedSandbox] = {}
         """Sandboxes by container id."""
         self.snapshots: dict[str, Mapping[str, str]] = {}
@@ -40,16 +39,15 @@ class SimulatedMaker:
         self.frozen = False
         """True if the process that uses the engine is dead: its later calls have no effect."""
         self.bad_images: set[str] = set()
+        """Images whose sandboxes do not start."""
         self.measured: MachineLoad | None = None
         """Load that the machine reports."""
         self.most = 0
         """Highest number of containers that existed at the same time."""
         self.made = 0
+        """Number of containers created so far."""
         self._whole = whole
         self._start_s = start_s
-        self._remove_s = remove_s
-        self._spread = spread
-        self._random = random.Random(seed)
 
     async def capacity(self) -> Demand:
         await self._answer(0.0)
@@ -60,20 +58,20 @@ class SimulatedMaker:
 
     async def make(self, spec: Spec, sandbox_id: str, labels: Mapping[str, str]) -> Sandbox:
         """Start a sandbox. Its container exists after the first half of the start time, as with a real engine."""
-        await self._answer(self._seconds(self._start_s) / 2)
+        await self._answer(self._start_s / 2)
         # Real engines also merge the labels of the image into those of the container.
         made = SimulatedSandbox(self, sandbox_id, spec, {**self.snapshots.get(spec.image, {}), **labels})
         self.sandboxes[made.container_id] = made
         self.made += 1
         self.most = max(self.most, len(self.sandboxes))
-        await self._answer(self._seconds(self._start_s) / 2)
+        await self._answer(self._start_s / 2)
         if spec.image in self.bad_images:
             del self.sandboxes[made.container_id]
             raise SandboxStartError(f"{spec.image} does not start")
         return made
 
-    async def adopt(self, container: Container, spec: Spec, sandbox_id: str) -> Sandbox:
-        await self._answer(self._remove_s)
+    async def adopt(self, container: Container, spec: Spec) -> Sandbox:
+        await self._answer(REMOVE_S)
         if container.id not in self.sandboxes:
             raise SandboxLostError(f"container {container.id} is gone")
         return self.sandboxes[container.id]
@@ -83,20 +81,18 @@ class SimulatedMaker:
         listed = [Container(id, sandbox.labels, sandbox.running) for id, sandbox in self.sandboxes.items()]
         return listed + [Container(name, labels, False, image=True) for name, labels in self.snapshots.items()]
 
-    async def remove(self, id: str, *, image: bool = False) -> None:
-        await self._answer(self._seconds(self._remove_s))
+    async def remove(self, id: str, *, image: bool) -> None:
+        await self._answer(REMOVE_S)
         if image:
             self.snapshots.pop(id, None)
         elif (sandbox := self.sandboxes.pop(id, None)) is not None:
             sandbox.end("lost")
 
     async def _answer(self, seconds: float) -> None:
+        """Wait as long as the engine would work, and raise SandboxStartError if it does not answer."""
         await anyio.sleep(seconds)
         if self.down or self.frozen:
             raise SandboxStartError("the engine does not answer")
-
-    def _seconds(self, mean: float) -> float:
-        return mean * math.exp(self._random.gauss(0.0, self._spread)) if self._spread else mean
 
 
 class SimulatedSandbox(Sandbox):
@@ -109,6 +105,7 @@ class SimulatedSandbox(Sandbox):
         """True if the container was started."""
         self._maker = maker
         self._id = sandbox_id
+        """Id of the sandbox, which is also the name of its container."""
         self._spec = spec
         self._state: State = "ready"
         self._ended = anyio.Event()
@@ -185,11 +182,12 @@ class SimulatedSandbox(Sandbox):
         if self._state == "ready":
             self._state = "closed"
         try:
-            await self._maker.remove(self.container_id)
+            await self._maker.remove(self.container_id, image=False)
         finally:
             self._ended.set()
 
     def _check(self) -> None:
+        """Raise the error of a call to a sandbox that has ended."""
         if self._state == "lost":
             raise SandboxLostError(f"sandbox {self._id} is gone")
         if self._state == "closed":

@@ -1,5 +1,6 @@
-"""SandboxClient and RemoteSandbox: sandboxes of a service, used like local ones.
+"""SandboxClient and RemoteSandbox: sandboxes of a service (`flash sandbox serve`), used like local ones.
 
+Programs of users, `flash sandbox`, `open_sandboxes` and `RemoteHost` (a front service) use the client.
 `SandboxClient.acquire` has the same parameters as `SandboxPool.acquire` and returns a `Sandbox`: code runs unchanged
 with either. A task of the client, `RemoteSandbox.keep`, renews each lease and notices its end. If a client disappears,
 its leases expire and the service ends their sandboxes.
@@ -96,27 +97,35 @@ TREE_S = 600.0
 """Seconds that a snapshot or forks may take."""
 RETRY_S = 1.0
 """Seconds between two attempts to renew a lease."""
-LOOK_S = 5.0
+STATE_S = 5.0
 """Seconds that the service has to report the state of a sandbox that a call reported as lost."""
 NOTICE_S = 1.0
 """Seconds in which the service itself notices such a loss: a call may notice it first."""
 
 
 class SandboxClient:
-    """Client of a service. An asynchronous context manager."""
+    """Client of a service. An asynchronous context manager.
 
-    def __init__(self, url: str, token: str, *, owner: str = "", verify: ssl.SSLContext | bool = True) -> None:
-        """Create a client for the service at `url`: http://…, https://… or unix:/path.
+    Its block owns one task for each sandbox, which renews the sandbox's lease. At the end of the block these tasks end,
+    and the service ends sandboxes that are still open when their leases expire.
+    """
 
-        `owner` is the owner of the sandboxes that `acquire` orders.
+    def __init__(self, url: str, token: str, *, verify: ssl.SSLContext | bool = True) -> None:
+        """Create a client, which connects when its block is entered.
+
+        Args:
+            url: address of the service: http://…, https://… or unix:/path.
+            token: secret of a token of the service. It decides which sandboxes the client may use.
+            verify: how the certificate of an https:// service is checked, as `certificate_check` returns it.
 
         Raises:
             ConfigError: the address or the token cannot be used.
         """
         self._http = HttpClient(url, token, verify)
-        self._owner = owner
         self._stack = AsyncExitStack()
+        """Everything that the end of the block closes."""
         self._tasks: TaskGroup
+        """Tasks that renew leases, and those of `in_background`. Set by `__aenter__`."""
 
     @property
     def http(self) -> HttpClient:
@@ -153,28 +162,29 @@ class SandboxClient:
     ) -> AsyncGenerator[RemoteSandbox]:
         """Lease a sandbox for the time of the block, as `SandboxProvider` says.
 
-        Without `owner`, the client's owner is used.
+        An empty `owner` stands for the name of the token.
         """
-        order = SandboxOrder(spec=spec, owner=owner or self._owner, priority=priority, on_lost=on_lost, lease_s=LEASE_S)
+        order = SandboxOrder(spec=spec, owner=owner, priority=priority, on_lost=on_lost, lease_s=LEASE_S)
         key = uuid4().hex
         sandbox: RemoteSandbox | None = None
         try:
             begin = anyio.current_time()
             info = await self.order(order, key, wait=min(POLL_S, deadline))
-            info = await self.wait_ready(info, max(0.0, begin + deadline - anyio.current_time()), deadline)
+            left = max(0.0, begin + deadline - anyio.current_time())
+            info = await self.wait_ready(info, left, whole_wait=deadline)
             sandbox = self.attach(info)
             yield sandbox
         finally:
             # If the response to the order was lost, a second order with the same key finds the sandbox.
             with anyio.move_on_after(CLOSE_S, shield=True):
-                await self._give_back(sandbox, order, key)
+                await self._end_acquired(sandbox, order, key)
 
     async def order(self, order: SandboxOrder, key: str, *, wait: float = POLL_S) -> Info:
-        """Order a sandbox. The same key returns the same sandbox.
+        """Order a sandbox. It may not be ready yet when this returns; `wait_ready` waits for it.
 
         Args:
             order: the order.
-            key: idempotency key.
+            key: idempotency key: a further order with this key returns the same sandbox.
             wait: seconds for which the service may delay the response until the sandbox is ready.
 
         Raises:
@@ -184,22 +194,25 @@ class SandboxClient:
             "POST", "/v1/sandboxes", Info, body=order, query={"wait": wait}, seconds=wait, key=key
         )
 
-    async def wait_ready(self, info: Info, seconds: float, deadline: float) -> Info:
-        """Wait until an ordered sandbox is ready, for at most `seconds`.
+    async def wait_ready(self, info: Info, left: float, whole_wait: float) -> Info:
+        """Wait until an ordered sandbox is ready, and return its new state.
 
-        `deadline` is the whole waiting time in seconds, for the error message.
+        Args:
+            info: state of the sandbox, as `order` returned it.
+            left: seconds to wait at most.
+            whole_wait: seconds that the caller has waited in the end, with the order; for the error message.
 
         Raises:
             SandboxBusyError: the sandbox was not ready in time.
             SandboxError: the error that ended the sandbox.
         """
-        until = anyio.current_time() + seconds
+        until = anyio.current_time() + left
         while info.state in ("queued", "starting") and (left := until - anyio.current_time()) > 0:
             wait = min(POLL_S, left)
             info = await self.http.ask("GET", f"/v1/sandboxes/{info.id}", Info, query={"wait": wait}, seconds=wait)
         if info.state in ("queued", "starting"):
             why = info.waiting_for or info.reason
-            raise SandboxBusyError(f"waited {deadline:g} s for a sandbox of {info.spec.image}: {why}")
+            raise SandboxBusyError(f"waited {whole_wait:g} s for a sandbox of {info.spec.image}: {why}")
         if info.problem is not None:
             raise error_of(info.problem)
         return info
@@ -218,7 +231,7 @@ class SandboxClient:
         self._tasks.start_soon(work, argument)
 
     async def find(self, id: str) -> RemoteSandbox:
-        """Return a sandbox by its id.
+        """Return a sandbox by its id, for `flash sandbox run --in`. Its lease is renewed from then on.
 
         Raises:
             SandboxError: there is no such sandbox for this token, or the service cannot be reached.
@@ -230,7 +243,10 @@ class SandboxClient:
         return (await self.http.ask("GET", "/v1/sandboxes", SandboxList)).sandboxes
 
     async def status(self, *, since: int = -1, wait: float = 0.0) -> Status:
-        """Return the state of the service. Waits for up to `wait` seconds until its version differs from `since`."""
+        """Return the state of the service and of its hosts.
+
+        Waits for up to `wait` seconds until `Status.version` differs from `since`; -1 differs from every version.
+        """
         query = {"since": since, "wait": wait}
         return await self.http.ask("GET", "/v1/status", Status, query=query, seconds=wait)
 
@@ -246,8 +262,8 @@ class SandboxClient:
         """Remove a snapshot that no sandbox runs from any more."""
         await self.http.ask("DELETE", f"/v1/snapshots/{quote(snapshot_id, safe='')}", type(None), seconds=CLOSE_S)
 
-    async def _give_back(self, sandbox: RemoteSandbox | None, order: SandboxOrder, key: str) -> None:
-        """End the sandbox of `acquire`, also if it is not known because the order was never answered."""
+    async def _end_acquired(self, sandbox: RemoteSandbox | None, order: SandboxOrder, key: str) -> None:
+        """End the sandbox of `acquire`. None: the order was not answered, so it is repeated to learn the id."""
         try:
             if sandbox is not None:
                 await sandbox.close()
@@ -258,13 +274,19 @@ class SandboxClient:
 
 
 class RemoteSandbox(Sandbox):
-    """A sandbox of a service. `SandboxClient` creates it."""
+    """A sandbox of a service. `SandboxClient.attach` creates it.
+
+    Its methods without a docstring do what the same methods of `envs.sandbox.sandbox` say. Texts with bytes that are
+    not UTF-8 (surrogates in Python) cannot travel as they are, so `to_wire` and `from_wire` convert them.
+    """
 
     def __init__(self, client: SandboxClient, info: Info) -> None:
         self._client = client
         self.http = client.http
         self._info = info
+        """State of the sandbox at the service, in the last response."""
         self.path = f"/v1/sandboxes/{info.id}"
+        """Path of the sandbox in the service's API."""
         self._ended = anyio.Event()
         self._state: State = "ready"
 
@@ -345,7 +367,7 @@ class RemoteSandbox(Sandbox):
     ) -> Result:
         check_timeout(timeout)
         body = Exec(command=command, timeout=timeout, patience=patience, stdin=stdin, env=env, cwd=cwd)
-        return await self.once("run", Result, body.converted(to_wire), max(timeout, patience or 0.0))
+        return await self.call_once("run", Result, body.converted(to_wire), max(timeout, patience or 0.0))
 
     async def stream(
         self,
@@ -357,12 +379,17 @@ class RemoteSandbox(Sandbox):
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
     ) -> AsyncGenerator[Chunk | Result]:
+        """Run a command and yield its output as it is written, as `Commands.stream` says.
+
+        The response has one JSON object per line. Leaving the loop closes the connection, and the service then kills
+        the command. The call is never repeated: the caller may have used a part of the output.
+        """
         check_timeout(timeout)
         body = Exec(command=command, timeout=timeout, patience=patience, stdin=stdin, env=env, cwd=cwd)
-        async with self.http.streamed("POST", f"{self.path}/stream", body=body.converted(to_wire)) as response:
-            try:
-                async for text in response.aiter_lines():
-                    match msgspec.json.decode(text, type=StreamLine):
+        try:
+            async with self.http.streamed("POST", f"{self.path}/stream", body=body.converted(to_wire)) as response:
+                async for line in lines_of(response):
+                    match msgspec.json.decode(line, type=StreamLine):
                         case StreamPiece(chunk):
                             yield chunk
                         case Last(result):
@@ -372,9 +399,13 @@ class RemoteSandbox(Sandbox):
                             raise error_of(problem)
                         case _:
                             pass  # `Alive`, which only keeps the connection from being silent.
-            except (httpx.HTTPError, msgspec.DecodeError) as error:
-                raise SandboxLostError(f"the stream of {self.path} broke: {error}") from error
-        raise SandboxLostError(f"the stream of {self.path} ended without a result")
+            raise SandboxLostError(f"the stream of {self.path} ended without a result")
+        except (httpx.HTTPError, msgspec.DecodeError) as error:
+            await self._refresh_state()
+            raise SandboxLostError(f"the stream of {self.path} broke: {error}") from error
+        except SandboxLostError:
+            await self._refresh_state()
+            raise
 
     async def start(
         self,
@@ -386,7 +417,7 @@ class RemoteSandbox(Sandbox):
         cwd: str | None = None,
     ) -> RemoteJob:
         body = Exec(command=command, timeout=timeout, patience=patience, env=env, cwd=cwd)
-        return RemoteJob(self, (await self.once("jobs", JobInfo, body.converted(to_wire), 0.0)).job_id)
+        return RemoteJob(self, (await self.call_once("jobs", JobInfo, body.converted(to_wire), 0.0)).job_id)
 
     @asynccontextmanager
     async def session(self, name: str = "main") -> AsyncGenerator[RemoteSession]:
@@ -439,23 +470,29 @@ class RemoteSandbox(Sandbox):
         return await self.http.ask("POST", f"{self.path}/snapshot", Snapshot, seconds=TREE_S)
 
     async def fork(self, count: int) -> Sequence[RemoteSandbox]:
-        forks = await self.once("fork", SandboxList, Fork(count=count), TREE_S)
+        forks = await self.call_once("fork", SandboxList, Fork(count=count), TREE_S)
         return [self._client.attach(info) for info in forks.sandboxes]
 
     # ---- calls that must run only once
 
-    async def once(self, path: str, answer: type[_T], body: msgspec.Struct, seconds: float) -> _T:
-        """Send a call that must run only once, with an idempotency key, so that it can be sent again when the
-        connection breaks.
+    async def call_once(self, path: str, answer: type[_T], body: msgspec.Struct, seconds: float) -> _T:
+        """Send a call that must run only once, such as a command, and return its result.
 
-        If its caller is cancelled or the service does not answer in time, the call is cancelled at the service too: the
-        command must not run on when nobody waits for it.
+        It has an idempotency key, so that it can be sent again when the connection breaks. If its caller is cancelled
+        or the service does not answer in time, the call is cancelled at the service too: the command must not run on
+        when nobody waits for it.
+
+        Args:
+            path: path of the call below that of the sandbox.
+            answer: type of the response.
+            body: body of the request.
+            seconds: seconds that the call itself may take.
         """
         key = uuid4().hex
         try:
             return await self.http.ask("POST", f"{self.path}/{path}", answer, body=body, seconds=seconds, key=key)
         except SandboxLostError:
-            await self._look()
+            await self._refresh_state()
             raise
         except anyio.get_cancelled_exc_class():
             with anyio.move_on_after(CANCEL_S, shield=True):
@@ -466,14 +503,14 @@ class RemoteSandbox(Sandbox):
             self._client.in_background(self._cancel, key)
             raise
 
-    async def _look(self) -> None:
-        """Ask for the sandbox's state after a loss that a call has reported.
+    async def _refresh_state(self) -> None:
+        """Ask the service for the sandbox's state after a loss that a call has reported, and record an end.
 
         Otherwise a caller that looks at `state` after the error would still find `ready`, until `keep` notices the
         loss. Does nothing if the service does not answer.
         """
         with suppress(SandboxError):
-            info = await self.http.ask("GET", f"{self.path}/end", Info, query={"wait": NOTICE_S}, seconds=LOOK_S)
+            info = await self.http.ask("GET", f"{self.path}/end", Info, query={"wait": NOTICE_S}, seconds=STATE_S)
             if info.sandbox_state in ("lost", "closed"):
                 self._end(info.sandbox_state)
 
@@ -485,7 +522,7 @@ class RemoteSandbox(Sandbox):
 
 
 class RemoteSession:
-    """A shell of a remote sandbox."""
+    """A shell of a remote sandbox: the `Session` that `RemoteSandbox.session` yields."""
 
     def __init__(self, sandbox: RemoteSandbox, info: SessionInfo) -> None:
         self._sandbox = sandbox
@@ -504,7 +541,7 @@ class RemoteSession:
     async def run(self, command: str, *, timeout: float) -> Result:
         check_timeout(timeout)
         body = RunInSession(command=to_wire(command), timeout=timeout)
-        answer = await self._sandbox.once(f"{self._path}/run", SessionResult, body, timeout)
+        answer = await self._sandbox.call_once(f"{self._path}/run", SessionResult, body, timeout)
         self._restarts = answer.restarts
         return answer.result
 
@@ -518,7 +555,7 @@ class RemoteSession:
 
 
 class RemoteJob:
-    """A background job of a remote sandbox."""
+    """A background job of a remote sandbox: the `Job` that `RemoteSandbox.start` returns."""
 
     def __init__(self, sandbox: RemoteSandbox, job_id: str) -> None:
         self._http = sandbox.http
@@ -555,8 +592,25 @@ class RemoteJob:
         return await self._http.ask("GET", f"{self._path}/output", Output, query=query)
 
 
-def trusting(ca: Path | None) -> ssl.SSLContext | bool:
-    """Return how to check a service's certificate: by this certificate authority, or by the public ones if None.
+async def lines_of(response: httpx.Response) -> AsyncGenerator[bytes]:
+    """Yield the lines of a streamed response.
+
+    Splits at newlines only. `Response.aiter_lines` also splits at characters such as U+2028, which JSON leaves as they
+    are in a text.
+    """
+    rest = b""
+    async for data in response.aiter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line
+    if rest:
+        yield rest
+
+
+def certificate_check(ca: Path | None) -> ssl.SSLContext | bool:
+    """Return how to check a service's certificate, for `SandboxClient`.
+
+    `ca` is the PEM file of the authority that has signed it; None: a public authority.
 
     Raises:
         ConfigError: the file is not a certificate.
@@ -568,7 +622,9 @@ def trusting(ca: Path | None) -> ssl.SSLContext | bool:
 
 
 def service_token(path: Path, name: str = ADMIN) -> str:
-    """Return a token from a token file on this machine.
+    """Return the secret of a token from a service's token file on this machine, for `SandboxClient`.
+
+    `name` is the name of the token in the file.
 
     Raises:
         ConfigError: there is no such file, or no token of this name in it.

@@ -58,7 +58,7 @@ class RemoteHost:
         info = None
         try:
             info = await self._client.order(order, ticket.sandbox_id, wait=POLL_S)
-            return self._client.attach(await self._client.wait_ready(info, START_S, START_S))
+            return self._client.attach(await self._client.wait_ready(info, START_S, whole_wait=START_S))
         except BaseException:
             with anyio.move_on_after(POLL_S, shield=True):
                 await self._give_up(order, ticket.sandbox_id)
@@ -90,7 +90,7 @@ class RemoteHost:
             try:
                 # The sandbox may not be ready yet: the host was restarted as well, or got the order just before this
                 # front ended.
-                found[info.key] = self._client.attach(await self._client.wait_ready(info, START_S, START_S))
+                found[info.key] = self._client.attach(await self._client.wait_ready(info, START_S, whole_wait=START_S))
             except SandboxError as error:
                 _log.warning("sandbox %s on %s was lost in the restart: %s", info.key, self._name, error)
                 await self._end(info.id)

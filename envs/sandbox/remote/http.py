@@ -1,6 +1,7 @@
 """HttpClient: calls to a service over HTTP, with their encoding, errors, and repetition when a connection breaks.
 
-`envs.sandbox.remote.client` calls it; one function of `envs.sandbox.service.routes` answers each call.
+A `SandboxClient` makes one for its block, and all of its sandboxes send their calls with it. One function of
+`envs.sandbox.service.routes` answers each call.
 
 A call is repeated only if that is safe: nothing was sent yet, it only reads or removes, or it has an idempotency key.
 The key is a random text that the client chooses: the service runs the calls with one key only once. If the service was
@@ -21,7 +22,7 @@ import anyio
 import httpx
 import msgspec
 
-from envs.sandbox.protocol import BINARY, MEDIA_TYPE, MSGPACK, NDJSON, HttpProblem, error_of
+from envs.sandbox.protocol import BINARY, MSGPACK, NDJSON, PROBLEM_JSON, HttpProblem, error_of
 from envs.sandbox.text import check_path
 from flash.errors import ConfigError, SandboxError, SandboxLostError, SandboxRefusedError, SandboxTimeoutError
 
@@ -41,7 +42,12 @@ class HttpClient:
     """HTTP connection of a client to one service."""
 
     def __init__(self, url: str, token: str, verify: ssl.SSLContext | bool = True) -> None:
-        """Create a connection. `url` is http://…, https://… or unix:/path.
+        """Create a client without connecting.
+
+        Args:
+            url: address of the service: http://…, https://… or unix:/path.
+            token: secret that each call carries in its header.
+            verify: how the certificate of an https:// service is checked, as `certificate_check` returns it.
 
         Raises:
             ConfigError: the address has another form, or the token is empty or cannot be sent in a header.
@@ -60,7 +66,8 @@ class HttpClient:
             raise ConfigError(f"{url!r} is no address of a service; expected http://HOST:PORT or unix:/path")
         if not token or not (token.isascii() and token.isprintable()):
             raise ConfigError(
-                "the token is empty or has characters that a header cannot carry; look at where it is from"
+                "the token is empty or has characters that a header cannot carry; check the token file or "
+                "FLASH_SANDBOX_TOKEN"
             )
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._client = httpx.AsyncClient(
@@ -70,7 +77,6 @@ class HttpClient:
             verify=httpx.create_ssl_context(verify=verify, trust_env=False),
             trust_env=False,
             headers={"authorization": f"Bearer {token}"},
-            timeout=httpx.Timeout(MARGIN_S, connect=CONNECT_S),
         )
 
     async def aclose(self) -> None:
@@ -113,7 +119,7 @@ class HttpClient:
             return msgspec.msgpack.decode(response.content, type=answer)
         except msgspec.DecodeError as error:
             raise SandboxLostError(
-                f"the answer of {self.url} cannot be read: {error}; is it the same version?"
+                f"the answer of {self.url} cannot be read: {error}; does it run the same version of Flash?"
             ) from error
 
     async def get_bytes(self, path: str, query: Mapping[str, Any]) -> bytes:
@@ -147,20 +153,21 @@ class HttpClient:
         """
         headers = {"accept": NDJSON, **({"content-type": MSGPACK} if body is not None else {})}
         content = msgspec.msgpack.encode(body) if body is not None else None
-        request, seconds = self._request(method, _target(path, query), content, headers, 0.0), 0.0
+        # The seconds of a call are 0: the service sends the head of its response at once.
+        request = self._request(method, _target(path, query), content, headers, seconds=0.0)
         try:
-            with self._translated(path, seconds):
+            with self._translated(path, seconds=0.0):
                 response = await self._client.send(request, stream=True)
         except _BrokenError as error:
             raise error.final from error
         try:
             if response.status_code >= 400:
                 try:
-                    with self._translated(path, seconds):
+                    with self._translated(path, seconds=0.0):
                         await response.aread()
                 except _BrokenError as error:
                     raise error.final from error
-                raise self._error(response)
+                raise self._error_from(response)
             yield response
         finally:
             with anyio.CancelScope(shield=True):
@@ -205,7 +212,7 @@ class HttpClient:
                 with self._translated(path, seconds), anyio.move_on_after(until - anyio.current_time()):
                     response = await self._client.send(request)
                 if response is None:
-                    raise self._late(path, seconds)
+                    raise self._timeout_error(path, seconds)
                 break
             except _BrokenError as error:
                 # A further attempt that starts too late would fail with a timeout, which hides the cause.
@@ -217,7 +224,7 @@ class HttpClient:
             pause = min(2 * pause, _LAST_PAUSE_S)
         self._boot = response.headers.get("flash-boot", self._boot)
         if response.status_code >= 400:
-            raise self._error(response)
+            raise self._error_from(response)
         return response
 
     def _request(
@@ -228,47 +235,60 @@ class HttpClient:
         headers: Mapping[str, str],
         seconds: float,
     ) -> httpx.Request:
-        """Build a request. Raises SandboxRefusedError if its address is too long or cannot be encoded."""
+        """Build a request of a call that may take `seconds`.
+
+        Raises:
+            SandboxRefusedError: the address is too long or cannot be encoded.
+        """
+        timeout = httpx.Timeout(MARGIN_S, read=seconds + MARGIN_S, connect=CONNECT_S)
         try:
-            return self._client.build_request(
-                method, target, content=content, headers=headers, timeout=self._timeout(seconds)
-            )
+            return self._client.build_request(method, target, content=content, headers=headers, timeout=timeout)
         except httpx.InvalidURL as error:
             raise SandboxRefusedError(
                 f"{target[:80]}… ({len(target)} characters) cannot be requested: {error}"
             ) from None
 
-    def _timeout(self, seconds: float) -> httpx.Timeout:
-        return httpx.Timeout(MARGIN_S, read=seconds + MARGIN_S, connect=CONNECT_S)
-
     @contextmanager
     def _translated(self, path: str, seconds: float) -> Generator[None]:
-        """Turn errors of httpx into a `SandboxError`."""
+        """Turn errors of httpx in the block into a `SandboxError`, for a call that may take `seconds`.
+
+        Raises:
+            SandboxTimeoutError: the response did not arrive in time.
+            _BrokenError: the connection failed. `_send` repeats the call then, if that is safe.
+        """
         try:
             yield
         except httpx.ReadTimeout as error:
-            raise self._late(path, seconds) from error
+            raise self._timeout_error(path, seconds) from error
         except httpx.HTTPError as error:
             unsent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
             reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             final = SandboxLostError(f"{self.url}{path} cannot be reached: {reason}; does the service run?")
             raise _BrokenError(final, unsent=unsent) from error
 
-    def _late(self, path: str, seconds: float) -> SandboxTimeoutError:
+    def _timeout_error(self, path: str, seconds: float) -> SandboxTimeoutError:
+        """Return the error of a call that may take `seconds` and was not answered in time."""
         return SandboxTimeoutError(f"waited {seconds + MARGIN_S:g} s for {self.url}{path}; look at the service's log")
 
-    def _error(self, response: httpx.Response) -> SandboxError:
-        """Return the exception for a response with an error status."""
-        if response.headers.get("content-type", "").startswith(MEDIA_TYPE):
+    def _error_from(self, response: httpx.Response) -> SandboxError:
+        """Return the exception for a response with an error status: the one that the service raised."""
+        if response.headers.get("content-type", "").startswith(PROBLEM_JSON):
             try:
                 return error_of(msgspec.json.decode(response.content, type=HttpProblem))
             except msgspec.DecodeError:
-                pass  # The error below reports it: a program between client and service answered, such as a proxy.
-        return SandboxLostError(f"{self.url} answered {response.status_code}, which the service does not send")
+                pass  # The error below reports it.
+        return SandboxLostError(
+            f"{self.url} answered {response.status_code} in a form that the service never sends; is there a proxy "
+            "between?"
+        )
 
 
 def _target(path: str, query: Mapping[str, Any] | None) -> str:
-    """Return an address with its query. Names that are not UTF-8 are encoded byte by byte."""
+    """Return the path of a call with its query. Names of files that are not UTF-8 are encoded byte by byte.
+
+    Raises:
+        SandboxRefusedError: the path of a file cannot be one, or cannot be encoded.
+    """
     if query and isinstance(name := query.get("path"), str):
         check_path(name)
     try:
@@ -278,9 +298,11 @@ def _target(path: str, query: Mapping[str, Any] | None) -> str:
 
 
 class _BrokenError(SandboxError):
-    """Failure of a connection. `unsent` is True if the service cannot have received the call."""
+    """Failure of a connection. It never leaves this module."""
 
     def __init__(self, final: SandboxError, *, unsent: bool) -> None:
         super().__init__(str(final))
         self.final = final
+        """Error to raise if the call is not repeated."""
         self.unsent = unsent
+        """True if the service cannot have received the call, so that any call may be repeated."""

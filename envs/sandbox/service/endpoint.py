@@ -25,7 +25,7 @@ from starlette.routing import Route
 from starlette.types import Receive
 
 from envs.sandbox.pool.lease import SandboxLease
-from envs.sandbox.protocol import MEDIA_TYPE, MSGPACK, HttpProblem, ProblemError, StreamLine, problem_of
+from envs.sandbox.protocol import MSGPACK, PROBLEM_JSON, HttpProblem, ProblemError, StreamLine, problem_of
 from envs.sandbox.sandbox import Sandbox
 from envs.sandbox.service.service import LeaseWork, Service
 from flash.errors import FlashError, SandboxLostError
@@ -302,7 +302,7 @@ def problem_response(problem: HttpProblem, headers: Mapping[str, str] | None = N
     return Response(
         msgspec.json.encode(problem),
         status_code=problem.status,
-        media_type=MEDIA_TYPE,
+        media_type=PROBLEM_JSON,
         headers={**more, **(headers or {})},
     )
 
@@ -356,7 +356,10 @@ def _operation(endpoint: Endpoint, schema_of: dict[str, Any], components: dict[s
         "parameters": parameters,
         "responses": {
             str(endpoint.status): {"description": endpoint.summary, **_content(endpoint.answer, schema_of)},
-            "default": {"description": "An error.", "content": {MEDIA_TYPE: {"schema": schema_of[_key(HttpProblem)]}}},
+            "default": {
+                "description": "An error.",
+                "content": {PROBLEM_JSON: {"schema": schema_of[_key(HttpProblem)]}},
+            },
         },
     }
     if endpoint.body is not None:

@@ -40,7 +40,7 @@ ADD = Suite(language="python", tests=[SuiteCase(stdin="1 2", stdout="3"), SuiteC
 
 async def _verdict(program: str, suite: Suite, *, every: bool = True, limits: JudgingLimits = LIMITS):
     language = LANGUAGES[suite.language]
-    async with local_processes(None, "test") as pool, pool.acquire(Spec(image=language.image)) as box:
+    async with local_processes(None) as pool, pool.acquire(Spec(image=language.image)) as box:
         return await run_tests(box, program, language, suite, limits, every=every)
 
 
@@ -261,7 +261,7 @@ async def test_called_functions_are_provided_with_the_imports_that_such_sites_ha
 )
 async def test_the_program_among_several_blocks_is_chosen_by_the_parser_of_its_language(answer, language, passed):
     suite = Suite(language=language, tests=ADD.tests)
-    async with local_processes(None, "test") as provider:
+    async with local_processes(None) as provider:
         sandboxes = BoundedSandboxes(provider, owner="run", most=1)
         verdict = await Judge(sandboxes, JudgePool()).judge(answer, suite, LANGUAGES, LIMITS, every=True)
     assert verdict.passed == passed, verdict
@@ -466,7 +466,7 @@ async def test_a_program_that_kills_its_agent_each_time_has_failed_and_the_next_
     """In processes of this machine, which keep nobody from it."""
     kill = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nimport time; time.sleep(5)"
     pool = JudgePool(parallel=1)
-    async with local_processes(None, "test") as provider:
+    async with local_processes(None) as provider:
         judge = Judge(BoundedSandboxes(provider, owner="run", most=pool.parallel), pool)
         verdict = await judge.judge(kill, ADD, LANGUAGES, LIMITS, every=True)
         assert (verdict.passed, verdict.cause) == (0, "sandbox lost")

@@ -39,8 +39,9 @@ OPEN_S = 30.0
 class User:
     """Holds one sandbox after the other."""
 
-    def __init__(self, client: SandboxClient, rng: random.Random, tally: Tally, until: float) -> None:
+    def __init__(self, client: SandboxClient, owner: str, rng: random.Random, tally: Tally, until: float) -> None:
         self._client = client
+        self._owner = owner
         self._rng = rng
         self._tally = tally
         self._until = until
@@ -61,7 +62,8 @@ class User:
         self._made_again = rng.random() < 0.4
         self._files, self._errors = {}, 0
         deadline = rng.uniform(4, 40)
-        held = self._client.acquire(SPEC, deadline=deadline, on_lost="recreate" if self._made_again else "fail")
+        on_lost = "recreate" if self._made_again else "fail"
+        held = self._client.acquire(SPEC, owner=self._owner, deadline=deadline, on_lost=on_lost)
         self._sandbox = await tally.answered("acquire", deadline, held.__aenter__)
         if self._sandbox is None:
             await anyio.sleep(rng.uniform(0.1, 1.0))
@@ -263,10 +265,10 @@ async def main(url: str, token_file: str, seconds: float, users: int, seed: int)
     tally = Tally()
     until = time.monotonic() + seconds
     token = service_token(Path(token_file))
-    async with SandboxClient(url, token, owner=f"load-{seed}") as client, anyio.create_task_group() as tasks:
+    async with SandboxClient(url, token) as client, anyio.create_task_group() as tasks:
         for number in range(users):
             rng = random.Random(f"{seed}/{number}")
-            tasks.start_soon(User(client, rng, tally, until).work)
+            tasks.start_soon(User(client, f"load-{seed}", rng, tally, until).work)
     return tally
 
 

@@ -28,7 +28,7 @@ import msgspec
 from benchmarks.form import ROOT
 from benchmarks.sandbox.engine import PodmanEngine, Process, ensure_image, send_kill
 from envs.sandbox.engines.backend import SNAPSHOT_LABEL
-from envs.sandbox.engines.docker import open_engine
+from envs.sandbox.engines.docker import DockerBackend
 from envs.sandbox.pool.ownership import PREFIX
 from envs.sandbox.remote.client import LEASE_S, SandboxClient, service_token
 from flash.errors import SandboxError
@@ -165,7 +165,7 @@ async def faults(plan: Plan) -> Outcome:
     serving = Serving(engine.folder / "state", engine.url)
     try:
         await anyio.to_thread.run_sync(engine.open)
-        async with open_engine(engine.url) as backend:
+        async with DockerBackend(engine.url) as backend:
             await ensure_image(backend.images)
         serving.folder.mkdir(mode=0o700)
         await serving.start()
@@ -210,7 +210,7 @@ async def _settle(engine: PodmanEngine, serving: Serving) -> float:
     """Wait until no sandbox is left except those that stand ready; return the seconds."""
     begin = time.monotonic()
     token = service_token(serving.tokens)
-    async with open_engine(engine.url) as backend, SandboxClient(serving.url, token) as client:
+    async with DockerBackend(engine.url) as backend, SandboxClient(serving.url, token) as client:
         while time.monotonic() - begin < SETTLE_S:
             with suppress(SandboxError):
                 status = await client.status()
@@ -225,7 +225,7 @@ async def _settle(engine: PodmanEngine, serving: Serving) -> float:
 
 async def _left(engine: PodmanEngine) -> tuple[list[str], list[str]]:
     """Return what the engine still has, and the processes that outlived their containers."""
-    async with open_engine(engine.url) as backend:
+    async with DockerBackend(engine.url) as backend:
         leaked = [f"container {sandbox.name} ({sandbox.labels})" for sandbox in await backend.containers.list({})]
         leaked += [f"snapshot {name}" for name in await backend.images.list({SNAPSHOT_LABEL: ""})]
     leaked += [f"storage of {name}" for name in await anyio.to_thread.run_sync(engine.external)]

@@ -134,6 +134,17 @@ async def test_other_actions_say_that_what_was_typed_is_wrong(tmp_path):
         assert done.returncode == 2
 
 
+async def test_a_front_checks_the_certificates_of_its_services_by_a_private_authority(place, tmp_path):
+    (tmp_path / "ca.pem").write_text("junk")
+    (place.folder / "tokens").write_text(f"admin {'t' * 32}\n")
+    (place.folder / "tokens").chmod(0o600)
+    more = ["--host", f"there=https://127.0.0.1:9={place.folder / 'tokens'}", "--ca", str(tmp_path / "ca.pem")]
+    command = [sys.executable, "-m", "flash", "sandbox", "serve", *place.arguments, *more]
+    done = await anyio.run_process(command, check=False)
+    assert done.returncode == 2
+    assert b"cannot be used as a certificate authority" in done.stderr
+
+
 async def test_a_reader_that_leaves_ends_a_run_without_a_traceback(place):
     async with place.serving():
         where = f"--url {place.url} --token-file {place.folder / 'tokens'} --image {IMAGE} --memory 64"

@@ -255,6 +255,8 @@ class Wire:
     def __init__(self) -> None:
         self._into, self._frames = anyio.create_memory_object_stream[bytes](100)
         self._out, self._got = anyio.create_memory_object_stream[bytes](10_000)
+        self.left = anyio.Event()
+        """Set once the host has ended the program in the sandbox."""
         self.send_raw(MARK + HEADER.pack(0, DATA, 2) + b"80")
 
     def send_raw(self, data: bytes) -> None:
@@ -277,7 +279,10 @@ class Wire:
 
     @asynccontextmanager
     async def terminal(self, command: object) -> AsyncGenerator[Wire]:
-        yield self
+        try:
+            yield self
+        finally:
+            self.left.set()
 
     async def read(self) -> bytes:
         return await self._frames.receive()
@@ -362,12 +367,14 @@ async def test_a_program_in_the_place_of_the_relays_end_loses_its_connections(fr
                 wire.send(*frame)
         with anyio.fail_after(20):
             await ended.wait()
+            # So that the port in the sandbox is closed, and later connections do not wait for ever.
+            await wire.left.wait()
 
 
 @pytest.mark.integration
 async def test_a_sandbox_without_sockets_of_the_internet_has_no_relay(engine_url) -> None:
     async with (
-        open_sandboxes(Location(), "relay") as sandboxes,
+        open_sandboxes(Location()) as sandboxes,
         sandboxes.acquire(Spec(image="flash-sandbox-python")) as sandbox,
     ):
         with pytest.raises(SandboxStartError, match=r"the relay does not start in the sandbox: (.|\s)*Error"):

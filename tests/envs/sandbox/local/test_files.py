@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import AsyncGenerator
 
 import anyio
 import pytest
@@ -35,6 +36,18 @@ async def test_ranges_of_files(bench):
         assert await sandbox.read("deep/er/file", offset=2_560_000) == b"more"
         assert (await sandbox.run("stat -c %a deep/er/file", timeout=LIMIT)).stdout == b"600\n"
         assert await sandbox.read("/proc/self/stat", limit=100) != b""
+
+
+async def test_an_archive_may_name_its_folder_itself(bench, tmp_path):
+    (tmp_path / "tree" / "sub").mkdir(parents=True)
+    (tmp_path / "tree" / "sub" / "file").write_text("content")
+
+    async def archive() -> AsyncGenerator[bytes]:
+        yield (await anyio.run_process(["tar", "-c", "."], cwd=tmp_path / "tree")).stdout
+
+    async with bench.sandbox() as sandbox:
+        await sandbox.put_archive("there", archive())
+        assert await sandbox.read("there/sub/file") == b"content"
 
 
 async def test_what_would_block_or_never_end_is_refused(bench):

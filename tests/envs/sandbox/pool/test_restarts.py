@@ -79,10 +79,10 @@ def test_a_sandbox_that_does_not_answer_after_a_restart_holds_up_nobody_else():
             hung = sandbox_of(pool, stuck.id).container_id
         adopt = instance.maker.adopt
 
-        async def slow(container, spec, sandbox_id):
+        async def slow(container, spec):
             if container.id == hung:
                 await anyio.sleep_forever()
-            return await adopt(container, spec, sandbox_id)
+            return await adopt(container, spec)
 
         instance.maker.adopt = slow
         async with instance.last() as pool:

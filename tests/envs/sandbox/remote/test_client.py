@@ -12,7 +12,7 @@ from envs.sandbox.api import Chunk, Result
 from envs.sandbox.engines.fake import FakeBackend
 from envs.sandbox.pool.lease import LeaseOrder
 from envs.sandbox.pool.local_host import open_maker
-from envs.sandbox.remote.client import SandboxClient, trusting
+from envs.sandbox.remote.client import SandboxClient, certificate_check
 from envs.sandbox.remote.http import REPEAT_S
 from flash.errors import (
     ConfigError,
@@ -207,6 +207,28 @@ async def test_a_client_knows_of_a_loss_when_its_call_has_said_so(tmp_path):
         assert sandbox.state == "lost"
 
 
+async def test_a_client_knows_of_a_loss_when_its_stream_has_reported_it(tmp_path):
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
+        [id] = world.backend.containers.kept
+
+        async def killed_in_the_stream() -> None:
+            async with aclosing(sandbox.stream("echo begun; sleep 60", timeout=60)) as stream:
+                async for _ in stream:
+                    await world.backend.containers.kill(id)
+
+        with pytest.raises(SandboxLostError):
+            await killed_in_the_stream()
+        assert sandbox.state == "lost"
+
+
+async def test_an_error_of_a_stream_may_quote_every_line_separator(tmp_path):
+    name = "no\u0085such\u2028fol\u2029der"
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
+        stream = sandbox.stream("true", timeout=10, cwd=name)
+        with pytest.raises(SandboxFileError, match=name):
+            await anext(stream)
+
+
 async def test_a_client_learns_that_its_sandbox_ended(tmp_path):
     async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
         await world.pool.release(world.pool.state.leases.all()[0])
@@ -288,5 +310,5 @@ def test_an_authority_that_is_no_certificate_is_refused(tmp_path):
     (tmp_path / "ca.pem").write_text("junk")
     for path in (tmp_path / "ca.pem", tmp_path / "nothing"):
         with pytest.raises(ConfigError, match="cannot be used as a certificate authority"):
-            trusting(path)
-    assert trusting(None) is True
+            certificate_check(path)
+    assert certificate_check(None) is True
