@@ -138,6 +138,7 @@ class AgentEndpoint(msgspec.Struct, frozen=True):
     url: str
     """Base URL that agents use."""
     sessions: EpisodeSessions
+    """Sessions of the node's episodes, which the endpoint finds by API key."""
 
 
 @asynccontextmanager
@@ -156,6 +157,7 @@ class AgentRun:
     """
 
     def __init__(self, agent: AgentFunction, arguments: tuple[str, str, str], session: EpisodeSession) -> None:
+        """Start the agent with `arguments`: base URL, API key and task. `session` receives its requests."""
         self._run = UserTask("the agent", lambda: agent(*arguments), on_end=session.agent_ended)
 
     @property
@@ -186,17 +188,23 @@ class Agent:
     """Environment of one episode: one agent works on one task."""
 
     opener: ClassVar[SandboxOpener] = staticmethod(open_sandboxes)
-    """AgentFunction that opens the sandboxes of a node."""
+    """Function that opens the sandboxes of a node. Tests replace it by a fake."""
 
     _episode: EpisodeView
+    """View of the episode's tokens, from `inform`."""
     _session: EpisodeSession
+    """Requests of this episode's agent at the endpoint. Set by `reset`."""
     _key: str
+    """API key of the episode, which the agent gets. Set by `reset`."""
     _endpoint: AgentEndpoint
+    """Endpoint of the node. Set by `reset`."""
 
     def __init__(self, options: AgentOptions) -> None:
         self._options = options
         self._tasks: Environment | None = None
+        """Environment that gives the task and judges the answer; None before `reset`."""
         self._run: AgentRun | None = None
+        """Run of the agent; None before `reset`."""
         self._pending: PendingCall | None = None
         """The request that the policy answers now; None before the first request and after the agent's end."""
         self._limited = False

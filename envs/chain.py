@@ -6,7 +6,7 @@ the faults that make real environments hard to schedule: steps take time, a shar
 share one step never returns.
 
 Held-out problems are for evaluation only. Held-out chains consist of held-out sums only, and training chains contain no
-held-out sums.
+held-out sums. Tests and benchmarks of the scheduler use this environment; it needs no package beyond Flash's own.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class ChainOptions(msgspec.Struct, frozen=True, kw_only=True):
     fail_slow: float = 0.0
     """Share of the instances in which each step takes `slow_factor` times as long."""
     slow_factor: float = 10.0
+    """Factor of the duration of a slow instance's steps."""
     fail_stop: float = 0.0
     """Share of the instances in which one step never returns."""
 
@@ -86,7 +87,7 @@ class ChainOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChainedSums:
-    """Environment of one chain.
+    """Environment of one chain. The rollout node creates one for each episode, and calls `reset`, `step` and `close`.
 
     The problem follows from the seed. The delays follow from the seed and from the number of earlier instances of this
     seed in the process. So the members of a group share the problem but not the delays, and a retry gets new delays.
@@ -95,8 +96,10 @@ class ChainedSums:
     def __init__(self, options: ChainOptions) -> None:
         self._options = options
         self._chain: list[SolvedExample] = []
+        """Sums of the episode with their results; empty before `reset`."""
         self._waits = _Waits([], None)
         self._turn = 0
+        """Index of the sum that is answered next; the number of sums after the end."""
 
     async def reset(self, seed: int) -> tuple[str, Info]:
         """Show the first sum of this seed's chain."""

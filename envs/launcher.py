@@ -15,6 +15,7 @@ import sys
 from contextlib import suppress
 
 PR_SET_CHILD_SUBREAPER = 36
+"""Option of the system call `prctl` that makes this process adopt orphans."""
 NOT_STARTED = 127
 """Exit code if the program cannot be started, as in a shell."""
 

@@ -50,7 +50,7 @@ class _Game(msgspec.Struct):
 
 
 class Alfworld(TextGame[AlfworldOptions]):
-    """Environment of one game."""
+    """Environment that plays one game of ALFWorld in each episode."""
 
     def __init__(self, options: AlfworldOptions) -> None:
         super().__init__(options)

@@ -35,12 +35,14 @@ class GemOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gem:
-    """Environment of one episode."""
+    """Environment of one episode. The rollout node makes one for each episode, and calls `reset` and `step`."""
 
     def __init__(self, options: GemOptions) -> None:
         self._options = options
         self._seed = 0
+        """Seed of the episode."""
         self._answers: list[str] = []
+        """Answers of the episode so far."""
 
     @classmethod
     def check(cls, options: GemOptions) -> None:

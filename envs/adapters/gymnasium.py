@@ -36,6 +36,7 @@ class Gymnasium:
         self._options = options
         self._env = _make(options)
         self._shown = ""
+        """Observation that was shown last."""
 
     @classmethod
     def check(cls, options: GymnasiumOptions) -> None:

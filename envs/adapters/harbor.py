@@ -72,7 +72,7 @@ class HarborOptions(ShellOptions, frozen=True, kw_only=True, dict=True):
             raise ConfigError(f"held_out_fraction must lie between 0 and 1, but is {self.held_out_fraction!r}")
 
     def tasks(self) -> Split[HarborTask]:
-        """Return all tasks; they are read once.
+        """Return all tasks. The first call in a process reads them; they are cached there.
 
         Raises:
             ConfigError: a folder is not a valid task, or one of the two sides would be empty.
@@ -100,12 +100,14 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
 
     def __init__(self, options: HarborOptions) -> None:
         super().__init__(options)
-        self._open: tuple[Sandbox, Session] | None = None
-        """The sandbox and its shell session."""
+        self._box_and_shell: tuple[Sandbox, Session] | None = None
+        """The episode's sandbox and its shell session; None until the first command."""
 
     @classmethod
     def check(cls, options: HarborOptions) -> None:
-        """Read the tasks; start no sandbox.
+        """Refuse wrong options when the configuration is read, before a run starts. Reads the tasks.
+
+        Starts no sandbox: a configuration may be checked on a machine without a container engine.
 
         Raises:
             ConfigError: an option or a file is invalid. The message names the fault and what was expected.
@@ -114,12 +116,15 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
 
     @classmethod
     async def prepare(cls, options: HarborOptions) -> None:
-        """Open the pool of sandboxes and start one for the first task, so that missing parts are found before the run.
+        """Open the node's pool of sandboxes and start one for the first task.
+
+        Each node calls this once before its first episode, so that missing parts are found early.
 
         Raises:
             ConfigError: there is no engine, or a package or a token is missing.
             SandboxError: the engine or the service does not answer, or the image does not start.
         """
+        # The judge of a node holds the pool of sandboxes that all environments of the node share.
         judge = await shared_judge(options.pool, cls.opener)
         async with judge.sandboxes.borrow(options.spec_of(options.tasks().train[0]), options.pool.wait):
             pass
@@ -138,14 +143,19 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
         return await shell.run(command, timeout=self._options.command_timeout)
 
     async def _sandbox_and_shell(self, task: HarborTask) -> tuple[Sandbox, Session]:
-        """Return the episode's sandbox and shell session. The first call opens them; `close` ends them."""
-        if self._open is None:
+        """Return the episode's sandbox and shell session.
+
+        The first call opens them, so that an episode holds no sandbox before its first answer. `close` ends them, with
+        `_held`.
+        """
+        if self._box_and_shell is None:
             options = self._options
+            # The judge of the node holds the pool of sandboxes; it judges nothing here.
             judge = await self._judge()
             borrowed = judge.sandboxes.borrow(options.spec_of(task), options.pool.wait)
             sandbox = await self._held.enter_async_context(borrowed)
-            self._open = sandbox, await self._held.enter_async_context(sandbox.session())
-        return self._open
+            self._box_and_shell = sandbox, await self._held.enter_async_context(sandbox.session())
+        return self._box_and_shell
 
     async def _judged(self, task: HarborTask, *, truncated: bool) -> StepResult:
         """Run the tests in the current state of the sandbox, and return the last step of the episode.

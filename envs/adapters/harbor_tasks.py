@@ -41,32 +41,43 @@ class HarborVerifier(msgspec.Struct, frozen=True):
     """Table `[verifier]` of a task.toml: the tests that judge the work."""
 
     timeout_sec: _Positive = 600.0
+    """Seconds that the tests may take."""
     env: dict[str, str] = {}
+    """Environment variables of the tests."""
     user: str | int | None = None
+    """User that runs the tests. Only None is supported."""
     environment_mode: str = "shared"
+    """Place of the tests. Only `shared`, the sandbox of the policy, is supported."""
 
 
 class HarborAgent(msgspec.Struct, frozen=True):
-    """Table `[agent]` of a task.toml."""
+    """Table `[agent]` of a task.toml: the program that works on the task, here the policy."""
 
     user: str | int | None = None
+    """User that runs the commands. Only None is supported."""
 
 
 class HarborMachine(msgspec.Struct, frozen=True):
     """Table `[environment]` of a task.toml: the sandbox. Fields without an effect exist so that they can be refused."""
 
     docker_image: str | None = None
+    """Name of the image; None: the option `image` of the environment names it."""
     cpus: _Positive = 1.0
+    """Number of CPUs."""
     memory_mb: Annotated[int, Meta(gt=0)] | None = None
+    """Memory, in MiB."""
     memory: str | None = None
     """Older form of `memory_mb`, such as `2G`. `storage` is the older form of `storage_mb`."""
     storage_mb: Annotated[int, Meta(gt=0)] | None = None
+    """Disk space, in MiB."""
     storage: str | None = None
     env: dict[str, str] = {}
+    """Environment variables of all commands."""
     gpus: int = 0
     allow_internet: bool | None = None
     """Older form of `network_mode`."""
     network_mode: str = "public"
+    """Network that the task needs: `public` (the internet) or another mode."""
     workdir: str | None = None
     """Working directory of commands. None: the Dockerfile sets it."""
     os: str = "linux"
@@ -103,11 +114,15 @@ class HarborTask(msgspec.Struct, frozen=True):
     """A task and its files."""
 
     name: str
+    """Name of the task's folder."""
     prompt: str
     """Text of instruction.md."""
     image: str
+    """Image of the sandbox."""
     workdir: str
+    """Working directory of commands in the sandbox."""
     tests: Path
+    """Folder of the tests on this machine."""
     verifier: HarborVerifier
     machine: HarborMachine
 

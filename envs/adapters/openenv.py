@@ -46,7 +46,9 @@ class _Reply(msgspec.Struct):
     """Message of the server."""
 
     type: str
+    """Kind of the message, such as an observation or an error."""
     data: dict[str, Any]
+    """Content of the message."""
 
 
 class OpenEnv:
@@ -55,6 +57,7 @@ class OpenEnv:
     def __init__(self, options: OpenEnvOptions) -> None:
         self._options = options
         self._connection: ClientConnection | None = None
+        """Connection to the server; None before `reset`."""
 
     async def reset(self, seed: int) -> tuple[str, Info]:
         """Connect, and start an episode with this seed."""

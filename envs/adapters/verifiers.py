@@ -28,6 +28,7 @@ class VerifiersOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Address of the server, and the division of its tasks."""
 
     url: str = "http://127.0.0.1:8400"
+    """Address of the server."""
     held_out_fraction: float = 0.05
     """Share of the tasks that is held out for evaluation."""
 
@@ -45,7 +46,9 @@ class _Played(msgspec.Struct):
     """Result of an episode, as the server returns it from `play`."""
 
     reward: float = 0.0
+    """Reward of the episode."""
     metrics: dict[str, float] = {}
+    """Rewards and metrics of the task set, by name."""
 
 
 class Verifiers:

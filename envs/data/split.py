@@ -62,6 +62,7 @@ class Split(msgspec.Struct, Generic[R], frozen=True):
 
     train: list[R]
     held_out: list[R]
+    """Rows for evaluation only. No prompt of them is in `train`."""
 
     def of_seed(self, seed: int) -> R:
         """Return the row of a seed."""

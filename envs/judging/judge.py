@@ -45,6 +45,7 @@ class Judge:
 
     def __init__(self, sandboxes: BoundedSandboxes, settings: JudgePool) -> None:
         self.sandboxes = sandboxes
+        """Lender of the node's sandboxes. Environments such as `envs.swe.env` borrow the policy's sandbox from it."""
         self._settings = settings
         self._usable: set[Language] = set()
         """Languages whose images have all programs that they need."""
@@ -54,7 +55,12 @@ class Judge:
     ) -> SuiteVerdict:
         """Return the verdict on the program in an answer. A sandbox that fails is replaced, a few times.
 
-        With `every`, all tests run, for the share that passes; otherwise none after the first that fails.
+        Args:
+            answer: text of the policy, which contains the program.
+            suite: tests of the problem.
+            languages: known languages by name; `suite` names the one of the program.
+            limits: limits of the program, unless the suite sets its own.
+            every: True if all tests run, for the share that passes; False if none runs after the first that fails.
 
         Raises:
             SandboxError: every attempt failed, and not because of the program, or no sandbox was free in time.
@@ -66,7 +72,8 @@ class Judge:
         )
 
         async def judged(sandbox: Sandbox) -> SuiteVerdict:
-            await self.look_for(language, sandbox)
+            """Judge the program in a new sandbox."""
+            await self.check_image(language, sandbox)
             program = await choose_program(sandbox, found, language, suite, limits)
             return await run_tests(sandbox, program, language, suite, limits, every=every)
 
@@ -137,10 +144,16 @@ class Judge:
             SandboxError: the sandbox cannot be made, or its image lacks a program that the language needs.
         """
         async with self.sandboxes.borrow(spec_of(language, limits), self._settings.wait) as sandbox:
-            await self.look_for(language, sandbox)
+            await self.check_image(language, sandbox)
 
-    async def look_for(self, language: Language, sandbox: Sandbox) -> None:
-        """Refuse an image without the programs of the language, in which every answer would crash."""
+    async def check_image(self, language: Language, sandbox: Sandbox) -> None:
+        """Refuse an image without the programs of the language, in which every answer would crash.
+
+        Each language is checked once in a process. `sandbox` runs the language's image.
+
+        Raises:
+            SandboxRefusedError: a program is missing.
+        """
         if language in self._usable:
             return
         for words in (language.compile, language.run, language.call, language.test):

@@ -23,7 +23,9 @@ MARK = "{mark}"
 """Placeholder in `Language.test_end` for a random text that is drawn for each run."""
 
 _Words = Annotated[tuple[str, ...], Meta(min_length=1)]
+"""A command as a program and its arguments."""
 _Seconds = Annotated[float, Meta(gt=0)]
+"""A positive number of seconds."""
 
 
 class Language(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -88,15 +90,18 @@ class SuiteCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Test of a program: an input and its expected output, a call and its expected result, or a test program."""
 
     stdin: str = ""
+    """Standard input of the program."""
     stdout: str | None = None
     """Expected output. White space at the ends of lines and empty lines at both ends do not count. In a line that has a
     number with a fraction, or that consists only of numbers, the numbers are compared with a tolerance of 1e-5."""
     call: str | None = None
     """Function of the program, or method of a class that is made without arguments: `add`, `Solution.add`."""
     args: list[Any] = []
+    """Arguments of the call, as JSON values."""
     returns: Any = None
     """Expected result of the call, as JSON: tuples are lists. Numbers with a fraction may differ by 1e-5."""
     program: str | None = None
+    """Source of a test program, which loads the answer's program and checks it."""
 
     def __post_init__(self) -> None:
         kinds = [self.stdout is not None, self.call is not None, self.program is not None]
@@ -112,9 +117,11 @@ class Suite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     tests: Annotated[list[SuiteCase], Meta(min_length=1)]
     language: str
+    """Name of the program's language: a key of `LANGUAGES`, or of the option `languages`."""
     timeout: _Seconds | None = None
     """Seconds for each test. None: the timeout of `JudgingLimits`."""
     memory_mib: Annotated[int, Meta(ge=16)] | None = None
+    """Memory in MiB. None: the memory of `JudgingLimits`."""
 
 
 class JudgingLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,8 +133,11 @@ class JudgingLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     total: _Seconds = 30.0
     """Seconds for all tests of one answer, counted in the same way. Tests that have not run by then have failed."""
     memory_mib: Annotated[int, Meta(ge=16)] = 256
+    """Memory of the sandbox, in MiB."""
     pids: Annotated[int, Meta(ge=8)] = 64
-    cpus: _Seconds = 1.0
+    """Number of processes and threads in the sandbox."""
+    cpus: Annotated[float, Meta(gt=0)] = 1.0
+    """Number of CPUs."""
 
 
 class JudgePool(Location, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -50,11 +50,12 @@ SHOWN = 500
 
 
 class LostInTestError(SandboxLostError):
-    """A sandbox was lost while a test ran, after `passed` other tests had passed. The program may be the cause."""
+    """Error: a sandbox was lost while a test ran. The program may be the cause, which `Judge.try_in` decides."""
 
     def __init__(self, message: str, passed: int) -> None:
         super().__init__(message)
         self.passed = passed
+        """Number of tests that had passed before."""
 
 
 class CaseOutcome(msgspec.Struct, frozen=True):
@@ -75,8 +76,11 @@ class SuiteVerdict(msgspec.Struct, frozen=True):
     """Result of a program in a suite."""
 
     passed: int
+    """Number of tests that passed."""
     total: int
+    """Number of tests, also those that did not run."""
     cause: Cause
+    """Result of the first test that failed."""
     detail: str = ""
     """Output or error of the first test that failed, for users."""
 

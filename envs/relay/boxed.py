@@ -1,4 +1,8 @@
-"""Agents as programs in sandboxes. Such a sandbox has no network; it reaches only the endpoint of its episode."""
+"""Agents as programs in sandboxes: the option `box` of `envs.agent`.
+
+Such a sandbox has no network. A relay (`envs.relay.outside`) leads from a port inside to the endpoint of the episode,
+and to nothing else. `Agent.prepare` tries one sandbox and relay on each node; then each episode has its own.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +48,7 @@ class BoxOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def box_of(table: dict[str, Any]) -> BoxOptions:
-    """Return the options in a table `box`.
+    """Return the options in a table `box` of the configuration.
 
     Raises:
         ConfigError: an option is wrong. The message names it.
@@ -53,7 +57,7 @@ def box_of(table: dict[str, Any]) -> BoxOptions:
 
 
 async def try_box(box: BoxOptions, opener: SandboxOpener = open_sandboxes) -> None:
-    """Start one such sandbox and a relay in it, to test both.
+    """Start one such sandbox and a relay in it, to test both before a run. The address of the relay is not used.
 
     Raises:
         SandboxError: the sandbox cannot be started, or its image has no Python.

@@ -39,7 +39,7 @@ def code_verifier(
         limits: limits of a program, in the form of `envs.judging.options.JudgingLimits`.
         sandboxes: origin of the sandboxes, in the form of `envs.judging.options.JudgePool`.
         test_programs: allow tests of the form {program}. A program that is written to deceive such a test can pass it.
-        opener: opens the sandboxes of a node.
+        opener: function that opens the sandboxes of a node; only tests replace it.
 
     Raises:
         ConfigError: an argument has the wrong form.
@@ -47,6 +47,7 @@ def code_verifier(
     known, allowed, pool = languages_with(languages or {}), limits_of(limits or {}), judge_pool_of(sandboxes or {})
 
     async def judged(completion: str, answer: str) -> float:
+        """Return the reward of a completion for the tests in the answer column."""
         suite = _suite(answer, known, test_programs)
         judge = await shared_judge(pool, opener)
         verdict = await judge.judge(completion, suite, known, allowed, every=reward == "share")

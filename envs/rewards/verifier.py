@@ -29,8 +29,9 @@ from flash.environment.threaded import is_async
 from flash.errors import ConfigError, EnvError, RewardError
 
 _Plain = Callable[[str, str], float]
-"""A verifier that is not asynchronous."""
+"""Verifier that is not asynchronous."""
 Verifier = _Plain | Callable[[str, str], Awaitable[float]]
+"""Function that takes a completion and the reference answer, and returns or awaits the reward."""
 
 _F = TypeVar("_F", bound=_Plain)
 
@@ -126,9 +127,8 @@ async def _tried_again(path: str, completion: str, answer: str, timeout: float) 
     """Find out whether a completion caused a timeout. Returns a score of 0 if that is proven, else None.
 
     Without this, a completion on which the verifier never ends would be retried until it is given up. The proof has two
-    parts. The reference, scored as a completion, must pass. Then the completion must use up a quarter
-    of the deadline in processor time. A busy machine does not add to processor time, and waiting for a server uses
-    none.
+    parts. The reference, scored as a completion, must pass. Then the completion must use up a quarter of the deadline
+    in processor time. A busy machine does not add to processor time, and waiting for a server uses none.
     """
     try:
         # The worker that hung was killed. This worker has to start and import the verifier, and is kept for the next

@@ -24,6 +24,7 @@ State = Literal["starting", "ready", "lost", "closed"]
 """State of a sandbox. `lost`: its container or its agent ended unexpectedly. `closed`: its owner or a limit ended
 it."""
 StreamName = Literal["stdout", "stderr"]
+"""Name of an output stream of a command."""
 OnLost = Literal["fail", "recreate"]
 """Reaction to a lost sandbox: the lease ends with the error, or it gets another sandbox, which is empty."""
 Command = str | Sequence[str]
@@ -32,6 +33,7 @@ Command = str | Sequence[str]
 MAX_COMMAND = 1 << 20
 """Longest command, or word of a command, that the service decodes, in characters."""
 MAX_TIMEOUT_S = 86_400.0
+"""Longest timeout of a command, in seconds."""
 Timeout = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
 
 _CommandText = Annotated[str, Meta(max_length=MAX_COMMAND)]
@@ -45,17 +47,21 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     image: _Image
     """Name of an image that the engine has. The image needs a shell at /bin/sh, and Python 3.6 or newer."""
     profile: Profile = "strict"
+    """Restrictions of the sandbox."""
     cpus: Annotated[float, Meta(ge=0.01, le=1024)] = 1.0
     """Most CPUs that the sandbox can use. Engines cannot give less than the minimum, and treat almost 0 as no limit."""
     memory_mib: Annotated[int, Meta(ge=16, le=4 << 20)] = 512
     """Hard memory limit in MiB, without swap. Files in memory (/tmp, and /work under `strict`) count. All of them
     together can take three quarters of it, so that files alone cannot stop the sandbox from working."""
     pids: Annotated[int, Meta(ge=8, le=1 << 20)] = 256
+    """Most processes and threads at the same time."""
     disk_mib: Annotated[int, Meta(ge=1, le=4 << 20)] | None = None
     """Disk for files in MiB: the size of /work under `strict`, otherwise the most that the sandbox may write to its own
     layer. None: 256, or under `strict` less if the memory allows no more."""
     network: Literal["none", "bridge"] = "none"
+    """Network of the sandbox. `bridge`: it can reach everything that the engine's machine can reach."""
     env: dict[str, str] = {}
+    """Environment variables of all commands."""
     workdir: Annotated[str, Meta(pattern="^/[^\x00]+$", max_length=4096)] = "/work"
     """Folder where commands start, and to which paths are relative."""
     runtime: Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] | None = None
@@ -113,6 +119,7 @@ class Exec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Seconds on the clock after which the command is killed in any case. If set, `timeout` does not count the time in
     which the command was ready to run but had no CPU. None: `timeout` is on the clock."""
     stdin: bytes = b""
+    """Standard input of the command, which ends after these bytes."""
     env: Mapping[str, str] | None = None
     """Environment variables that are added to the sandbox's own."""
     cwd: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
@@ -150,6 +157,7 @@ class Result(msgspec.Struct, frozen=True):
     """True if bytes from the middle are missing, because more than `output_limit` were written."""
     stderr_truncated: bool
     wall_s: float
+    """Duration on the clock, in seconds."""
     cpu_s: float
     """CPU time of the command and of the children that it waited for, in seconds."""
     max_rss: int

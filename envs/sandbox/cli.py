@@ -1,4 +1,8 @@
-"""Command line `flash sandbox …`: the service and its client commands."""
+"""Command line `flash sandbox …`: the service and its client commands.
+
+`flash.cli` calls `add_sandbox` to describe the options, and `run_sandbox` for the chosen action. Modules that need the
+packages of the extra `sandbox` are imported in the actions only.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,7 @@ SILENCE_S = 2.0
 """Seconds without any input after which `run` prints what it waits for."""
 
 DEFAULT_URL = "http://127.0.0.1:8700"
+"""Address of a service on this machine that was started without options."""
 FAILED = 125
 """Exit code of `run` if there is no result of the command, as with other container tools."""
 
@@ -75,11 +80,12 @@ class _Parser(argparse.ArgumentParser):
         self.exit(FAILED if self._runs() else 2, f"{self.prog}: error: {message}\n")
 
     def _runs(self) -> bool:
+        """Return True if this is the parser of the action `run`."""
         return self.prog.endswith(" run")
 
 
 def add_sandbox(commands: Any) -> argparse.ArgumentParser:
-    """Add `sandbox` to the command line."""
+    """Add `sandbox` with its actions to the command line, and return its parser."""
     sandbox: argparse.ArgumentParser = commands.add_parser(
         "sandbox",
         help="Run a service of sandboxes (containers for programs that are not trusted), use it, and test it.",
@@ -165,6 +171,7 @@ def add_sandbox(commands: Any) -> argparse.ArgumentParser:
 
 
 def _add_client(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name a service and a token. `_client` reads them."""
     parser.add_argument(
         "--url",
         default=os.environ.get("FLASH_SANDBOX_URL", DEFAULT_URL),
@@ -208,6 +215,7 @@ def _add_spec(parser: argparse.ArgumentParser) -> None:
 
 
 def _state_folder() -> Path:
+    """Return the default folder of a service's journal, lock and tokens."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "flash" / "sandbox"
 

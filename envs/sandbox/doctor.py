@@ -1,5 +1,7 @@
 """Doctor: measures from inside a sandbox which limits a spec really gets, and tries to break out of it.
 
+`flash sandbox doctor` calls `doctor` and prints the `lines` of its diagnosis. `flash doctor` prints `engine_name`.
+
 A check that could not be made counts as failed: without a measurement nothing is guaranteed.
 """
 
@@ -21,9 +23,13 @@ from flash.errors import SandboxError
 _log = logging.getLogger(__name__)
 
 PROBE = Path(__file__).parent / "agent" / "probe.py"
+"""Program that runs in the sandbox and prints `ProbeFindings`."""
 PROBE_SECONDS = 60.0
+"""Seconds that the probe may take."""
 BOMB_SECONDS = 20.0
+"""Seconds that each of the other programs may take."""
 CAPABILITY_BITS = {"CHOWN": 0, "DAC_OVERRIDE": 1, "FOWNER": 3, "FSETID": 4, "SETGID": 6, "SETUID": 7}
+"""Numbers of the capabilities that a profile may have, in the kernel's bit mask."""
 ALLOWED = {
     "build": {"write to /etc": "the image's own permissions"},
     "compat": {"write to /usr": "root of the image", "write to /etc": "root of the image", "become root": "is root"},
@@ -56,13 +62,16 @@ try:
 except OSError: pass
 print(count)
 """
+"""Program that starts processes until it cannot, and prints their number."""
 READ_SHELL = 'import os; os.open("/proc/%d/fd/0" % os.getppid(), os.O_RDONLY)'
+"""Program that tries to open the input of the session's shell, its parent."""
 MEMORY_BOMB = """\
 import sys
 held = []
 for _ in range(int(sys.argv[1])): held.append(bytearray(1 << 20))
 print('worked')
 """
+"""Program that takes as many MiB of memory as its argument says."""
 
 
 ADVICE = {
@@ -105,32 +114,51 @@ class DoctorCheck(msgspec.Struct, frozen=True):
     """Measurement of one setting or attempt, with the expected value."""
 
     name: str
+    """Name of the setting or of the attempt to break out."""
     wanted: str
+    """Expected value, as text."""
     measured: str
+    """Measured value, as text."""
     ok: bool
+    """True if the measurement is acceptable."""
 
 
 class ProbeFacts(msgspec.Struct, frozen=True):
-    """Settings as the kernel shows them to the probe, `agent/probe.py`."""
+    """Settings as the kernel shows them to the probe, `agent/probe.py`. Numbers of limits are texts of the kernel."""
 
     uid: int
     gid: int
     capabilities: str
+    """Effective capabilities, as a hexadecimal mask."""
     bounding: str
+    """Capabilities that a process can ever have, as a hexadecimal mask."""
     no_new_privs: str
+    """`1` if no program can gain rights when it is executed."""
     seccomp: str
+    """`2` if a system call filter is active."""
     interfaces: list[str]
+    """Names of the network interfaces."""
     memory: str
+    """Limit of memory in bytes, or `max`."""
     swap: str
+    """Limit of swap in bytes; empty under version 1 of control groups."""
     memory_and_swap: str
+    """Limit of memory and swap together in bytes; empty under version 2 of control groups."""
     pids: str
+    """Limit of processes and threads."""
     cpus: float | None
+    """Number of CPUs; None if it is not limited."""
     open_files: int
+    """Limit of open files of one process."""
     core: int
+    """Limit of the size of a core dump in bytes."""
     sizes: dict[str, int]
+    """Size in bytes of the file system at each path."""
     environment: list[str]
+    """Names of the environment variables."""
     host_name: str
     kernel: str
+    """Text of /proc/version."""
 
 
 class ProbeFindings(msgspec.Struct, frozen=True):
@@ -138,15 +166,20 @@ class ProbeFindings(msgspec.Struct, frozen=True):
 
     facts: ProbeFacts
     attempts: dict[str, str]
+    """Outcome of each attempt to break out: `worked`, or the name of the error that stopped it."""
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
     """Measurements of one spec on one engine."""
 
     engine: str
+    """Name and version of the engine."""
     isolated: bool
+    """False if the engine does not isolate sandboxes at all; then nothing was measured."""
     spec: Spec
+    """Kind of the sandbox that was measured."""
     runtime: str
+    """Container runtime of the sandbox; empty if the engine does not report it."""
     checks: list[DoctorCheck]
 
     @property
@@ -242,6 +275,7 @@ def _settings(spec: Spec, facts: ProbeFacts, users: tuple[int, int] | None) -> I
 
 
 def _same(name: str, wanted: str, measured: str) -> DoctorCheck:
+    """Return a check that passes if the measured value is the wanted one."""
     return DoctorCheck(name, wanted, measured, wanted == measured)
 
 
@@ -313,6 +347,7 @@ async def _timeout(sandbox: LocalSandbox) -> DoctorCheck:
 
 
 def _how(answer: Result) -> str:
+    """Return how a command ended, in a few words for a check."""
     if answer.oom_killed:
         return "killed for memory"
     return "timed out" if answer.timed_out else f"ended with {answer.signal or answer.exit_code}"

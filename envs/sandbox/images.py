@@ -35,7 +35,8 @@ _MERGED = ("bin", "sbin", "lib", "lib64")
 """Folders that are links into /usr, as on every Debian."""
 _NEVER = re.compile(r"dpkg|debconf|usrmerge|init-system-helpers|perl|libperl[\d.]+|perl-modules-[\d.]+")
 """Packages that only maintainer scripts need, which do not run here. perl-base stays."""
-_UNNEEDED = ("usr/share/doc", "usr/share/man", "usr/share/locale", "usr/share/info", "usr/share/lintian")
+_LEFT_OUT = ("usr/share/doc", "usr/share/man", "usr/share/locale", "usr/share/info", "usr/share/lintian")
+"""Folders of documentation, which no sandbox needs."""
 
 
 def download(packages: Sequence[str], cache: Path = CACHE) -> list[Path]:
@@ -74,7 +75,7 @@ def unpack(debs: Sequence[Path], root: Path) -> None:
             _run(["tar", "-x", "--keep-directory-symlink", "-C", str(root)], stdin=content.stdout)
         if content.returncode != 0:
             raise ConfigError(f"{deb} cannot be unpacked; remove it and try again")
-    for name in _UNNEEDED:
+    for name in _LEFT_OUT:
         shutil.rmtree(root / name, ignore_errors=True)
 
 

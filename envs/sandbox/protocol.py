@@ -134,22 +134,30 @@ class Info(msgspec.Struct, frozen=True):
     """A lease and its sandbox, as the owner sees them."""
 
     id: str
+    """Id of the lease, by which clients name the sandbox."""
     owner: str
+    """Name of the token, and after a slash the owner of the order if it named one."""
     state: Literal["queued", "starting", "ready", "failed", "closed"]
+    """State of the lease."""
     sandbox_state: State
+    """State of the sandbox that the lease has now."""
     reason: str
+    """Reason for the state of the lease; may be empty."""
     spec: Spec
     host: str
+    """Name of the host of the sandbox; empty while the lease waits for one."""
     generation: int
     """Number of times that the sandbox was replaced after a loss."""
     created_at: float
     """Unix time of the order."""
     lease_s: float
+    """Seconds after which the lease ends unless it is used or renewed before."""
     position: int | None
     """Number of older requests in the wait queue; None if the lease is not in the queue."""
     key: str = ""
     """Idempotency key of the order."""
     waiting_for: str = ""
+    """Reason why the order is still in the wait queue; empty if it is not."""
     problem: HttpProblem | None = None
     """Error that ended the lease, if it failed."""
 
@@ -159,6 +167,7 @@ class SessionInfo(msgspec.Struct, frozen=True):
 
     name: str
     restarts: int
+    """Number of times that the shell was replaced, because a command ended it."""
 
 
 class SessionResult(msgspec.Struct, frozen=True):
@@ -166,6 +175,7 @@ class SessionResult(msgspec.Struct, frozen=True):
 
     result: Result
     restarts: int
+    """Number of times that the shell was replaced so far."""
 
 
 class SessionInterrupted(msgspec.Struct, frozen=True):
@@ -210,21 +220,25 @@ class Status(msgspec.Struct, frozen=True):
     """State of the whole pool at one moment."""
 
     version: int
+    """Number of changes so far. A client waits for a version other than the one it knows."""
     service: str
+    """Name of the service."""
     boot: str
     """Identifier of this start of the service. It changes with each start."""
     hosts: list[HostStatus]
     states: dict[str, int]
+    """Number of leases in each state."""
     queue: dict[str, int]
     """Number of waiting requests by owner. A token other than `admin` sees the owners of other tokens as one entry."""
     hit_rate: float | None
-    """Share of the starts that were served by a warm sandbox."""
+    """Share of the starts that were served by a ready sandbox; None if there was no start."""
     failures: dict[str, int]
     """Number of failures by cause, since the start of the service."""
     recent_failures: list[PoolFailure]
     """Latest failures; empty unless the caller is `admin`, because their messages name images and hosts of other
     tokens. For the same reason `images_put_aside` is empty."""
     images_put_aside: dict[str, str]
+    """Last error of each image in quarantine, because its sandboxes only fail to start."""
     sandboxes: list[Info]
     """Sandboxes that the caller may use."""
 
@@ -233,9 +247,13 @@ class HttpProblem(msgspec.Struct, frozen=True, kw_only=True):
     """An error in the form of RFC 9457."""
 
     type: str = "about:blank"
+    """Kind of the problem in RFC 9457, which is not used here."""
     title: str
+    """Short text for the status, as in `TITLES`."""
     status: int
+    """HTTP status."""
     detail: str
+    """Error message."""
     cause: str = ""
     """Name of the error's class in `flash.errors`."""
 
@@ -253,8 +271,11 @@ class SnapshotInfo(msgspec.Struct, frozen=True):
     image: str
     """Image to name in the `Spec` of a sandbox that starts with these files."""
     owner: str
+    """Owner of the sandbox that the snapshot was made of."""
     host: str
+    """Name of the host that has the image; such sandboxes start only there."""
     size: int
+    """Bytes beyond the image that the sandbox began from."""
     made_at: float
     """Unix time at which the snapshot was made."""
     expires_at: float

@@ -20,6 +20,7 @@ PATH_LENGTH = 4095
 """Most bytes of a path in Linux."""
 
 _ESCAPED = re.compile(r"\0([89a-f][0-9a-f])?")
+"""Pattern of an encoded byte in a text of the HTTP API; a zero byte alone is an error."""
 
 COMMAND_LENGTH = 100_000
 """Most bytes of a command. Sandboxes accept slightly more, which leaves room for a prefix."""
@@ -55,6 +56,7 @@ def from_wire(text: str) -> str:
         return text
 
     def byte(found: re.Match[str]) -> str:
+        """Return the surrogate of an encoded byte."""
         if found[1] is None:
             raise _zero(text)
         return chr(0xDC00 + int(found[1], 16))
@@ -74,6 +76,7 @@ def check_path(path: str) -> None:
 
 
 def _zero(text: str) -> SandboxRefusedError:
+    """Return the error for a text with a zero byte."""
     return SandboxRefusedError(f"{one_line(text[:80])} has a zero byte, which no command, name or path may have")
 
 

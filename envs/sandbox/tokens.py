@@ -1,5 +1,7 @@
 """Bearer tokens of the service: which callers may use it, and which sandboxes each of them may order.
 
+`flash sandbox serve` reads the token file once, at its start. Clients on the same machine read their token from it.
+
 The token file has one line `name token` for each token, followed by the token's grants. Only the owner of the file may
 be able to read it. If the file does not exist, it is created with a random token for `admin`. The token named `admin`
 may use every sandbox and order any kind. Every other token may use only the sandboxes that it ordered itself; without
@@ -37,13 +39,16 @@ SNAPSHOTS = 32
 """Number of snapshots that a token may have at a time, unless its line grants another number."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+"""Form of a token's name."""
 _SNAPSHOTS = re.compile(r"snapshots=([0-9]{1,6})")
+"""Form of a grant of another number of snapshots."""
 
 
 class Token(msgspec.Struct, frozen=True):
     """A token with its grants."""
 
     secret: str
+    """Text that a caller sends to prove who it is."""
     grants: frozenset[str] = frozenset()
     """Grants of the token, each an element of `GRANTS`."""
     snapshots: int = SNAPSHOTS
@@ -99,7 +104,7 @@ class Tokens:
         return self._tokens.get(name, Token(""))
 
     def name_of(self, token: str) -> str | None:
-        """Return the name of a token; None if it is unknown."""
+        """Return the name of the token with this secret; None if there is none."""
         given = _digest(token)
         found: str | None = None
         for name, digest in self._digests.items():
@@ -109,6 +114,7 @@ class Tokens:
 
 
 def _digest(token: str) -> bytes:
+    """Return the digest of a secret. Digests have one length, so comparing them does not reveal that of a secret."""
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
 
 

@@ -1,5 +1,7 @@
 """Trees of files on this machine: packed for a sandbox, and unpacked from an untrusted one.
 
+`envs.sandbox.sandbox.Files` packs for `upload` and unpacks for `download`, in a thread.
+
 An archive from a sandbox is unpacked into a new folder, which replaces the target only if everything was correct. No
 file is written through a link: links are created last, and only those that stay inside. Owners, special modes, devices,
 pipes and hard links are never taken over. Files are packed through open folders, so that a folder which is replaced by
@@ -20,6 +22,7 @@ import msgspec
 from flash.errors import SandboxFileError, SandboxLimitError
 
 COPY_BYTES = 1 << 18
+"""Bytes that are copied at a time."""
 HEADER_BYTES = 1 << 20
 """Most bytes of an archive that are read at once. Headers of names and attributes declare their own length."""
 MOST_LINKS = 40
@@ -44,11 +47,11 @@ class TreeLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pack(source: Path, sink: IO[bytes], limits: TreeLimits) -> None:
-    """Write a file, or the content of a folder, as a tar archive.
+    """Write a file, or the content of a folder, to `sink` as a tar archive.
 
     Raises:
-        SandboxFileError: it cannot be read, or has an entry that is neither a file, a folder nor a link.
-        SandboxLimitError: it is too large.
+        SandboxFileError: the source cannot be read, or has an entry that is neither a file, a folder nor a link.
+        SandboxLimitError: the source exceeds the limits.
     """
     with tarfile.open(fileobj=sink, mode="w", format=tarfile.PAX_FORMAT) as archive:
         packing = _Packing(archive, limits)
@@ -109,6 +112,7 @@ class _Packing:
             self._add(info, content)
 
     def _info(self, member: str, status: os.stat_result) -> tarfile.TarInfo:
+        """Return the header of an entry, with the permissions and the time of the original."""
         info = tarfile.TarInfo(member)
         info.mode, info.mtime = stat.S_IMODE(status.st_mode), status.st_mtime
         return info
@@ -160,6 +164,7 @@ class _Bounded:
     """File object of an archive that limits the length of each read."""
 
     def __init__(self, source: IO[bytes], what: str) -> None:
+        """Wrap the archive `source`. `what` names the transfer in error messages."""
         self._source = source
         self._what = what
         self.seek = source.seek
@@ -180,9 +185,13 @@ class _Unpacking:
         self._what = what
         self._limits = limits
         self._bytes = 0
+        """Bytes of all files so far."""
         self._entries = 0
+        """Number of files, folders and links so far."""
         self._folders = {root}
+        """Folders that this archive has created."""
         self._links: dict[Path, str] = {}
+        """Targets of links that are created at the end, by path."""
 
     def run(self, source: IO[bytes]) -> bool:
         """Unpack the archive. Returns True if it holds one file instead of a tree.
@@ -228,6 +237,7 @@ class _Unpacking:
         return True
 
     def _place(self, name: str) -> Path:
+        """Return the path below the root for an entry. Raises SandboxLimitError if the name could lead out of it."""
         parts = name.split("/")
         if name.startswith("/") or not name or any(part in ("", "..", ".") or "\0" in part for part in parts):
             raise SandboxLimitError(f"the {self._what} has an entry with the name {name!r}")
@@ -267,6 +277,7 @@ class _Unpacking:
             self._folders.add(folder)
 
     def _count(self) -> None:
+        """Count one entry. Raises SandboxLimitError if there are too many."""
         self._entries += 1
         if self._entries > self._limits.entries:
             raise SandboxLimitError(f"the {self._what} has more than {self._limits.entries} entries")
@@ -293,6 +304,6 @@ class _Unpacking:
 
 
 def check_depth(depth: int, what: str, limits: TreeLimits) -> None:
-    """Check the depth of a tree. Raises SandboxLimitError if it is too deep."""
+    """Check the depth of nested folders. Raises SandboxLimitError beyond `limits.depth`. `what` names the transfer."""
     if depth > limits.depth:
         raise SandboxLimitError(f"the {what} has more than {limits.depth} folders in one another; make it flatter")

@@ -99,10 +99,11 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
         super().__init__(options)
         self.fenced = options.template == "chat"
         self._sandbox: Sandbox | None = None
+        """Sandbox of the policy; None until its first command."""
 
     @classmethod
     def check(cls, options: SweOptions) -> None:
-        """Read the tasks, so that a fault is found when the configuration is checked; start no sandbox.
+        """Read the tasks, so that a fault is found when the configuration is read, before a run. Starts no sandbox.
 
         Raises:
             ConfigError: a task or an option is wrong. The message gives the error and the expected form.
@@ -174,7 +175,7 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
                 judge = await self._judge()
 
                 async def judged(sandbox: Sandbox) -> SuiteVerdict:
-                    await judge.look_for(options.language, sandbox)
+                    await judge.check_image(options.language, sandbox)
                     await sandbox.upload(folder, ".")
                     cases = [check.case for check in task.checks]
                     outcomes[:] = await run_cases(sandbox, options.language, cases, options.allowed, every=True)

@@ -106,10 +106,13 @@ class ShellEnv(ABC, Generic[_Options, _Task]):
     def __init__(self, options: _Options) -> None:
         self._options = options
         self._task: _Task | None = None
+        """Task of the episode; None before `reset`."""
         self._episode: EpisodeView | None = None
+        """View of the episode's tokens and turns, from `inform`."""
         self._held = AsyncExitStack()
-        """Holds the policy's sandbox, and returns it when closed."""
+        """Stack on which a subclass puts the policy's sandbox. `close` closes it, which returns the sandbox."""
         self._counts = {"turns": 0, "no_command": 0, "command_timeouts": 0}
+        """Metrics of the episode: answers, answers without a command, and commands that were stopped."""
 
     def inform(self, episode: EpisodeView) -> None:
         """Keep the view of the episode, which knows how many tokens and turns are left.

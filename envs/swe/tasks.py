@@ -41,17 +41,21 @@ _Text = Annotated[str, Meta(min_length=1)]
 
 
 class Edit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Replacement of a piece of a file, as a part of a solution. `old` occurs exactly once in the file."""
+    """Replacement of a piece of a file, as a part of a solution."""
 
     file: str
+    """Path of the file in the repository."""
     old: _Text
+    """Text to replace, which occurs exactly once in the file."""
     new: str
+    """Text in its place."""
 
 
 class SweCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A script, and the output that it must have."""
 
     run: _Text
+    """Source of a Python script, which runs in the repository's folder."""
     shows: Annotated[str, Meta(pattern=r"\S")]
     """Expected output. It is never empty, because a program that exits at once prints nothing."""
     broken: bool = False
@@ -67,12 +71,15 @@ class SweTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A bug to fix."""
 
     issue: _Text
+    """Report of the bug, which the policy is shown."""
     files: Annotated[dict[str, str], Meta(min_length=1)]
     """Text of each file, by its path in the repository."""
     solution: Annotated[tuple[Edit, ...], Meta(min_length=1)]
     checks: Annotated[tuple[SweCheck, ...], Meta(min_length=1)]
     level: Annotated[int, Meta(ge=1)] = 1
+    """Difficulty, from 1."""
     held_out: bool = False
+    """True if the task is for evaluation only."""
 
     @property
     def prompt(self) -> str:

@@ -1,5 +1,7 @@
 """Generation and play of TextWorld games, and play of ALFWorld games. Runs in worker processes only (`envs.workers`).
 
+`envs.textworld.env` calls `generate` and `walk` there, and `envs.textworld.game` calls `play` in each turn.
+
 The state of a game depends only on its file and the commands so far. A worker that has not seen the earlier commands
 plays them first. So any worker can continue the game of another worker, also of one that has died.
 """
@@ -39,9 +41,13 @@ class GameOf(msgspec.Struct, frozen=True):
     """Identity of a game, which determines all of its content."""
 
     kind: str
+    """Kind of quest: a key of `KINDS`."""
     level: int
+    """Difficulty, from 1 to the highest level of the kind."""
     seed: int
+    """Seed of the generator."""
     held_out: bool
+    """True for a game of evaluation, which uses the kind's own content for tests if there is some."""
 
     @property
     def name(self) -> str:
@@ -53,6 +59,7 @@ class ShownGame(msgspec.Struct, frozen=True):
     """State of a game, as the player sees it."""
 
     text: str
+    """Text of the game after the last command, or its objective and first scene."""
     commands: list[str]
     """Commands that have an effect in this state."""
     solution: list[str]
@@ -60,7 +67,9 @@ class ShownGame(msgspec.Struct, frozen=True):
     score: float
     """Score as a share of the highest possible score."""
     won: bool
+    """True if the game is won; it takes no more commands."""
     lost: bool
+    """True if the game is lost; it takes no more commands."""
 
 
 def _by_level(level: int, held_out: bool) -> dict[str, Any]:
@@ -114,11 +123,11 @@ def generate(game: GameOf, folder: str) -> str:
         scratch.mkdir(parents=True, exist_ok=True)
         made = challenges[f"tw-{game.kind}"][1](KINDS[game.kind][1](game.level, game.held_out), options)
         library.generator.compile_game(made, options)
-        keep_generated(scratch, place)
+        move_to_final_place(scratch, place)
     return str(file)
 
 
-def keep_generated(scratch: Path, place: Path) -> None:
+def move_to_final_place(scratch: Path, place: Path) -> None:
     """Move the folder of a generated game to its final place, or delete it if another process has put the game there.
 
     Raises:
@@ -137,7 +146,10 @@ Turn = tuple[ShownGame, str]
 
 
 def walk(game: GameOf, folder: str) -> list[Turn]:
-    """Generate a game if needed, play its own solution, and return all turns: examples for a small model."""
+    """Generate a game if needed, play its own solution, and return all turns.
+
+    `TextWorld.solved_examples` makes examples of them, to teach a small model to play.
+    """
     file, games = generate(game, folder), Games()
     commands: list[str] = []
     turns: list[Turn] = []
@@ -164,7 +176,7 @@ def play(episode: int, file: str, commands: Sequence[str], timeout: float) -> Sh
 
 
 def load_library() -> None:
-    """Load TextWorld, so that no game has to wait for it."""
+    """Load TextWorld in this worker before the first game. `TextGame.prepare` calls this."""
     with _quiet():
         _library()
 

@@ -122,14 +122,20 @@ class ToolEnv:
     """Function that opens the sandboxes of a node. Tests replace it by a fake."""
 
     _episode: EpisodeView
+    """View of the episode's tokens, from `inform`."""
     _env: Environment
+    """Environment of the problems. Set by `reset`."""
     _memory: Memory | None = None
+    """Reuse of answers; None without the option `cache`."""
 
     def __init__(self, options: ToolOptions) -> None:
         self._options = options
         self._held = AsyncExitStack()
+        """Stack with the tools, their sandbox and the environment, which `close` closes."""
         self._runners: dict[str, Runner] = {}
+        """Tools of the episode by name."""
         self._counts = {"tool_calls": 0, "malformed_calls": 0, "late_calls": 0}
+        """Metrics of the episode: calls, calls that cannot be carried out, and calls that a deadline ended."""
 
     @classmethod
     def check(cls, options: ToolOptions) -> None:
@@ -269,7 +275,7 @@ class ToolEnv:
 
 
 class MalformedCallError(Exception):
-    """The call cannot be carried out. The message is shown to the policy."""
+    """Error: a call of the policy cannot be carried out. The message is shown to the policy."""
 
 
 def read_call(call: ToolCall, runners: Mapping[str, Runner]) -> tuple[Runner, dict[str, Any]]:

@@ -57,8 +57,8 @@ class McpServer:
         self._options = options
         self._session: Any = None
         """Connection to the server; None until its tools are listed."""
-        self._why = ""
-        """Reason of the server's failure, for the error message."""
+        self._failure = ""
+        """Reason why the server failed before its tools were listed; empty if it did not."""
         self._listed: list[dict[str, Any]] = []
         """Tools of the server, in the protocol's form."""
         self._settled = anyio.Event()
@@ -83,7 +83,7 @@ class McpServer:
         with anyio.move_on_after(START_S):
             await self._settled.wait()
         if self._session is None:
-            why = self._why or f"it did not answer within {START_S:g} s"
+            why = self._failure or f"it did not answer within {START_S:g} s"
             raise EnvError(f"the MCP server `{self._options.command[0]}` does not start: {why}")
         state = f"mcp {self._options.command}" if self._options.repeatable else None
         return [self._runner(tool, state) for tool in self._listed]
@@ -139,7 +139,7 @@ class McpServer:
                 first = first_error(error) if isinstance(error, BaseExceptionGroup) else error
                 stderr.seek(0)
                 shown_error = stderr.read().strip()[-STDERR_SHOWN:]
-                self._why = f"{type(first).__name__}: {first}" + (f": {shown_error}" if shown_error else "")
+                self._failure = f"{type(first).__name__}: {first}" + (f": {shown_error}" if shown_error else "")
             finally:
                 self._settled.set()
                 self._over.set()

@@ -1,9 +1,9 @@
 """Reuse of tool answers: an equal call in the same state has the same answer, in every episode of a node.
 
-`envs.tools.env` uses it if the option `cache` is set. The state of a sandbox is the sequence of the calls that were
-made in it. A call whose answer is known is not carried
-out at once. If it may change the state, the sandbox lacks its changes. So it is carried out later, before the next call
-whose answer is not known. An episode that repeats the calls of another one therefore needs no sandbox at all.
+`envs.tools.env` uses it if the option `cache` is set: one `Answers` for each node, one `Memory` for each episode. The
+state of a sandbox is the sequence of the calls that were made in it. A call whose answer is known is skipped: it is not
+carried out at once. If it may change the state, the sandbox lacks its changes. So it is carried out later, before the
+next call whose answer is not known. An episode that repeats the calls of another one therefore needs no sandbox at all.
 
 Law: an answer is reused only in the state in which it was given. A call that did not finish, because of a deadline or
 an error, may have changed anything. From then on, all calls of the episode in this state are carried out, and their
@@ -29,8 +29,10 @@ class Answers:
     """Known answers of one node, by a digest of the call and of the state in which it was made."""
 
     def __init__(self, most: int = MOST) -> None:
+        """Create an empty table for at most `most` answers."""
         self._most = most
         self._known: OrderedDict[bytes, str] = OrderedDict()
+        """Answers by key, the least recently used one first."""
 
     def get(self, key: bytes) -> str | None:
         """Return the answer for a key; None if it is unknown."""
@@ -38,8 +40,8 @@ class Answers:
             self._known.move_to_end(key)
         return self._known.get(key)
 
-    def keep(self, key: bytes, answer: str) -> None:
-        """Keep an answer, and drop the least recently used one if there are too many."""
+    def add(self, key: bytes, answer: str) -> None:
+        """Add an answer, and drop the least recently used one if there are too many."""
         self._known[key] = answer
         self._known.move_to_end(key)
         if len(self._known) > self._most:
@@ -66,6 +68,7 @@ class Memory:
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
         self._states: dict[str, _State] = {}
+        """Calls of this episode in each state, by `Runner.state`."""
         self.used_again = 0
         """Number of answers of this episode that were reused."""
 
@@ -81,14 +84,14 @@ class Memory:
             known = self._known(name)
             if known is None:
                 known = await runner.call(arguments)
-                self._keep(name, known)
+                self._add(name, known)
             return known
         state = self._states.setdefault(runner.state, _State())
         async with state.lock:
             return await self._in_state(state, runner, arguments, name)
 
     async def _in_state(self, state: _State, runner: Runner, arguments: dict[str, Any], name: bytes) -> str:
-        """Return the answer to a call that depends on a state.
+        """Return the answer to a call that depends on a state. `name` is the digest of the call.
 
         A known call is skipped. Before an unknown call is carried out, all skipped calls are, so that the state is the
         one in which the call was made.
@@ -107,15 +110,15 @@ class Memory:
             answer = await runner.call(arguments)
             state.sure = was_sure and not isinstance(answer, Cut)
             if state.sure:
-                self._keep(key, answer)
+                self._add(key, answer)
         if runner.changes:
             state.digest = key
         return answer
 
-    def _keep(self, key: bytes, answer: str) -> None:
-        """Keep an answer, unless a deadline ended the call."""
+    def _add(self, key: bytes, answer: str) -> None:
+        """Add an answer to the node's known ones, unless a deadline ended the call."""
         if not isinstance(answer, Cut):
-            self._answers.keep(key, answer)
+            self._answers.add(key, answer)
 
     def _known(self, key: bytes) -> str | None:
         """Return the known answer for a key and count its reuse; None if it is unknown."""
@@ -125,4 +128,5 @@ class Memory:
 
 
 def _digest(value: list[Any]) -> bytes:
+    """Return a digest that is the same for equal values in every process."""
     return blake2b(msgspec.json.encode(value, order="deterministic"), digest_size=16).digest()

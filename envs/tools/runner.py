@@ -34,18 +34,24 @@ class ToolSandboxes(msgspec.Struct, frozen=True):
     """Sandboxes in which the tools of an environment run: their description, pool and opener."""
 
     spec: Spec
+    """Kind of the sandboxes."""
     pool: JudgePool
+    """Options of the node's pool that lends them."""
     opener: SandboxOpener
+    """Function that opens the pool."""
 
 
 class ToolPlace:
-    """Resources for the tools of one episode."""
+    """Resources for the tools of one episode: its sandbox, and the node's task group. `ToolEnv` makes and closes it."""
 
     def __init__(self, work: ToolSandboxes) -> None:
         self._work = work
         self._held = AsyncExitStack()
+        """Stack with the borrowed sandbox, which `close` returns."""
         self._sandbox: Sandbox | None = None
-        self._one = anyio.Lock()
+        """Sandbox of the episode; None until the first call that needs it."""
+        self._borrowing = anyio.Lock()
+        """Lock around the borrowing of the sandbox."""
 
     async def sandbox(self) -> Sandbox:
         """Return the episode's sandbox. The first call borrows it, so that an episode without such calls needs none.
@@ -53,7 +59,7 @@ class ToolPlace:
         Raises:
             SandboxError: no sandbox is available.
         """
-        async with self._one:  # the calls of one turn arrive together, and must not borrow two sandboxes
+        async with self._borrowing:  # the calls of one turn arrive together, and must not borrow two sandboxes
             if self._sandbox is None:
                 judge: Judge = await shared_judge(self._work.pool, self._work.opener)
                 borrowed = judge.sandboxes.borrow(self._work.spec, self._work.pool.wait)
@@ -92,7 +98,9 @@ class Runner(msgspec.Struct, frozen=True, kw_only=True):
     """A function that the policy may call."""
 
     name: str
+    """Name by which the policy calls the function."""
     description: str
+    """Description that the policy is shown."""
     parameters: dict[str, Any]
     """JSON schema of the arguments; its type is object."""
     call: Callable[[dict[str, Any]], Awaitable[str]]

@@ -33,6 +33,7 @@ MOST_RESULTS = 100
 number; without a bound, one call could make the node join all texts of the folder."""
 
 _TERM = re.compile(r"\w+")
+"""Pattern of a term: a word or a number."""
 
 
 class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,9 +63,10 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Passage(msgspec.Struct, frozen=True):
-    """A piece of a file."""
+    """A piece of a file, which a search can return."""
 
     name: str
+    """Path of the file below the folder of texts."""
     text: str
 
 

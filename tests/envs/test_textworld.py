@@ -11,7 +11,7 @@ import pytest
 
 from envs.textworld import TextWorld, TextWorldOptions
 from envs.textworld.game import command_of, play_in_worker
-from envs.textworld.games import GAME_FILE, GameOf, ShownGame, keep_generated
+from envs.textworld.games import GAME_FILE, GameOf, ShownGame, move_to_final_place
 from flash.environment import HELD_OUT, Environment, WarmStart
 from flash.errors import ConfigError, EnvError
 from flash.types import Message
@@ -118,7 +118,7 @@ def test_a_game_that_another_process_has_generated_first_is_kept(tmp_path: Path)
         scratch = tmp_path / name
         scratch.mkdir()
         (scratch / GAME_FILE).write_text(name)
-        keep_generated(scratch, place)
+        move_to_final_place(scratch, place)
         assert not scratch.exists()
     assert (place / GAME_FILE).read_text() == "first"
 
@@ -128,7 +128,7 @@ def test_a_generated_game_that_cannot_be_moved_raises_the_cause(tmp_path: Path) 
     scratch.mkdir()
     place.write_text("a file where the folder of the game should be")
     with pytest.raises(NotADirectoryError):
-        keep_generated(scratch, place)
+        move_to_final_place(scratch, place)
 
 
 @pytest.mark.integration

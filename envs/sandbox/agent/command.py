@@ -118,7 +118,7 @@ class Command:
         self.reply = reply
         self.number = agent.numbers.new()
         """Number that all processes of the command carry; see `envs.sandbox.agent.process`."""
-        self.keep = request.get("keep", False)
+        self.is_job = request.get("job", False)
         """True for a job, which outlives the call that started it."""
         self.streaming = request.get("stream", False)
         """True if output is sent while it is written. Otherwise it is kept, and sent with the result."""
@@ -326,7 +326,7 @@ class Command:
                 "max_rss": usage.ru_maxrss * 1024,
             }
         )
-        if self.keep:
+        if self.is_job:
             waiters, self.waiters = self.waiters, set()
             for waiter in waiters:
                 self.send_result(waiter.reply)

@@ -376,7 +376,7 @@ def start(agent: object, call: int, argument: dict) -> None:
         if not ended:
             raise CallRefusal("limit", "{} jobs are running".format(MAX_JOBS))
         del agent.jobs[ended[0]]
-    argument["keep"] = True
+    argument["job"] = True
     # A random id: a sandbox that is created again counts its calls from 1.
     name = binascii.hexlify(os.urandom(6)).decode()
     agent.jobs[name] = Command(agent, lambda kind, body: None, argument)

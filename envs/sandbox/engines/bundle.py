@@ -25,7 +25,9 @@ from flash.errors import SandboxStartError
 PARTS = ("wire", "loop", "process", "command", "shell", "files", "main")
 """Modules of the agent, each after the modules that it needs."""
 _OWN_IMPORT = re.compile(r"^from envs\.\S+ import (?:\([^)]*\)|.*)\n", re.MULTILINE)
+"""Pattern of the imports between modules of the agent, which the joined text does not need."""
 FOLDER = Path(__file__).parent.parent / "agent"
+"""Folder of the agent's modules."""
 HEADER = struct.Struct(">cII")
 """Header before the agent: `m` for bytecode or `s` for source, length of the code, length of the options."""
 
@@ -37,6 +39,7 @@ done
 echo "the image has no Python" >&2
 exit 1
 """
+"""Shell script of a sandbox's first process. `$1` is the loader. It becomes the first Python that the image has."""
 LOADER = """\
 import os, sys, marshal, _frozen_importlib_external as f
 
@@ -55,6 +58,7 @@ s = {'__name__': 'flash_agent'}
 exec(marshal.loads(c) if h[:1] == b'm' else compile(c, 'flash_agent', 'exec'), s)
 s['main'](s['unpack'](o)[0])
 """
+"""Python program that answers the greeting, receives the agent and its options, and calls the agent's `main`."""
 
 
 _NOISE_LIMIT = 1 << 14
@@ -65,6 +69,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Options that the agent gets before its first call."""
 
     workdir: str
+    """Working directory of commands."""
     lifetime: float = msgspec.field(name="life")
     """Seconds after which the agent ends by itself, with or without a host."""
     orphan: float
@@ -90,6 +95,7 @@ def source() -> str:
 
 @cache
 def _code() -> bytes:
+    """Return the agent as bytecode of this process's Python, without docstrings."""
     return marshal.dumps(compile(source(), "flash_agent", "exec", optimize=2, dont_inherit=True))
 
 
@@ -113,8 +119,11 @@ class Hello(msgspec.Struct, frozen=True):
     """Facts about the agent that it reports in its first answer."""
 
     uid: int
+    """User id that commands run as."""
     workdir: str
+    """Working directory of commands."""
     bash: bool
+    """True if the image has bash, which sessions need."""
     writable: bool
     """True if files can be written to the working directory."""
     protected: bool
@@ -122,6 +131,7 @@ class Hello(msgspec.Struct, frozen=True):
     lifetime: float = msgspec.field(name="life")
     """Seconds until the agent ends by itself."""
     sessions: list[str] = []
+    """Names of the open sessions, of an earlier host."""
 
 
 async def greet(link: Link, options: Options, seconds: float, prelude: str = "") -> bytes:

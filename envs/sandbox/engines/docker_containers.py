@@ -77,7 +77,7 @@ def parse_users(text: str) -> range:
 class Users:
     """Assigns user ids of a range to containers, each to one container.
 
-    `draw` reserves an id before the container exists, `keep` records it for the created container, and `release`
+    `draw` reserves an id before the container exists, `record` notes it for the created container, and `release`
     returns it after the removal. `give_up` ends the reservation in every case.
     """
 
@@ -105,10 +105,10 @@ class Users:
         return number
 
     def give_up(self, number: int) -> None:
-        """End a reservation: the container was not created, or `keep` has recorded its user id."""
+        """End a reservation: the container was not created, or `record` has noted its user id."""
         self._drawn.discard(number)
 
-    def keep(self, container_id: str, number: int) -> None:
+    def record(self, container_id: str, number: int) -> None:
         """Record the user id of a container that was created, or that the engine has listed."""
         self._used[container_id] = number
 
@@ -181,7 +181,7 @@ class DockerContainers:
             )
             container_id = str(answer["Id"])
             if user is not None:
-                self._users.keep(container_id, user)
+                self._users.record(container_id, user)
             if owner := profiles.owner_of_work(spec):
                 # The image has no working directory that belongs to the sandbox's user, so one is copied in.
                 await self._api.json(
@@ -331,7 +331,7 @@ class DockerContainers:
         # Containers of an earlier process keep their user ids, so `_users` must not draw them again.
         for entry in found:
             if (user := (entry.get("Labels") or {}).get(USER_LABEL, "")).isdecimal():
-                self._users.keep(str(entry["Id"]), int(user))
+                self._users.record(str(entry["Id"]), int(user))
         # A container that was started and no longer runs is `exited`, so only these states may be half started.
         self._half_started |= {str(entry["Id"]) for entry in found if entry.get("State") in NEVER_RAN}
         return [

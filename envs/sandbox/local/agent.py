@@ -94,7 +94,10 @@ def to_result(ending: Ending, output: Mapping[str, bytes]) -> Result:
 
 
 class AgentSandbox(Sandbox):
-    """A sandbox whose methods are calls to its agent. The subclass provides the channel and the lifecycle."""
+    """A sandbox whose methods are calls to its agent. The subclass provides the channel and the lifecycle.
+
+    A method without a docstring does what `envs.sandbox.sandbox` says about it.
+    """
 
     @abstractmethod
     async def channel(self) -> Channel:
@@ -426,7 +429,9 @@ def command_argument(
     env: Mapping[str, str] | None = None,
     cwd: str | None = None,
 ) -> dict[str, object]:
-    """Return the agent's argument for a command. The agent keeps `limit` bytes of each stream.
+    """Return the argument of the agent's operations `run`, `start` and `session_run`, checked.
+
+    The agent keeps `limit` bytes of each output stream. The other parameters are those of `Commands.run`.
 
     Raises:
         SandboxRefusedError: an argument is wrong, or a text cannot be encoded.
@@ -469,10 +474,12 @@ def encoded_path(path: str) -> bytes:
 
 
 def _check_worker(path: str, ending: Ending, transcript: bytes = b"") -> None:
-    """Raise the error of a function of the agent that failed on `path`. `transcript`: its earlier error output.
+    """Raise the error of a worker of the agent if it has failed on `path`.
+
+    `transcript` is error output of the worker that is not part of `ending`.
 
     Raises:
-        SandboxLimitError: it took too long, too much memory or too much disk.
+        SandboxLimitError: the worker took too long, too much memory or too much disk.
         SandboxFileError: another failure.
     """
     if ending.exit_code == 0 and not ending.timed_out:
@@ -485,7 +492,7 @@ def _check_worker(path: str, ending: Ending, transcript: bytes = b"") -> None:
 
 @asynccontextmanager
 async def _sending(call: AgentCall, data: bytes) -> AsyncGenerator[None]:
-    """Send input while the block waits for the result."""
+    """Send input to a command while the block waits for its result. The end of the block ends the sending."""
     body_error: BaseException | None = None
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_ignore_loss, lambda: call.send(data, last=True))

@@ -51,9 +51,12 @@ CLOSE_SECONDS = 5.0
 T = TypeVar("T")
 
 _HEADER = struct.Struct(">II")
+"""Length and checksum before each body."""
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(tuple[int, int, msgspec.Raw])
+"""Decoder of a body from the agent: call, kind, and a value that is decoded later."""
 _COUNT = msgspec.msgpack.Decoder(int)
+"""Decoder of the value of a frame with credit."""
 _REFUSALS: dict[str, type[SandboxError]] = {
     "file": errors.SandboxFileError,
     "limit": SandboxLimitError,
@@ -65,12 +68,16 @@ _REFUSALS: dict[str, type[SandboxError]] = {
 
 
 class AgentFrameKind(IntEnum):
-    """Kind of a frame from the agent: the result or the failure of a call, a piece of output, or credit for input."""
+    """Kind of a frame from the agent."""
 
     RESULT = 0
+    """Last frame of a call that was carried out."""
     FAILURE = 1
+    """Last frame of a call that was refused: a code and a message."""
     CHUNK = 2
+    """Piece of output, or of a listing."""
     CREDIT = 3
+    """Number of bytes of input that the agent additionally accepts."""
 
 
 def encode(call: int, operation: str, argument: object) -> bytes:
@@ -92,10 +99,11 @@ def encode(call: int, operation: str, argument: object) -> bytes:
 
 
 class Decoder:
-    """Splits the bytes from the agent into frames of (call, kind, value)."""
+    """Decoder of the bytes from the agent into frames of (call, kind, value)."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
+        """Bytes of a frame that is not complete."""
 
     def feed(self, data: bytes) -> list[tuple[int, int, msgspec.Raw]]:
         """Add bytes, and return the frames that are complete now.
@@ -131,14 +139,17 @@ class AgentCall:
     def __init__(self, channel: Channel, number: int, room: int) -> None:
         self._channel = channel
         self.number = number
+        """Number of the call in its frames."""
         self._room = room
         """Bytes that the agent may still send. More than these violate the protocol and end the channel."""
         self._frames: deque[tuple[int, msgspec.Raw]] = deque()
         """Frames that the caller has not taken yet, each with its kind and value."""
         self._arrived = anyio.Event()
+        """Event that is set when a frame arrives or the channel breaks; `next` replaces it."""
         self._input_window = INPUT_WINDOW
         """Bytes of input that the agent still accepts."""
         self._room_for_input = anyio.Event()
+        """Event that is set when the agent gives credit or the channel breaks; `_post_input` replaces it."""
         self.ended = False
         """True once the result or the failure has arrived."""
 
@@ -221,7 +232,7 @@ class AgentCall:
     async def grant(self, data: bytes) -> None:
         """Give the agent credit for as much output as `data`, which the caller has taken.
 
-        Only streamed calls need this.
+        Only streamed calls need this: the agent stops their command when the credit is used up.
         """
         count = len(data) + PIECE_COST
         self._room += 2 * count
@@ -229,20 +240,24 @@ class AgentCall:
 
 
 class Channel:
-    """The calls over one link. `run` must run as a task as long as there are calls.
-
-    Args:
-        link: link to the agent. The channel's owner closes it.
-        rest: bytes that were already read from the link.
-    """
+    """The calls over one link. `run` must run as a task as long as there are calls."""
 
     def __init__(self, link: Link, rest: bytes = b"") -> None:
+        """Create a channel without calls.
+
+        Args:
+            link: link to the agent. The channel's owner closes it.
+            rest: bytes that were already read from the link, after the greeting.
+        """
         self._link = link
         self._rest = rest
         self._decoder = Decoder()
         self._calls: dict[int, AgentCall] = {}
+        """Calls in progress by their numbers."""
         self._numbers = 0
+        """Number of calls so far."""
         self._broken: SandboxError | None = None
+        """Error with which every call ends since the channel broke; None while it works."""
         self.heard = anyio.Event()
         """Event that is set, and replaced by a new one, whenever data arrives."""
 
@@ -301,6 +316,7 @@ class Channel:
     async def open(self, operation: str, argument: object, *, room: int = 1 << 16) -> AgentCall:
         """Begin a call. The caller must `finish` it. `room` is the number of bytes of output that it may have."""
         self._numbers += 1
+        # The additional bytes are for the result itself.
         call = self._calls[self._numbers] = AgentCall(self, self._numbers, room + (1 << 16))
         try:
             await call.post(operation, argument)

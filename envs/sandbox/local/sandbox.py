@@ -58,9 +58,9 @@ _log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LAST_PAUSE = 0.05, 1.0
 """Seconds between attempts to reach the engine or the agent again: the first pause, and the longest one."""
-LOOK_SHARE = 10
+MEASURE_PAUSE = 10
 """Pause between two measurements of a layer, in multiples of the time that the last one took."""
-LATE_LOOKS = 6
+LATE_REMOVALS = 6
 """Number of removals of a container whose creation was not answered in time. An engine that was suspended and continues
 may create the container during the first removal, or after it."""
 
@@ -87,7 +87,9 @@ class SandboxContainer:
         self._backend = backend
         self._spec = spec
         self._removals = 1
+        """Number of successful removals after which the container is surely gone."""
         self.adopted = adopt is not None
+        """True if a running container is taken over."""
         self.id = adopt or ""
         """Id that the engine gave the container; empty before it exists."""
         self.name = name or f"flash-{uuid4().hex[:20]}"
@@ -116,7 +118,7 @@ class SandboxContainer:
             try:
                 self.id = await self._backend.containers.create(self._spec, name=self.name, labels=labels)
             except SandboxTimeoutError:
-                self._removals = LATE_LOOKS
+                self._removals = LATE_REMOVALS
                 raise
         await anyio.lowlevel.checkpoint()
         await self._backend.containers.start(self.id)
@@ -155,8 +157,11 @@ class SandboxContainer:
         code = "an unknown exit code" if found.exit_code == -1 else f"exit code {found.exit_code}"
         return f"its container ended with {code}{memory}"
 
-    async def wait_layer_over(self, most: LayerUse, look_s: float) -> LayerUse:
-        """Wait until the container's layer exceeds `most`, and return its use. Few engines can enforce such a limit."""
+    async def wait_layer_over(self, most: LayerUse, pause_s: float) -> LayerUse:
+        """Wait until the container's layer exceeds `most`, and return its use. Few engines can enforce such a limit.
+
+        `pause_s` is the shortest pause in seconds between two measurements.
+        """
         while True:
             begun = anyio.current_time()
             # An engine that cannot be reached is ignored: the calls over the link notice when the sandbox is gone.
@@ -166,7 +171,7 @@ class SandboxContainer:
                     return use
             # Measuring a large layer takes long. The pause keeps the share of the time in which it occupies a thread
             # small.
-            await anyio.sleep(max(look_s, LOOK_SHARE * (anyio.current_time() - begun)))
+            await anyio.sleep(max(pause_s, MEASURE_PAUSE * (anyio.current_time() - begun)))
 
     async def remove(self) -> None:
         """Remove the container, with retries while the engine fails. Uses the name if the creation was not answered."""
@@ -198,12 +203,14 @@ class SandboxSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Time to reach the agent again after the link broke."""
     removal: float = 60.0
     """Time to remove the container. It also applies if the block was cancelled."""
-    disk_look: float = 0.5
+    disk_pause: float = 0.5
     """Shortest pause between two measurements of the container's layer."""
 
 
 class LocalSandbox(AgentSandbox):
     """A sandbox in a container of this machine's engine. See the module's docstring. An asynchronous context manager.
+
+    Entering the block creates the container and waits until the sandbox is ready.
 
     Args:
         backend: the engine.
@@ -215,6 +222,7 @@ class LocalSandbox(AgentSandbox):
     """
 
     hello: Hello
+    """Facts that the agent reported when it was connected last. Set once the sandbox is ready."""
 
     def __init__(
         self,
@@ -233,13 +241,20 @@ class LocalSandbox(AgentSandbox):
         self._settings = settings or SandboxSettings()
         self._state: State = "starting"
         self._reason = "the sandbox was not started"
+        """Reason of the end, for the errors of later calls."""
         self._channel: Channel | None = None
+        """Channel to the agent, also one that is broken; None before the first one."""
         self._surroundings = Surroundings(spec.workdir)
         self._connected = anyio.Event()
+        """Event that is set while the channel works, and at the end. A new event after each break of the link."""
         self._ending = anyio.Event()
+        """Event that is set when the final state is known. The task of the sandbox then cleans up."""
         self._ended = anyio.Event()
+        """Event that is set when the container is removed, or could not be removed in time."""
         self._unwanted: list[str] = []
+        """Images of snapshots that were not returned to any caller."""
         self._stack = AsyncExitStack()
+        """Task group of the sandbox, from the beginning of the block to its end."""
 
     @property
     def sandbox_id(self) -> str:
@@ -273,7 +288,8 @@ class LocalSandbox(AgentSandbox):
         # Without the block's own error, because that error is not the task group's.
         await self._stack.__aexit__(None, None, None)
 
-    async def close(self) -> None:  # returns when the container is removed, or when its removal has taken too long
+    async def close(self) -> None:
+        """End the sandbox. Returns when the container is removed, or when its removal has taken too long."""
         self._end("closed", "the sandbox was closed")
         await self._ended.wait()
 
@@ -421,6 +437,7 @@ class LocalSandbox(AgentSandbox):
         async with unwrapped_group() as tasks:
 
             async def until(wait: Callable[[], Awaitable[object]]) -> None:
+                """Leave the block once `wait` has returned."""
                 await wait()
                 tasks.cancel_scope.cancel()
 
@@ -459,8 +476,8 @@ class LocalSandbox(AgentSandbox):
     async def _watch_heart(self, channel: Channel) -> None:
         """End the sandbox as lost if the agent stays silent although it is asked.
 
-        Any data from the agent counts as a sign of life, so a busy sandbox is not asked. Returns when the channel
-        breaks.
+        Any data from the agent counts as a sign of life, so the agent of a busy sandbox is not asked. Returns when the
+        channel breaks.
         """
         while True:
             heard = False
@@ -485,7 +502,7 @@ class LocalSandbox(AgentSandbox):
     async def _watch_disk(self) -> None:
         """Close the sandbox when its layer exceeds the limits."""
         most = profiles.layer_limit(self._spec)
-        use = await self._container.wait_layer_over(most, self._settings.disk_look)
+        use = await self._container.wait_layer_over(most, self._settings.disk_pause)
         if use.size > most.size:
             self._end("closed", f"it wrote more than {most.size // profiles.MIB} MiB")
         else:

@@ -35,6 +35,7 @@ class Entry(LeaseOrder, frozen=True, kw_only=True):
     """Row of one lease. A restart renews the lease, because its holder could not renew it meanwhile."""
 
     lease: str
+    """Id of the lease."""
     hard_until: float
     """Unix time at which the lease ends in any case."""
     host: str = ""
@@ -83,13 +84,17 @@ class KeptSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Row of one snapshot that was reported to the holder of a lease. The snapshot outlives the lease."""
 
     image: str
+    """Name of the image."""
     snapshot_id: str
+    """Id by which clients name the snapshot: the tag of the image."""
     host: str
+    """Name of the host that has the image."""
     token: str
     """Name of the bearer token that may use and remove the snapshot; "" inside one process."""
     owner: str
+    """Owner of the lease."""
     lease: str
-    """Id of the lease whose sandbox it was made of."""
+    """Id of the lease whose sandbox the snapshot was made of."""
     size: int
     """Bytes beyond the image that the sandbox began from."""
     made_at: float
@@ -125,7 +130,7 @@ class PoolJournal(Protocol):
 
 
 class MemoryTable(Generic[_T]):
-    """A table that lasts as long as the process."""
+    """A `JournalTable` that lasts as long as the process: for a pool inside one program, and for tests."""
 
     def __init__(self) -> None:
         self.rows: dict[str, _T] = {}
@@ -149,9 +154,10 @@ class MemoryPoolJournal:
 
 
 class SqliteTable(Generic[_T]):
-    """A table of the file. Its calls run in a worker thread."""
+    """A `JournalTable` in the file of a service. Its calls run in a worker thread."""
 
     def __init__(self, journal: SqliteJournal, name: str, key: str, kind: type[_T]) -> None:
+        """Describe a table with the columns `key` and `entry`; `kind` is the type of its rows."""
         self._journal = journal
         self._name = name
         self._key = key

@@ -41,6 +41,8 @@ from envs.sandbox.trees import TreeLimits
 from flash.errors import SandboxClosedError, SandboxError, SandboxLostError, SandboxTimeoutError
 
 LeaseState = Literal["queued", "starting", "ready", "failed", "closed"]
+"""State of a lease. `queued`: it waits for a host. `starting`: its sandbox starts there. `failed` and `closed`: it has
+ended, with and without an error."""
 
 REPLACED_WAIT_S = 20.0
 """Seconds for which a call waits while its lost sandbox is replaced. Shorter than a caller waits beyond its timeout."""
@@ -53,10 +55,13 @@ class LeaseOrder(msgspec.Struct, frozen=True, kw_only=True):
 
     spec: Spec
     owner: str
+    """Name under which sandboxes are shared fairly; see `envs.sandbox.pool.admission`."""
     token: str = ""
-    """Name of the bearer token that may use the lease; "" inside one process."""
+    """Name of the bearer token that may use the lease; empty inside one process."""
     priority: int = 0
+    """Orders of one owner with a larger number are served sooner."""
     on_lost: OnLost = "fail"
+    """Reaction to a lost sandbox."""
     lease_s: float | None = None
     """Seconds that a renewal lasts; None: the lease needs no renewal."""
     key: str = ""
@@ -77,6 +82,7 @@ class SandboxLease:
         self.owner = order.owner
         self.token = order.token
         self.lease_s = math.inf if order.lease_s is None else order.lease_s
+        """Seconds after its last renewal at which the lease ends."""
         self.state: LeaseState = "queued"
         self.reason = ""
         """Reason for the current state."""
@@ -85,7 +91,9 @@ class SandboxLease:
         self.error: SandboxError | None = None
         """Error that ended the lease; None if it has not failed."""
         self.sandbox: Sandbox | None = None
+        """Sandbox that the lease has now; None while it waits for one."""
         self.host = ""
+        """Name of the host where the lease has its place; empty before the first grant."""
         self.generation = 0
         """Number of times the sandbox was replaced after a loss."""
         self.until = anyio.current_time() + self.lease_s
@@ -94,6 +102,7 @@ class SandboxLease:
         """Time at which the lease ends in any case. Set when the sandbox is first ready, since its lifetime begins
         then."""
         self.created_at = time.time()
+        """Unix time of the order."""
         self.scope = anyio.CancelScope()
         """Cancel scope around the task that serves the lease."""
         self.granted = anyio.Event()
@@ -116,7 +125,9 @@ class SandboxLease:
         self.uses = 0
         """Calls in progress."""
         self._last_use = anyio.current_time()
+        """Time of the end of the last call."""
         self._changed = anyio.Event()
+        """Event that is set, and replaced by a new one, at each change of state."""
         self._unreported: tuple[Sandbox | None, SandboxLostError] | None = None
         """A lost sandbox, and the error that the holder's next call raises."""
         self._reported: Sandbox | None = None

@@ -142,11 +142,12 @@ def owner_alive(labels: Labels, this_machine: str) -> OwnerAlive:
 
 
 def _whole_file(kind: int) -> bytes:
+    """Return a `struct flock` for a lock of this kind on a whole file."""
     return struct.pack(_FLOCK, kind, os.SEEK_SET, 0, 0, 0)
 
 
 def runtime_folder() -> Path:
-    """Return the folder of the lock files of this user's services. Created on first use, readable by this user only.
+    """Return the folder of the lock files of this user's pools. Created on first use, readable by this user only.
 
     Raises:
         ConfigError: another user owns the folder, or others may write there.
@@ -163,9 +164,10 @@ def runtime_folder() -> Path:
 
 
 class OwnerLock:
-    """A lock that a service holds while it runs. A context manager."""
+    """A lock that a service holds while it runs. A context manager. `owner_alive` queries it from other processes."""
 
     def __init__(self, path: Path) -> None:
+        """Describe the lock. Entering the block creates the file at `path`, and takes the lock."""
         self.path = path
         self._descriptor: int | None = None
 
@@ -196,9 +198,13 @@ class Identity(msgspec.Struct, frozen=True):
     """Identity of a service, as in the labels of its containers."""
 
     service: str
+    """Id of the service, which a restart does not change."""
     lock: str
+    """Path of its lock file."""
     machine: str
+    """Boot id of the machine that it runs on."""
     run: str
+    """Id of this start of the service."""
 
     @classmethod
     def of(cls, service: str, lock: OwnerLock) -> Identity:
@@ -207,7 +213,7 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 class Reaper:
-    """Removes containers and snapshots without an owner from one engine."""
+    """Removes containers and snapshots without an owner from one engine. `LocalHost` calls it at each check."""
 
     def __init__(
         self,
@@ -218,7 +224,15 @@ class Reaper:
         alive: Callable[[Labels, str], OwnerAlive],
         wall: Callable[[], float],
     ) -> None:
-        """Create a reaper. Only tests replace `alive` and `wall`."""
+        """Create a reaper.
+
+        Args:
+            maker: lists and removes the containers of the engine.
+            identity: identity of the own service.
+            settings: settings of the host.
+            alive: function that finds out if the owner of a container still runs. Only tests replace it.
+            wall: function that returns the unix time. Only tests replace it.
+        """
         self.removed = 0
         """Containers and snapshots removed so far."""
         self._maker = maker

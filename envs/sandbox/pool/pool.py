@@ -1,5 +1,8 @@
 """Pool: leases on sandboxes of one or several hosts.
 
+`open_sandboxes` opens a pool for the programs of one process, and `flash sandbox serve` one for its clients. A host is
+a place that starts sandboxes: this machine's engine, or another service.
+
 One task serves each lease from its order to its end. Callers only wait for the results of that task, and ask it to end.
 So a caller that is cancelled, at any await, leaves nothing behind.
 
@@ -39,6 +42,7 @@ class SandboxPool:
         journal: PoolJournal,
         wall: Callable[[], float],
     ) -> None:
+        """Create a pool; `open_pool` describes the parameters. `tasks` is the group of all tasks of the pool."""
         self.state = PoolState(hosts, settings, wall)
         self.snapshots = SnapshotBook(wall)
         self._server = LeaseServer(self.state, tasks, settings, journal, wall)
@@ -205,6 +209,7 @@ class SandboxPool:
 
 
 def _ended_early(parent: SandboxLease) -> SandboxClosedError:
+    """Return the error of a fork whose parent ended meanwhile."""
     return SandboxClosedError(f"sandbox {parent.id} ended while it was forked: {parent.ending}")
 
 
@@ -218,7 +223,11 @@ async def open_pool(
 ) -> AsyncGenerator[SandboxPool]:
     """Open a pool for the time of the block. At its end every sandbox is closed.
 
-    `wall` returns the unix time. It dates everything that outlives the process.
+    Args:
+        hosts: places that start sandboxes. Each must have its own name.
+        settings: settings of the pool.
+        journal: records of leases and snapshots, from which a restarted service goes on; None: in memory.
+        wall: function that returns the unix time, which dates everything that outlives the process.
     """
     journal = journal or MemoryPoolJournal()
     async with unwrapped_group() as tasks:

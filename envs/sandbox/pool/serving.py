@@ -38,6 +38,15 @@ class LeaseServer:
         journal: PoolJournal,
         wall: Callable[[], float],
     ) -> None:
+        """Create a server without leases.
+
+        Args:
+            state: state of the pool, which the tasks change.
+            tasks: task group of the pool, in which the leases are served.
+            settings: settings of the pool.
+            journal: journal of the leases.
+            wall: function that returns the unix time.
+        """
         self.state = state
         self.tasks = tasks
         self.settings = settings
@@ -188,13 +197,13 @@ class LeaseServer:
         self.state.refresh(name)
 
     async def note(self, lease: SandboxLease) -> None:
-        """Write the current state of the lease to the journal."""
+        """Write the current state of the lease to the journal, for the next run of the service."""
         if not lease.cleared:
             await self.journal.leases.put(lease.id, entry_of(lease, self.wall()))
 
 
 class Recovery:
-    """Recovery of the leases of `server` and of the snapshots of its pool. The hosts run from `begin` on."""
+    """Recovery of the leases of an earlier run of the service. `SandboxPool.begin` makes it once, at the start."""
 
     def __init__(self, server: LeaseServer, snapshots: SnapshotBook) -> None:
         self._server = server
@@ -235,16 +244,19 @@ class Recovery:
             for e, _ in placed
         ]
         left = {entry.sandbox_id: lease for entry, lease in placed}
-
+        """Leases whose recovery has no result yet, by sandbox id."""
         places = [*left.values()]
+        """Leases whose places on the host are not reserved yet."""
 
         def answered() -> None:
+            """Let the host take sandboxes, after the places of all recovered leases are reserved."""
             # Reserve the places of the recovered leases first: other requests get only the remaining room.
             while places:
                 self._state.restore(places.pop(), host.name)
             self._state.refresh(host.name)
 
         def settled(sandbox_id: str, sandbox: Sandbox | None) -> None:
+            """Go on with the lease of a sandbox; None: the sandbox is lost."""
             if (lease := left.pop(sandbox_id, None)) is not None:
                 self._go_on(lease, sandbox)
 

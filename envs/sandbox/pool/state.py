@@ -44,12 +44,16 @@ ENDED_KEPT = 200
 
 
 class _Record(msgspec.Struct):
-    """Failures of one key."""
+    """Failures of one key of a `Quarantine`."""
 
     failures: int = 0
+    """Failures in a row."""
     factor: int = 1
+    """Length of the next quarantine, as a multiple of the first one."""
     until: float = 0.0
+    """Time at which the quarantine ends; in the past if the key is not in quarantine."""
     why: str = ""
+    """Message of the last failure."""
 
 
 class Quarantine:
@@ -128,6 +132,7 @@ class PoolFailures:
         self.counts: Counter[str] = Counter()
         """Number of failures by class of error."""
         self.recent: deque[PoolFailure] = deque(maxlen=FAILURES_KEPT)
+        """Latest failures, oldest first."""
 
     def images_put_aside(self) -> dict[str, str]:
         """Return the images of the kinds in quarantine, each with the last error message."""
@@ -193,6 +198,7 @@ def _kind(spec: Spec) -> str:
 
 
 def _image_of(kind: str) -> str:
+    """Return the image in the key of a kind."""
     return kind.rpartition(" ")[0]
 
 
@@ -202,12 +208,15 @@ def names_snapshot(image: str) -> bool:
 
 
 class SnapshotBook:
-    """Snapshots that were reported to a holder. `wall` returns the unix time."""
+    """Snapshots that were reported to a holder, and are not removed yet."""
 
     def __init__(self, wall: Callable[[], float]) -> None:
+        """Create an empty book. `wall` returns the unix time."""
         self._wall = wall
         self._kept: dict[str, KeptSnapshot] = {}
+        """Snapshots by the names of their images."""
         self._changed = anyio.Event()
+        """Event that is set, and replaced by a new one, at each change."""
 
     def restore(self, snapshots: Iterable[KeptSnapshot]) -> None:
         """Add the snapshots of an earlier run."""
@@ -249,6 +258,7 @@ class SnapshotBook:
             await changed.wait()
 
     def _change(self) -> None:
+        """Wake the tasks that wait in `next_expiry`."""
         self._changed.set()
         self._changed = anyio.Event()
 
@@ -285,16 +295,21 @@ class HostStatus(msgspec.Struct, frozen=True):
     cpus: float
     """CPUs that sandboxes may be granted on this host."""
     memory_mib: int
+    """Memory in MiB that sandboxes may be granted on this host."""
     cpus_promised: float
+    """CPUs that are promised to sandboxes now."""
     memory_mib_promised: int
+    """Memory in MiB that is promised to sandboxes now."""
     why_not: str
     """Reason why the host takes no sandboxes; empty if it takes them."""
     sandboxes: int
+    """Number of leases that have a place on this host."""
     warm: int
-    """Number of ready sandboxes."""
+    """Number of ready sandboxes that no lease has."""
     hits: int
     """Number of starts that were served by a ready sandbox."""
     misses: int
+    """Number of starts for which no ready sandbox was there."""
     orphans_removed: int
     """Number of containers and snapshots without an owner that were removed."""
     load: MachineLoad | None
@@ -306,8 +321,11 @@ class LeaseBook:
 
     def __init__(self) -> None:
         self._leases: dict[str, SandboxLease] = {}
+        """Leases that are not done, by id."""
         self._ended: dict[str, SandboxLease] = {}
+        """Last ended leases, by id, oldest first."""
         self._by_key: dict[tuple[str, str], SandboxLease] = {}
+        """Leases by the name of the token and the idempotency key, also ended ones."""
 
     def all(self) -> list[SandboxLease]:
         """Return every lease that is not done, oldest first."""
@@ -358,6 +376,7 @@ class PoolState:
         self.version = 0
         """Number of changes so far. Clients wait for a version that is newer than the one they know."""
         self._newer = anyio.Event()
+        """Event that is set, and replaced by a new one, with each new version."""
 
     # ---- reading
 
@@ -462,6 +481,7 @@ class PoolState:
         self.decide()
 
     def _measure(self, name: str) -> None:
+        """Give admission the current report of a host."""
         report = self._hosts[name].report()
         accepts = report.accepts and not self.failures.quarantine_left(name)
         self.admission.set_host(name, report.capacity, accepts=accepts, warm=report.warm)

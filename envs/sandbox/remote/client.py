@@ -2,7 +2,7 @@
 
 Programs of users, `flash sandbox`, `open_sandboxes` and `RemoteHost` (a front service) use the client.
 `SandboxClient.acquire` has the same parameters as `SandboxPool.acquire` and returns a `Sandbox`: code runs unchanged
-with either. A task of the client, `RemoteSandbox.keep`, renews each lease and notices its end. If a client disappears,
+with either. A task of the client, `RemoteSandbox.renew`, renews each lease and notices its end. If a client disappears,
 its leases expire and the service ends their sandboxes.
 
 Each method of a `RemoteSandbox` is one HTTP request (`envs.sandbox.remote.http`), which one function of
@@ -87,7 +87,7 @@ LEASE_S = 120.0
 """Seconds without a renewal after which the service ends a sandbox."""
 CLOSE_S = 60.0
 """Seconds that ending a sandbox may take, also when the caller is being cancelled."""
-KEEP_S = 20.0
+RENEW_S = 20.0
 """Seconds for which the service may delay its response to the question whether a sandbox has ended."""
 CANCEL_S = 30.0
 """Seconds that the service has to kill a command whose caller was cancelled, and to close a shell."""
@@ -223,7 +223,7 @@ class SandboxClient:
         `acquire` uses it for a new sandbox, a front for a recovered one, and `RemoteSandbox.fork` for the forks.
         """
         sandbox = RemoteSandbox(self, info)
-        self._tasks.start_soon(sandbox.keep, name=f"lease {info.id}")
+        self._tasks.start_soon(sandbox.renew, name=f"lease {info.id}")
         return sandbox
 
     def in_background(self, work: Callable[[str], Coroutine[Any, Any, None]], argument: str) -> None:
@@ -310,7 +310,7 @@ class RemoteSandbox(Sandbox):
 
     # ---- lifecycle
 
-    async def keep(self) -> None:
+    async def renew(self) -> None:
         """Renew the lease until it ends, and record its end.
 
         Consumes the service's responses. Waits for the end of the sandbox. Unblocked by it, or when the lease has run
@@ -320,7 +320,7 @@ class RemoteSandbox(Sandbox):
         renewed = anyio.current_time()
         while self._state == "ready":
             asked = anyio.current_time()
-            wait = min(KEEP_S, self._info.lease_s / 3)
+            wait = min(RENEW_S, self._info.lease_s / 3)
             # The bound is needed: a service that accepts the connection and stays silent raises no error. The service
             # renews the lease when a request arrives, so an answered request has renewed it when it was sent.
             with anyio.move_on_after(renewed + self._info.lease_s - asked) as left:
@@ -506,7 +506,7 @@ class RemoteSandbox(Sandbox):
     async def _refresh_state(self) -> None:
         """Ask the service for the sandbox's state after a loss that a call has reported, and record an end.
 
-        Otherwise a caller that looks at `state` after the error would still find `ready`, until `keep` notices the
+        Otherwise a caller that looks at `state` after the error would still find `ready`, until `renew` notices the
         loss. Does nothing if the service does not answer.
         """
         with suppress(SandboxError):

@@ -34,7 +34,13 @@ class RemoteHost:
     """A `Host` over a client of its service."""
 
     def __init__(self, name: str, client: SandboxClient, service: str) -> None:
-        """Create a host. `service` is the id of the front: it is the owner of the front's sandboxes there."""
+        """Create a host, which takes no sandboxes until `recover`.
+
+        Args:
+            name: name of the host in the front's pool.
+            client: open client of the remote service.
+            service: id of the front, which is the owner of the front's sandboxes there.
+        """
         self._name = name
         self._client = client
         self._service = service
@@ -129,12 +135,14 @@ class RemoteHost:
             changed()
 
     async def _give_up(self, order: SandboxOrder, key: str) -> None:
+        """End the sandbox of an order whose start failed or was cancelled. Repeats the order to learn its id."""
         try:
             await self._end((await self._client.order(order, key, wait=0.0)).id)
         except SandboxError as error:
             _log.debug("sandbox %s on %s is left to its lease: %s", key, self._name, error)
 
     async def _end(self, id: str) -> None:
+        """End a sandbox of the remote service. A failure is only logged: the lease then expires there."""
         try:
             await self._client.end(id)
         except SandboxError as error:
@@ -164,6 +172,7 @@ def report_of(status: Status) -> HostReport:
 
 
 def _sum(status: Status) -> Demand:
+    """Return the resources of all hosts of the service together."""
     return Demand(sum(round(1000 * host.cpus) for host in status.hosts), sum(host.memory_mib for host in status.hosts))
 
 

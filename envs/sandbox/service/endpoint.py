@@ -1,5 +1,7 @@
 """Endpoints: a table with one entry for each path and method. The routes and the OpenAPI document are made from it.
 
+`envs.sandbox.service.routes` fills the table when it is imported, and `envs.sandbox.service.web` makes the application.
+
 A handler, in `envs.sandbox.service.routes`, gets an `ApiCall`, the body and the parameters of the query, all checked.
 The value that it returns is encoded, and an error that it raises becomes a problem. A client that disconnects cancels
 the handler.
@@ -50,6 +52,7 @@ _LEFT = object()
 _CAUSES = {413: "SandboxLimitError", 503: "SandboxBusyError"}
 """Class in `flash.errors` for the errors that the HTTP server itself raises, by status."""
 _REF = "#/components/schemas/{name}"
+"""Reference to the schema of a struct in the OpenAPI document."""
 
 
 class ApiCall:
@@ -97,8 +100,11 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """A path with a method, and how calls of it are checked and answered."""
 
     method: str
+    """HTTP method."""
     path: str
+    """Path with `{name}` for each variable part."""
     summary: str
+    """Description in the OpenAPI document."""
     handler: Handler
     body: Any = None
     """Struct of the body. `BINARY` or `TAR` for a body that the handler reads itself; None: no body."""
@@ -107,15 +113,17 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     answer: Any = None
     """Struct of the answer, or its media type. None: the answer has no content."""
     status: int = 200
+    """HTTP status of an answer that is no error."""
     keyed: bool = False
     """True if the endpoint accepts an idempotency key."""
 
 
 class Endpoints:
-    """A table of endpoints."""
+    """A table of endpoints, which the decorator `add` fills."""
 
     def __init__(self) -> None:
         self.all: list[Endpoint] = []
+        """Endpoints in the order in which they were added."""
 
     def add(
         self, method: str, path: str, *, takes: str = "", gives: str = "", status: int = 200, keyed: bool = False
@@ -162,7 +170,7 @@ class Endpoints:
 
 
 async def once(call: ApiCall, body: msgspec.Struct, work: Callable[[], Awaitable[_T]]) -> _T:
-    """Carry out `work`. Calls with the same idempotency key carry it out only once, and all get its result.
+    """Carry out `work` and return its result. Calls with one idempotency key carry it out only once.
 
     Without a key, the client cancels the work when it disconnects. `body` is the body of the call: a key that was used
     with another one is refused.
@@ -379,8 +387,10 @@ def _content(kind: Any, schema_of: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_type(kind: Any) -> bool:
+    """Return True for a type that has a schema; False for a media type and for None."""
     return kind is not None and not isinstance(kind, str)
 
 
 def _key(kind: Any) -> str:
+    """Return the key of a type in the table of schemas. Unions cannot be keys themselves."""
     return str(kind)

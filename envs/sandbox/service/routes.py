@@ -1,7 +1,8 @@
 """The HTTP API, version 1, as a table: one function for each path and method.
 
 `envs.sandbox.service.endpoint` checks a request and calls the function. A function about a command or a file calls the
-same method of the lease's sandbox, an `envs.sandbox.pool.lease.LeasedSandbox`.
+same method of the lease's sandbox, an `envs.sandbox.pool.lease.LeasedSandbox`. The docstrings of the functions are the
+summaries of the OpenAPI document, so they speak to the users of the API.
 
 Trees travel as tar archives, piece by piece, and are never stored here. The sandbox unpacks an upload. The client
 unpacks a download with `envs.sandbox.trees`, which does not trust it.
@@ -57,7 +58,7 @@ from envs.sandbox.text import from_wire, to_wire
 from envs.sandbox.trees import TreeLimits
 from flash.errors import FlashError
 
-_TO_KEEP = {"content-disposition": "attachment"}
+_ATTACHMENT = {"content-disposition": "attachment"}
 """Headers that make a browser save a file instead of showing content from a sandbox. They have no file name, since it
 would also be chosen in the sandbox."""
 HELD_BYTES = 1 << 17
@@ -71,6 +72,7 @@ ALIVE_S = 10.0
 API = Endpoints()
 """Table of all endpoints, in the order of the OpenAPI document."""
 
+# Paths below which several endpoints are.
 _SANDBOX = "/v1/sandboxes/{id}"
 _FILES = _SANDBOX + "/files"
 _TREE = _SANDBOX + "/tree"
@@ -184,7 +186,7 @@ async def _status(call: ApiCall, wait: Wait = 0.0, since: Version = -1) -> Statu
 async def _read(call: ApiCall, path: Path, offset: Bytes = 0, limit: Bytes | None = None) -> Response:
     """Read bytes of a file."""
     data = await call.sandbox.read(path, offset=offset, limit=limit)
-    return Response(data, media_type=BINARY, headers=_TO_KEEP)
+    return Response(data, media_type=BINARY, headers=_ATTACHMENT)
 
 
 @API.add("PUT", _FILES, takes=BINARY)
@@ -228,7 +230,8 @@ class TreeStream(Response):
     """
 
     def __init__(self, pieces: AsyncGenerator[bytes]) -> None:
-        super().__init__(media_type=TAR, headers=_TO_KEEP)
+        """Create the answer. `pieces` yields the archive; the answer closes it."""
+        super().__init__(media_type=TAR, headers=_ATTACHMENT)
         self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -333,11 +336,12 @@ class LineStream(Response):
     """
 
     def __init__(self, items: AsyncGenerator[Chunk | Result]) -> None:
+        """Create the answer. `items` yields output and then the result, as `Commands.stream` does."""
         super().__init__(media_type=NDJSON)
         self._items = items
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the lines as they arrive."""
+        """Send the lines as they arrive. A client that disconnects ends the command."""
         into, lines = anyio.create_memory_object_stream[StreamLine](1)
         async with anyio.create_task_group() as tasks, into, lines:
             tasks.start_soon(self._pump, into)

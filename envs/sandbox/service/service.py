@@ -1,5 +1,8 @@
 """Service: the state behind the routes. It decides which token may use which lease and snapshot, and reports the pool.
 
+`flash sandbox serve` opens it over a pool with `open_service`, and `envs.sandbox.service.web.make_app` puts the routes
+in front.
+
 `LeaseWork` holds the sessions, jobs and calls that the clients of one lease have open. All of them end with the lease.
 A call with an idempotency key is carried out once, in a task of the service. If the client's connection broke, it sends
 the call again and gets the same answer.
@@ -55,32 +58,38 @@ _WHOLE_ID = re.compile(r"(sha256:)?[0-9a-f]{64}", re.IGNORECASE)
 
 
 class _Answer:
-    """Answer to a call with an idempotency key, which may still be in progress.
-
-    `done` is set when there is a result or an error. `scope` cancels the call.
-    """
+    """Answer to a call with an idempotency key, which may still be in progress."""
 
     def __init__(self, digest: bytes) -> None:
         self.digest = digest
         """Digest of the call's path and body."""
         self.done = anyio.Event()
+        """Event that is set when there is a result or an error."""
         self.scope = anyio.CancelScope()
+        """Cancel scope around the call."""
         self.result: Any = None
         self.error: FlashError | ProblemError | None = None
+        """Error of the call; None if it has none, or is in progress."""
 
 
 class LeaseWork:
-    """Sessions, jobs and calls of one lease. Made by `Service`."""
+    """Sessions, jobs and calls of one lease, for the routes. `Service.work` makes it."""
 
     def __init__(self, pool: SandboxPool, lease: SandboxLease, tasks: TaskGroup) -> None:
         self._pool = pool
         self._lease = lease
         self._tasks = tasks
+        """Task group of the service, in which sessions are held and calls are carried out."""
         self._sessions: dict[str, Session] = {}
+        """Open sessions by their names."""
         self._closing: dict[str, anyio.Event] = {}
+        """Event for each session, that asks its task to close it."""
         self._closed: dict[str, anyio.Event] = {}
+        """Event for each session that is open or being opened, set when it is closed."""
         self._jobs: dict[str, Job] = {}
+        """Background jobs by their ids, oldest first."""
         self._answers: dict[str, _Answer] = {}
+        """Answers by idempotency key, oldest first."""
 
     # ---- sessions
 
@@ -224,6 +233,7 @@ class LeaseWork:
 
 
 def _failed() -> ProblemError:
+    """Return the error for a client whose session or call ended by a bug of the service."""
     return ProblemError(500, "the service failed; its log says why")
 
 
@@ -247,14 +257,20 @@ def _output(result: object) -> int:
 
 
 class Service:
-    """State behind the routes. Made by `open_service`."""
+    """State behind the routes. Made by `open_service`.
+
+    Its methods take the name of the caller's token, which `envs.sandbox.service.web.Guard` has checked.
+    """
 
     def __init__(self, pool: SandboxPool, tokens: Tokens, tasks: TaskGroup, name: str) -> None:
         self.pool = pool
         self.tokens = tokens
         self.name = name
+        """Name of the service in its status: that of its machine."""
         self.boot = uuid4().hex[:12]
+        """Identifier of this start of the service. A client that repeats a call sends the one that it knows."""
         self._tasks = tasks
+        """Task group of sessions and calls, which ends with the service."""
         self._works: dict[str, LeaseWork] = {}
         """Sessions, jobs and calls of each lease, by the lease's id."""
         self._snapshots_begun: Counter[str] = Counter()
@@ -304,8 +320,9 @@ class Service:
             raise SandboxRefusedError(f"token {token} has no snapshot {image!r}; GET /v1/snapshots lists those it has")
 
     def lease(self, id: str, token: str) -> SandboxLease:
-        """Return the lease with this id, and renew it: each request about a sandbox shows that its holder is still
-        there.
+        """Return the lease with this id, and renew it.
+
+        Each request about a sandbox shows that its holder still lives.
 
         Raises:
             ProblemError: there is no such lease, or the token may not use it. The answer does not reveal which.
@@ -321,7 +338,7 @@ class Service:
         return [lease for lease in self.pool.state.leases.all() if may_use(lease, token)]
 
     def info(self, lease: SandboxLease) -> Info:
-        """Return a lease in the form that clients see. `waiting_for` says why a request is still in the queue."""
+        """Return a lease in the form that clients see."""
         state = self.pool.state
         return Info(
             id=lease.id,
@@ -415,7 +432,7 @@ def may_use(lease: SandboxLease, token: str) -> bool:
 
 
 def _queue_for(token: str, queue: dict[str, int]) -> dict[str, int]:
-    """Return the wait queue as a token may see it: its own owners by name, all others in one entry."""
+    """Return the number of waiting requests by owner. Owners of other tokens are one entry, except for `admin`."""
     if token == ADMIN:
         return queue
     shown: dict[str, int] = {}

@@ -1,4 +1,7 @@
-"""The complete application: the API and its OpenAPI document behind the guard, and the log of the service."""
+"""The complete web application of a service: the API and its OpenAPI document behind the guard, and its log.
+
+`flash sandbox serve` calls `make_app` once and serves the result until the end of the process.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ from flash.http.server import with_headers
 from flash.text import OneLine
 
 ENDPOINTS = tuple(API.all)
+"""All endpoints of the API."""
 
 HEADERS = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
 """Headers of every answer."""
@@ -70,7 +74,10 @@ class Guard:
     """
 
     def __init__(self, app: ASGIApp, tokens: Tokens, boot: str) -> None:
-        """Store the parts. `boot`, which differs after each start of the service, is sent to each known caller."""
+        """Put a guard in front of `app`.
+
+        `boot` is `Service.boot`, which each answer to a known caller carries as the header `flash-boot`.
+        """
         self._app = app
         self._tokens = tokens
         self._boot = boot
@@ -113,11 +120,14 @@ class FewLines(logging.Filter):
     """
 
     def __init__(self, most: int = LINES_A_MINUTE, clock: Callable[[], float] = time.monotonic) -> None:
+        """Create a filter. Only tests replace `most` and `clock`."""
         super().__init__()
         self._most = most
         self._clock = clock
         self._minute = -1
+        """Current minute on the clock; -1 before the first record."""
         self._count = 0
+        """Records in this minute, dropped ones included."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return True if the record is to be logged. Called by `logging` for each record."""

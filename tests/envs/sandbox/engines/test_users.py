@@ -11,11 +11,11 @@ def test_no_two_containers_have_the_same_user_and_one_that_is_gone_gives_it_back
     drawn = [users.draw() for _ in range(3)]
     assert len(set(drawn)) == 3
     assert set(drawn) < set(range(500, 504))
-    users.keep("a", drawn[0])
+    users.record("a", drawn[0])
     users.give_up(drawn[0])
     users.give_up(drawn[1])
-    users.keep("found on the engine", drawn[1])
-    users.keep("b", users.draw())
+    users.record("found on the engine", drawn[1])
+    users.record("b", users.draw())
     with pytest.raises(SandboxStartError, match="each of the 4 users"):
         users.draw()
     users.release("a")

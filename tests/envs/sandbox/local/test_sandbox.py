@@ -272,7 +272,7 @@ async def test_a_snapshot_has_the_files_and_outlives_its_sandbox(bench):
 
 @CONTAINERS
 async def test_the_own_layer_of_a_build_sandbox_is_in_its_snapshot_and_limited(bench):
-    settings = SandboxSettings(disk_look=0.2)
+    settings = SandboxSettings(disk_pause=0.2)
     async with bench.sandbox(profile="build", disk_mib=8, settings=settings) as sandbox:
         await sandbox.write("kept", b"data")
         async with bench.copy(sandbox) as copied:

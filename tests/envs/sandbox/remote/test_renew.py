@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from envs.sandbox.protocol import Info
-from envs.sandbox.remote.client import KEEP_S, LEASE_S, RemoteSandbox
+from envs.sandbox.remote.client import LEASE_S, RENEW_S, RemoteSandbox
 from envs.sandbox.remote.http import MARGIN_S, REPEAT_S
 from flash.errors import SandboxClosedError, SandboxLostError, SandboxTimeoutError
 from tests.envs.sandbox.services import SPEC
@@ -78,10 +78,10 @@ def sandbox_of(*behaviours: Callable[[float], Awaitable[Info]]) -> RemoteSandbox
 async def test_a_sandbox_is_lost_when_its_lease_has_run_out_without_an_answer(behaviour):
     sandbox = sandbox_of(answers, answers, behaviour)
     begin = anyio.current_time()
-    await sandbox.keep()
+    await sandbox.renew()
     assert sandbox.state == "lost"
     # The second answered request renewed the lease when it was sent.
-    assert anyio.current_time() - begin == pytest.approx(KEEP_S + LEASE_S)
+    assert anyio.current_time() - begin == pytest.approx(RENEW_S + LEASE_S)
     await sandbox.wait_ended()
 
 
@@ -89,7 +89,7 @@ async def test_a_sandbox_is_lost_when_its_lease_has_run_out_without_an_answer(be
 async def test_a_service_that_answers_again_within_the_lease_keeps_its_sandbox(behaviour):
     sandbox = sandbox_of(answers, behaviour, answers)
     with anyio.move_on_after(10 * LEASE_S) as scope:
-        await sandbox.keep()
+        await sandbox.renew()
     assert scope.cancelled_caught
     assert sandbox.state == "ready"
 
@@ -97,5 +97,5 @@ async def test_a_service_that_answers_again_within_the_lease_keeps_its_sandbox(b
 @pytest.mark.parametrize(("behaviour", "state"), [(ended, "lost"), (unknown, "closed")])
 async def test_the_end_that_a_service_reports_is_noticed(behaviour, state):
     sandbox = sandbox_of(silent, behaviour)
-    await sandbox.keep()
+    await sandbox.renew()
     assert sandbox.state == state
