@@ -1,6 +1,7 @@
 """Doctor: measures from inside a sandbox which limits a spec really gets, and tries to break out of it.
 
-`flash sandbox doctor` calls `doctor` and prints the `lines` of its diagnosis. `flash doctor` prints `engine_name`.
+`flash sandbox doctor` calls `doctor` and prints the `lines` of its diagnosis. `flash doctor` calls `engine_name`, to
+check for an engine before a run.
 
 A check that could not be made counts as failed: without a measurement nothing is guaranteed.
 """

@@ -67,6 +67,7 @@ class Bash:
         """Return the tool."""
 
         async def call(arguments: dict[str, Any]) -> str:
+            """Run the command of a call and return its output; an unusable command gets an error text."""
             if fault := unusable_command(arguments["command"]):
                 return fault
             sandbox = await place.sandbox()
@@ -125,6 +126,7 @@ class FileTools:
         """
 
         async def call(arguments: dict[str, Any]) -> str:
+            """Check the path of a call, carry it out, and return its result or the error text."""
             if fault := unusable_path(arguments["path"]):
                 return fault
             sandbox = await place.sandbox()

@@ -78,6 +78,7 @@ class DockerAgents:
         self._api = api
 
     def surroundings(self, container_id: str, spec: Spec) -> Surroundings:
+        """Return the facts about a container that its agent needs, as its profile decides them."""
         in_memory = profiles.work_in_memory(spec)
         # If programs of the sandbox may run as the user of a takeover, no process may take over: the agent then ends
         # with the process that controls it.
@@ -133,6 +134,7 @@ class DockerBackend:
         await self._api.__aexit__(kind, error, trace)
 
     async def info(self) -> EngineInfo:
+        """Return the properties of the engine, with two requests. Raises SandboxStartError if it does not answer."""
         version = await self._api.json("version", SandboxStartError)
         info = await self._api.json("info", SandboxStartError)
         names = [str(part.get("Name", "")) for part in version.get("Components") or []]

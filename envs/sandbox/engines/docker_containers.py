@@ -149,6 +149,7 @@ class DockerContainers:
         also kills processes that name the container."""
 
     async def create(self, spec: Spec, *, name: str, labels: Mapping[str, str]) -> str:
+        """Create a container, with a user id of its own if its profile and the engine allow one, and return its id."""
         async with self._asking:
             # Asked only once: Podman asks the package manager for the versions of its parts, which takes a second of
             # CPU.
@@ -211,6 +212,7 @@ class DockerContainers:
         return str(podman_filter(families)) if self._by_socket else None
 
     async def start(self, container_id: str) -> None:
+        """Start the container's first process, which waits for a greeting."""
         # Stays in the set if the request fails: the engine may have started some of the processes all the same.
         self._half_started.add(container_id)
         await self._api.json(
@@ -293,6 +295,7 @@ class DockerContainers:
         return False
 
     async def layer(self, container_id: str, most: LayerUse, *, holes: bool = False) -> LayerUse:
+        """Measure the container's own layer in a thread, or ask the engine if the layer is not on this machine."""
         path = f"containers/{container_id}/json"
         found = await self._api.json(path, SandboxLostError, missing=None)
         if found is None:
@@ -316,6 +319,7 @@ class DockerContainers:
         return str(own.get("OCIRuntime", ""))
 
     async def list(self, labels: Mapping[str, str]) -> list[ContainerInfo]:
+        """Return all containers with these labels. Also notes their user ids, and those that may be half started."""
         filters = [name if value == "" else f"{name}={value}" for name, value in labels.items()]
         params = {"all": "true", "filters": msgspec.json.encode({"label": filters}).decode()}
         try:
@@ -350,6 +354,7 @@ class DockerContainers:
         )
 
     async def delete(self, container_id: str) -> None:
+        """Kill and remove a container, given by id or name, and whatever the engine has left of it."""
         params = {"force": "true", "v": "true"}
         await self._api.json(
             f"containers/{container_id}", SandboxLostError, method="DELETE", params=params, missing=None

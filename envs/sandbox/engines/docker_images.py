@@ -140,6 +140,7 @@ class DockerImages:
         return max(0, int(image.get("Size") or 0) - int(origin.get("Size") or 0))
 
     async def make(self, archive: Path, name: str) -> None:
+        """Import a tar archive of a root file system as an image."""
         repository, _, tag = name.partition(":")
         await self._api.json(
             "images/create",

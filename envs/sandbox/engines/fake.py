@@ -115,6 +115,7 @@ class FakeImages:
     async def commit(
         self, container_id: str, *, name: str, labels: Mapping[str, str], files: AsyncIterator[bytes] | None, most: int
     ) -> int:
+        """Unpack the files into a folder that stands for the image, and return their size."""
         folder = self._folder / f"image-{len(self.kept)}-{name.replace('/', '-').replace(':', '-')}"
         folder.mkdir()
         content = io.BytesIO()
@@ -163,6 +164,7 @@ class FakeContainers:
         return self.kept[container_id]
 
     async def create(self, spec: Spec, *, name: str, labels: Mapping[str, str]) -> str:
+        """Create a container with a folder, which gets the files of its image if that is a snapshot."""
         await anyio.sleep(self._faults.create_delay)
         if self._faults.create is not None:
             raise self._faults.create
@@ -181,6 +183,7 @@ class FakeContainers:
         return container_id
 
     async def start(self, container_id: str) -> None:
+        """Start the agent as a process in the container's folder."""
         await anyio.sleep(self._faults.start_delay)
         if self._faults.start is not None:
             raise self._faults.start
@@ -251,6 +254,7 @@ class FakeAgents:
 
     @asynccontextmanager
     async def attach(self, container_id: str) -> AsyncGenerator[_ProcessLink]:
+        """Connect to the standard streams of the agent's process for the time of the block."""
         process = self._containers.known(container_id).process
         if process is None:
             raise SandboxStartError(f"{container_id} was not started")

@@ -115,6 +115,7 @@ class AgentSandbox(Sandbox):
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
     ) -> Result:
+        """Run a command to its end with one call of the agent, and return its result, as `Commands.run` says."""
         check_timeout(timeout)
         limit, short = self.spec.output_limit, len(stdin) <= PIECE
         argument = command_argument(command, limit, timeout, patience, env, cwd)
@@ -177,6 +178,10 @@ class AgentSandbox(Sandbox):
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
     ) -> AgentJob:
+        """Start a command in the background, as `Commands.start` says.
+
+        The agent keeps the job until its sandbox ends.
+        """
         argument = command_argument(command, self.spec.output_limit, timeout, patience, env, cwd)
         channel = await self.channel()
         # The start is shielded: after a cancellation no caller would know the id of the job.
@@ -187,6 +192,7 @@ class AgentSandbox(Sandbox):
 
     @asynccontextmanager
     async def session(self, name: str = "main") -> AsyncGenerator[AgentSession]:
+        """Open a shell of the agent for the time of the block. Raises SandboxBusyError if the name is taken."""
         channel = await self.channel()
         session = AgentSession(self, name)
         try:
@@ -200,6 +206,7 @@ class AgentSandbox(Sandbox):
 
     @asynccontextmanager
     async def terminal(self, command: Command) -> AsyncGenerator[AgentTerminal]:
+        """Run a program on a pseudo-terminal for the time of the block. The end of the block kills it."""
         argument = command_argument(command, self.spec.output_limit)
         argument |= {"tty": True, "stream": True, "credit": OUTPUT_WINDOW}
         channel = await self.channel()
@@ -242,6 +249,7 @@ class AgentSandbox(Sandbox):
         return bytes(data)
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644, append: bool = False) -> None:
+        """Replace a file atomically, or append to it, as `Files.write` says."""
         if len(data) > WRITE_LIMIT:
             raise SandboxLimitError(f"{path}: one write takes {WRITE_LIMIT} bytes, not {len(data)}")
         channel = await self.channel()
@@ -251,6 +259,7 @@ class AgentSandbox(Sandbox):
             await call.result(type(None))
 
     async def list(self, path: str = ".") -> builtins.list[FileInfo]:
+        """Return the entries of a folder, sorted by name."""
         channel = await self.channel()
         entries: list[FileInfo] = []
         async with channel.call("list", {"path": encoded_path(path)}, ANSWER_SECONDS, room=LIST_ROOM) as call:
@@ -270,6 +279,7 @@ class AgentSandbox(Sandbox):
     # ---- trees
 
     async def put_archive(self, path: str, pieces: AsyncIterator[bytes], size: int | None = None) -> None:
+        """Let a worker of the agent unpack a tar archive as `path`, while its pieces arrive."""
         channel = await self.channel()
         argument = self._work_argument("receive", path) | {"feed": True}
         room = 2 * self.spec.output_limit
@@ -379,6 +389,7 @@ class AgentSession:
         self.restarts = 0
 
     async def run(self, command: str, *, timeout: float) -> Result:
+        """Run one command after the earlier ones of this session, and return its result."""
         check_timeout(timeout)
         limit = self._sandbox.spec.output_limit
         argument = command_argument(command, limit, timeout) | {"name": self.name}
@@ -409,6 +420,7 @@ class AgentTerminal:
         await self._call.send(data)
 
     async def read(self) -> bytes:
+        """Return the next bytes of output; empty once the program has ended."""
         while not self._ended:
             piece = await self._call.next()
             if isinstance(piece, msgspec.Raw):

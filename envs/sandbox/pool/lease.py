@@ -326,6 +326,7 @@ class LeasedSandbox(Sandbox):
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
     ) -> Result:
+        """Run a command in the sandbox that the lease has now, as `Commands.run` says."""
         async with self.lease.use() as sandbox:
             return await sandbox.run(command, timeout=timeout, patience=patience, stdin=stdin, env=env, cwd=cwd)
 
@@ -339,6 +340,10 @@ class LeasedSandbox(Sandbox):
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
     ) -> AsyncGenerator[Chunk | Result]:
+        """Run a command in the sandbox that the lease has now, as `Commands.stream` says.
+
+        The lease is in use meanwhile.
+        """
         async with self.lease.use() as sandbox:
             items = sandbox.stream(command, timeout=timeout, patience=patience, stdin=stdin, env=env, cwd=cwd)
             async with aclosing(items):
@@ -354,6 +359,10 @@ class LeasedSandbox(Sandbox):
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
     ) -> Job:
+        """Start a command in the background, as `Commands.start` says.
+
+        The job ends with its sandbox, not with the lease.
+        """
         async with self.lease.use() as sandbox:
             return await sandbox.start(command, timeout=timeout, patience=patience, env=env, cwd=cwd)
 

@@ -365,6 +365,7 @@ class RemoteSandbox(Sandbox):
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
     ) -> Result:
+        """Run a command to its end, as `Commands.run` says. Cancelling this call kills the command."""
         check_timeout(timeout)
         body = Exec(command=command, timeout=timeout, patience=patience, stdin=stdin, env=env, cwd=cwd)
         return await self.call_once("run", Result, body.converted(to_wire), max(timeout, patience or 0.0))
@@ -416,11 +417,13 @@ class RemoteSandbox(Sandbox):
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
     ) -> RemoteJob:
+        """Start a command in the background, as `Commands.start` says."""
         body = Exec(command=command, timeout=timeout, patience=patience, env=env, cwd=cwd)
         return RemoteJob(self, (await self.call_once("jobs", JobInfo, body.converted(to_wire), 0.0)).job_id)
 
     @asynccontextmanager
     async def session(self, name: str = "main") -> AsyncGenerator[RemoteSession]:
+        """Open a shell for the time of the block. Its end is shielded from cancellation."""
         info = await self.http.ask("PUT", f"{self.path}/sessions/{quote(name, safe='')}", SessionInfo)
         session = RemoteSession(self, info)
         try:
@@ -450,6 +453,7 @@ class RemoteSandbox(Sandbox):
         await self.http.put_pieces(f"{self.path}/tree", {"path": path}, pieces, size, media_type=TAR)
 
     async def get_archive(self, path: str, limits: TreeLimits) -> AsyncGenerator[bytes]:
+        """Yield a file or folder as a tar archive, as `Archives.get_archive` says."""
         left = limits.total + HEAD_BYTES * limits.entries
         async with self.http.streamed("GET", f"{self.path}/tree", query={"path": path}) as response:
             try:

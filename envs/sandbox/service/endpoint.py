@@ -143,6 +143,7 @@ class Endpoints:
         """
 
         def added(handler: _Handler) -> _Handler:
+            """Add the handler to the table, and return it unchanged."""
             hints = get_type_hints(handler, include_extras=True)
             nothing = hints["return"] is type(None)
             parameters = [

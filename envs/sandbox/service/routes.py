@@ -287,6 +287,7 @@ async def _run(call: ApiCall, body: Exec) -> Result:
     sandbox, timeout, command = call.sandbox, _timeout(body), body.converted(from_wire)
 
     async def run() -> Result:
+        """Run the command of the body."""
         return await sandbox.run(
             command.command,
             timeout=timeout,
