@@ -117,6 +117,12 @@ REMOVED: dict[str, RemovedKey] = {
     "weights.canary_tokens": RemovedKey(32, "The test text has 32 tokens, or fewer if model.max_length is smaller"),
     "algorithm.constant_length": RemovedKey(None, "The aggregation `constant` divides by rollout.max_new_tokens"),
     "critic.max_grad_norm": RemovedKey(1.0, "train.max_grad_norm also holds for the critics"),
+    "deadlines.connect": RemovedKey(60, "deadlines.request also limits connections"),
+    "deadlines.hub": RemovedKey(300, "The hub has five times deadlines.request to answer"),
+    "deadlines.engine_step": RemovedKey(
+        300, "A step of an engine has 300 s, or half of deadlines.generate if that is shorter"
+    ),
+    "deadlines.sink": RemovedKey(60, "Trackers and the sink have 60 s at the end of the run"),
     "alarms.window": RemovedKey(10, "A metric is averaged over 10 steps before it is compared with its limit"),
     "alarms.age": RemovedKey(
         None, "The age of trained tokens raises no alarm; train.max_token_age limits it, and metrics.jsonl has it"

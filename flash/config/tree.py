@@ -379,23 +379,21 @@ class ParallelConfig(Section, frozen=True):
         return rank // self.ranks_per_shard
 
 
+HUB_PATIENCE = 5
+"""Limit for the hub to answer, as a multiple of `deadlines.request`."""
+
+
 class DeadlinesConfig(Section, frozen=True):
     """Time limits, in seconds. Raise a limit if an error names it and the waited-for part was only slow. `generate` and
     `episode` do not count time in which the node has no engine."""
 
-    connect: Deadline = 60
-    """Limit for a process to open its port and to prove the token."""
     rendezvous: Deadline = 600
     """Limit for all processes of the job to appear."""
     request: Deadline = 60
-    """Limit for a peer to answer. The samples of a silent node go to other nodes; silent trainer ranks are
-    restarted."""
-    hub: Deadline = 300
-    """Limit for the hub to answer. After it, the hub and the trainer ranks are restarted."""
+    """Limit for a peer to connect or to answer. The samples of a silent node go to other nodes; silent trainer ranks
+    are restarted. A hub that is silent for five times as long is restarted, with the trainer ranks."""
     engine_start: Deadline = 900
     """Limit for an engine to load its model and to answer."""
-    engine_step: Deadline = 300
-    """Limit for one step of an engine that has requests. After it, the engine counts as dead."""
     generate: Deadline = 1800
     """Limit for one response."""
     env_reset: Deadline = 60
@@ -412,13 +410,17 @@ class DeadlinesConfig(Section, frozen=True):
     """Limit for a trainer to finish a step."""
     collective: Deadline = 600
     """Limit for all ranks to join a collective operation."""
-    sink: Deadline = 60
-    """Limit for trackers to accept the remaining rows at the end of the run."""
     close: Deadline = 8
     """Limit for an environment to close, and for the engines of a node to end."""
     shutdown: Deadline = 60
     """Limit for the running step and checkpoint to end after an interrupt, and for a leaving node to finish its
     samples."""
+
+    @property
+    def hub(self) -> float:
+        """Limit for the hub to answer, in seconds. A restart of the hub also restarts all trainer ranks, so it comes
+        long after the limit for other peers."""
+        return HUB_PATIENCE * self.request
 
 
 class Config(Section, frozen=True):

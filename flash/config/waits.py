@@ -10,6 +10,9 @@ from flash.config.tree import Config
 LONG_POLL_S = 20.0
 """Seconds after which the hub answers a waiting request with an empty reply, which shows that the hub is alive."""
 
+ENGINE_STEP_S = 300.0
+"""Largest time of an engine's step, in seconds. A step takes seconds at most, also one that compiles its graph."""
+
 LONGEST_PAUSE_S = 60.0
 """Largest pause before a dead engine starts again, in seconds. A pause lets the cause of the death pass; the limit
 keeps the node from being idle for long."""
@@ -107,13 +110,13 @@ def claim_s(config: Config) -> float:
 
     Nodes look for the next hub once a second. Leases that no node has claimed by then are queued again.
     """
-    return config.deadlines.connect
+    return config.deadlines.request
 
 
 def hang_s(config: Config) -> float:
     """Return the seconds after which an engine that has requests but makes no step is given up, before its requests
     time out."""
-    return min(config.deadlines.engine_step, config.deadlines.generate / 2)
+    return min(ENGINE_STEP_S, config.deadlines.generate / 2)
 
 
 def engine_return_s(config: Config) -> float:

@@ -319,8 +319,8 @@ class RanksRequest(Request[RanksReply], frozen=True, tag=True):
     """The launcher of a node with trainer ranks (a *messenger*) asks for the state of the rank processes on its node.
 
     The hub answers when a rank of any node has started or ended. If nothing changes, it answers after
-    `flash.config.waits.news_s`, which shows that the hub is alive. If no reply comes within `deadlines.hub`, the
-    launcher of the hub's machine restarts the hub.
+    `flash.config.waits.news_s`, which shows that the hub is alive. If no reply comes within five times
+    `deadlines.request`, the launcher of the hub's machine restarts the hub.
     """
 
     node: int

@@ -28,6 +28,10 @@ from flash.observe.trackers.receivers import Receivers
 from flash.types import Activity, Batch, TrainedSample
 from flash.waiting import first_error
 
+RECEIVERS_S = 60.0
+"""Time limit, in seconds, for trackers, the sink and the alarm command to take the remaining rows at the end of the
+run. `flash track` can send later what a tracker has missed."""
+
 
 class Recorder:
     """Writes the run directory `config.run_dir`, and reports to the terminal and to receivers.
@@ -142,8 +146,8 @@ class Recorder:
 
     def _close_receivers(self, *, interrupted: bool) -> None:
         """Close the receivers. An interrupted run must end within `deadlines.close`."""
-        deadlines = self._config.deadlines
-        self._warn_all(self._receivers.close(min(deadlines.sink, deadlines.close) if interrupted else deadlines.sink))
+        seconds = min(RECEIVERS_S, self._config.deadlines.close) if interrupted else RECEIVERS_S
+        self._warn_all(self._receivers.close(seconds))
 
     def activities(self, rows: Sequence[Activity]) -> None:
         """Write activities of workers, the bars of the timeline."""

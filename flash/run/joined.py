@@ -252,7 +252,7 @@ class JoinedNode:
         host, port, name = address.host, address.port, f"guest-{os.getpid()}"
         hub: HubConnection | None = None
         try:
-            async with connect(host, port, address.token, name, self._config.deadlines.connect) as caller:
+            async with connect(host, port, address.token, name, self._config.deadlines.request) as caller:
                 hub = HubConnection(caller, self._tell_beginning)
                 return await self._serve(hub, tasks)
         except Exception as error:  # the conditions below find the cause

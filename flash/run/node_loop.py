@@ -231,7 +231,7 @@ async def _serving(hub: Hub, config: Config, given: str | None) -> AsyncGenerato
         async with anyio.create_task_group() as group:
             server = partial(
                 serve,
-                deadline=config.deadlines.connect,
+                deadline=config.deadlines.request,
                 connection_to_replace=gate.connection_to_replace,
                 on_connect=gate.arrived,
                 on_disconnect=gate.left,
@@ -294,7 +294,7 @@ async def _roll_out_here(
     hub: Hub, config: Config, env: LoadedEnvironment, address: HubAddress, now: Callable[[], float]
 ) -> None:
     """Run the engines and episodes of this node until the hub has no more work."""
-    seconds = config.deadlines.connect
+    seconds = config.deadlines.request
     with engines_until_interrupted(hub):
         async with connect(address.host, address.port, address.token, "node-0", seconds) as caller:
             await (await make_node(0, HubLink(0, 0, caller), config, env, now)).run()

@@ -123,7 +123,7 @@ def _enter(
     from flash.transport.client import BlockingClient
 
     with ExitStack() as entered:
-        peer = (address.host, address.port, address.token, f"trainer-{index}", config.deadlines.connect)
+        peer = (address.host, address.port, address.token, f"trainer-{index}", config.deadlines.request)
         hub = entered.enter_context(BlockingClient(*peer))
         # The reply may take long: the hub reads a whole checkpoint before it answers.
         request = p.IncarnationRequest(index, os.getpid(), socket.gethostname(), store)

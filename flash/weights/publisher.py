@@ -77,7 +77,7 @@ def make_publisher(config: Config, rank: int, host: str) -> WeightPublisher:
         serve = partial(WeightServer, deltas=config.weights.deltas)
     else:
         serve = partial(BroadcastServer, config.weights_backend)
-    return HostPublisher(rank, host, dtype, config.deadlines.connect, config.deadlines.swap, serve)
+    return HostPublisher(rank, host, dtype, config.deadlines.request, config.deadlines.swap, serve)
 
 
 # -- tcp, nccl, gloo -------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def file(tmp_path: Path) -> Path:
             "deadlines.collective=1e-9",
             "`deadlines.collective` (override): expected a number from 0.1 to 1e+08, got 1e-09",
         ),
-        ("deadlines.connect=1e300", "expected a number from 0.1 to 1e+08, got 1e+300"),
+        ("deadlines.request=1e300", "expected a number from 0.1 to 1e+08, got 1e+300"),
         ("train.learning_rate=1e9", "`train.learning_rate` (override): expected a number above 0 and at most 1"),
         ("rollout.temperature=1e-9", "`rollout.temperature` (override): expected a number from 0.01 to 2, got 1e-09"),
         ("rollout.temperature=2.5", "`rollout.temperature` (override): expected a number from 0.01 to 2, got 2.5"),

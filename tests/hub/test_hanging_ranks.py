@@ -251,7 +251,7 @@ async def test_a_rank_that_does_not_show_any_more_that_it_runs_is_lost_long_befo
 
 async def test_a_launcher_without_news_is_answered_before_it_takes_the_hub_for_one_that_hangs() -> None:
     config = config_of()
-    world = World(msgspec.structs.replace(config, deadlines=msgspec.structs.replace(config.deadlines, hub=1.0)))
+    world = World(msgspec.structs.replace(config, deadlines=msgspec.structs.replace(config.deadlines, request=0.2)))
     with anyio.fail_after(1.0):
         news = await world.hub.handle(p.RanksRequest(0, 0))
     assert news == p.RanksReply(0, [], [], [])

@@ -69,7 +69,7 @@ def test_at_the_end_of_the_run_it_is_ended_and_alarms_that_wait_are_dropped(tmp_
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert feed.close(0.0) == [
-        "alarms.command did not end in time: see deadlines.sink",
+        "alarms.command did not take the rest in 0 s and was ended",
         "alarms.command missed 3 of 3: 0 failed, 3 dropped",
     ]
     while state_of(int((tmp_path / "pid").read_text())) not in ("", "Z"):

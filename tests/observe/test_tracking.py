@@ -79,7 +79,7 @@ def tracked_run(config: Config) -> RunDirectory:
 
 
 def with_trackers(config: Config, *names: TrackerName) -> Config:
-    deadlines = msgspec.structs.replace(config.deadlines, sink=WAIT_S, close=WAIT_S)
+    deadlines = msgspec.structs.replace(config.deadlines, close=WAIT_S)
     return msgspec.structs.replace(config, track=TrackConfig(to=list(names)), deadlines=deadlines)
 
 
@@ -198,8 +198,8 @@ def test_a_process_tells_while_the_run_goes_on_and_how_it_ended(
             r"the tracker wandb failed: ConnectionError: no route to the tracker\n\x1b[31m; it is",
             4,
         ),
-        ("hang init", "the tracker wandb did not end in time: see deadlines.sink", 4),
-        ("hang finish", "the tracker wandb did not end in time: see deadlines.sink", 0),
+        ("hang init", "the tracker wandb did not take the rest in ", 4),
+        ("hang finish", "the tracker wandb did not take the rest in ", 0),
         ("exit log", "the tracker wandb ended with code 7: see ", 4),
     ],
 )

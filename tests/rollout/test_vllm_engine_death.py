@@ -108,7 +108,7 @@ def test_a_killed_core_ends_the_swap_that_goes_on_and_names_the_signal(tmp_path:
 
 
 def test_a_stopped_worker_is_a_hang_as_soon_as_there_are_requests_and_is_ended_with_the_engine(tmp_path: Path) -> None:
-    with serving(tmp_path, make_model(tmp_path), engine_step=1) as served:
+    with serving(tmp_path, make_model(tmp_path), generate=2) as served:
         core = served.engine._processes.core
         (worker,) = vllm_processes.worker_pids(core)
         served.call(contract.a_response_streams_and_ends_at_its_limit, served)
@@ -132,7 +132,7 @@ def test_a_stopped_worker_is_a_hang_as_soon_as_there_are_requests_and_is_ended_w
 
 
 def test_a_hang_is_noticed_while_a_swap_waits_for_the_step_that_hangs(tmp_path: Path) -> None:
-    with serving(tmp_path, make_model(tmp_path), engine_step=1) as served:
+    with serving(tmp_path, make_model(tmp_path), generate=2) as served:
         core = served.engine._processes.core
         (worker,) = vllm_processes.worker_pids(core)
 

@@ -516,9 +516,9 @@ async def test_ranks_that_have_left_start_again_for_a_hub_that_starts_after_that
 @pytest.mark.parametrize(
     ("first", "words"),
     [
-        (p.RanksRequest, "waited 0.3 s for the reply to RanksRequest from hub at"),
-        (p.RunRequest, "waited 0.3 s for the reply to RunRequest from hub at"),
-        (None, "waited 0.3 s for hub at 127.0.0.1:{port} to accept us"),
+        (p.RanksRequest, "waited 1 s for the reply to RanksRequest from hub at"),
+        (p.RunRequest, "waited 1 s for the reply to RunRequest from hub at"),
+        (None, "waited 1 s for hub at 127.0.0.1:{port} to accept us"),
         ("absent", "waited 0.2 s for the hub of"),
     ],
 )
@@ -526,7 +526,7 @@ async def test_a_hub_that_hangs_is_killed_from_whenever_on_and_that_restart_coun
     tmp_path: Path, first: Any, words: str
 ) -> None:
     """From its second answer to the launcher on, from the first, before it accepts, or before it says where it is."""
-    deadlines = DeadlinesConfig(hub=0.3, connect=0.1, rendezvous=0.2 if first == "absent" else 10)
+    deadlines = DeadlinesConfig(request=0.2, rendezvous=0.2 if first == "absent" else 10)
     config = msgspec.structs.replace(config_of(tmp_path), deadlines=deadlines)
     loop_processes, asked = Told(lambda: killed([7])), 0
 

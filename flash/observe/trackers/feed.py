@@ -135,7 +135,7 @@ class Feed:
             self._thread.join(STOPPED_S)
         found = self.warnings()
         if self._late:
-            found.append(f"{self._receiver.name} did not end in time: see deadlines.sink")
+            found.append(f"{self._receiver.name} did not take the rest in {seconds:g} s and was ended")
         dropped = self._given - self._taken - self._failed
         missed = self._receiver.missed(self._given, self._failed, dropped)
         return [*found, missed] if missed else found

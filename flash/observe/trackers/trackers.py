@@ -437,8 +437,9 @@ class TrackerProcess(Receiver):
 def main(run_dir: str, name: str) -> None:
     """Run the tracker's process: send new rows at each event of the run, and the rest at its end.
 
-    A tracker that fails at the end is tried again until the run kills this process, after `deadlines.sink`. If the run
-    dies without a last event, nothing is tried again, and the tracker's run is closed as failed.
+    A tracker that fails at the end is tried again until the run kills this process, after
+    `flash.observe.recorder.RECEIVERS_S`. If the run dies without a last event, nothing is tried again, and the
+    tracker's run is closed as failed.
     """
     os.nice(5)  # The run's own processes come first.
     # Answers go to the pipe that is stdout now. Afterwards stdout is the log, since trackers print there.

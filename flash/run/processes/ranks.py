@@ -177,7 +177,7 @@ class Ranks(SupervisedPart):
         connected, deadlines = False, self._run.deadlines
         with suppress(FlashError):  # the hub may end before it replies
             hub = self._place.find(os.environ.get(TOKEN_VARIABLE))
-            async with connect(hub.host, hub.port, hub.token, self._name, deadlines.connect) as caller:
+            async with connect(hub.host, hub.port, hub.token, self._name, deadlines.request) as caller:
                 connected = True
                 await caller.call(message, deadlines.request)
         return connected
