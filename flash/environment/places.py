@@ -20,7 +20,8 @@ Line = tuple[str, int]
 _PATHS = sysconfig.get_paths()
 _OURS = str(Path(__file__).parents[1])
 _PACKAGES = (_PATHS["purelib"], _PATHS["platlib"])
-_PYTHON = (_PATHS["stdlib"], _PATHS["platstdlib"], _OURS, "<frozen ")
+# "<string>" is code that Python or Flash has generated. It is at the bottom of the stack of each forked process.
+_PYTHON = (_PATHS["stdlib"], _PATHS["platstdlib"], _OURS, "<frozen ", "<string>")
 
 
 def place_in(lines: Iterable[Line]) -> str:

@@ -12,6 +12,7 @@ import anyio.lowlevel
 import pytest
 
 from flash.environment.calls import UserTask
+from flash.environment.places import is_users, place_in
 from flash.run.loop_watch import BLOCKED_S, STILL_S, TICK_S, Blocks, WatchedLoop, run_watched
 
 USERS = "/somewhere/bad.py:23"
@@ -32,6 +33,12 @@ def test_a_block_is_told_of_once_with_the_place_that_was_seen_most_and_what_to_d
     assert blocks.blocked
     blocks.beats()
     assert not blocks.blocked
+
+
+def test_generated_code_at_the_bottom_of_the_stack_of_a_forked_process_is_not_named_as_the_users() -> None:
+    place = place_in([("<string>", 1), (asyncio.__file__, 7)])
+    assert place == f"{asyncio.__file__}:7"
+    assert not is_users(place)
 
 
 def test_the_same_place_is_told_of_again_the_tenth_and_the_hundredth_time() -> None:
