@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import select
@@ -53,6 +54,16 @@ def begin(*, tells: bool = False) -> tuple[BaseProcess, int]:
     process.start()
     assert receive.poll(30), "the core does not start"
     return process, receive.recv()
+
+
+def test_an_engines_process_does_not_scan_the_objects_of_its_fork_server_when_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gc, "unfreeze", gc.unfreeze)  # restores it after the test
+    vllm_processes.keep_frozen()
+    gc.freeze()
+    gc.unfreeze()
+    assert gc.get_freeze_count() > 0
 
 
 def ended(pid: int) -> bool:

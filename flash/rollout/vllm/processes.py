@@ -94,6 +94,7 @@ class Core(ForkedProcess):
         os.setpgid(0, 0)
         follow(int(os.environ[NODE_PID]))
         vllm_processes.apply_offline_mode()
+        vllm_processes.keep_frozen()
         # Python has read the variable in the fork server, which may have another value.
         if os.environ.get("PYTHONWARNINGS") == "ignore":
             warnings.simplefilter("ignore")
