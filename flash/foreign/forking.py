@@ -9,6 +9,10 @@ way, and `flash.rollout.vllm.processes` forks the processes of engines.
 
 Lifecycle: the first `ForkedProcess.start` of a server starts the server, which runs `serve`. Each start then sends a
 description of the process to the server, which forks. The new process runs `ForkedProcess.enter`, then its target.
+
+A forked process may have processes forked, too. It starts no second server if the server that it was forked from has
+imported the same modules with the same environment variables. So a machine needs only one server with the imports of
+vLLM for a node loop and its engines.
 """
 
 # pyright: reportPrivateUsage=false
@@ -72,8 +76,9 @@ class ForkServer(forkserver.ForkServer):
     """A fork server. The server starts when the first process is to be forked from it, and imports some modules before
     that.
 
-    The server ends when the process that started it and all processes forked from it have ended. If the server was
-    killed, the start of the next process starts it again.
+    In a process that was itself forked from a server, that server is used if it has imported these modules with these
+    environment variables. A new server ends when the process that started it and all processes forked from it have
+    ended. If the server was killed, the start of the next process starts it again.
 
     Args:
         modules: names of the modules that the server imports.
@@ -83,18 +88,19 @@ class ForkServer(forkserver.ForkServer):
     def __init__(self, *modules: str, variables: Mapping[str, str] | None = None) -> None:
         super().__init__()
         self.variables = {**(variables or {}), MODULES: ",".join(modules)}
-        self._parent_server: int | None = None
-        """Process id of the server from which this process was forked, if `use_parent_server` was called; else None."""
 
     def ensure_running(self) -> None:
         """Start the server if it is not running, with its own variables and a socket in this process's TMPDIR.
 
         multiprocessing calls this before it forks a process.
         """
-        # While this process's parent is the server, the server runs.
-        if self._parent_server == os.getppid():
-            return
         own: Any = self
+        if self._is_parent():
+            # In a forked process multiprocessing has the address of its server, and the pipe, in this object.
+            parent: Any = forkserver._forkserver
+            own._forkserver_address = parent._forkserver_address
+            own._forkserver_alive_fd = parent._forkserver_alive_fd
+            return
         with own._lock:
             resource_tracker.ensure_running()
             # Return if the server runs. If it has ended, forget it.
@@ -128,15 +134,15 @@ class ForkServer(forkserver.ForkServer):
             started.returncode = 0  # `Popen` must not wait for the process, because `waitpid` above does
             own._forkserver_address, own._forkserver_pid = address, started.pid
 
-    def use_parent_server(self) -> None:
-        """Fork later processes from the server that this process was forked from. This is called in the forked process.
-
-        A node loop uses it for its engines, so that a machine needs only one server with the imports of vLLM.
-        """
-        # In a forked process multiprocessing has the address of its server, and the pipe, in this object.
-        own: Any = forkserver._forkserver
-        self._forkserver_address, self._forkserver_alive_fd = own._forkserver_address, own._forkserver_alive_fd
-        self._parent_server = os.getppid()
+    def _is_parent(self) -> bool:
+        """Return True if this process was forked from a running server with these modules and variables."""
+        wanted = dict(self.variables)
+        modules = wanted.pop(MODULES).split(",")
+        return (
+            Imports.server == os.getppid()
+            and Imports.modules.issuperset(filter(None, modules))
+            and Imports.variables.items() >= wanted.items()
+        )
 
     def end(self) -> None:
         """Kill the server, but not the processes that were forked from it."""
@@ -146,13 +152,18 @@ class ForkServer(forkserver.ForkServer):
 
 
 class Imports:
-    """Time that the server's imports took. Forked processes inherit this class, and a node that joins a run reports the
-    time."""
+    """Imports of the server that this process was forked from. Forked processes inherit this class."""
 
     begun = 0.0
     """Start of the imports, in Unix seconds; 0 in a process that was not forked from a server."""
     seconds = 0.0
-    """Duration of the imports in seconds."""
+    """Duration of the imports in seconds, which a node that joins a run reports."""
+    modules: frozenset[str] = frozenset()
+    """Names of the modules that the server was asked to import."""
+    variables: Mapping[str, str] = {}
+    """Environment variables that the server had during the imports."""
+    server: int | None = None
+    """Process id of the server; None in a process that was not forked from a server."""
 
 
 def use_own_resource_tracker() -> None:
@@ -173,6 +184,7 @@ def serve() -> None:
     This is called once in the server, before multiprocessing's main function of fork servers.
     """
     Imports.begun = time.time()
+    Imports.modules, Imports.variables = frozenset(os.environ[MODULES].split(",")), dict(os.environ)
     # The forked processes unblock these signals (`ForkedProcess.enter`).
     signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
     os.setsid()  # the terminal sends signals such as Ctrl-C to the launcher's session only
@@ -182,7 +194,7 @@ def serve() -> None:
     gc.disable()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for module in filter(None, os.environ[MODULES].split(",")):
+        for module in filter(None, os.environ[MODULES].split(",")):  # in the order in which they were named
             with suppress(ImportError):  # the process that needs the module will report the error
                 import_module(module)
     set_process_title("")
@@ -273,8 +285,10 @@ class ForkedProcess(ForkServerProcess):
 
     def enter(self) -> None:
         """Set the environment, CPU cores, random seeds and signals. Runs in the new process, before any other code."""
+        Imports.server = os.getppid()
         os.environ.clear()
         os.environ.update(self.variables)
+        tempfile.tempdir = None  # Python may have read TMPDIR in the server, where it has another value
         os.sched_setaffinity(0, self._cores)
         # A forked process inherits the state of random generators. Without new seeds all processes of one server would
         # draw the same numbers, also after a restart.

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,47 @@ class Starting(Told):
 @pytest.mark.usefixtures("folder")
 def test_how_a_forked_process_starts_others_is_pythons_own_way_until_it_says_another() -> None:
     assert told(Told.server, Starting) == [None, "spawn"]
+
+
+class Parent(Told):
+    """Reports the process id of its server."""
+
+    def answer(self) -> object:
+        return os.getppid()
+
+
+class Nested(Told):
+    """Has processes forked, and reports for each of them if its own server has forked it."""
+
+    wanted = (((), {}), (("json",), {}), (("json", "csv"), {"KIND": "a"}), (("html",), {}), (("json",), {"KIND": "b"}))
+
+    def answer(self) -> object:
+        servers = [ForkServer(*modules, variables=variables) for modules, variables in self.wanted]
+        return [told(server, Parent) == os.getppid() for server in servers]
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_forked_process_uses_its_own_server_for_others_if_that_has_the_modules_and_variables() -> None:
+    assert told(ForkServer("csv", "json", variables={"KIND": "a"}), Nested) == [True, True, True, False, False]
+
+
+class Folder(Told):
+    """Reports the folder for its temporary files."""
+
+    def answer(self) -> object:
+        return tempfile.gettempdir()
+
+
+def test_a_forked_process_has_its_temporary_files_where_its_own_environment_says(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "asks.py").write_text("import tempfile; tempfile.gettempdir()")
+    path = os.pathsep.join([str(folder), *sys.path])
+    server = ForkServer("asks", variables={"PYTHONPATH": path})
+    told(server)
+    (folder / "own").mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder / "own"))
+    assert told(server, Folder) == str(folder / "own")
 
 
 SOCKETS = f"""if True:

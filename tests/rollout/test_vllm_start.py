@@ -14,7 +14,7 @@ import pytest
 from flash.config.machine import missing_compiler
 from flash.config.tree import Config
 from flash.errors import ConfigError
-from flash.rollout.vllm.start import configure, engine_args, engine_environment, engine_variables
+from flash.rollout.vllm.start import configure, engine_args, engine_environment, engine_variables, server_variables
 from flash.run.processes.launch_state import SCRATCH
 
 TORCHRUN = {
@@ -64,6 +64,19 @@ def test_an_eager_engine_on_the_cpu_compiles_nothing() -> None:
     assert variables(make_config(enforce_eager=True))["TORCHDYNAMO_DISABLE"] == "1"
     assert ("TORCHDYNAMO_DISABLE" in variables(make_config(enforce_eager=False))) is (missing_compiler() is not None)
     assert "TORCHDYNAMO_DISABLE" not in variables(make_config(gpus=1, enforce_eager=True))
+
+
+def test_servers_whose_engines_compile_differ_from_others_and_servers_of_two_runs_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    found = []
+    for scratch in ("/one", "/other"):
+        monkeypatch.setenv(SCRATCH, scratch)
+        found.append(server_variables(make_config(enforce_eager=True), 0))
+    assert found[0] == found[1]
+    assert found[0]["TORCHDYNAMO_DISABLE"] == "1"
+    assert server_variables(make_config(gpus=1), 0)["TORCHDYNAMO_DISABLE"] == "0"
 
 
 def test_a_local_model_is_never_looked_for_on_a_hub(tmp_path: Path) -> None:

@@ -38,6 +38,9 @@ LAUNCHER_PREFIXES = ("GROUP_", "MASTER_", "ROLE_", "TORCHELASTIC_")
 SCRATCH = "FLASH_SCRATCH"
 """Variable with the path of the job's folder for temporary files (`flash.run.processes.launch_state`)."""
 
+LATE = frozenset({"HF_HUB_OFFLINE", "PYTHONWARNINGS", NODE_PID, "VLLM_CPU_OMP_THREADS_BIND", "VLLM_RPC_BASE_PATH"})
+"""Variables of an engine that its processes read or apply when they start. The fork server needs none of them."""
+
 UNLOADABLE = re.compile(r"[\s:]")
 """Characters that end a path in LD_PRELOAD, so that a path must not contain them."""
 
@@ -267,17 +270,16 @@ def server_variables(config: Config, node: int) -> dict[str, str]:
     This process is the launcher.
 
     The node loop of machine `node` and its engines are forked from the fork server, which has imported vLLM already. So
-    it must have the variables that vLLM and OpenMP read when they are loaded, but no variable that a node loop must not
-    have.
+    it must have the variables that vLLM, torch and OpenMP read when they are loaded. Variables that vLLM reads later
+    are left out, because engines get them when they start.
     """
     cpus = engine_cpus(config, node, config.cluster.node_cpus or sorted(os.sched_getaffinity(0)))
     variables = engine_variables(config, os.environ, cpus, os.getpid())
     if config.gpus_per_node == 0 and (libraries := _loadable_paths(vllm_processes.preload_libraries(), sys.prefix)):
         variables["LD_PRELOAD"] = ":".join(filter(None, [libraries, os.environ.get("LD_PRELOAD")]))
-    engine_only = ("HF_HUB_OFFLINE", "PYTHONWARNINGS", NODE_PID)
-    return {
-        name: value for name, value in variables.items() if name not in engine_only and os.environ.get(name) != value
-    }
+    # torch reads this variable when it is loaded, so a server whose engines compile must have another value.
+    variables.setdefault("TORCHDYNAMO_DISABLE", "0")
+    return {name: value for name, value in variables.items() if name not in LATE and os.environ.get(name) != value}
 
 
 def _cpu_binding(config: Config, cpus: Sequence[int]) -> dict[str, str]:

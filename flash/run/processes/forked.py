@@ -3,7 +3,8 @@
 A machine has one such server for its trainer ranks, and one for its node loop and the engines of that loop. A node loop
 is the event loop of a machine, with its engines and episodes, and on the first node also with the hub. A server starts
 when the first process is forked from it. It outlives that process, so that a restarted process needs no imports, which
-take seconds of CPU time. A server ends with its launch.
+take seconds of CPU time. A server ends with its launch. A launcher that was itself forked from a server with all of
+these imports starts no server: all processes of its launch are forked from that server.
 
 `flash.run.processes.supervisor.Processes` starts a `JobProcess`, which calls `flash.run.processes.worker.main`.
 """
@@ -105,11 +106,6 @@ class JobProcess(ForkedProcess):
         sys.path.insert(0, os.getcwd())
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
-        # The server of this process has imported the modules of engines, so engines are forked from it, too.
-        if OF_ENGINES in sys.modules:
-            from flash.rollout.vllm.processes import SERVER
-
-            SERVER.use_parent_server()
 
     def run(self) -> None:
         """Run the worker in the new process, and exit with the exit code that the worker returns."""
