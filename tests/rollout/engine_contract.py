@@ -18,7 +18,10 @@ from flash.rollout.engine import Engine, Progress, ResponseRequest
 from flash.types import Completion, Published, VersionRun
 
 LONG = 400
-"""Tokens of a response that lasts over a swap."""
+"""Number of tokens of a response that lasts over a swap."""
+ENDLESS = 8000
+"""Number of tokens of a response that is aborted. A busy machine must not complete it before its first piece is
+read."""
 PATIENCE_S = 60.0
 
 
@@ -67,8 +70,8 @@ async def complete(engine: Engine, request: ResponseRequest, began: Callable[[],
 
 
 async def begin(engine: Engine, count: int = 4) -> list[Any]:
-    """Streams of long responses that have given their first piece."""
-    streams = [engine.generate(ask(LONG, 2 + number)) for number in range(count)]
+    """Return streams of endless responses, which have given their first piece. The caller aborts them."""
+    streams = [engine.generate(ask(ENDLESS, 2 + number)) for number in range(count)]
     with anyio.fail_after(PATIENCE_S):
         for stream in streams:
             assert isinstance(await anext(stream), Progress)
@@ -76,7 +79,7 @@ async def begin(engine: Engine, count: int = 4) -> list[Any]:
 
 
 async def empty(engine: Engine) -> None:
-    """Until the engine says that it runs nothing; it tells after each of its steps, so one has to be asked for."""
+    """Wait until the engine reports that it runs nothing. It reports after each step, so steps are asked for."""
     with anyio.fail_after(PATIENCE_S):
         while (engine.pressure.running, engine.pressure.waiting) != (0, 0):
             await complete(engine, ask(2))

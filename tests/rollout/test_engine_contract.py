@@ -15,7 +15,7 @@ from flash.rollout.fake_engine import FakeEngine
 from flash.simulate.engine import SimEngine
 from flash.types import Canary, Published
 from tests.rollout import engine_contract as contract
-from tests.rollout.engine_contract import LONG
+from tests.rollout.engine_contract import ENDLESS
 
 pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
 
@@ -38,11 +38,11 @@ class Fake:
 def simulated() -> Fake:
     """Return a simulated engine: its tokens need a version, and it accepts every prompt."""
     settings = SimulateConfig(step_s=0.01, sequence_s=0, context_s=0, prefill_s=0, swap_s=0.05)
-    return Fake(SimEngine(settings, 64, lambda key: 10 * LONG, 8))
+    return Fake(SimEngine(settings, 64, lambda key: 10 * ENDLESS, 8))
 
 
 def fake() -> Fake:
-    return Fake(FakeEngine(lambda prompt: list(range(10 * LONG)), seconds_per_token=0.01))
+    return Fake(FakeEngine(lambda prompt: list(range(10 * ENDLESS)), seconds_per_token=0.01))
 
 
 @pytest.mark.parametrize("check", contract.WHILE_IT_LIVES, ids=lambda check: check.__name__)

@@ -24,7 +24,7 @@ from flash.rollout.vllm.engine import VLLMEngine
 from flash.types import Canary, Completion, Published
 from flash.weights.versions import decode_update, encode_update
 from tests.rollout import engine_contract as contract
-from tests.rollout.engine_contract import LONG, complete
+from tests.rollout.engine_contract import ENDLESS, LONG, complete
 from tests.rollout.test_vllm_engine import VOCABULARY, ask, in_flight, make_config, make_model, next_logprobs
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
@@ -165,7 +165,7 @@ def test_an_adapter_leaves_with_its_last_request_and_waits_for_it(staying: Serve
         streams = []
         for _ in range(3):
             await staying.engine.load(await anyio.to_thread.run_sync(staying.publish), keep_cache=False)
-            stream = staying.engine.generate(ask([2, 3, 4], LONG))
+            stream = staying.engine.generate(ask([2, 3, 4], ENDLESS))
             assert isinstance(await anext(stream), Progress)
             streams.append(stream)
         counts.append(len(await held()))

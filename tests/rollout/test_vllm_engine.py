@@ -36,7 +36,7 @@ from flash.weights.image import Fingerprint
 from flash.weights.plugin import SPIN_S
 from flash.weights.versions import decode_update, encode_update
 from tests.rollout import engine_contract as contract
-from tests.rollout.engine_contract import LONG, complete
+from tests.rollout.engine_contract import ENDLESS, LONG, complete
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
@@ -64,7 +64,7 @@ def make_model(folder: Path, *, tied: bool = True, mixture: bool = False) -> Any
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "head_dim": 32,
-        "max_position_embeddings": 512,
+        "max_position_embeddings": 8192,
         "tie_word_embeddings": tied,
         "initializer_range": 0.1,
         "eos_token_id": END,
@@ -168,7 +168,7 @@ def make_config(
     tree = {
         "weights": {"backend": weights, "deltas": deltas},
         "run": {"name": "test"},
-        "model": {"path": str(folder), "dtype": dtype, "max_length": 512},
+        "model": {"path": str(folder), "dtype": dtype, "max_length": 8192},
         "env": {"path": "module:Class"},
         "rollout": {"seeded": True},
         "engine": engine | {"vllm": dict(vllm or {})},
@@ -488,13 +488,13 @@ def test_a_text_that_ends_a_response_may_have_begun_before_it_moved(served: Serv
 def test_a_response_ends_at_its_limit_or_the_contexts(served: Served) -> None:
     served.load(served.publish())
     assert served.generate([5, 6, 7], 10).finish == "length"
-    nearly_full = served.generate([5] * 506, 40)
+    nearly_full = served.generate([5] * 8186, 40)
     assert (len(nearly_full.token_ids), nearly_full.finish) == (6, "length")
 
 
-@pytest.mark.parametrize("length", [0, 512, 1000])
+@pytest.mark.parametrize("length", [0, 8192, 9000])
 def test_a_prompt_that_does_not_fit_is_refused_with_the_limit(served: Served, length: int) -> None:
-    with pytest.raises(EngineError, match=rf"prompt of {length} tokens .* context of 512"):
+    with pytest.raises(EngineError, match=rf"prompt of {length} tokens .* context of 8192"):
         served.generate([5] * length, 10)
 
 
@@ -526,7 +526,7 @@ def test_tokens_of_an_aborted_request_that_were_in_no_piece_are_counted_as_lost(
     served.load(served.publish())
 
     async def abandon(number: int, sampled: list[int]) -> None:
-        request = ask([2, 3, 4], LONG)
+        request = ask([2, 3, 4], ENDLESS)
         async with contextlib.aclosing(served.engine.generate(request)) as pieces:
             piece = await anext(pieces)
             assert isinstance(piece, Progress)
@@ -618,11 +618,13 @@ def test_a_swap_whose_publisher_dies_in_the_middle_is_done_again_with_the_next_o
 
 def test_a_request_that_vllm_ends_by_itself_is_named_with_what_vllm_says(served: Served) -> None:
     async def aborted() -> None:
-        stream = served.engine.generate(ask([5, 6, 7], LONG))
+        stream = served.engine.generate(ask([5, 6, 7], ENDLESS))
         assert isinstance(await anext(stream), Progress)
         (running,) = served.engine._llm.output_processor.external_req_ids
         await served.engine._llm.abort(running)
-        said = rf"^request {running} of engine 0 was ended by vLLM, .* says 'abort' after \d+ of at most {LONG} tokens"
+        said = (
+            rf"^request {running} of engine 0 was ended by vLLM, .* says 'abort' after \d+ of at most {ENDLESS} tokens"
+        )
         with pytest.raises(EngineError, match=said):
             async for _ in stream:
                 pass
