@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,7 +29,11 @@ from benchmarks.rig.wire import Way, Ways, Wire, mac, open_port
 _T = TypeVar("_T")
 
 NEEDED = ("ip", "ss", "nsenter", "unshare")
+# Flags of Linux for namespaces and mounts, which Python's library does not name before version 3.12.
 CLONE_NEWNET = 0x40000000
+CLONE_NEWNS = 0x00020000
+CLONE_NEWUTS = 0x04000000
+MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 
 INSIDE = 'mount --bind "$0" /etc/hosts && hostname "$1" && shift && exec "$@"'
 """Shell command that each process runs first, in mount and host name namespaces of its own."""
@@ -120,13 +125,10 @@ class Hosts(Kept):
         """Start a command on a host; its output is appended to a file."""
         space = f"--net=/run/netns/{self._spaces[host]}"
         inside = ["nsenter", space, "unshare", "--uts", "--mount", "sh", "-c", INSIDE]
-        # Compiled kernels are the same on all hosts, and take long to make.
-        kernels = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
-        own = {"TMPDIR": str(self.scratch(host)), "TORCHINDUCTOR_CACHE_DIR": kernels}
         with output.open("ab") as file:
             process = subprocess.Popen(
                 [*inside, str(self.folder / "hosts"), self.names[host], *command],
-                env={**os.environ, **own, **variables},
+                env={**os.environ, **self.variables(host), **variables},
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -135,6 +137,16 @@ class Hosts(Kept):
             )
         self._started.append(process)
         return process
+
+    def variables(self, host: int) -> dict[str, str]:
+        """Return the environment variables that each process on a host has in addition."""
+        # Compiled kernels are the same on all hosts, and take long to make.
+        kernels = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+        return {"TMPDIR": str(self.scratch(host)), "TORCHINDUCTOR_CACHE_DIR": kernels}
+
+    def entrance(self, host: int) -> Callable[[], None]:
+        """Return a function, which can be pickled, that moves the process that calls it to a host."""
+        return partial(_enter, self._spaces[host], str(self.folder / "hosts"), self.names[host])
 
     def processes(self, host: int) -> list[int]:
         """Return the ids of all processes on a host."""
@@ -181,13 +193,32 @@ def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
+def _enter(space: str, hosts_file: str, name: str) -> None:
+    """Move this process to the host `name`: into its network, with its host name and its list of hosts."""
+    _enter_network(space)
+    libc = ctypes.CDLL(None, use_errno=True)
+    made = (
+        libc.unshare(CLONE_NEWNS | CLONE_NEWUTS),
+        libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None),
+        libc.mount(os.fsencode(hosts_file), b"/etc/hosts", None, MS_BIND, None),
+    )
+    if any(made):
+        raise OSError(ctypes.get_errno(), f"cannot move to the host {name}")
+    socket.sethostname(name)
+
+
+def _enter_network(space: str) -> None:
+    """Move this thread into a network namespace."""
+    with Path("/run/netns", space).open("rb") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter {space}")
+
+
 def _in_space(space: str, make: Callable[[], _T]) -> _T:
     """Call a function in a network namespace, to which a socket that it makes then belongs."""
 
     def enter() -> _T:
-        with Path("/run/netns", space).open("rb") as file:
-            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET) != 0:
-                raise OSError(ctypes.get_errno(), f"cannot enter {space}")
+        _enter_network(space)
         return make()
 
     # In a thread that ends: the rest of this process stays where it is.

@@ -1,4 +1,4 @@
-"""Hosts for the tests; where they cannot be made, the tests are left out, unless FLASH_REQUIRE_HOSTS is set."""
+"""Fixtures for tests on several hosts. Tests are skipped if hosts cannot be made, unless FLASH_REQUIRE_HOSTS is set."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import pytest
 from benchmarks.rig.hosts import Hosts, missing
 
 NAMES = ("node9", "node10")
-"""They sort the other way round as text, as those of a real cluster may."""
+"""Names of the hosts. As text they sort the other way round, as names of a real cluster may."""
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model; the first run makes it, the others find it."""
+    """Return the folder of the tiny model, which the first run makes."""
     return tmp_path_factory.mktemp("models") / "tiny"
 
 
 @pytest.fixture
 def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
-    """Two, or those whose names the test is parametrized with."""
+    """Return two hosts, or the hosts whose names are the parameter of the test."""
     why = missing()
     if why and not os.environ.get("FLASH_REQUIRE_HOSTS"):
         pytest.skip(f"no hosts: {why}")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rig.hosts import Hosts
+from tests.forked_command import ForkedCommand
 from tests.integration.whole_run import CONFIG, REPOSITORY, balanced
 from tests.rows import written_rows
 
@@ -19,7 +19,7 @@ HUB_PORT = 29500
 
 
 class Job:
-    """A job that begins on two hosts: what each host prints, and what the run writes."""
+    """Job that begins on two hosts, with the output of each host and the files of the run."""
 
     def __init__(self, hosts: Hosts, folder: Path, model: Path, *overrides: str, text: str = CONFIG) -> None:
         self.hosts = hosts
@@ -28,19 +28,24 @@ class Job:
         self._train = ["train", str(folder / "config.toml"), "cluster.nodes=2", "eval.every=0", *overrides]
         (folder / "config.toml").write_text(text.format(folder=folder, model=model))
 
-    def start(self, host: int, *command: str, **variables: str) -> subprocess.Popen[bytes]:
-        """A command of flash's on a host."""
-        variables["PYTHONPATH"] = str(REPOSITORY)
-        flash = [sys.executable, "-m", "flash", *command]
-        return self.hosts.start(host, flash, output=self._outputs[host], cwd=REPOSITORY, variables=variables)
+    def start(self, host: int, *command: str, **variables: str) -> ForkedCommand:
+        """Start a command of Flash on a host."""
+        with self._outputs[host].open("ab") as file:
+            return ForkedCommand(
+                ("-m", "flash", *command),
+                output=file.fileno(),
+                folder=REPOSITORY,
+                variables=os.environ | self.hosts.variables(host) | variables,
+                prepare=self.hosts.entrance(host),
+            )
 
-    def train(self, host: int) -> subprocess.Popen[bytes]:
-        """What every host of a job is started with."""
+    def train(self, host: int) -> ForkedCommand:
+        """Start this host's part of the job."""
         place = {"FLASH_NNODES": "2", "FLASH_RDZV_ENDPOINT": f"{self.hosts.names[0]}:29411"}
         return self.start(host, *self._train, FLASH_NODE_RANK=str(host), **place)
 
     def text(self, host: int) -> str:
-        """What has been said on a host; nothing where no command was started."""
+        """Return the output of a host; empty if no command was started there."""
         output = self._outputs[host]
         return output.read_text() if output.exists() else ""
 
@@ -63,12 +68,12 @@ class Job:
         self.until(lambda: words in self.text(host), f"words {words!r} of {self.hosts.names[host]}")
 
     def until_more(self, host: int, words: str, told: str) -> None:
-        """Wait until a host says it once more than in what it had told."""
+        """Wait until a host has printed `words` more often than in its earlier output `told`."""
         more = f"more words {words!r} of {self.hosts.names[host]}"
         self.until(lambda: self.text(host).count(words) > told.count(words), more)
 
     def until_engines(self, number: int) -> None:
-        """Wait for another step, with so many engines."""
+        """Wait for another step, with this number of engines."""
         seen = len(self.rows("metrics.jsonl"))
         self.until(
             lambda: any(row["engines"] == number for row in self.rows("metrics.jsonl")[seen:]),
@@ -76,7 +81,7 @@ class Job:
         )
 
     def nothing_lost(self) -> None:
-        """Every task that was issued is in the books, and none was trained twice."""
+        """Check that the ledger has every task that was issued, and that none was trained twice."""
         ledger = self.summary()["ledger"]
         assert balanced(ledger), ledger
         assert ledger == json.loads((self.run / "ledger.json").read_text())
@@ -86,7 +91,7 @@ class Job:
         assert steps == list(range(len(steps)))
 
     def nothing_left(self, *clean: int) -> None:
-        """No process on any host, and no temporary files on those that had time to remove them."""
+        """Check that no process is left on any host, and no temporary file on the hosts `clean`."""
         end = time.monotonic() + 10
         while any(self.hosts.processes(host) for host in range(len(self.hosts.names))):
             assert time.monotonic() < end, f"processes left behind:\n{self.told()}"

@@ -5,15 +5,16 @@ The hosts' names sort the other way round than their numbers, as text.
 
 from __future__ import annotations
 
+import os
 import re
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.rig.hosts import Hosts
 from tests.cluster.job import HUB_PORT, Job
+from tests.forked_command import ForkedCommand
 from tests.integration.whole_run import REPOSITORY
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -29,9 +30,16 @@ print(advertised_host(make_config()))
 def test_a_run_of_one_node_is_reached_from_others_where_slurm_has_started_it(hosts: Hosts, tmp_path: Path) -> None:
     def address(**variables: str) -> str:
         output = tmp_path / f"{len(list(tmp_path.iterdir()))}.txt"
-        variables |= {"FLASH_NODE_RANK": "0", "PYTHONPATH": str(REPOSITORY)}
-        command = [sys.executable, "-c", ADDRESS]
-        assert hosts.start(0, command, output=output, cwd=tmp_path, variables=variables).wait(60) == 0
+        variables |= os.environ | {"FLASH_NODE_RANK": "0"}
+        with output.open("wb") as file:
+            command = ForkedCommand(
+                ("-c", ADDRESS),
+                output=file.fileno(),
+                folder=REPOSITORY,
+                variables=variables,
+                prepare=hosts.entrance(0),
+            )
+        assert command.wait(60) == 0, output.read_text()
         return output.read_text().strip()
 
     assert address(FLASH_RDZV_ENDPOINT=f"{hosts.names[0]}:29411") == hosts.address(0)

@@ -1,10 +1,11 @@
-"""What tests of whole runs share."""
+"""Fixtures of the tests of whole runs."""
 
 from __future__ import annotations
 
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,20 +15,22 @@ from tests.integration.whole_run import COMMAND, CONFIG, Run
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model; the first run makes it, the others find it."""
+    """Return the folder of the tiny model, which the first run makes."""
     return tmp_path_factory.mktemp("models") / "tiny"
 
 
 @pytest.fixture
 def start(tmp_path: Path, model: Path) -> Iterator[Callable[..., Run]]:
+    """Return a function that starts a run. Its processes are killed at the end of the test."""
     runs: list[Run] = []
 
-    def begin(*arguments: str, text: str = CONFIG, command: Sequence[str] = COMMAND) -> Run:
-        runs.append(Run(tmp_path, model, *arguments, text=text, command=command))
+    def begin(*arguments: str, text: str = CONFIG, command: Sequence[str] = COMMAND, real: bool = False) -> Run:
+        runs.append(Run(tmp_path, model, *arguments, text=text, command=command, real=real))
         return runs[-1]
 
     yield begin
     for run in runs:
         for pid in run.processes():
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         run.process.wait(10)

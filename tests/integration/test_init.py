@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
+
+from tests.forked_command import ForkedCommand
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -17,10 +18,13 @@ ALARM = ("rollout.temperature=0.01", 'alarms.checkpoint=["entropy"]', "checkpoin
 
 
 def flash(*arguments: str, folder: Path) -> str:
-    command = [sys.executable, "-m", "flash", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=380, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    """Run a command in a folder, and return its output."""
+    output = folder / "output.txt"
+    with output.open("wb") as file:
+        words = ("-m", "flash", *arguments)
+        command = ForkedCommand(words, output=file.fileno(), folder=folder, variables=os.environ)
+    assert command.wait(380) == 0, output.read_text()
+    return output.read_text()
 
 
 def test_a_new_project_trains_at_once(tmp_path: Path) -> None:
