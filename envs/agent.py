@@ -326,7 +326,9 @@ class Agent:
         """
         while (pending := await self._session.next_call()) is not None:
             request, place = pending.call.request, pending.place
+            # The session has found the branch whose messages this request continues, and after how many responses.
             self._episode.go_on(place.branch, place.answers)
+            # The response may have been sampled ahead: `_expect` announced the request under this name.
             self._episode.comes(pending.call.name)
             refusal = await self._refusal(pending)
             if refusal is None:

@@ -126,6 +126,7 @@ class _Problem(msgspec.Struct, frozen=True):
 
     prompt: Prompt
     suite: Suite
+    """Tests that judge the program."""
 
 
 class CodeEnv:
@@ -137,6 +138,7 @@ class CodeEnv:
     def __init__(self, options: CodeOptions) -> None:
         self._options = options
         self._suite: Suite | None = None
+        """Tests of the episode's problem; None before `reset`."""
 
     @classmethod
     def check(cls, options: CodeOptions) -> None:

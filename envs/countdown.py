@@ -79,7 +79,9 @@ class CountdownProblem(msgspec.Struct, frozen=True):
     """A problem and its known solution."""
 
     numbers: tuple[int, ...]
+    """Given numbers, in the order of the prompt."""
     target: int
+    """Number to reach."""
     steps: tuple[str, ...]
     """Steps of the solution, such as `7*8=56`."""
     expression: str
@@ -107,6 +109,7 @@ class Countdown:
     def __init__(self, options: CountdownOptions) -> None:
         self._options = options
         self._problem: CountdownProblem | None = None
+        """Problem of the episode; None before `reset`."""
 
     @classmethod
     def check(cls, options: CountdownOptions) -> None:
@@ -147,6 +150,7 @@ class Countdown:
         return "".join(dict.fromkeys(signs + told))
 
     def _text(self, problem: CountdownProblem) -> str:
+        """Return the prompt of a problem in the form of the option `template`."""
         if self._options.template == "plain":
             return problem.prompt
         return _chat_text(problem.numbers, problem.target)
@@ -248,7 +252,9 @@ class _Parser:
         if strange:
             raise ValueError(f"{strange.group()!r} belongs to no expression")
         self._tokens = re.findall(r"[0-9]+|\S", text)
+        """Numbers, operators and parentheses that are not parsed yet."""
         self._used: list[int] = []
+        """Numbers of the expression, in order."""
 
     def parse(self) -> tuple[Fraction, list[int]]:
         """Return the value of the expression, and the numbers that it uses.

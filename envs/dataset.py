@@ -77,6 +77,7 @@ class _Row(msgspec.Struct, frozen=True):
 
     prompt: Prompt
     answer: str
+    """Reference answer, as text."""
     template: dict[str, Any]
     """Arguments of the model's chat template that the row gives; empty if it gives none."""
 
@@ -87,6 +88,7 @@ class DatasetEnv:
     def __init__(self, options: DatasetOptions) -> None:
         self._options = options
         self._row: _Row | None = None
+        """Row of the episode; None before `reset`."""
 
     @classmethod
     def check(cls, options: DatasetOptions) -> None:

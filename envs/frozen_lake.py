@@ -104,10 +104,15 @@ class Lake(msgspec.Struct, frozen=True):
     """A lake with the player on it. Cells are numbered row by row."""
 
     size: int
+    """Number of rows, and of columns."""
     holes: frozenset[int]
+    """Numbers of the cells that are holes."""
     goal: int
+    """Number of the goal's cell."""
     player: int
+    """Number of the player's cell."""
     slip: float
+    """Probability that a move goes to one of its sides."""
 
     @property
     def ground(self) -> str:
@@ -159,7 +164,9 @@ class FrozenLake:
     def __init__(self, options: FrozenLakeOptions) -> None:
         self._options = options
         self._lake: Lake | None = None
+        """Lake of the game; None before `reset`."""
         self._moves = 0
+        """Number of moves so far."""
         self._chance = random.Random()
 
     @classmethod

@@ -95,6 +95,7 @@ class GraderReport(msgspec.Struct, frozen=True):
     """Result of testing the grader of one family."""
 
     family: str
+    """Name of the family."""
     refused: list[str]
     """Reasons for which the grader is refused; empty if it is certified."""
 
@@ -109,6 +110,7 @@ class Reports(msgspec.Struct, frozen=True):
     version: str
     """Version of the package `reasoning-gym` whose graders were tested."""
     families: list[GraderReport]
+    """Report of each family of the package."""
 
 
 @functools.cache
@@ -203,7 +205,10 @@ def same(bad: str, answer: object) -> bool:
 
 
 async def certified(family: str, settings: dict[str, Any]) -> GraderReport:
-    """Certify a family's grader in a worker process. A worker that dies or takes too long gives a refusal."""
+    """Certify a family's grader in a worker process. A worker that dies or takes too long gives a refusal.
+
+    `ReasoningGym.prepare` calls this for families with settings of their own, and `main` for the shipped table.
+    """
     try:
         return await in_worker(CERTIFY_S, certify, family, settings)
     except TimeoutError:

@@ -39,11 +39,16 @@ wood writer
 """Topics of the sentences. The plural of each noun begins with the noun, so that plurals are recognized too."""
 
 BEGINNINGS: Final = "Yesterday Today Sometimes Once Perhaps Every Many When If After Although Nobody".split()  # noqa: SIM905
+"""Words with which a rule may let a sentence begin."""
 ENDINGS: Final = "today again forever together tomorrow home outside alone now here".split()  # noqa: SIM905
+"""Words with which a rule may let a sentence end."""
 WORDS: Final = "small old happy never always quiet bright because under while strange green people world".split()  # noqa: SIM905
+"""Words that a rule may require."""
 LETTERS: Final = "abcdghiklmnoprstuwy"
+"""Letters that a rule may forbid. Rare letters are left out, and `e`, which nearly every sentence needs."""
 
 WORD = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*|\d+")
+"""Pattern of a word, or of a number."""
 GAP = re.compile(r"\w+")
 """Pattern that separates the gaps between words. All patterns here must take linear time: a degenerate answer may be a
 single character that is repeated many times."""
@@ -170,6 +175,7 @@ class InstructionProblem(NamedTuple):
     """The topic and the rules of one sentence."""
 
     topic: str
+    """Noun that the sentence is about."""
     rules: list[Rule]
 
     def asked(self) -> str:
@@ -217,6 +223,7 @@ class Instructions:
     def __init__(self, options: InstructionOptions) -> None:
         self._options = options
         self._problem: InstructionProblem | None = None
+        """Problem of the episode; None before `reset`."""
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Return the prompt of this seed's problem."""

@@ -66,7 +66,9 @@ class _Maker(msgspec.Struct, frozen=True, dict=True):
     """Factory of one kind's environments: the class with its checked arguments."""
 
     env: type[Environment | SyncEnvironment]
+    """Class of the environment."""
     kwargs: dict[str, Any]
+    """Keyword arguments of the class."""
 
     def __call__(self) -> Environment | SyncEnvironment:
         return self.env(**self.kwargs)
@@ -112,8 +114,11 @@ class Mixture:
     def __init__(self, options: MixtureOptions) -> None:
         self._options = options
         self._env: Environment | None = None
+        """Environment of the episode's problem; None before `reset`."""
         self._episode: EpisodeView | None = None
+        """View of the episode's tokens, from `inform`."""
         self._scale = 1.0
+        """Factor for the rewards of this episode."""
 
     @classmethod
     def check(cls, options: MixtureOptions) -> None:

@@ -21,6 +21,7 @@ class ClassTable(msgspec.Struct, frozen=True):
     path: str
     """Path of the class: `module:Class`."""
     options: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Keyword arguments of the class."""
 
 
 def load_tasks(table: dict[str, Any]) -> tuple[type[Any], dict[str, Any]]:

@@ -187,8 +187,11 @@ class _ProblemKey(msgspec.Struct, frozen=True):
     """Key of a problem: the problem follows from these fields. Workers make the problem from it again for each call."""
 
     family: str
+    """Name of the family."""
     settings: dict[str, Any]
+    """Settings of the family."""
     seed: int
+    """Seed of the episode."""
 
 
 def final_answer(answer: str) -> str:

@@ -47,6 +47,7 @@ class _Game(msgspec.Struct):
     """Part of a game file: ALFWorld has marked the games whose task can be solved."""
 
     solvable: bool = False
+    """True if ALFWorld has found a solution of the task."""
 
 
 class Alfworld(TextGame[AlfworldOptions]):

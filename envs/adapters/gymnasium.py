@@ -35,6 +35,7 @@ class Gymnasium:
     def __init__(self, options: GymnasiumOptions) -> None:
         self._options = options
         self._env = _make(options)
+        """Gymnasium's environment of the episode."""
         self._shown = ""
         """Observation that was shown last."""
 

@@ -35,6 +35,7 @@ DEFAULT_WORKDIR = "/app"
 """Working directory if neither task.toml nor the Dockerfile sets one."""
 
 _Positive = Annotated[float, Meta(gt=0)]
+"""A positive number."""
 
 
 class HarborVerifier(msgspec.Struct, frozen=True):
@@ -74,6 +75,7 @@ class HarborMachine(msgspec.Struct, frozen=True):
     env: dict[str, str] = {}
     """Environment variables of all commands."""
     gpus: int = 0
+    """Number of GPUs. Only 0 is supported."""
     allow_internet: bool | None = None
     """Older form of `network_mode`."""
     network_mode: str = "public"
@@ -81,9 +83,13 @@ class HarborMachine(msgspec.Struct, frozen=True):
     workdir: str | None = None
     """Working directory of commands. None: the Dockerfile sets it."""
     os: str = "linux"
+    """Operating system. Only Linux is supported."""
     tpu: Any = None
+    """Request for TPUs. Only None is supported."""
     healthcheck: Any = None
+    """Check before the sandbox is used. Only None is supported."""
     mcp_servers: list[Any] = []
+    """Servers beside the sandbox. None is supported."""
 
     @property
     def online(self) -> bool:
@@ -108,6 +114,7 @@ class _File(msgspec.Struct, frozen=True):
     agent: HarborAgent = HarborAgent()
     environment: HarborMachine = HarborMachine()
     steps: list[Any] = []
+    """Steps of a task of several parts. None is supported."""
 
 
 class HarborTask(msgspec.Struct, frozen=True):
@@ -124,7 +131,9 @@ class HarborTask(msgspec.Struct, frozen=True):
     tests: Path
     """Folder of the tests on this machine."""
     verifier: HarborVerifier
+    """Options of the tests."""
     machine: HarborMachine
+    """Resources of the sandbox."""
 
 
 def read_task(folder: Path, image: str) -> HarborTask:

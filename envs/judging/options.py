@@ -116,6 +116,7 @@ class Suite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Tests that judge a program."""
 
     tests: Annotated[list[SuiteCase], Meta(min_length=1)]
+    """Tests, which run in this order."""
     language: str
     """Name of the program's language: a key of `LANGUAGES`, or of the option `languages`."""
     timeout: _Seconds | None = None

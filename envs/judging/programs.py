@@ -6,7 +6,9 @@ language's name. Prose without a block counts only if there is no block at all. 
 `envs.judging.chooser` makes it in the sandbox with the parser of the language, because parsing a model's text may take
 any time.
 
-Everything in this module takes time linear in the length of the answer, because it runs on the event loop.
+`envs.judging.judge` calls `find_blocks`. Environments with shell commands call `last_block`, and verifiers of texts
+call `final_part`. Everything in this module takes time linear in the length of the answer, because it runs on the event
+loop.
 """
 
 from __future__ import annotations
@@ -62,6 +64,7 @@ class Fence(NamedTuple):
     before: str
     """Text before the marks."""
     marks: str
+    """Backticks or tildes of the fence."""
     info: str
     """Text after the marks."""
     named: bool | None
@@ -84,6 +87,7 @@ class Block(NamedTuple):
     named: bool
     """True if the block has the name of the language."""
     texts: list[str]
+    """Texts that the block may be, the most likely first."""
     closed: bool = True
     """False if no fence ends the block."""
 

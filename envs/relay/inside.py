@@ -70,6 +70,7 @@ class Relay:
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
         self.listener = socket.socket()
+        """Socket at a free port of the loopback, where programs connect."""
         self.listener.bind(("127.0.0.1", 0))
         self.listener.listen(64)
         # A program may leave before it is accepted; `accept` would then wait for the next one.

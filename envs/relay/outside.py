@@ -89,6 +89,7 @@ class _Relay:
     """Relay over one terminal. Its tasks connect to the address for the programs in the sandbox."""
 
     _terminal: Terminal
+    """Terminal on which the other end runs. Set by `run`."""
 
     def __init__(self, tasks: TaskGroup, host: str, port: int) -> None:
         """Create a relay to the address `host:port`, whose tasks run in `tasks`."""

@@ -35,8 +35,10 @@ MAX_COMMAND = 1 << 20
 MAX_TIMEOUT_S = 86_400.0
 """Longest timeout of a command, in seconds."""
 Timeout = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
+"""Time limit of a command, in seconds."""
 
 _CommandText = Annotated[str, Meta(max_length=MAX_COMMAND)]
+"""A command, or a word of one."""
 _Image = Annotated[str, Meta(max_length=255, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*\Z")]
 """Name of an image. For a longer name, or other characters, engines respond with an internal error."""
 
@@ -112,6 +114,7 @@ class Exec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A command as it travels to a service over HTTP: the body of `run`, `stream` and `jobs`."""
 
     command: _CommandText | Sequence[_CommandText]
+    """Shell code, or a program with its arguments."""
     timeout: Timeout | None = None
     """Seconds after which the command is killed. None: only when the sandbox ends; allowed for jobs and terminals
     only."""
@@ -152,10 +155,13 @@ class Result(msgspec.Struct, frozen=True):
     oom_killed: bool
     """True if the kernel killed a process of the sandbox for lack of memory while the command ran."""
     stdout: bytes
+    """Standard output: all of it, or its beginning and its end."""
     stderr: bytes
+    """Standard error: all of it, or its beginning and its end."""
     stdout_truncated: bool
     """True if bytes from the middle are missing, because more than `output_limit` were written."""
     stderr_truncated: bool
+    """True if bytes from the middle of standard error are missing."""
     wall_s: float
     """Duration on the clock, in seconds."""
     cpu_s: float
@@ -182,9 +188,11 @@ class JobStatus(msgspec.Struct, frozen=True):
     """State of a background job at one moment."""
 
     running: bool
+    """True if the job has not ended."""
     stdout_bytes: int
     """Bytes written so far, including those that are no longer kept."""
     stderr_bytes: int
+    """Bytes written to standard error so far."""
     result: Result | None
     """Result of the job; None while it runs."""
 
@@ -195,6 +203,7 @@ class Output(msgspec.Struct, frozen=True):
     offset: int
     """Position of `data` in the stream. It is later than requested if the bytes before it are no longer kept."""
     data: bytes
+    """Bytes of the range."""
     total: int
     """Bytes written to the stream so far."""
 
@@ -206,7 +215,9 @@ class FileInfo(msgspec.Struct, frozen=True):
     """Name as `os.fsdecode` returns it: bytes that are not UTF-8 become surrogates. Paths may contain them too."""
     kind: Literal["file", "folder", "link", "other"]
     size: int
+    """Size in bytes."""
     mode: int
+    """Permissions."""
     modified_s: float
     """Time of the last change, in seconds since the epoch, on the sandbox's clock."""
 
@@ -215,6 +226,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     """Files of a sandbox, saved as an image of its engine. Processes are not part of it."""
 
     snapshot_id: str
+    """Id of the snapshot at its provider."""
     spec: Spec
     """Spec that starts a sandbox with these files."""
     size: int

@@ -81,6 +81,7 @@ class BoundedSandboxes:
         self._owner = owner
         self._most = most
         self._places = anyio.Semaphore(most)
+        """Semaphore with one place for each sandbox in use."""
         self._made = 0
         """Number of sandboxes lent so far."""
 

@@ -103,7 +103,9 @@ class SandboxOrder(Body, frozen=True):
     owner: Owner = ""
     """Owner of the sandbox. The pool shares its sandboxes fairly between owners."""
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
+    """Orders of one owner with a larger number are served sooner."""
     on_lost: OnLost = "fail"
+    """Reaction to a lost sandbox."""
     lease_s: Annotated[float, Meta(ge=1, le=MAX_TIMEOUT_S)] = 120.0
     """Seconds after which the sandbox ends, unless it is used or renewed before."""
 
@@ -112,19 +114,23 @@ class RunInSession(Body, frozen=True):
     """A command to run in a session."""
 
     command: Annotated[str, Meta(max_length=MAX_COMMAND)]
+    """Shell code."""
     timeout: Timeout
+    """Seconds after which the command is killed."""
 
 
 class Signal(Body, frozen=True):
     """A signal for a job."""
 
     name: Annotated[str, Meta(pattern="^SIG[A-Z0-9+]{1,12}$")] = "SIGTERM"
+    """Name of the signal."""
 
 
 class Fork(Body, frozen=True):
     """An order for forks: the number of them."""
 
     count: Annotated[int, Meta(ge=1, le=256)]
+    """Number of new sandboxes."""
 
 
 # ---- answers

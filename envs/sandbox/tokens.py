@@ -96,6 +96,7 @@ class Tokens:
                 raise ConfigError(f"token {name} has characters that a header cannot carry; use letters and digits")
         self._tokens = dict(tokens)
         self._digests = {name: _digest(token.secret) for name, token in tokens.items()}
+        """Digest of each token's secret, by name."""
         if len(set(self._digests.values())) < len(tokens):
             raise ConfigError("two names have the same token, so it would be unknown whose request it is")
 

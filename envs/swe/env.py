@@ -98,6 +98,7 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
     def __init__(self, options: SweOptions) -> None:
         super().__init__(options)
         self.fenced = options.template == "chat"
+        """True if commands stand in fenced blocks."""
         self._sandbox: Sandbox | None = None
         """Sandbox of the policy; None until its first command."""
 
@@ -228,6 +229,8 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
         """Return `count` training tasks, drawn with replacement, each with commands that solve it.
+
+        The run teaches a tiny model with them before the training, so that it answers with commands at all.
 
         Raises:
             ConfigError: the template is `chat`; the examples have the form of `plain`.

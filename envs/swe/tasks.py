@@ -75,7 +75,9 @@ class SweTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: Annotated[dict[str, str], Meta(min_length=1)]
     """Text of each file, by its path in the repository."""
     solution: Annotated[tuple[Edit, ...], Meta(min_length=1)]
+    """Edits that fix the bug."""
     checks: Annotated[tuple[SweCheck, ...], Meta(min_length=1)]
+    """Hidden checks, all of which pass after the solution."""
     level: Annotated[int, Meta(ge=1)] = 1
     """Difficulty, from 1."""
     held_out: bool = False

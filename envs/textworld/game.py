@@ -99,9 +99,11 @@ class TextGame(Generic[_Options]):
     def __init__(self, options: _Options) -> None:
         self._options = options
         self._episode = next(_episodes)
+        """Number by which workers recognize the episode."""
         self._file = ""
         """Path of the game's file; empty before `reset` and after the end."""
         self._commands: list[str] = []
+        """Commands of the episode so far."""
         self._score = 0.0
         """Score after the last turn, from which the next turn's reward is computed."""
 

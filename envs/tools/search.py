@@ -68,6 +68,7 @@ class Passage(msgspec.Struct, frozen=True):
     name: str
     """Path of the file below the folder of texts."""
     text: str
+    """Text of the passage."""
 
 
 class Index:

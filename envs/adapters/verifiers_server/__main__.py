@@ -35,9 +35,12 @@ class Server:
 
     def __init__(self, name: str, env: dict[str, Any], most: int) -> None:
         self._verifiers: Any = importlib.import_module("verifiers.v1")
+        """Module `verifiers.v1`."""
         table = {**env, "taskset": {**env.get("taskset", {}), "id": name}}
         self._env = self._verifiers.load_environment(self._verifiers.resolve_env_config(table))
+        """Environment of `verifiers`, which runs episodes."""
         self._tasks = list(islice(self._env.taskset, most))
+        """Tasks by the numbers that `play` gets."""
         self._lanes: dict[str, tuple[str, str]] = {}
         """Base URL and key of the episode that uses each lane."""
 

@@ -131,6 +131,7 @@ class Command:
         self.feed = None
         """`InputFeed` of a command whose input the host sends; None if it has none, or all input is there already."""
         self.timed_out = False
+        """True once its time is over."""
         self.ended_body = None
         """Result without the output; None until the command has ended."""
         self.waiters = set()
@@ -154,6 +155,7 @@ class Command:
         self.ticks = 0
         """CPU ticks of its processes at the last measurement."""
         self.oom_before = agent.oom.read()
+        """Number of processes that the kernel had killed for lack of memory when the command began."""
         self.start(request)
         agent.children[self.pid] = self
         agent.active.add(self)
@@ -300,6 +302,10 @@ class Command:
 
         During the grace this function calls itself again until no process of the command is left. A job keeps its
         result for later calls; another command sends it.
+
+        Args:
+            status: wait status of the first process, from which `ending` takes the exit code.
+            usage: CPU time and memory of the first process and the children that it waited for, from `os.wait4`.
         """
         self.agent.loop.cancel(self.timer)
         if self.stopping is None:

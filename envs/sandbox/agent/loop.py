@@ -113,6 +113,7 @@ class HostChannel:
         self.on_frame = on_frame
         self.on_lost = on_lost
         self.frames = Frames()
+        """Decoder of the bytes from the host."""
         self.outgoing = bytearray()
         """Bytes of frames that the host has not read yet."""
         self.open = True

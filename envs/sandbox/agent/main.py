@@ -55,6 +55,7 @@ class BoxAgent:
         self.env = dict(os.environ)
         """Environment variables of commands, to which a call adds its own."""
         self.workdir = options["workdir"]
+        """Working directory, at which relative paths begin."""
         self.is_init = os.getpid() == 1
         """True in a container. False in tests, where the agent is a process among others."""
         self.epoch = 0
@@ -82,6 +83,7 @@ class BoxAgent:
         # If the root is writable, Landlock would also refuse new files in it. The launcher is made before `protect`,
         # since it opens a file in our /proc, which `protect` closes to our own user.
         self.launcher = Launcher(self.is_init and not os.access("/", os.W_OK))
+        """Starts all processes of commands."""
         self.protected = protect()
         """True if other processes of the sandbox can neither read the agent's memory nor use its descriptors."""
         self.channel = None

@@ -378,7 +378,7 @@ class Pipe:
         loop.watch(fd, self.read)
 
     def read(self) -> None:
-        """Read once, and close the pipe at its end."""
+        """Read once, and close the pipe at its end. The loop calls this when there is output."""
         try:
             data = os.read(self.fd, READ_BYTES)
         except BlockingIOError:
@@ -538,6 +538,7 @@ class Stat:
         self.state = fields[0]
         """State of the first thread, such as b"R" (running) or b"Z" (zombie)."""
         self.parent, self.group, self.session = (int(field) for field in fields[1:4])
+        """Ids of the parent process, the process group and the session."""
         self.ticks = sum(int(field) for field in fields[11:15])
         """CPU time, in ticks, of the process and its reaped children."""
         self.threads = int(fields[17])

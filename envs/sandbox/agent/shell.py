@@ -161,7 +161,11 @@ class StatefulBash:
             self.send_command(RESTORE.encode() % (cwd, quote(self.state)), b":")
 
     def measure(self) -> "tuple[int, int]":
-        """Return the CPU ticks of the shell and its reaped children, and the machine's uptime in ticks."""
+        """Return the CPU ticks of the shell and its reaped children, and the machine's uptime in ticks.
+
+        The difference between the begin and the end of a command is the command's CPU time. The uptime tells processes
+        of this command from older ones.
+        """
         try:
             ticks = Stat(self.pid).ticks
         except (OSError, ValueError, IndexError):
@@ -264,11 +268,13 @@ class Running:
         self.reply = reply
         self.request = request
         self.text = request["command"]
+        """Shell code of the command."""
         self.rings = {"stdout": Ring(request["limit"]), "stderr": Ring(request["limit"])}
         """Kept output by stream."""
         self.token = binascii.hexlify(os.urandom(12))
         """Random text by which the shell's answer to this command is recognised."""
         self.timed_out = False
+        """True once its time is over."""
         self.unreported = False
         """True if the shell's answer did not report how the command ended."""
         self.stopping = None
@@ -276,6 +282,7 @@ class Running:
         self.timer = None
         """Timer for the next step of the command's end: `give_up`, `expire` or `check`."""
         self.started = now()
+        """Time at which it was queued, and later at which it began."""
         self.cpu_before = 0
         """CPU ticks of the shell and its reaped children when the command began."""
         self.oom_before = 0
@@ -350,6 +357,7 @@ class Shell:
         self.restarts = 0
         """Number of times that bash was replaced by a new one."""
         self.closed = False
+        """True once the session is being closed."""
         self.pipes = {}
         """`Pipe` of each output stream."""
         self.writing_ends = []

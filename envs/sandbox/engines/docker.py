@@ -112,6 +112,7 @@ class DockerBackend:
             ConfigError: no address was given and no usual socket exists, or the address has an unknown form.
         """
         self.url = url or find_engine()
+        """Address of the engine."""
         if not self.url.startswith(ADDRESS_FORMS):
             raise ConfigError(
                 "expected unix:///path, http://…, https://… or tcp://HOST:PORT as the engine's address, "

@@ -114,12 +114,15 @@ class DockerApi:
     """
 
     _docker: aiodocker.Docker
+    """Client of aiodocker. Set by `__aenter__`."""
     _connector: aiohttp.BaseConnector
+    """Connections of the client. Set by `__aenter__`."""
 
     def __init__(self, url: str, request_s: float) -> None:
         self.url = url
         self._request_s = request_s
         self._executing = anyio.CapacityLimiter(EXECS)
+        """Limiter of execs that are being started."""
 
     async def __aenter__(self) -> Self:
         path = self.url.removeprefix("unix://")

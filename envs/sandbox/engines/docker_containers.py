@@ -135,6 +135,7 @@ class DockerContainers:
         self._by_socket = api.url.startswith("unix://")
         """True if the engine is reached by a socket. Then it mostly runs on this machine, whose files are visible."""
         self._creating = anyio.CapacityLimiter(CREATES)
+        """Limiter of containers that are being created."""
         self._walking = anyio.CapacityLimiter(WALKS)
         """Limiter of the threads that measure layers."""
         self._cleaning = anyio.CapacityLimiter(1)

@@ -85,6 +85,7 @@ class _ProcessLink:
         assert process.stdin is not None
         assert process.stdout is not None
         self.transcript = b""
+        """Empty: the process writes its errors to this process's standard error."""
         self._input = process.stdin
         self._output = process.stdout
 
@@ -152,6 +153,7 @@ class FakeContainers:
         self._images = images
         self._faults = faults
         self._numbers = 0
+        """Number of containers so far."""
 
     def known(self, container_id: str) -> FakeContainer:
         """Return a container.
@@ -277,7 +279,9 @@ class FakeBackend:
     def __init__(self, *, prelude: str = "") -> None:
         """Create a backend with a temporary folder. `prelude` is source code that runs in each agent before its own."""
         self.faults = EngineFaults()
+        """Faults that tests inject."""
         self.folder = Path(tempfile.mkdtemp(prefix="flash-fake-"))
+        """Temporary folder with the folders of containers and images."""
         self.images = FakeImages(self.folder)
         self.containers = FakeContainers(self.folder, self.images, self.faults)
         self.agents = FakeAgents(self.containers, prelude)

@@ -387,6 +387,7 @@ class AgentSession:
         self._sandbox = sandbox
         self.name = name
         self.restarts = 0
+        """Number of times that the shell was replaced."""
 
     async def run(self, command: str, *, timeout: float) -> Result:
         """Run one command after the earlier ones of this session, and return its result."""
@@ -415,6 +416,7 @@ class AgentTerminal:
     def __init__(self, call: AgentCall) -> None:
         self._call = call
         self._ended = False
+        """True once the program has ended."""
 
     async def write(self, data: bytes) -> None:
         await self._call.send(data)

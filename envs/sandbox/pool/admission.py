@@ -39,6 +39,7 @@ class Demand(msgspec.Struct, frozen=True):
     millicpus: int
     """Thousandths of a core."""
     memory_mib: int
+    """Memory in MiB."""
 
     def __add__(self, other: Demand) -> Demand:
         return Demand(self.millicpus + other.millicpus, self.memory_mib + other.memory_mib)
@@ -66,6 +67,7 @@ class HostView(msgspec.Struct):
     """State of one host, for placement."""
 
     name: str
+    """Name of the host in the pool."""
     capacity: Demand
     """Resources that may be promised to sandboxes."""
     accepts: bool = True

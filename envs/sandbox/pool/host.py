@@ -112,6 +112,7 @@ class Container(msgspec.Struct, frozen=True):
     labels: Mapping[str, str]
     """Labels, from which `envs.sandbox.pool.ownership` finds the owner."""
     running: bool
+    """True if the container runs; False for an image."""
     image: bool = False
     """True if this is the image of a snapshot."""
 

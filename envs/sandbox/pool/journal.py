@@ -134,6 +134,7 @@ class MemoryTable(Generic[_T]):
 
     def __init__(self) -> None:
         self.rows: dict[str, _T] = {}
+        """Rows by key, in the order in which they were written first."""
 
     async def put(self, key: str, row: _T) -> None:
         self.rows[key] = row
@@ -191,6 +192,7 @@ class SqliteJournal:
             ConfigError: the file cannot be opened.
         """
         self._limiter = anyio.CapacityLimiter(1)
+        """Limiter that runs one query at a time, in a thread."""
         self.leases = SqliteTable(self, "leases", "lease", Entry)
         self.snapshots = SqliteTable(self, "snapshots", "image", KeptSnapshot)
         path.touch(mode=0o600, exist_ok=True)

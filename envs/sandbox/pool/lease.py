@@ -54,6 +54,7 @@ class LeaseOrder(msgspec.Struct, frozen=True, kw_only=True):
     """An order of one lease, by a program of this process or by a client of the service."""
 
     spec: Spec
+    """Kind of the sandbox."""
     owner: str
     """Name under which sandboxes are shared fairly; see `envs.sandbox.pool.admission`."""
     token: str = ""

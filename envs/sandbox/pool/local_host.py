@@ -159,7 +159,9 @@ class LocalHost:
         self._load: MachineLoad | None = None
         """Load of the engine's machine at the last check; None if it is not measured."""
         self._reaper = Reaper(maker, identity, self._settings, alive=alive, wall=wall)
+        """Removes containers and snapshots without an owner."""
         self._starts = anyio.Semaphore(self._settings.starts_at_once)
+        """Semaphore with one place for each sandbox that is starting."""
         self._wake = anyio.Event()
         """Event that makes `_keep_warm` look again: a request, an end, or a change of `_refusal`."""
         self._changed: Callable[[], None] = lambda: None

@@ -170,6 +170,7 @@ class OwnerLock:
         """Describe the lock. Entering the block creates the file at `path`, and takes the lock."""
         self.path = path
         self._descriptor: int | None = None
+        """Open lock file; None outside of the block."""
 
     def __enter__(self) -> OwnerLock:
         """Take the lock.

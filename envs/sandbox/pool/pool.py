@@ -44,8 +44,11 @@ class SandboxPool:
     ) -> None:
         """Create a pool; `open_pool` describes the parameters. `tasks` is the group of all tasks of the pool."""
         self.state = PoolState(hosts, settings, wall)
+        """Queue, leases, failures and hosts."""
         self.snapshots = SnapshotBook(wall)
+        """Snapshots that holders know."""
         self._server = LeaseServer(self.state, tasks, settings, journal, wall)
+        """Runs the task of each lease."""
         self._tasks = tasks
         self._settings = settings
         self._journal = journal

@@ -99,8 +99,10 @@ class SimulatedSandbox(Sandbox):
     """A sandbox in which only time passes."""
 
     def __init__(self, maker: SimulatedMaker, sandbox_id: str, spec: Spec, labels: Mapping[str, str]) -> None:
+        """Create a sandbox that is ready. `SimulatedMaker.make` calls this, and lists the container afterwards."""
         self.labels = labels
         self.container_id = uuid4().hex
+        """Id of the container at the simulated engine."""
         self.running = True
         """True if the container was started."""
         self._maker = maker

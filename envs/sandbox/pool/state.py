@@ -69,6 +69,7 @@ class Quarantine:
         self._threshold = threshold
         self._cooldown = cooldown
         self._records: dict[str, _Record] = {}
+        """Failures of each key that has failed since its last success."""
 
     def failed(self, key: str, why: str, now: float) -> bool:
         """Record a failure of `key`. Returns True if this failure puts the key in quarantine."""
@@ -126,7 +127,9 @@ class PoolFailures:
         self._wall = wall
         self._changed = changed
         self._bad_hosts = Quarantine(threshold=threshold, cooldown=cooldown)
+        """Quarantine of hosts."""
         self._bad_kinds = Quarantine(threshold=threshold, cooldown=cooldown)
+        """Quarantine of kinds of sandboxes that have never started."""
         self._good_kinds: set[str] = set()
         """Kinds that have started at least once on some host."""
         self.counts: Counter[str] = Counter()
@@ -369,7 +372,9 @@ class PoolState:
     """
 
     def __init__(self, hosts: Sequence[Host], settings: PoolSettings, wall: Callable[[], float]) -> None:
+        """Create the state of a pool without leases. `SandboxPool` makes it; `wall` returns the unix time."""
         self._hosts = {host.name: host for host in hosts}
+        """Hosts by name."""
         self.admission = SandboxAdmission(max_waiting=settings.max_waiting, patience=settings.patience)
         self.leases = LeaseBook()
         self.failures = PoolFailures(settings.quarantine_threshold, settings.quarantine_s, wall, self.changed)

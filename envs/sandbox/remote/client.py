@@ -122,6 +122,7 @@ class SandboxClient:
             ConfigError: the address or the token cannot be used.
         """
         self._http = HttpClient(url, token, verify)
+        """HTTP connection to the service."""
         self._stack = AsyncExitStack()
         """Everything that the end of the block closes."""
         self._tasks: TaskGroup
@@ -181,6 +182,8 @@ class SandboxClient:
 
     async def order(self, order: SandboxOrder, key: str, *, wait: float = POLL_S) -> Info:
         """Order a sandbox. It may not be ready yet when this returns; `wait_ready` waits for it.
+
+        `acquire` and `RemoteHost` call this, and repeat it with the same key if the response was lost.
 
         Args:
             order: the order.
@@ -288,6 +291,7 @@ class RemoteSandbox(Sandbox):
         self.path = f"/v1/sandboxes/{info.id}"
         """Path of the sandbox in the service's API."""
         self._ended = anyio.Event()
+        """Event that is set once the end of the sandbox is recorded."""
         self._state: State = "ready"
 
     @property
@@ -531,8 +535,10 @@ class RemoteSession:
     def __init__(self, sandbox: RemoteSandbox, info: SessionInfo) -> None:
         self._sandbox = sandbox
         self._path = f"sessions/{info.name}"
+        """Path of the session below that of its sandbox."""
         self._name = info.name
         self._restarts = info.restarts
+        """Number of times that the shell was replaced, in the last response."""
 
     @property
     def name(self) -> str:
@@ -564,6 +570,7 @@ class RemoteJob:
     def __init__(self, sandbox: RemoteSandbox, job_id: str) -> None:
         self._http = sandbox.http
         self._path = f"{sandbox.path}/jobs/{job_id}"
+        """Path of the job in the service's API."""
         self._job_id = job_id
 
     @property

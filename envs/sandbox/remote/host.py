@@ -45,6 +45,7 @@ class RemoteHost:
         self._client = client
         self._service = service
         self._report = HostReport(NOTHING, accepts=False, why="the host was not asked yet")
+        """Report of the last status of the service."""
 
     @property
     def name(self) -> str:

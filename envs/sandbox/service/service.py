@@ -68,6 +68,7 @@ class _Answer:
         self.scope = anyio.CancelScope()
         """Cancel scope around the call."""
         self.result: Any = None
+        """Value that the call returned."""
         self.error: FlashError | ProblemError | None = None
         """Error of the call; None if it has none, or is in progress."""
 
