@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import struct
+import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import anyio.abc
@@ -16,7 +18,7 @@ import pytest
 from envs.agent import Agent, AgentOptions
 from envs.programs import OUTPUT_BYTES
 from envs.relay.boxed import BoxOptions, run_boxed
-from envs.relay.inside import CLOSED, CONNECTIONS, CREDIT, DATA, END, HEADER, MARK, OPEN, PIECE, WINDOW
+from envs.relay.inside import CLOSED, CONNECTIONS, CREDIT, DATA, END, HEADER, MARK, OPEN, PAUSE_S, PIECE, WINDOW, Relay
 from envs.relay.outside import CHATTER, open_relay
 from envs.sandbox.api import Spec
 from envs.sandbox.open import Location, open_sandboxes
@@ -369,6 +371,26 @@ async def test_a_program_in_the_place_of_the_relays_end_loses_its_connections(fr
             await ended.wait()
             # So that the port in the sandbox is closed, and later connections do not wait for ever.
             await wire.left.wait()
+
+
+def test_the_relays_end_in_the_sandbox_waits_for_nothing_but_its_selector() -> None:
+    relay = Relay()
+    with relay.listener:
+        relay.accept()  # no program is there any more
+    assert relay.clients == {}
+
+
+def test_the_relays_end_in_the_sandbox_pauses_without_a_descriptor_for_a_connection() -> None:
+    class Exhausted:
+        def accept(self) -> None:
+            raise OSError(errno.EMFILE, "no descriptor is left")
+
+    relay = Relay()
+    relay.listener.close()
+    relay.listener = cast("Any", Exhausted())
+    begin = time.monotonic()
+    relay.accept()
+    assert time.monotonic() - begin >= PAUSE_S
 
 
 @pytest.mark.integration
