@@ -184,7 +184,7 @@ class InstructionProblem(NamedTuple):
         return " ".join([f"Write one sentence about {article} {self.topic}.", *(rule.text for rule in self.rules)])
 
     def missing(self, answer: str) -> str | None:
-        """Return the first thing that an answer lacks; None if it lacks nothing."""
+        """Return the first fault of an answer, for the note of the episode; None if the answer has none."""
         text, said = answer.strip(), words(answer)
         if len(set(said)) < LEAST_WORDS or ends_early(text):
             return f"not one sentence of at least {LEAST_WORDS} different words"

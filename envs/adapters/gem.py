@@ -102,6 +102,7 @@ def _known() -> list[str]:
 def _play(name: str, kwargs: dict[str, Any], seed: int, answers: list[str]) -> tuple[str, float, bool, bool]:
     """Replay an episode in a worker. Returns the observation, the reward, `terminated` and `truncated` of its end."""
     env = _library().make(name, **kwargs)
+    # GEM's environments seed NumPy, which takes no seed of more than 32 bits.
     (shown, info), reward, terminated, truncated = env.reset(seed=seed % 2**32), 0.0, False, False
     for answer in answers:
         shown, reward, terminated, truncated, info = env.step(answer)

@@ -136,7 +136,10 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
     # -- the policy's sandbox ----------------------------------------------------------------------------------------
 
     async def _run(self, task: SweTask, command: str) -> Result:
-        """Run commands in the repository's folder, with errors among the output. The first call borrows the sandbox."""
+        """Run commands in the repository's folder. `ShellEnv.step` calls this; the first call borrows the sandbox.
+
+        Errors are part of the output, so that the policy sees both in the order in which they were written.
+        """
         if self._sandbox is None:
             self._sandbox = await self._borrowed(task)
         # The prefix is on the same line, so that line numbers in the shell's error messages are those of the policy's

@@ -280,7 +280,10 @@ class Command:
         self.timer = self.agent.loop.later(GRACE, self.kill)
 
     def kill(self) -> None:
-        """Kill all processes of the command: at the end of the grace, and after its first process has ended."""
+        """Kill all processes of the command.
+
+        Called at the end of the grace, after the end of a stopped command's first process, and for SIGKILL to a job.
+        """
         send_to_group(self.pid, _signal.SIGKILL)
         if self.agent.is_init and self.agent.epoch == 1 and self.agent.active <= {self} and not self.agent.shells:
             # With one command and no session, every process belongs to it, and one call reaches all at once. Not after

@@ -288,6 +288,7 @@ def unreadable_copy(path: str) -> int:
         # A file that is open for writing cannot be run.
         reading = os.open("/proc/self/fd/{}".format(writing), os.O_RDONLY | os.O_CLOEXEC)
         os.fchmod(writing, 0o111)
+        # A script cannot be run without read permission: its interpreter opens it.
         return reading if content[:4] == b"\x7fELF" else -1
     except OSError:
         return -1

@@ -309,7 +309,10 @@ class Running:
         self.stop()
 
     def stop(self) -> None:
-        """End the shell and the processes that the command has started. Those of earlier commands go on."""
+        """End the shell and the processes that the command has started. Those of earlier commands go on.
+
+        Called at the timeout, when the call is cancelled, and if the shell does not report the command's end.
+        """
         if self.stopping is not None:
             return
         self.stopping = now()

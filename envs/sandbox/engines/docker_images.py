@@ -90,7 +90,7 @@ class DockerImages:
 
     @asynccontextmanager
     async def _paused(self, container_id: str) -> AsyncGenerator[None]:
-        """Pause a container's processes for the time of the block."""
+        """Pause a container's processes for the time of the block, so that `commit` gets files of one moment."""
         path = f"containers/{container_id}"
         try:
             await self._pause(path)

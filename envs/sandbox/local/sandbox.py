@@ -409,7 +409,10 @@ class LocalSandbox(AgentSandbox):
             pause = min(2 * pause, LAST_PAUSE)
 
     async def _introduce(self, link: Link, *, fresh: bool) -> Channel:
-        """Start the agent, or prove to a running one that this host may take over. Returns the channel."""
+        """Start the agent, or prove to a running one that this process may take over. Returns the channel.
+
+        `fresh` is True if the link leads to a first process that waits for the greeting, and not to a running agent.
+        """
         if not fresh:
             await link.send(self._container.secret.encode())
             return Channel(link)
@@ -509,7 +512,10 @@ class LocalSandbox(AgentSandbox):
             self._end("closed", f"it made more than {most.entries} files and folders")
 
     def _end(self, state: State, reason: str) -> None:
-        """Set the final state and its reason, and break the channel off. Only the first call has an effect."""
+        """Set the final state and its reason, and break the channel off. Only the first call has an effect.
+
+        Called by the owner's `close`, and by the tasks that watch the sandbox. `_live` then removes the container.
+        """
         if self._ending.is_set():
             return
         self._state, self._reason = state, f"sandbox {self._container.name}: {reason}"

@@ -455,6 +455,7 @@ class SandboxAdmission:
         grant = self._granted[request.id] = Grant(request, waiting.arrival, host.name)
         host.granted += request.demand
         if host.warm.get(request.warm_key, 0) > 0:
+            # The lease will take a ready sandbox. The next report of the host comes too late for this decision.
             host.warm[request.warm_key] -= 1
         self._usage[request.owner] = self._usage.get(request.owner, NOTHING) + request.demand
         pays = payer(request.owner)

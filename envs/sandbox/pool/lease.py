@@ -252,7 +252,7 @@ class SandboxLease:
 
 
 async def _still_answers(sandbox: Commands) -> bool:
-    """Return True if a sandbox that a call reported as lost still answers."""
+    """Return True if a sandbox that a call reported as lost still answers: only its connection broke for a while."""
     try:
         with anyio.move_on_after(PROBE_S):
             await sandbox.run(["true"], timeout=PROBE_S)
@@ -260,7 +260,7 @@ async def _still_answers(sandbox: Commands) -> bool:
     except (SandboxLostError, SandboxClosedError, SandboxTimeoutError):
         pass
     except SandboxError:
-        return True
+        return True  # An agent that refuses a command still lives.
     return False
 
 

@@ -211,7 +211,7 @@ class Recovery:
         self._state = server.state
 
     async def begin(self, hosts: Sequence[Host]) -> None:
-        """Restore the leases of an earlier run from the journal, and start the hosts.
+        """Restore the leases of an earlier run from the journal, and start the hosts. `SandboxPool.begin` calls this.
 
         A lease whose sandbox is on a host of this pool waits for that host's recovery. Any other lease is queued again.
         """

@@ -224,10 +224,10 @@ class LeaseWork:
             await answer.done.wait()
 
     def _drop_old(self) -> None:
-        """Drop the oldest answers beyond `ANSWERS_KEPT` and `ANSWERS_KEPT_BYTES`."""
-        given = [(key, answer) for key, answer in reversed(self._answers.items()) if answer.done.is_set()]
+        """Drop the oldest answers beyond `ANSWERS_KEPT` and `ANSWERS_KEPT_BYTES`. Called at the end of each call."""
+        finished = [(key, answer) for key, answer in reversed(self._answers.items()) if answer.done.is_set()]
         size = 0
-        for place, (key, answer) in enumerate(given):
+        for place, (key, answer) in enumerate(finished):
             size += _output(answer.result)
             if place >= ANSWERS_KEPT or (place and size > ANSWERS_KEPT_BYTES):
                 del self._answers[key]
@@ -243,6 +243,7 @@ async def _first_of(*waits: Callable[[], Awaitable[object]]) -> None:
     async with anyio.create_task_group() as tasks:
 
         async def wait(one: Callable[[], Awaitable[object]]) -> None:
+            """Wait for one of them, and then leave the block."""
             await one()
             tasks.cancel_scope.cancel()
 
@@ -264,6 +265,7 @@ class Service:
     """
 
     def __init__(self, pool: SandboxPool, tokens: Tokens, tasks: TaskGroup, name: str) -> None:
+        """Create a service over `pool` for the callers that have one of `tokens`."""
         self.pool = pool
         self.tokens = tokens
         self.name = name
