@@ -441,7 +441,7 @@ class Agent:
         return self._solved.solved_examples(count, seed)
 
     def alphabet(self) -> str:
-        """Return the characters of the tasks' prompts and answers."""
+        """Return the characters of the tasks' prompts and answers. They become a tiny model's vocabulary."""
         return self._solved.alphabet()
 
     @property

@@ -127,17 +127,17 @@ class ChainedSums:
         """Do nothing: there is nothing to release, not even in a step that never returns."""
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
-        """Return `count` complete training chains."""
+        """Return `count` complete training chains, with which the run teaches a tiny model before the training."""
         rng = random.Random(seed)
         chains = [self._draw(rng, held_out=False) for _ in range(count)]
         return [SolvedExample(chain[0].prompt, chain[0].answer, tuple(chain[1:])) for chain in chains]
 
     def alphabet(self) -> str:
-        """Return the digits, the plus sign and the equals sign."""
+        """Return the digits, the plus sign and the equals sign. They become a tiny model's vocabulary."""
         return "0123456789=+"
 
     def _draw(self, rng: random.Random, held_out: bool) -> list[SolvedExample]:
-        """Draw a training or a held-out chain."""
+        """Draw a training or a held-out chain. A second operand whose sum belongs to the other side is drawn again."""
         digits = self._options.digits
         low, high = 10 ** (digits - 1), 10**digits
         left = rng.randrange(low, high)

@@ -202,6 +202,8 @@ class CodeEnv:
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
         """Return `count` generated training problems with right programs, drawn with replacement.
 
+        The run teaches a tiny model with them before the training.
+
         Raises:
             ConfigError: the problems come from a data set, which has no solved examples.
         """
@@ -211,7 +213,7 @@ class CodeEnv:
         return [draw_linear(rng, options.largest, held_out=False).solved(options.language) for _ in range(count)]
 
     def alphabet(self) -> str:
-        """Return every character of generated problems and their programs."""
+        """Return every character of generated problems and their programs. They become a tiny model's vocabulary."""
         return "".join(dict.fromkeys(f"0123456789= :{PROGRAMS[self._options.language]}*x+y".replace("{}", "")))
 
     def _generated(self, seed: int) -> _Problem:

@@ -138,7 +138,10 @@ class Countdown:
         """Do nothing: there is nothing to release."""
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
-        """Return `count` training problems with their solutions, step by step."""
+        """Return `count` training problems with their solutions, step by step.
+
+        The run teaches a tiny model with them before the training.
+        """
         rng = random.Random(seed)
         problems = [draw(rng, self._options, held_out=False) for _ in range(count)]
         return [SolvedExample(self._text(problem), problem.solution) for problem in problems]

@@ -64,7 +64,7 @@ class Counting(OneTurn):
         return [self._draw(rng, held_out=False, length=length) for length in lengths]
 
     def alphabet(self) -> str:
-        """Return the letters and the digits."""
+        """Return the letters and the digits. They become a tiny model's vocabulary."""
         return self._signs + "0123456789"
 
     def _draw(self, rng: random.Random, held_out: bool, length: int | None = None) -> SolvedExample:

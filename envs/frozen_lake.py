@@ -209,12 +209,15 @@ class FrozenLake:
         """Do nothing: there is nothing to release."""
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
-        """Return `count` complete training games of an optimal player."""
+        """Return `count` complete training games of an optimal player, to teach a tiny model before the training."""
         rng = random.Random(seed)
         return [self._played(rng) for _ in range(count)]
 
     def alphabet(self) -> str:
-        """Return the characters of the moves and the maps, and of the rules if they are shown."""
+        """Return the characters of the moves and the maps, and of the rules if they are shown.
+
+        They become a tiny model's vocabulary.
+        """
         told = RULES if self._options.template == "chat" else ""
         return "".join(dict.fromkeys(f"{SIGNS}\n{''.join(MOVES)}{told}"))
 

@@ -59,6 +59,9 @@ class OneTurn(ABC):
         """Do nothing: an episode holds only its problem."""
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
-        """Return `count` training problems with their answers, drawn with replacement."""
+        """Return `count` training problems with their answers, drawn with replacement.
+
+        The run teaches a tiny model with them before the training.
+        """
         rng = random.Random(seed)
         return [self._draw(rng, held_out=False) for _ in range(count)]

@@ -185,6 +185,8 @@ class Mixture:
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
         """Return `count` solved examples; each kind's share follows from its weight.
 
+        The run teaches a tiny model with them before the training.
+
         Raises:
             ConfigError: a kind has no solved examples.
             EnvError: the environment of a kind returned fewer examples than requested.
@@ -203,7 +205,7 @@ class Mixture:
         return [next(examples[name]) for name in names]
 
     def alphabet(self) -> str:
-        """Return every character of every kind, each once."""
+        """Return every character of every kind, each once. They become a tiny model's vocabulary."""
         return "".join(dict.fromkeys("".join(env.alphabet() for env in self._solved.values())))
 
     @cached_property

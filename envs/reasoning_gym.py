@@ -169,7 +169,10 @@ class ReasoningGym:
         ]
 
     def alphabet(self) -> str:
-        """Return printable ASCII, and the other characters of the first problems."""
+        """Return printable ASCII, and the other characters of the first problems.
+
+        They become a tiny model's vocabulary.
+        """
         shown = (example.prompt + example.answer for example in self.solved_examples(ALPHABET_PROBLEMS, 0))
         return "".join(dict.fromkeys(string.printable[:95] + "\n" + "".join(shown)))
 

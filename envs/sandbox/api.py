@@ -92,6 +92,8 @@ def check_timeout(seconds: object) -> None:
 def check_command(command: Any, timeout: object, patience: object, env: Mapping[Any, Any] | None) -> None:
     """Refuse a command that no agent could run. A timeout and a patience of None are accepted.
 
+    `Exec` calls this before a command travels to a service, and `AgentSandbox` before it travels to the agent.
+
     The types are checked too: the arguments come from programs of users, which no checker of types has seen.
 
     Raises:
@@ -133,7 +135,10 @@ class Exec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         check_command(self.command, self.timeout, self.patience, self.env)
 
     def converted(self, convert: Callable[[str], str]) -> Exec:
-        """Return a copy with each of its texts converted. They may contain bytes that are not UTF-8."""
+        """Return a copy with each of its texts converted, because texts may contain bytes that are not UTF-8.
+
+        The client converts with `to_wire` before it sends the command, and the service with `from_wire`.
+        """
         command, env, cwd = self.command, self.env, self.cwd
         return msgspec.structs.replace(
             self,

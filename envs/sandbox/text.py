@@ -47,7 +47,7 @@ def to_wire(text: str) -> str:
 
 
 def from_wire(text: str) -> str:
-    """Decode a text from the HTTP API.
+    """Decode a text from the HTTP API. The service decodes commands with it, and the client names of files.
 
     Raises:
         SandboxRefusedError: the text has a zero byte that does not begin an encoded byte.

@@ -244,7 +244,7 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
         return [self._example(rng.choice(tasks)) for _ in range(count)]
 
     def alphabet(self) -> str:
-        """Return every character that can be shown."""
+        """Return every character that can be shown. They become a tiny model's vocabulary."""
         return PLAIN
 
     def _example(self, task: SweTask) -> SolvedExample:

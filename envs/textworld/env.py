@@ -108,7 +108,10 @@ class TextWorld(TextGame[TextWorldOptions]):
         return [examples[number] for number in numbers]
 
     def alphabet(self) -> str:
-        """Return the characters that a game can show: printable ASCII, since games are written in English."""
+        """Return the characters that a game can show: printable ASCII, since games are written in English.
+
+        They become a tiny model's vocabulary.
+        """
         return "".join(map(chr, range(32, 127))) + "\n"
 
     def _example(self, number: int) -> SolvedExample:

@@ -144,7 +144,10 @@ class FolderChain:
         """Path below `top` of the folder that was opened last, and its descriptor."""
 
     def open(self, path: str, make: bool = False) -> int:
-        """Return the open folder of this path below `top`. It stays open until the next call."""
+        """Return the open folder of this path below `top`; with `make`, missing folders are created.
+
+        It stays open until the next call.
+        """
         if path != self.path:
             inside = not self.path or path.startswith(self.path + "/")
             start, rest = (self.here, path[len(self.path) :]) if inside else (self.top, path)

@@ -567,7 +567,10 @@ def processes() -> "list[Stat]":
 
 
 def adopted() -> "list[int]":
-    """Return the process ids of our children: processes that we started, and orphans that the kernel gave to us."""
+    """Return the process ids of our children: processes that we started, and orphans that the kernel gave to us.
+
+    `end_leftovers` finds the processes here that ended commands have left behind.
+    """
     own = os.getpid()
     try:
         with open("/proc/self/task/{}/children".format(own), "rb") as file:

@@ -129,6 +129,7 @@ class DockerImages:
             "commit",
             SandboxError,
             method="POST",
+            # Without a pause by the engine, which would not retry: `commit` pauses a running container itself.
             params={"container": container_id, "repo": repository, "tag": tag or "latest", "pause": "false"},
             # Podman fails if the request has no body.
             data={"Labels": dict(labels)},

@@ -500,7 +500,7 @@ class SandboxAdmission:
         return granted
 
     def _forget(self, owner: str) -> None:
-        """Drop the records of an owner that neither waits nor holds a grant."""
+        """Drop the records of an owner that neither waits nor holds a grant: a service may see very many owners."""
         if self._held.get(owner, 0) == 0:
             self._held.pop(owner, None)
             self._usage.pop(owner, None)
