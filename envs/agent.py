@@ -185,7 +185,7 @@ class AgentRun:
 
 
 class Agent:
-    """Environment of one episode: one agent works on one task."""
+    """Environment of one episode: one agent works on one task. The rollout node makes one object for each episode."""
 
     opener: ClassVar[SandboxOpener] = staticmethod(open_sandboxes)
     """Function that opens the sandboxes of a node. Tests replace it by a fake."""

@@ -57,7 +57,7 @@ class ArithmeticOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Arithmetic(OneTurn):
-    """Environment of one arithmetic problem."""
+    """Environment of one arithmetic problem. The rollout node makes one object for each episode."""
 
     def __init__(self, options: ArithmeticOptions) -> None:
         self._low = 10 ** (options.digits - 1) if options.digits > 1 else 0

@@ -130,7 +130,7 @@ class _Problem(msgspec.Struct, frozen=True):
 
 
 class CodeEnv:
-    """Environment of one program to write."""
+    """Environment of one program to write. The rollout node makes one object for each episode."""
 
     opener: ClassVar[SandboxOpener] = staticmethod(open_sandboxes)
     """Function that opens the sandboxes of a node."""

@@ -104,7 +104,7 @@ class CountdownProblem(msgspec.Struct, frozen=True):
 
 
 class Countdown:
-    """Environment of one problem."""
+    """Environment of one problem. The rollout node makes one object for each episode."""
 
     def __init__(self, options: CountdownOptions) -> None:
         self._options = options

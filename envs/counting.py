@@ -50,7 +50,7 @@ class CountingOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counting(OneTurn):
-    """Environment of one problem: a letter to count down from."""
+    """Environment of one problem: a letter to count down from. The rollout node makes one object for each episode."""
 
     def __init__(self, options: CountingOptions) -> None:
         self._options = options

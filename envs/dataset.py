@@ -83,7 +83,7 @@ class _Row(msgspec.Struct, frozen=True):
 
 
 class DatasetEnv:
-    """Environment of one row of a data set."""
+    """Environment of one row of a data set. The rollout node makes one object for each episode."""
 
     def __init__(self, options: DatasetOptions) -> None:
         self._options = options

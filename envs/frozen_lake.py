@@ -159,7 +159,7 @@ class Lake(msgspec.Struct, frozen=True):
 
 
 class FrozenLake:
-    """Environment of one game on a lake."""
+    """Environment of one game on a lake. The rollout node makes one object for each episode."""
 
     def __init__(self, options: FrozenLakeOptions) -> None:
         self._options = options

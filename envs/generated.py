@@ -1,5 +1,7 @@
 """Generated problems: drawn from a seed, and divided into training and held-out problems.
 
+`OneTurn` is the base class of environments such as `envs.arithmetic`; others use only `in_held_out_part`.
+
 Held-out problems are for evaluation only. The problems themselves are divided, not only the seeds: two seeds may draw
 the same problem. A stable hash of the prompt makes about one problem in ten a held-out one, the same in every process
 and every run. An environment draws until it gets a problem of the side that it needs.

@@ -218,7 +218,7 @@ def _topics(*, held_out: bool) -> list[str]:
 
 
 class Instructions:
-    """Environment of one sentence. The prompt is a chat message."""
+    """Environment of one sentence. The prompt is a chat message. The rollout node makes one object for each episode."""
 
     def __init__(self, options: InstructionOptions) -> None:
         self._options = options

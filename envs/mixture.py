@@ -109,7 +109,10 @@ class MixtureOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 class Mixture:
-    """Environment of one problem, which comes from one of several environments."""
+    """Environment of one problem, which comes from one of several environments.
+
+    The rollout node makes one object for each episode.
+    """
 
     def __init__(self, options: MixtureOptions) -> None:
         self._options = options

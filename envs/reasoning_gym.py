@@ -77,7 +77,7 @@ class ReasoningGymOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReasoningGym:
-    """Environment of one problem."""
+    """Environment of one problem. The rollout node makes one object for each episode."""
 
     def __init__(self, options: ReasoningGymOptions) -> None:
         self._options = options

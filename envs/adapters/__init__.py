@@ -1,1 +1,1 @@
-"""Adapters for environments of other frameworks, which need no change."""
+"""Adapters for environments of other frameworks, which need no change. A configuration names one as `env.path`."""

@@ -51,7 +51,10 @@ class _Game(msgspec.Struct):
 
 
 class Alfworld(TextGame[AlfworldOptions]):
-    """Environment that plays one game of ALFWorld in each episode."""
+    """Environment that plays one game of ALFWorld in each episode.
+
+    The rollout node makes one object for each episode.
+    """
 
     def __init__(self, options: AlfworldOptions) -> None:
         super().__init__(options)

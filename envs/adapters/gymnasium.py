@@ -30,7 +30,7 @@ class GymnasiumOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gymnasium:
-    """Environment of one episode."""
+    """Environment of one episode. The rollout node makes one object for each episode."""
 
     def __init__(self, options: GymnasiumOptions) -> None:
         self._options = options

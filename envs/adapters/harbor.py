@@ -96,7 +96,7 @@ class HarborOptions(ShellOptions, frozen=True, kw_only=True, dict=True):
 
 
 class Harbor(ShellEnv[HarborOptions, HarborTask]):
-    """Environment of one task."""
+    """Environment of one task. The rollout node makes one object for each episode."""
 
     def __init__(self, options: HarborOptions) -> None:
         super().__init__(options)

@@ -52,7 +52,7 @@ class _Reply(msgspec.Struct):
 
 
 class OpenEnv:
-    """Environment of one episode, with its own connection."""
+    """Environment of one episode, with its own connection. The rollout node makes one object for each episode."""
 
     def __init__(self, options: OpenEnvOptions) -> None:
         self._options = options

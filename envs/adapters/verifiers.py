@@ -52,7 +52,7 @@ class _Played(msgspec.Struct):
 
 
 class Verifiers:
-    """Environment of one task of the server."""
+    """Environment of one task of the server. The rollout node makes one object for each episode."""
 
     def __init__(self, options: VerifiersOptions) -> None:
         self._options = options

@@ -1,5 +1,7 @@
 """Rows of a data set: their prompts, their division into training and held-out rows, and their assignment to seeds.
 
+Environments over data sets and folders of tasks use it, such as `envs.dataset`, `envs.code` and `envs.swe`.
+
 Held-out rows are for evaluation only. No prompt is on both sides, so that an evaluation never shows a trained prompt.
 The run gives each problem a seed: training seeds count from 0, and held-out ones from `HELD_OUT`. Consecutive training
 seeds go through the training rows in a shuffled order without repetition. Each epoch, one pass through all training

@@ -1,4 +1,4 @@
-"""Text that goes into a sandbox or comes out of it.
+"""Text that goes into a sandbox or comes out of it. The client, the service, environments and tools use it.
 
 *Bytes that are not UTF-8.* Inside a process such a byte is a lone surrogate, as `os.fsdecode` makes it (0xff is
 U+DCFF). JSON and msgpack cannot carry surrogates. In bodies of the HTTP API the byte is sent as U+0000 and two

@@ -93,7 +93,7 @@ class SweOptions(ShellOptions, frozen=True, kw_only=True, dict=True):
 
 
 class SweEnv(ShellEnv[SweOptions, SweTask]):
-    """Environment in which each episode is one bug to fix."""
+    """Environment in which each episode is one bug to fix. The rollout node makes one object for each episode."""
 
     def __init__(self, options: SweOptions) -> None:
         super().__init__(options)

@@ -95,7 +95,10 @@ _Task = TypeVar("_Task")
 
 
 class ShellEnv(ABC, Generic[_Options, _Task]):
-    """Environment of one task in a shell. The `reset` of a subclass sets `_task`."""
+    """Environment of one task in a shell. The `reset` of a subclass sets `_task`.
+
+    The rollout node makes one object for each episode.
+    """
 
     opener: ClassVar[SandboxOpener] = staticmethod(open_sandboxes)
     """Function that opens the sandboxes of a node."""

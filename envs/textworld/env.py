@@ -71,7 +71,7 @@ class TextWorldOptions(GameOptions, frozen=True, kw_only=True):
 
 
 class TextWorld(TextGame[TextWorldOptions]):
-    """Environment that plays one generated game in each episode."""
+    """Environment that plays one generated game in each episode. The rollout node makes one object for each episode."""
 
     def __init__(self, options: TextWorldOptions) -> None:
         super().__init__(options)

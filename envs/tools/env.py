@@ -116,7 +116,10 @@ class ToolOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 class ToolEnv:
-    """Environment of one episode: one problem of the environment `tasks`, with tools."""
+    """Environment of one episode: one problem of the environment `tasks`, with tools.
+
+    The rollout node makes one object for each episode.
+    """
 
     opener: ClassVar[SandboxOpener] = staticmethod(open_sandboxes)
     """Function that opens the sandboxes of a node. Tests replace it by a fake."""

@@ -1,5 +1,7 @@
 """Interface of tools. A tool has a name, a schema, and a coroutine function that takes arguments and returns text.
 
+`ToolEnv` opens the toolsets that the configuration names, for each episode, and closes them at its end.
+
 A toolset makes the runners of one episode. The `ToolPlace` of the episode gives it the resources of the node that it
 needs: a sandbox, or a group for its own tasks. A fault that the policy can act on, such as a missing file, is part of
 the returned text. A fault of the infrastructure is raised.

@@ -1,7 +1,8 @@
 """Channel: calls to the agent of one sandbox over one link, any number of them at a time.
 
 `envs.sandbox.local.sandbox.LocalSandbox` opens it over the standard streams of the container's first process.
-`envs.sandbox.local.agent.AgentSandbox` makes the calls, and `envs.sandbox.agent.main` answers them.
+`envs.sandbox.local.agent.AgentSandbox` makes the calls, and `envs.sandbox.agent.main` answers them. In this package the
+*host* of an agent is the process that controls it, which is this process.
 
 Law of a call: it ends exactly once, by its result, a typed refusal, its deadline, the loss of the channel, or its own
 cancellation. After a deadline or a cancellation the agent is notified, and ends everything that it started for the

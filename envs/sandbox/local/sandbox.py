@@ -1,6 +1,7 @@
 """LocalSandbox: one container with its agent, from its creation to its removal.
 
-`envs.sandbox.pool.local_host.EngineMaker` creates it. Its commands and files are in `envs.sandbox.local.agent`.
+`envs.sandbox.pool.local_host.EngineMaker` creates it. Its commands and files are in `envs.sandbox.local.agent`. In this
+package the *host* of an agent is the process that controls it, which is this process.
 
 Lifecycle: `starting` → `ready` → `closed` (by its owner, its deadline or its disk limit) or `lost` (its container or
 its agent is gone). One task owns the sandbox. Leaving the block ends that task, which always removes the container,

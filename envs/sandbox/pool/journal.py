@@ -1,5 +1,8 @@
 """Journal: records which lease has which sandbox, so that a restarted service can go on with them.
 
+`LeaseServer` writes the leases and `SandboxPool` the snapshots; `Recovery` reads both at the start of a pool. A service
+has a `SqliteJournal` in its state folder, and a pool inside a program a `MemoryPoolJournal`.
+
 There are two records. *Labels* on the containers show what exists: the engine writes them together with the container,
 any process can read them, and no container exists without them. But they can never be changed, and a sandbox that was
 created ahead gets its lease only later. So the *journal* shows who holds what. It has one row per lease, written before

@@ -1,4 +1,6 @@
-"""RemoteHost: a service on another machine, used as a host by a front service over HTTP.
+"""RemoteHost: a service on another machine, used as a `Host` by a front service over HTTP.
+
+`flash sandbox serve --host …` makes one for each such service and gives it to the front's pool.
 
 The front decides which request gets a sandbox and on which host. The host keeps its own warm pool, checks its own
 engine, and removes a sandbox whose lease the front does not renew. So nothing leaks when the front, the host, or the
