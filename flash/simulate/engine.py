@@ -1,5 +1,8 @@
 """SimEngine: the timing of an inference engine with continuous batching, without a model, on the event loop's clock.
 
+`flash.simulate.world` makes one `SimEngine` where a real run has a vLLM engine. The real proxy of the node calls it
+through the interface `flash.rollout.engine.Engine`. The loop's clock is the virtual clock of `flash.simulate.clock`.
+
 A decoding step gives each of the b running sequences one token and takes
 
     step_s + sequence_s · b + context_s · C + prefill_s · P        seconds,
@@ -12,9 +15,9 @@ A swap is the change to the weights of a new policy version (`load`). Admission:
 one of `max_sequences` places. Arrivals, aborts and `load` take effect at the end of the running step; `load` then
 pauses the engine for `swap_s`. Cache: it holds the prompt of a problem as soon as one of its requests has joined. It
 holds the context of an episode between two responses on this engine. It evicts the least recently used contexts when
-`kv_tokens` are used up. A swap that recomputes clears the cache and prefills the running sequences again. If the
-running sequences need more than `kv_tokens`, the one that joined last returns to the wait queue. Its context is cached
-as far as there is room.
+`kv_tokens` are used up. A request that arrives after a swap never uses contexts of older weights. A swap without
+`keep_cache` clears the cache and prefills the running sequences again. If the running sequences need more than
+`kv_tokens`, the one that joined last returns to the wait queue. Its context is cached as far as there is room.
 
 Lifecycle: the engine has no task. `generate` and `load` set timers of the loop, and `close` cancels the last one.
 """
@@ -34,7 +37,7 @@ from flash.config.simulate import SimulateConfig
 from flash.errors import EngineDeadError
 from flash.rollout.engine import Pressure, Progress, ResponseRequest
 from flash.simulate.steps import PrefixCache, SimSequence, Stretch
-from flash.simulate.workload import episode_of, turn_of
+from flash.simulate.workload import turn_of
 from flash.types import Completion, Published
 
 LOGPROB = -1.0
@@ -52,7 +55,7 @@ class _Swap(msgspec.Struct):
 
 
 class SimEngine:
-    """A simulated inference engine.
+    """A simulated inference engine. Implements `flash.rollout.engine.Engine`.
 
     Args:
         settings: the simulation's settings.
@@ -77,40 +80,41 @@ class SimEngine:
         self._stream_interval = stream_interval
         self._on_change = on_change
         self._version = -1
-        self._epochs: list[tuple[int, int]] = []
-        """Swaps as (step count, version): tokens from that step on have that version."""
+        self._version_starts: list[tuple[int, int]] = []
+        """All swaps, the oldest first, as (step count, version): tokens from that step on have that version."""
         self._dead: EngineDeadError | None = None
         self._died = anyio.Event()
         self._running: dict[SimSequence, None] = {}
         self._waiting: OrderedDict[SimSequence, None] = OrderedDict()
         self._leaving: list[SimSequence] = []
-        """Running sequences whose request was aborted. They leave at the end of the running step."""
-        self._ends: list[tuple[int, int, SimSequence]] = []
+        """Running sequences whose request was aborted. `_remove_ended` removes them at the end of the running step."""
+        self._last_steps: list[tuple[int, int, SimSequence]] = []
         """Heap of (step count, order, sequence): the step at which each running sequence will be complete. Entries of
         sequences that have left are ignored."""
         self._order = 0
         """Number of the next heap entry, which orders entries with the same step."""
-        self._step = 0
-        """Steps since the start, without the steps of the present stretch."""
+        self._done_steps = 0
+        """Steps since the start of the engine, without the steps of the present stretch."""
         self._context = 0
-        """Tokens of all running sequences at `_step`."""
-        self._cold = 0
-        """Tokens that the next step prefills."""
+        """Tokens of all running sequences after `_done_steps` steps."""
+        self._to_prefill = 0
+        """Tokens that the next step prefills: those of joining sequences, or of all sequences after a swap."""
         self._cache = PrefixCache()
         self._preemptions = 0
         self.recomputed = 0
-        """Tokens of running sequences that were computed again after swaps."""
+        """Tokens of running sequences that were computed again after swaps. Tests read it."""
         self._stretch: Stretch | None = None
-        """Steps in progress; None while the engine is idle or swaps."""
-        self._steps = 0
-        """Steps of the stretch until the next event, at which `_timer` fires."""
+        """Steps that run at present; None while the engine is idle or paused for a swap."""
+        self._planned_steps = 0
+        """Steps of the stretch until the next event. At the end of them `_timer` fires."""
         self._timer: asyncio.Handle | None = None
+        """Timer of the next event: the end of a stretch, the end of a swap, or the start of an idle engine."""
         self._swap: _Swap | None = None
         """Swap that is requested or in progress; None if there is none."""
         self._swapping = False
         """True while the engine is paused for the swap; False while the swap waits for the end of the step."""
 
-    # -- the protocol ------------------------------------------------------------------------------------------------
+    # -- the interface `Engine` --------------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
@@ -124,12 +128,12 @@ class SimEngine:
 
     @property
     def running(self) -> int:
-        """Number of sequences that the engine decodes."""
+        """Number of sequences that the engine decodes. The world's `Meter` reads it."""
         return len(self._running)
 
     @property
     def occupied(self) -> bool:
-        """True if the engine has a request that runs or waits."""
+        """True if the engine has a request that runs or waits. The world reads it to find the cause of idleness."""
         return bool(self._running or self._waiting)
 
     @property
@@ -137,7 +141,7 @@ class SimEngine:
         """Load of the engine at this moment."""
         used = 0.0
         if self._settings.kv_tokens and self._running:
-            context = self._context + len(self._running) * self._over()
+            context = self._context + len(self._running) * self._steps_over()
             used = min(1.0, context / self._settings.kv_tokens)
         return Pressure(len(self._running), len(self._waiting), used, self._preemptions, self._settings.kv_tokens)
 
@@ -146,17 +150,17 @@ class SimEngine:
         await anyio.lowlevel.checkpoint()
 
     async def generate(self, request: ResponseRequest) -> AsyncGenerator[Progress | Completion, None]:
-        """Stream one response of zero tokens (token id 0), with the length that the workload gives."""
+        """Stream one response. All its tokens have id 0, and `response_tokens` gives its length."""
         assert self._version >= 0, "an engine generates under a version"
         self._refuse_if_dead()
-        sequence = self._sequence(request)
+        sequence = self._new_sequence(request)
         self._waiting[sequence] = None
-        self._stir()
+        self._end_step_soon()
         try:
             while not sequence.ended:
                 sequence.waiter = asyncio.get_running_loop().create_future()
                 await sequence.waiter
-                if (piece := self._piece(sequence)) is not None:
+                if (piece := self._take_piece(sequence)) is not None:
                     yield piece
                 self._refuse_if_dead()
             tokens = sequence.length
@@ -164,33 +168,36 @@ class SimEngine:
             yield Completion([0] * tokens, [LOGPROB] * tokens, sequence.runs, finish)
         finally:
             if not sequence.ended:
-                if (piece := self._piece(sequence)) is not None:
+                if (piece := self._take_piece(sequence)) is not None:
                     request.tally.lost += len(piece.token_ids)
                 self._abort(sequence)
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
-        """Pause for `swap_s` at the end of the running step, then continue with the new version. Returns 0."""
+        """Pause for `swap_s` at the end of the running step, then continue with the new version.
+
+        Returns 0, the difference between the log-probs of the canary: there are no weights that could differ.
+        """
         self._refuse_if_dead()
         assert self._swap is None, "an engine loads one version at a time"
         assert published.version > self._version, "an engine never goes back"
         swap = self._swap = _Swap(published.version, keep_cache, asyncio.get_running_loop().create_future())
-        self._stir()
+        self._end_step_soon()
         try:
             await swap.done
         finally:
             if not swap.done.done() or swap.done.cancelled():
-                self._give_up_swap()
+                self._cancel_swap()
         self._refuse_if_dead()
         return 0.0
 
     def reassign(self, number: int) -> None:
-        """Do nothing: a simulated engine does not know its number."""
+        """Do nothing, since a simulated engine does not know its number."""
 
     def kill(self) -> None:
-        """Die like a process that is killed: every request and every later call fails."""
+        """Die like a process that is killed: every request and every later call fails. Only tests kill engines."""
         self._dead = EngineDeadError("the simulated engine was killed")
         self._died.set()
-        self._halt()
+        self._cancel_timer()
         self._swapping = False
         for sequence in (*self._running, *self._waiting):
             sequence.wake()
@@ -208,7 +215,7 @@ class SimEngine:
 
     async def close(self) -> None:
         """Cancel the last timer."""
-        self._halt()
+        self._cancel_timer()
         await anyio.lowlevel.checkpoint()
 
     def _refuse_if_dead(self) -> None:
@@ -216,18 +223,22 @@ class SimEngine:
         if self._dead is not None:
             raise self._dead
 
-    def _sequence(self, request: ResponseRequest) -> SimSequence:
-        """Return a new sequence for a request. A request that continues a response asks only for the rest of it."""
+    def _new_sequence(self, request: ResponseRequest) -> SimSequence:
+        """Return a new sequence for a request."""
+        # A request that has moved here from another engine asks only for the rest of its response.
         natural = max(1, self._response_tokens(request.key) - request.generated)
         limit = request.max_new_tokens
-        return SimSequence(request, min(natural, limit), "length" if natural > limit else "stop")
+        return SimSequence(request, min(natural, limit), "length" if natural > limit else "stop", self._version)
 
-    def _piece(self, sequence: SimSequence) -> Progress | None:
-        """Return the tokens since the last piece, up to the last event; None if there are none."""
+    def _take_piece(self, sequence: SimSequence) -> Progress | None:
+        """Return the tokens of a sequence that were not delivered yet, and count them as delivered.
+
+        Returns None if there are none. Tokens of the present stretch do not count.
+        """
         if sequence.ended or sequence.joined < 0:
             return None
-        sequence.note_versions(self._step, self._epochs)
-        new = sequence.tokens(self._step) - sequence.streamed
+        sequence.note_versions(self._done_steps, self._version_starts)
+        new = sequence.tokens(self._done_steps) - sequence.streamed
         if not new:
             return None
         sequence.streamed += new
@@ -235,128 +246,133 @@ class SimEngine:
 
     # -- time --------------------------------------------------------------------------------------------------------
 
-    def _stir(self) -> None:
-        """Handle a change from outside at the end of the running step, or in this moment if no step is running."""
+    def _end_step_soon(self) -> None:
+        """Let `_between_steps` run at the end of the running step, or in this moment if no step is running.
+
+        Called after each arrival, abort and request to swap, since these take effect between two steps.
+        """
         if self._swapping:
-            return
+            return  # The end of the swap calls `_between_steps`.
         loop = asyncio.get_running_loop()
         if self._stretch is not None:
-            steps = min(self._over() + 1, self._steps)
-            if steps < self._steps:
-                self._arm(self._stretch, steps)
+            steps = min(self._steps_over() + 1, self._planned_steps)
+            if steps < self._planned_steps:
+                self._set_timer(self._stretch, steps)
         elif self._timer is None:
             # Not in this call: all requests that arrive at this moment share the first step.
             self._timer = loop.call_soon(self._wake_up)
 
-    def _over(self) -> int:
-        """Return the number of steps of the stretch that are over, but not yet in `_step`."""
+    def _steps_over(self) -> int:
+        """Return the number of steps that are over but not yet in `_done_steps`. The last planned step never counts."""
         if self._stretch is None:
             return 0
-        return self._stretch.over(asyncio.get_running_loop().time(), self._steps - 1)
+        return self._stretch.steps_over(asyncio.get_running_loop().time(), self._planned_steps - 1)
 
     def _wake_up(self) -> None:
         """Start the first steps of an idle engine."""
         self._timer = None
-        self._turn_over(asyncio.get_running_loop().time())
+        self._between_steps(asyncio.get_running_loop().time())
 
-    def _arm(self, stretch: Stretch, steps: int) -> None:
-        """Set the timer to the end of this many steps of a stretch. An earlier timer is cancelled."""
-        self._halt()
-        self._stretch, self._steps = stretch, steps
-        self._timer = asyncio.get_running_loop().call_at(stretch.after(steps), self._stepped)
+    def _set_timer(self, stretch: Stretch, steps: int) -> None:
+        """Set the timer to the end of the first `steps` steps of a stretch. An earlier timer is cancelled."""
+        self._cancel_timer()
+        self._stretch, self._planned_steps = stretch, steps
+        self._timer = asyncio.get_running_loop().call_at(stretch.end_of(steps), self._end_stretch)
 
-    def _halt(self) -> None:
+    def _cancel_timer(self) -> None:
         """Cancel the timer and forget the stretch."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None
         self._stretch = None
 
-    def _stepped(self) -> None:
-        """Count the steps up to the event that is due now, and handle the event."""
-        stretch, steps = self._stretch, self._steps
+    def _end_stretch(self) -> None:
+        """Count the planned steps of the stretch, which are over now, and call `_between_steps`."""
+        stretch, steps = self._stretch, self._planned_steps
         assert stretch is not None
         self._timer = None
         self._stretch = None
-        self._step += steps
+        self._done_steps += steps
         self._context += steps * len(self._running)
-        self._turn_over(stretch.after(steps))
+        self._between_steps(stretch.end_of(steps))
 
-    def _turn_over(self, now: float) -> None:
-        """Do the work between two steps.
+    def _between_steps(self, now: float) -> None:
+        """Remove ended sequences, deliver tokens, and begin a requested swap; without a swap, start the next steps.
 
-        Remove complete and aborted sequences, deliver tokens, begin a swap if one is requested, else admit waiting
-        sequences and start the next steps.
+        Before the next steps, waiting sequences join if there is room for them.
 
-        `now` is the computed end of the last step and not the clock's time: timers that fire late must not slow down
-        the engine.
+        `now` is the computed end of the last step. It is not the clock's time, because timers that fire late must not
+        slow down the engine.
         """
-        self._part()
-        if self._step % self._stream_interval == 0:
+        self._remove_ended()
+        if self._done_steps % self._stream_interval == 0:
             for sequence in self._running:
                 sequence.wake()
         if self._swap is not None:
             self._swapping = True
             self._timer = asyncio.get_running_loop().call_at(
-                now + self._settings.swap_s, self._swapped, now + self._settings.swap_s
+                now + self._settings.swap_s, self._end_swap, now + self._settings.swap_s
             )
         else:
             self._preempt()
             self._admit()
             if self._running:
-                self._begin(now)
+                self._start_stretch(now)
         self._on_change()
 
-    def _begin(self, now: float) -> None:
-        """Start the steps up to the next event that is known in advance."""
+    def _start_stretch(self, now: float) -> None:
+        """Start the steps up to the next event that is known in advance.
+
+        These events are the end of a response, a delivery of tokens, and the step that would overfill the KV cache.
+        """
         settings, count = self._settings, len(self._running)
         step = settings.step_s + settings.sequence_s * count + settings.context_s * self._context
-        stretch = Stretch(now, settings.prefill_s * self._cold, step, settings.context_s * count)
-        self._cold = 0
-        while self._ends[0][2] not in self._running or self._ends[0][0] != self._ends[0][2].end:
-            heapq.heappop(self._ends)
-        steps = min(self._ends[0][0] - self._step, self._stream_interval - self._step % self._stream_interval)
+        stretch = Stretch(now, settings.prefill_s * self._to_prefill, step, settings.context_s * count)
+        self._to_prefill = 0
+        while self._last_steps[0][2] not in self._running or self._last_steps[0][0] != self._last_steps[0][2].end:
+            heapq.heappop(self._last_steps)
+        steps = min(self._last_steps[0][0] - self._done_steps, self._stream_interval - self._done_steps % self._stream_interval)
         if settings.kv_tokens and count > 1:
             steps = min(steps, (settings.kv_tokens - self._context) // count)
-        self._arm(stretch, steps)
+        self._set_timer(stretch, steps)
 
-    # -- who runs ----------------------------------------------------------------------------------------------------
+    # -- running and waiting sequences -------------------------------------------------------------------------------
 
-    def _part(self) -> None:
+    def _remove_ended(self) -> None:
         """Remove the sequences that are complete or were aborted."""
         for sequence in self._leaving:
             if sequence in self._running:
-                self._put_by(sequence)
+                self._remove_to_cache(sequence)
         self._leaving.clear()
-        while self._ends and self._ends[0][0] <= self._step:
-            end, _, sequence = heapq.heappop(self._ends)
+        while self._last_steps and self._last_steps[0][0] <= self._done_steps:
+            end, _, sequence = heapq.heappop(self._last_steps)
             if sequence in self._running and end == sequence.end:
-                sequence.note_versions(self._step, self._epochs)
-                self._put_by(sequence)
+                sequence.note_versions(self._done_steps, self._version_starts)
+                self._remove_to_cache(sequence)
                 sequence.ended = True
                 sequence.wake()
 
-    def _put_by(self, sequence: SimSequence) -> None:
+    def _remove_to_cache(self, sequence: SimSequence) -> None:
         """Remove a running sequence. Its context stays in the cache until the room is needed."""
         del self._running[sequence]
-        context = sequence.context(self._step)
+        context = sequence.context(self._done_steps)
         self._context -= context
-        self._cache.hold("episode", episode_of(sequence.request.key), context)
+        self._cache.hold(sequence.episode_context, context)
 
     def _abort(self, sequence: SimSequence) -> None:
-        """Remove the sequence of a request whose reader has left."""
+        """Remove the sequence of a request whose caller no longer reads the response."""
         if sequence in self._waiting:
             first = next(iter(self._waiting)) is sequence
             del self._waiting[sequence]
             if first:  # There may be room for the next sequence, if that is shorter.
-                self._stir()
+                self._end_step_soon()
         elif sequence in self._running:
             self._leaving.append(sequence)
             if self._swapping:
-                self._part()
+                self._remove_ended()
                 self._on_change()
             else:
-                self._stir()
+                self._end_step_soon()
 
     def _preempt(self) -> None:
         """Return the sequences that joined last to the wait queue until the next step fits into the KV cache.
@@ -366,9 +382,9 @@ class SimEngine:
         limit = self._settings.kv_tokens
         while limit and len(self._running) > 1 and self._context + len(self._running) > limit:
             sequence = next(reversed(self._running))
-            sequence.note_versions(self._step, self._epochs)
-            self._put_by(sequence)
-            sequence.sampled = sequence.tokens(self._step)
+            sequence.note_versions(self._done_steps, self._version_starts)
+            self._remove_to_cache(sequence)
+            sequence.sampled = sequence.tokens(self._done_steps)
             sequence.joined = -1
             self._waiting[sequence] = None
             self._waiting.move_to_end(sequence, last=False)
@@ -379,7 +395,7 @@ class SimEngine:
         limit = self._settings.kv_tokens
         while self._waiting and len(self._running) < self._max_sequences:
             sequence = next(iter(self._waiting))
-            context = sequence.context(self._step)
+            context = sequence.context(self._done_steps)
             if limit and self._running and self._context + context + len(self._running) + 1 > limit:
                 return
             if limit:
@@ -389,45 +405,48 @@ class SimEngine:
 
     def _join(self, sequence: SimSequence, context: int) -> None:
         """Let a sequence with this much context run from the next step on, which prefills what is not cached."""
-        request = sequence.request
-        problem = request.prompt[0]
-        known = max(self._cache.hit("problem", problem), self._cache.take("episode", episode_of(request.key)))
+        cached = max(self._cache.hit(sequence.problem_context), self._cache.take(sequence.episode_context))
         # The last token is always computed, because the next token is sampled from its logits.
-        self._cold += context - min(known, context - 1)
-        self._hold_problem(sequence)
+        self._to_prefill += context - min(cached, context - 1)
+        self._cache_prompt(sequence)
         self._running[sequence] = None
         self._context += context
-        sequence.joined = sequence.seen = self._step
-        heapq.heappush(self._ends, (sequence.end, self._order, sequence))
+        sequence.joined = sequence.versions_until = self._done_steps
+        heapq.heappush(self._last_steps, (sequence.end, self._order, sequence))
         self._order += 1
 
-    def _hold_problem(self, sequence: SimSequence) -> None:
+    def _cache_prompt(self, sequence: SimSequence) -> None:
         """Put the prompt of a first turn into the cache, for other sequences of the same problem."""
-        request = sequence.request
-        if turn_of(request.key) == 0:
-            self._cache.hold("problem", request.prompt[0], sequence.prompt - request.generated)
+        if turn_of(sequence.request.key) == 0:
+            self._cache.hold(sequence.problem_context, sequence.prompt - sequence.request.generated)
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
-    def _swapped(self, now: float) -> None:
-        """End a swap: use the new version, and clear the cache unless the swap keeps it. `now` is its computed end."""
+    def _end_swap(self, now: float) -> None:
+        """End a swap: use the new version for all later tokens. `now` is the computed end of the swap."""
         swap = self._swap
         assert swap is not None
         self._timer, self._swap, self._swapping = None, None, False
         self._version = swap.version
-        self._epochs.append((self._step, swap.version))
-        if not swap.keep_cache:
+        self._version_starts.append((self._done_steps, swap.version))
+        live = (*self._running, *self._waiting)
+        if swap.keep_cache:
+            oldest = min((sequence.cache_version for sequence in live), default=swap.version)
+            self._cache.forget_before(oldest)
+        else:
             self._cache.clear()
-            self._cold = self._context
+            self._to_prefill = self._context
             self.recomputed += self._context
+            for sequence in live:
+                sequence.cache_version = swap.version
             for sequence in self._running:
-                self._hold_problem(sequence)
+                self._cache_prompt(sequence)
         if not swap.done.done():
             swap.done.set_result(None)
-        self._turn_over(now)
+        self._between_steps(now)
 
-    def _give_up_swap(self) -> None:
-        """Continue with the old weights, because the caller of `load` was cancelled."""
+    def _cancel_swap(self) -> None:
+        """Continue with the old weights. `load` calls this if it is cancelled."""
         self._swap = None
         if self._swapping:
             self._swapping = False
@@ -435,4 +454,4 @@ class SimEngine:
                 self._timer.cancel()
             self._timer = None
             if self._dead is None:
-                self._stir()
+                self._end_step_soon()

@@ -1,8 +1,8 @@
 """Parts of a simulated engine: the time of its steps, its sequences, and its prefix cache.
 
-`flash.simulate.engine` uses it. A version is the number of the policy's weights with which a token was sampled, and a
-swap is the change to another version. All of this is bookkeeping without timers. Steps are counted from the engine's
-start; times are seconds of the loop's clock.
+Only `flash.simulate.engine` uses this module, which has no timers. A version is the number of the policy's weights with
+which a token was sampled. A swap is the change to another version. A sequence joins when the engine begins to decode
+it. Steps are counted from the engine's start; times are seconds of the loop's clock.
 """
 
 from __future__ import annotations
@@ -11,15 +11,20 @@ import asyncio
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from flash.rollout.engine import ResponseRequest
+from flash.simulate.workload import episode_of
 from flash.types import VersionRun, append_versions
 
 
 class Stretch(msgspec.Struct, frozen=True):
-    """Successive steps during which the same sequences run, so that their times have a closed form."""
+    """Successive steps during which the same sequences run, so that a formula gives their times.
+
+    The engine makes a stretch when it starts steps, and sets one timer for all steps up to the next event.
+    """
 
     start: float
     """Time at which the first step began."""
@@ -30,15 +35,15 @@ class Stretch(msgspec.Struct, frozen=True):
     growth: float
     """Seconds by which each step is longer than the step before, because the context grows."""
 
-    def after(self, steps: int) -> float:
-        """Return the time at which this many steps are over."""
+    def end_of(self, steps: int) -> float:
+        """Return the time at which the first `steps` steps are over."""
         if steps == 0:
             return self.start
         return self.start + self.first + steps * self.step + self.growth * (steps * (steps - 1) / 2)
 
-    def over(self, now: float, most: int) -> int:
+    def steps_over(self, now: float, most: int) -> int:
         """Return the number of steps that are over at time `now`, at most `most`."""
-        if most == 0 or self.after(1) > now:
+        if most == 0 or self.end_of(1) > now:
             return 0
         if self.step == 0:
             return most
@@ -48,9 +53,9 @@ class Stretch(msgspec.Struct, frozen=True):
         root = 2 * elapsed / (half + math.sqrt(half * half + 2 * self.growth * elapsed))
         # The root is rounded, so the number may be wrong by one or so.
         steps = min(int(root), most)
-        while steps < most and self.after(steps + 1) <= now:
+        while steps < most and self.end_of(steps + 1) <= now:
             steps += 1
-        while steps > 0 and self.after(steps) > now:
+        while steps > 0 and self.end_of(steps) > now:
             steps -= 1
         return steps
 
@@ -58,7 +63,7 @@ class Stretch(msgspec.Struct, frozen=True):
 class SimSequence:
     """A request in a simulated engine, and the progress of its response."""
 
-    def __init__(self, request: ResponseRequest, length: int, finish: str) -> None:
+    def __init__(self, request: ResponseRequest, length: int, finish: str, version: int) -> None:
         self.request = request
         self.prompt = len(request.prompt)
         """Tokens of the prompt."""
@@ -66,20 +71,33 @@ class SimSequence:
         """Tokens that the response will have."""
         self.finish = finish
         """Reason why the response ends: `stop` or `length`."""
+        self.cache_version = version
+        """Version of the cached contexts that the sequence may use: at first the version at the request's arrival. A
+        swap that computes the cache again raises it. vLLM has the same rule (`cache_salt`)."""
         self.sampled = 0
         """Tokens that were sampled before the sequence joined for the last time."""
         self.joined = -1
         """Step count at which the sequence joined; −1 while it waits."""
         self.runs: list[VersionRun] = []
-        """Versions of the tokens before step `seen`, run-length encoded."""
-        self.seen = 0
+        """Versions of the tokens before step `versions_until`, run-length encoded."""
+        self.versions_until = 0
         """Step count up to which `runs` is complete."""
         self.streamed = 0
         """Tokens that were delivered."""
         self.ended = False
         """True if all tokens are sampled."""
         self.waiter: asyncio.Future[None] | None = None
-        """Future that the request's `generate` waits for, if it waits."""
+        """Future for which `SimEngine.generate` of the request waits; None before it waits for the first time."""
+
+    @property
+    def problem_context(self) -> CachedContext:
+        """Name of the problem's prompt in the cache. Its first token identifies the problem (`Workload.prompt`)."""
+        return CachedContext("problem", self.request.prompt[0], self.cache_version)
+
+    @property
+    def episode_context(self) -> CachedContext:
+        """Name of the episode's context in the cache."""
+        return CachedContext("episode", episode_of(self.request.key), self.cache_version)
 
     def tokens(self, step: int) -> int:
         """Return the number of sampled tokens when the engine has done this many steps."""
@@ -94,22 +112,23 @@ class SimSequence:
         """Step count at which the response is complete. Valid only while the sequence runs."""
         return self.joined + self.length - self.sampled
 
-    def note_versions(self, step: int, epochs: Sequence[tuple[int, int]]) -> None:
+    def note_versions(self, step: int, version_starts: Sequence[tuple[int, int]]) -> None:
         """Record the versions of the tokens up to a step. Valid only while the sequence runs.
 
-        `epochs` has (step count, version) of each swap, the oldest first.
+        `version_starts` has (step count, version) of each swap, the oldest first. The engine calls this before it
+        delivers tokens or removes the sequence.
         """
-        if self.seen == step:
+        if self.versions_until == step:
             return
         # Search backwards from the newest swap, because a sequence rarely runs through more than one swap.
-        first = len(epochs) - 1
-        while epochs[first][0] > self.seen:
+        first = len(version_starts) - 1
+        while version_starts[first][0] > self.versions_until:
             first -= 1
-        for i in range(first, len(epochs)):
-            stop = epochs[i + 1][0] if i + 1 < len(epochs) else step
-            if stop > self.seen:
-                append_versions(self.runs, [VersionRun(epochs[i][1], stop - self.seen)])
-                self.seen = stop
+        for i in range(first, len(version_starts)):
+            stop = version_starts[i + 1][0] if i + 1 < len(version_starts) else step
+            if stop > self.versions_until:
+                append_versions(self.runs, [VersionRun(version_starts[i][1], stop - self.versions_until)])
+                self.versions_until = stop
 
     def newest_runs(self, count: int) -> list[VersionRun]:
         """Return the versions of the last `count` tokens, run-length encoded."""
@@ -125,9 +144,20 @@ class SimSequence:
         return chosen[::-1]
 
     def wake(self) -> None:
-        """Let the request's `generate` check the state of the sequence again."""
+        """Let `SimEngine.generate` of the request check the state of the sequence again."""
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
+
+
+class CachedContext(NamedTuple):
+    """Name of a context in the `PrefixCache`."""
+
+    kind: str
+    """`problem` for a prompt that a group shares, or `episode` for all tokens of an episode."""
+    number: int
+    """Number of the problem or of the episode."""
+    version: int
+    """Version that computed the context. The cache of one version is never used for requests of another one."""
 
 
 class PrefixCache:
@@ -138,43 +168,50 @@ class PrefixCache:
     """
 
     def __init__(self) -> None:
-        self._tokens: OrderedDict[tuple[str, int], int] = OrderedDict()
+        self._tokens: OrderedDict[CachedContext, int] = OrderedDict()
+        """Number of tokens by context, the least recently used first."""
         self._total = 0
+        """Number of tokens of all contexts."""
 
-    def hold(self, kind: str, name: int, tokens: int) -> None:
+    def hold(self, context: CachedContext, tokens: int) -> None:
         """Store the first `tokens` tokens of a context as the most recently used one."""
-        self.take(kind, name)
+        self.take(context)
         self._total += tokens
-        self._tokens[kind, name] = tokens
+        self._tokens[context] = tokens
 
-    def hit(self, kind: str, name: int) -> int:
-        """Return the number of cached tokens of a context. They stay in the cache."""
-        if (kind, name) not in self._tokens:
+    def hit(self, context: CachedContext) -> int:
+        """Return the number of cached tokens of a context. They stay in the cache, as the most recently used ones."""
+        if context not in self._tokens:
             return 0
-        self._tokens.move_to_end((kind, name))
-        return self._tokens[kind, name]
+        self._tokens.move_to_end(context)
+        return self._tokens[context]
 
-    def take(self, kind: str, name: int) -> int:
+    def take(self, context: CachedContext) -> int:
         """Return the number of cached tokens of a context, and remove them from the cache.
 
         The sequence that continues the context holds them from now on.
         """
-        tokens = self._tokens.pop((kind, name), 0)
+        tokens = self._tokens.pop(context, 0)
         self._total -= tokens
         return tokens
+
+    def forget_before(self, version: int) -> None:
+        """Remove the contexts of versions before `version`, which no request can use any more."""
+        for context in [context for context in self._tokens if context.version < version]:
+            self.take(context)
 
     def shrink(self, room: int) -> None:
         """Evict tokens until the cache holds at most `room` of them."""
         while self._total > room:
-            name, tokens = next(iter(self._tokens.items()))
+            context, tokens = next(iter(self._tokens.items()))
             left = max(0, tokens - (self._total - room))
             self._total -= tokens - left
             if left:
-                self._tokens[name] = left
+                self._tokens[context] = left
             else:
-                del self._tokens[name]
+                del self._tokens[context]
 
     def clear(self) -> None:
-        """Evict all contexts, because new weights make them invalid."""
+        """Remove all contexts, because new weights make them invalid."""
         self._tokens.clear()
         self._total = 0

@@ -16,7 +16,7 @@ from flash.errors import EngineDeadError
 from flash.rollout.engine import Progress, ResponseRequest
 from flash.simulate.clock import run_virtual
 from flash.simulate.engine import SimEngine
-from flash.simulate.steps import PrefixCache
+from flash.simulate.steps import CachedContext, PrefixCache
 from flash.types import Canary, Completion, Published, VersionRun
 
 NEVER = 1_000_000
@@ -49,6 +49,13 @@ class Naive:
         self.ends: dict[int, float] = {}
         self.preemptions = 0
         self.version = 0
+        self.cache_version: dict[int, int] = {}
+
+    def arrive(self, now: float) -> None:
+        while self.arrivals and self.arrivals[0].at <= now:
+            arrival = self.arrivals.popleft()
+            self.waiting.append(arrival)
+            self.cache_version[arrival.key] = self.version
 
     def size(self, arrival: Arrival) -> int:
         return arrival.prompt + len(self.tokens[arrival.key])
@@ -56,8 +63,7 @@ class Naive:
     def run(self) -> None:
         now, c = 0.0, self.constants
         while self.arrivals or self.waiting or self.running or self.loads:
-            while self.arrivals and self.arrivals[0].at <= now:
-                self.waiting.append(self.arrivals.popleft())
+            self.arrive(now)
             self.let_go(now)
             if self.loads and self.loads[0][0] <= now:
                 now = self.swap(now)
@@ -73,14 +79,14 @@ class Naive:
                 self.tokens[arrival.key].append(self.version)
                 if len(self.tokens[arrival.key]) == arrival.length:
                     self.running.remove(arrival)
-                    self.hold("episode", arrival.key, self.size(arrival))
+                    self.hold("episode", arrival.key, arrival, self.size(arrival))
                     if arrival.leaves is None or arrival.leaves > now:
                         self.ends[arrival.key] = now
 
     def let_go(self, now: float) -> None:
         for gone in [a for a in self.running + self.waiting if a.leaves is not None and a.leaves <= now]:
             if gone in self.running:
-                self.hold("episode", gone.key, self.size(gone))
+                self.hold("episode", gone.key, gone, self.size(gone))
                 self.running.remove(gone)
             else:
                 self.waiting.remove(gone)
@@ -88,20 +94,26 @@ class Naive:
     def swap(self, now: float) -> float:
         _, keep = self.loads.popleft()
         now += self.constants.swap_s
+        self.arrive(now)
         self.let_go(now)
         self.version += 1
         if not keep:
             self.cached.clear()
             self.cold = {a.key for a in self.running}
+            for arrival in self.running + self.waiting:
+                self.cache_version[arrival.key] = self.version
             for arrival in self.running:
-                self.hold("problem", arrival.problem, arrival.prompt)
+                self.hold("problem", arrival.problem, arrival, arrival.prompt)
+        oldest = min((self.cache_version[a.key] for a in self.running + self.waiting), default=self.version)
+        for name in [name for name in self.cached if name[2] < oldest]:
+            del self.cached[name]
         return now
 
     def preempt_and_join(self) -> int:
         limit, chill = self.constants.kv_tokens, 0
         while limit and len(self.running) > 1 and sum(map(self.size, self.running)) + len(self.running) > limit:
             self.waiting.insert(0, self.running.pop())
-            self.hold("episode", self.waiting[0].key, self.size(self.waiting[0]))
+            self.hold("episode", self.waiting[0].key, self.waiting[0], self.size(self.waiting[0]))
             self.preemptions += 1
             self.cold.discard(self.waiting[0].key)
         chill += sum(self.size(a) for a in self.running if a.key in self.cold)
@@ -116,9 +128,11 @@ class Naive:
                 self.cached[oldest] -= 1
                 if not self.cached[oldest]:
                     del self.cached[oldest]
-            known = max(self.known("problem", arrival.problem), self.cached.pop(("episode", arrival.key), 0))
+            version = self.cache_version[arrival.key]
+            episode = self.cached.pop(("episode", arrival.key, version), 0)
+            known = max(self.known("problem", arrival.problem, version), episode)
             chill += size - min(known, size - 1)
-            self.hold("problem", arrival.problem, arrival.prompt)
+            self.hold("problem", arrival.problem, arrival, arrival.prompt)
             self.running.append(arrival)
         return chill
 
@@ -127,9 +141,10 @@ class Naive:
             self.cached.move_to_end(name)
         return self.cached.get(name, 0)
 
-    def hold(self, kind: str, name: int, tokens: int) -> None:
-        self.cached[kind, name] = tokens
-        self.cached.move_to_end((kind, name))
+    def hold(self, kind: str, number: int, arrival: Arrival, tokens: int) -> None:
+        name = kind, number, self.cache_version[arrival.key]
+        self.cached[name] = tokens
+        self.cached.move_to_end(name)
 
 
 def request(arrival: Arrival) -> ResponseRequest:
@@ -405,6 +420,24 @@ async def test_a_later_turn_on_the_same_engine_prefills_only_what_is_new() -> No
 
 @pytest.mark.anyio
 @pytest.mark.virtual
+@pytest.mark.parametrize("during_the_first_turn", [True, False])
+async def test_after_a_swap_that_keeps_the_cache_a_new_request_uses_none_of_it(during_the_first_turn: bool) -> None:
+    engine = make(length=20, swap_s=1.0, prefill_s=0.01)
+    await engine.load(published(0), keep_cache=False)
+    async with anyio.create_task_group() as group:
+        group.start_soon(collect, engine, ask(1))
+        if during_the_first_turn:
+            await anyio.sleep(0.75)
+            await engine.load(published(1), keep_cache=True)
+    if not during_the_first_turn:
+        await engine.load(published(1), keep_cache=True)
+    start = anyio.current_time()
+    await collect(engine, ResponseRequest([1, *[0] * 34], NEVER, key=1 * 8192 + 2))
+    assert anyio.current_time() - start == pytest.approx(20 * 0.1 + 35 * 0.01)
+
+
+@pytest.mark.anyio
+@pytest.mark.virtual
 async def test_a_full_cache_puts_the_youngest_back_and_tells() -> None:
     engine = make(places=4, length=60, kv_tokens=100)
     await engine.load(published(0), keep_cache=False)
@@ -419,12 +452,13 @@ async def test_a_full_cache_puts_the_youngest_back_and_tells() -> None:
 
 def test_a_prefix_is_left_where_only_the_end_was_needed() -> None:
     cache = PrefixCache()
-    cache.hold("episode", 1, 50)
-    cache.hold("episode", 2, 30)
+    first, second, third = (CachedContext("episode", number, 0) for number in (1, 2, 3))
+    cache.hold(first, 50)
+    cache.hold(second, 30)
     cache.shrink(60)
-    assert (cache.hit("episode", 2), cache.hit("episode", 1)) == (30, 30)
+    assert (cache.hit(second), cache.hit(first)) == (30, 30)
     cache.shrink(40)
-    assert (cache.take("episode", 1), cache.take("episode", 2)) == (30, 10)
-    cache.hold("episode", 3, 60)
+    assert (cache.take(first), cache.take(second)) == (30, 10)
+    cache.hold(third, 60)
     cache.shrink(60)
-    assert cache.hit("episode", 3) == 60, "what was taken counts no more"
+    assert cache.hit(third) == 60, "what was taken counts no more"

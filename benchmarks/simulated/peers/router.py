@@ -37,12 +37,12 @@ class PeerEngine(SimEngine):
 
     def sampled(self) -> dict[int, tuple[int, int]]:
         """Tokens sampled so far and the oldest version among them, by the request's key."""
-        now = self._step + self._over()
+        now = self._done_steps + self._steps_over()
         so_far: dict[int, tuple[int, int]] = {}
         for sequence in (*self._running, *self._waiting):
             if tokens := sequence.tokens(now):
                 if sequence.joined >= 0:
-                    sequence.note_versions(self._step, self._epochs)
+                    sequence.note_versions(self._done_steps, self._version_starts)
                 oldest = sequence.runs[0].version if sequence.runs else self.version
                 so_far[sequence.request.key] = tokens, oldest
         return so_far
