@@ -44,8 +44,8 @@ def predict(args: Args) -> list[Row]:
             Row(case, "relative_error", "share", abs(simulated / measured - 1), None, GOAL),
         ]
     for part in fitted.parts:
-        rows.append(Row(f"fit: {part.what}", "residual_error", "share", part.residual, None, None))
-        rows += [Row(f"fit: {part.what}", name, "s", value, None, None) for name, value in part.constants.items()]
+        rows.append(Row(f"fit: {part.name}", "residual_error", "share", part.residual, None, None))
+        rows += [Row(f"fit: {part.name}", name, "s", value, None, None) for name, value in part.constants.items()]
     return rows
 
 

@@ -37,8 +37,8 @@ from flash.waiting import unwrapped_group
 BODY_BYTES = 16 << 20
 """Largest body of a request, in bytes: far longer than any context."""
 READ_BYTES = 1 << 16
-"""Longest body, in bytes, that is decoded on the event loop. The worst case is a body of messages of one letter each,
-which takes some milliseconds. Longer bodies are decoded in a thread."""
+"""Longest body, in bytes, that is decoded on the event loop. The worst case is a body of messages of one character
+each, which takes some milliseconds. Longer bodies are decoded in a thread."""
 RETRIES = "x-stainless-retry-count"
 """Header in which OpenAI's clients send how often they have sent a request before."""
 
@@ -128,13 +128,14 @@ def _session(sessions: EpisodeSessions, request: Request) -> EpisodeSession:
 async def _chat(request: Request, session: EpisodeSession) -> Response:
     """Answer a request for chat completions. Nothing is kept for later requests: each sends the whole conversation."""
     agent_request = await _read(request, chat.read)
-    return await _answered(
-        request,
-        session,
-        agent_request,
-        lambda name: chat.ChatFormat(name, with_usage=agent_request.with_usage),
-        lambda *_: None,
-    )
+
+    def keep_nothing(answer: PolicyAnswer, name: str) -> None:
+        """Do nothing."""
+
+    def format_for(name: str) -> AnswerFormat:
+        return chat.ChatFormat(name, with_usage=agent_request.with_usage)
+
+    return await _answered(request, session, agent_request, format_for, keep_nothing)
 
 
 async def _complete(request: Request, session: EpisodeSession) -> Response:
@@ -152,12 +153,18 @@ async def _complete(request: Request, session: EpisodeSession) -> Response:
 
 async def _respond(request: Request, session: EpisodeSession) -> Response:
     """Answer a request for a response. The conversation is kept under the response's id (`previous_response_id`)."""
-    given = await _read(request, lambda body: responses.read(body, session.earlier.responses))
+    responses_request = await _read(request, lambda body: responses.read(body, session.earlier.responses))
 
     def keep(answer: PolicyAnswer, name: str) -> None:
-        session.earlier.responses[responses.response_id(name)] = [*given.messages, answer.message]
+        session.earlier.responses[responses.response_id(name)] = [*responses_request.messages, answer.message]
 
-    return await _answered(request, session, given.request, lambda name: responses.ResponseFormat(name, given), keep)
+    return await _answered(
+        request,
+        session,
+        responses_request.request,
+        lambda name: responses.ResponseFormat(name, responses_request),
+        keep,
+    )
 
 
 class _OwnReward(msgspec.Struct):
@@ -177,10 +184,12 @@ async def _reward(request: Request, session: EpisodeSession) -> Response:
 
 
 async def _models(request: Request, _: EpisodeSession) -> Response:
+    """Answer a request for the list of models. Some clients send it first, to find the model's name."""
     return _json(chat.models())
 
 
 async def _model(request: Request, _: EpisodeSession) -> Response:
+    """Answer a request for the description of one model."""
     return _json(chat.model(request.path_params["name"]))
 
 
@@ -314,10 +323,12 @@ async def _body(request: Request) -> bytes:
 
 
 def _json(content: bytes) -> Response:
+    """Return a response with a JSON body that no cache may store."""
     return Response(content, media_type="application/json", headers={"cache-control": "no-store"})
 
 
 def _error_response(error: ApiError) -> Response:
+    """Return the response to a request that was refused."""
     return Response(error.body, status_code=error.status, media_type="application/json")
 
 

@@ -25,15 +25,15 @@ from flash.service.fields import (
     ContentPart,
     RequestedSampling,
     StreamOptions,
+    answers_wanted,
+    check_elements,
     check_limit,
     check_model,
-    check_pieces,
-    choices,
     decoded,
-    refuse_given,
+    refuse_set_fields,
     refuse_unserved,
     requested_sampling,
-    stops,
+    stop_texts,
     text_of,
     unsupported,
 )
@@ -44,7 +44,10 @@ ROLES = {"system": "system", "developer": "system", "user": "user", ASSISTANT: A
 
 
 class AgentRequest(msgspec.Struct, frozen=True):
-    """A request for one or more answers of the policy, from any of the APIs."""
+    """A request for one or more answers of the policy, from any of the APIs.
+
+    The `read` functions of the APIs make it, and `app` makes one call in the episode's session for each answer.
+    """
 
     messages: list[Message]
     """Whole conversation, including earlier answers."""
@@ -81,8 +84,11 @@ class AgentRequest(msgspec.Struct, frozen=True):
 
     @property
     def form(self) -> list[dict[str, Any]]:
-        """Tools, and the arguments of the chat template if there are any. Both change the beginning of the prompt, so
-        all requests of one branch of the conversation have the same (`history`)."""
+        """Tools, and the arguments of the chat template if there are any.
+
+        Both change the beginning of the prompt, so all requests of one branch of the conversation have equal ones
+        (`flash.service.history`).
+        """
         return [*self.tools, self.template] if self.template else list(self.tools)
 
     def each(self) -> list[AgentRequest]:
@@ -108,11 +114,12 @@ class AgentRequest(msgspec.Struct, frozen=True):
 
 
 def _digest(content: bytes) -> bytes:
+    """Return the digest of the encoded content of a request."""
     return blake2b(content, digest_size=16).digest()
 
 
 class PolicyAnswer(msgspec.Struct, frozen=True):
-    """An answer of the policy."""
+    """An answer of the policy. `envs.agent` makes it from a sampled response, and the formats of the APIs encode it."""
 
     message: Message
     """Content, reasoning and calls of the answer."""
@@ -153,6 +160,8 @@ class ChatMessage(msgspec.Struct):
 
 
 class _ResponseFormat(msgspec.Struct):
+    """Format of the answer's text. Only `text` is supported."""
+
     type: str = "text"
 
 
@@ -186,51 +195,51 @@ def read(body: bytes) -> AgentRequest:
     Raises:
         ApiError: the body is not JSON or not such a request, names another model, or asks for something unsupported.
     """
-    given = decoded(_decoder, body)
-    check_model(given.model)
-    check_pieces(_pieces(given), "messages")
-    _refuse_unsupported(given)
-    if not given.messages:
+    parsed = decoded(_decoder, body)
+    check_model(parsed.model)
+    check_elements(_lists(parsed), "messages")
+    _refuse_unsupported(parsed)
+    if not parsed.messages:
         raise ApiError(400, "There are no messages.", None, "messages")
-    check_limit(given.max_tokens, "max_tokens")
-    check_limit(given.max_completion_tokens, "max_completion_tokens")
-    limits = [limit for limit in (given.max_tokens, given.max_completion_tokens) if limit is not None]
+    check_limit(parsed.max_tokens, "max_tokens")
+    check_limit(parsed.max_completion_tokens, "max_completion_tokens")
+    limits = [limit for limit in (parsed.max_tokens, parsed.max_completion_tokens) if limit is not None]
     return AgentRequest(
-        messages=messages_of(given.messages),
+        messages=messages_of(parsed.messages),
         max_tokens=min(limits, default=None),
-        stream=bool(given.stream),
-        with_usage=given.stream_options is not None and bool(given.stream_options.include_usage),
-        tools=tools.offered(given.tools or []),
-        template=given.chat_template_kwargs or {},
-        calling=tools.may_call(given.tool_choice),
-        parallel=given.parallel_tool_calls is not False,
-        logprobs=bool(given.logprobs),
-        stop=stops(given.stop),
-        choices=choices(given.n),
-        sampling=requested_sampling(given),
+        stream=bool(parsed.stream),
+        with_usage=parsed.stream_options is not None and bool(parsed.stream_options.include_usage),
+        tools=tools.offered(parsed.tools or []),
+        template=parsed.chat_template_kwargs or {},
+        calling=tools.may_call(parsed.tool_choice),
+        parallel=parsed.parallel_tool_calls is not False,
+        logprobs=bool(parsed.logprobs),
+        stop=stop_texts(parsed.stop),
+        choices=answers_wanted(parsed.n),
+        sampling=requested_sampling(parsed),
     )
 
 
-def _pieces(given: _ChatBody) -> Iterator[Sequence[Any]]:
-    """Yield all lists of a request that may be long, for `check_pieces`."""
-    yield given.messages
-    yield given.tools or ()
-    for message in given.messages:
+def _lists(parsed: _ChatBody) -> Iterator[Sequence[Any]]:
+    """Yield all lists of a request that may be long, for `check_elements`."""
+    yield parsed.messages
+    yield parsed.tools or ()
+    for message in parsed.messages:
         yield message.tool_calls or ()
         yield message.content if isinstance(message.content, list) else ()
 
 
-def _refuse_unsupported(given: _ChatBody) -> None:
+def _refuse_unsupported(parsed: _ChatBody) -> None:
     """Raise ApiError for a field that would change how the answer is sampled or shown, and that is not supported."""
-    refuse_unserved(given)
-    refuse_given({"logit_bias": given.logit_bias, "functions": given.functions})
-    if given.top_logprobs:
+    refuse_unserved(parsed)
+    refuse_set_fields({"logit_bias": parsed.logit_bias, "functions": parsed.functions})
+    if parsed.top_logprobs:
         raise unsupported("top_logprobs", WHY_NO_TOP_LOGPROBS)
-    if given.response_format is not None and given.response_format.type != "text":
+    if parsed.response_format is not None and parsed.response_format.type != "text":
         raise unsupported("response_format", WHY_NO_GRAMMAR)
 
 
-def messages_of(given: list[ChatMessage]) -> list[Message]:
+def messages_of(chat_messages: list[ChatMessage]) -> list[Message]:
     """Return messages in the form of the episode. A result of a function gets the function's name from its call.
 
     Raises:
@@ -238,7 +247,7 @@ def messages_of(given: list[ChatMessage]) -> list[Message]:
     """
     called: dict[str, str] = {}
     messages: list[Message] = []
-    for index, one in enumerate(given):
+    for index, one in enumerate(chat_messages):
         message = _message(one, f"messages[{index}]")
         called |= {call.id: call.name for call in message.tool_calls}
         if message.role == TOOL:
@@ -248,19 +257,19 @@ def messages_of(given: list[ChatMessage]) -> list[Message]:
     return messages
 
 
-def _message(given: ChatMessage, place: str) -> Message:
+def _message(chat_message: ChatMessage, place: str) -> Message:
     """Return one message in the form of the episode. `place` is its place in the request, for error messages."""
-    if given.role not in ROLES or given.function_call:
+    if chat_message.role not in ROLES or chat_message.function_call:
         known = ", ".join(ROLES)
         raise ApiError(400, f"Roles are {known}, and calls are `tool_calls`.", "unsupported_parameter", place)
-    if given.tool_calls and given.role != ASSISTANT:
+    if chat_message.tool_calls and chat_message.role != ASSISTANT:
         raise ApiError(400, "Only an assistant calls functions.", None, place)
     return Message(
-        role=ROLES[given.role],
-        content=text_of(given.content, place) or given.refusal or "",
-        reasoning=given.reasoning or given.reasoning_content or given.thinking or "",
-        tool_calls=tools.calls_of(given.tool_calls or []),
-        tool_call_id=given.tool_call_id or "",
+        role=ROLES[chat_message.role],
+        content=text_of(chat_message.content, place) or chat_message.refusal or "",
+        reasoning=chat_message.reasoning or chat_message.reasoning_content or chat_message.thinking or "",
+        tool_calls=tools.calls_of(chat_message.tool_calls or []),
+        tool_call_id=chat_message.tool_call_id or "",
     )
 
 
@@ -372,6 +381,7 @@ def model(name: str) -> bytes:
 
 
 def _model() -> dict[str, Any]:
+    """Return the description of the only model."""
     return {"id": MODEL, "object": "model", "created": 0, "owned_by": "flash"}
 
 

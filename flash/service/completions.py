@@ -20,14 +20,14 @@ from flash.service.fields import (
     ApiError,
     RequestedSampling,
     StreamOptions,
+    answers_wanted,
     check_limit,
     check_model,
-    choices,
     decoded,
-    refuse_given,
+    refuse_set_fields,
     refuse_unserved,
     requested_sampling,
-    stops,
+    stop_texts,
     unsupported,
 )
 from flash.service.history import EarlierAnswers
@@ -62,29 +62,36 @@ def read(body: bytes, earlier: EarlierAnswers) -> tuple[AgentRequest, str]:
     Raises:
         ApiError: the body is not JSON or not such a request, names another model, or asks for something unsupported.
     """
-    given = decoded(_decoder, body)
-    check_model(given.model)
-    check_limit(given.max_tokens, "max_tokens")
-    best = given.best_of not in (None, given.n or 1)
-    refuse_unserved(given)
-    refuse_given({"best_of": best, "suffix": given.suffix, "echo": given.echo, "logit_bias": given.logit_bias})
-    refuse_given({"chat_template_kwargs": given.chat_template_kwargs})
-    if given.logprobs:
+    parsed = decoded(_decoder, body)
+    check_model(parsed.model)
+    check_limit(parsed.max_tokens, "max_tokens")
+    refuse_unserved(parsed)
+    refuse_set_fields(
+        {
+            # `best_of` is harmless only if it equals `n`, because no answer is left out then.
+            "best_of": parsed.best_of not in (None, parsed.n or 1),
+            "suffix": parsed.suffix,
+            "echo": parsed.echo,
+            "logit_bias": parsed.logit_bias,
+            "chat_template_kwargs": parsed.chat_template_kwargs,
+        }
+    )
+    if parsed.logprobs:
         raise unsupported("logprobs", WHY_NO_TOP_LOGPROBS)
-    prompt = given.prompt[0] if isinstance(given.prompt, list) and len(given.prompt) == 1 else given.prompt
+    prompt = parsed.prompt[0] if isinstance(parsed.prompt, list) and len(parsed.prompt) == 1 else parsed.prompt
     if not isinstance(prompt, str):
         raise unsupported("prompt", "it must be one text")
     if not prompt:
         raise ApiError(400, "There is no text.", None, "prompt")
     request = AgentRequest(
         messages=earlier.parts(prompt),
-        max_tokens=given.max_tokens,
-        stream=bool(given.stream),
-        with_usage=given.stream_options is not None and bool(given.stream_options.include_usage),
-        logprobs=given.logprobs is not None,
-        stop=stops(given.stop),
-        choices=choices(given.n),
-        sampling=requested_sampling(given),
+        max_tokens=parsed.max_tokens,
+        stream=bool(parsed.stream),
+        with_usage=parsed.stream_options is not None and bool(parsed.stream_options.include_usage),
+        logprobs=parsed.logprobs is not None,
+        stop=stop_texts(parsed.stop),
+        choices=answers_wanted(parsed.n),
+        sampling=requested_sampling(parsed),
     )
     return request, prompt
 
@@ -120,6 +127,7 @@ class CompletionFormat(ChoiceFormat):
 
 
 def _head(name: str) -> dict[str, Any]:
+    """Return the fields of a body and of each event that do not depend on the answers."""
     return {"id": f"cmpl-{name}", "object": "text_completion", "created": int(time.time()), "model": MODEL}
 
 

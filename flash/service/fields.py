@@ -18,6 +18,7 @@ import msgspec
 from flash.sampling import Sampling
 
 _SHORT = reprlib.Repr()
+"""Makes short representations of values that are not texts."""
 
 
 class ApiError(Exception):
@@ -48,9 +49,12 @@ def shortened(value: object) -> str:
     return repr(value[:100]) if isinstance(value, str) else _SHORT.repr(value)
 
 
-def unsupported(name: str, why: str = "leave it out") -> ApiError:
-    """Return the error for a request field that the service does not support. `why` is the reason or the remedy."""
-    return ApiError(400, f"`{name}` is not supported here: {why}.", "unsupported_parameter", name)
+def unsupported(name: str, reason: str = "leave it out") -> ApiError:
+    """Return the error for a request field that the service does not support. Callers raise it.
+
+    `reason` is the reason or the remedy. It is the part of the error message after a colon, without a full stop.
+    """
+    return ApiError(400, f"`{name}` is not supported here: {reason}.", "unsupported_parameter", name)
 
 
 WHY_NO_GRAMMAR = (
@@ -107,7 +111,10 @@ def decoded(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
 
 
 def invalid(error: msgspec.ValidationError, place: str = "") -> ApiError:
-    """Return the error response to a body that has the wrong type, in whole or at `place`."""
+    """Return the error response to a body that has the wrong type.
+
+    `place` is the place of the wrong value in the request. If it is empty, the place is taken from msgspec's message.
+    """
     message, _, within = str(error).partition(" - at ")
     return ApiError(400, f"Invalid request: {error}.", None, place or within.strip("`$.") or _missing(message))
 
@@ -130,18 +137,21 @@ def check_limit(limit: int | None, name: str) -> None:
         raise ApiError(400, "An answer has at least 1 token.", None, name)
 
 
-MOST_PIECES = 16_384
-"""Most messages, parts, calls and tools of one request, all together. Each takes about 4 microseconds to decode and 40
-to render. Requests with many of them are decoded and rendered in threads, one at a time."""
+MOST_ELEMENTS = 16_384
+"""Most elements of one request: its messages, parts, calls and tools together. Each takes about 4 microseconds to
+decode and 40 to render. Requests with many of them are decoded and rendered in threads, one at a time."""
 
 
-def check_pieces(pieces: Iterable[Sequence[Any]], name: str) -> None:
-    """Raise ApiError if the sequences have more than `MOST_PIECES` elements together. Counting stops at that number."""
+def check_elements(lists: Iterable[Sequence[Any]], name: str) -> None:
+    """Raise ApiError if the lists of a request have more than `MOST_ELEMENTS` elements together.
+
+    Counting stops at that number. `name` is the field that the error names.
+    """
     count = 0
-    for some in pieces:
-        count += len(some)
-        if count > MOST_PIECES:
-            message = f"A request has at most {MOST_PIECES} messages, parts, calls and tools."
+    for elements in lists:
+        count += len(elements)
+        if count > MOST_ELEMENTS:
+            message = f"A request has at most {MOST_ELEMENTS} messages, parts, calls and tools."
             raise ApiError(400, message, None, name)
 
 
@@ -149,7 +159,7 @@ MOST_CHOICES = 128
 """Most answers to one request, as in the API."""
 
 
-def choices(n: int | None) -> int:
+def answers_wanted(n: int | None) -> int:
     """Return the number of answers that the request wants: `n`, or 1 without it. Raises ApiError if it is too large."""
     if n is not None and not 1 <= n <= MOST_CHOICES:
         raise ApiError(400, f"`n` is from 1 to {MOST_CHOICES}.", None, "n")
@@ -158,16 +168,16 @@ def choices(n: int | None) -> int:
 
 MOST_STOPS = 4
 """Most stop texts of a request, as in the API."""
-STOP_LETTERS = 1000
+STOP_CHARACTERS = 1000
 """Most characters of one stop text. The limit bounds the time of engines, which look for the texts after every
 token."""
 
 
-def stops(given: str | list[str] | None) -> tuple[str, ...]:
+def stop_texts(stop: str | list[str] | None) -> tuple[str, ...]:
     """Return the stop texts of a request. Raises ApiError if there are too many, or one is empty or too long."""
-    texts = tuple([given] if isinstance(given, str) else given or ())
-    if len(texts) > MOST_STOPS or not all(0 < len(text) <= STOP_LETTERS for text in texts):
-        message = f"`stop` has up to {MOST_STOPS} texts, of 1 to {STOP_LETTERS} characters each."
+    texts = tuple([stop] if isinstance(stop, str) else stop or ())
+    if len(texts) > MOST_STOPS or not all(0 < len(text) <= STOP_CHARACTERS for text in texts):
+        message = f"`stop` has up to {MOST_STOPS} texts, of 1 to {STOP_CHARACTERS} characters each."
         raise ApiError(400, message, None, "stop")
     return texts
 
@@ -175,7 +185,8 @@ def stops(given: str | list[str] | None) -> tuple[str, ...]:
 def before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
     """Return the part of `text` before the first stop text in it, and that stop text.
 
-    A text without a stop text is returned whole, with an empty stop text.
+    `sessions` uses it for answers that are streamed, and `envs.agent` for complete ones. A text without a stop text is
+    returned whole, with an empty stop text.
     """
     at, first = min(((at, one) for one in stop if (at := text.find(one)) >= 0), default=(len(text), ""))
     return text[:at], first
@@ -257,13 +268,13 @@ def _warn_once(name: str, value: float, own: float) -> None:
 
 def refuse_unserved(body: Unserved) -> None:
     """Raise ApiError if a request sets an unsupported field."""
-    refuse_given({name: getattr(body, name) for name in Unserved.__struct_fields__})
+    refuse_set_fields({name: getattr(body, name) for name in Unserved.__struct_fields__})
 
 
-def refuse_given(fields: dict[str, Any]) -> None:
-    """Raise ApiError for the first unsupported field whose value is not empty, zero, False or None.
+def refuse_set_fields(fields: dict[str, Any]) -> None:
+    """Raise ApiError for the first field that a request has set. `fields` are unsupported fields, with their values.
 
-    `fields` maps names to values.
+    A field counts as set if its value is not empty, zero, False or None.
     """
     for name, value in fields.items():
         if value:

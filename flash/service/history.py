@@ -1,4 +1,4 @@
-"""History: the messages of an episode so far, and the branch in which a request continues. Pure.
+"""History: the messages of an episode so far, and the branch in which a request continues. It has no task and no clock.
 
 Law: a request adds exactly those of its messages that the policy has not seen at the place where the request continues.
 A request that begins with all messages of a branch continues that branch; if several qualify, the one with the most
@@ -26,9 +26,9 @@ from flash.types import ASSISTANT, TOOL, Message, Tool, ToolCall
 TEXT = "text"
 """Role of a text in the completions API, which has no speakers."""
 
-READ_LETTERS = 1 << 18
-"""Most characters of a call's arguments that are parsed. Parsing megabytes takes seconds, during which the node does
-nothing else."""
+PARSED_CHARACTERS = 1 << 18
+"""Most characters of a call's arguments that are parsed as JSON. Parsing megabytes takes seconds, during which the node
+does nothing else."""
 
 THINK, THINK_END = "<think>", "</think>"
 """Marks before and after reasoning inside a content, as models and clients write them."""
@@ -104,7 +104,7 @@ class _Branch:
 
 
 class History:
-    """Messages and answers of one episode, in branches. The module's docstring has the rules."""
+    """Messages and answers of one episode, in branches. Each `EpisodeSession` has one. The module has the rules."""
 
     def __init__(self) -> None:
         self._branches = [_Branch([], [], [])]
@@ -261,8 +261,8 @@ def says_the_same(known: Message, message: Message) -> bool:
 
     White space at the beginning and end of a text is ignored, except in completions. An assistant's reasoning may be
     missing, or be part of the content between `<think>` and `</think>`. The arguments of a call are compared as JSON
-    values, so spaces, escapes and the order of keys are ignored; arguments longer than `READ_LETTERS` are compared as
-    text. The ids of calls are ignored. Results are compared by the ids that `number_calls` gives.
+    values, so spaces, escapes and the order of keys are ignored; arguments longer than `PARSED_CHARACTERS` are compared
+    as text. The ids of calls are ignored. Results are compared by the ids that `number_calls` gives.
     """
     if message.role != known.role:
         return False
@@ -317,7 +317,7 @@ def _same_call(one: ToolCall, other: ToolCall) -> bool:
         return False
     if one.arguments == other.arguments:
         return True
-    if max(len(one.arguments), len(other.arguments)) > READ_LETTERS:
+    if max(len(one.arguments), len(other.arguments)) > PARSED_CHARACTERS:
         return False
     return _value(one.arguments) == _value(other.arguments)
 

@@ -4,9 +4,9 @@ An item is a message, the reasoning before it, a call of a function, or the resu
 (`flash.types.Message`) holds reasoning, content and calls together, so several items become one message, and one answer
 becomes several items.
 
-`app` decodes a body with `read` and encodes the answer with a `ResponseFormat`. The session keeps, for each response of
-the episode, the conversation up to its end, so that a later request can name the response in `previous_response_id`.
-Nothing else is stored.
+The node that runs the agent serves this API, for agents that use it. `app` decodes a body with `read` and encodes the
+answer with a `ResponseFormat`. The session keeps, for each response of the episode, the conversation up to its end, so
+that a later request can name the response in `previous_response_id`. Nothing else is stored.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from flash.service.fields import (
     ApiError,
     ContentPart,
     RequestedSampling,
+    check_elements,
     check_limit,
     check_model,
-    check_pieces,
     decoded,
     invalid,
-    refuse_given,
+    refuse_set_fields,
     refuse_unserved,
     requested_sampling,
     shortened,
@@ -44,7 +44,7 @@ REASONING, MESSAGE = "reasoning", "message"
 """Item types of reasoning and of a message's content."""
 
 Event = tuple[str, dict[str, Any]]
-"""Type of a server-sent event, and the other fields of its body."""
+"""Type of a server-sent event, and the other fields of its body. Clients of OpenAI expect these types and fields."""
 
 
 # -- items of requests -----------------------------------------------------------------------------------------------
@@ -89,27 +89,19 @@ _ITEMS: dict[str, type[_Item]] = {
 }
 
 
-def messages_of(given: Sequence[dict[str, Any]], before: Sequence[Message]) -> list[Message]:
-    """Return the items of a request as messages. `before` holds the messages of the conversation before them.
+class _MessageBuilder:
+    """A builder of messages from items. Successive reasoning, content and calls of an assistant are one message.
 
-    Raises:
-        ApiError: an item has the wrong form or an unknown type.
+    Args:
+        before: messages of the conversation before the items.
     """
-    messages = _Messages(before)
-    for index, item in enumerate(given):
-        place = f"input[{index}]"
-        messages.add(_item(item, place), place)
-    return messages.made
-
-
-class _Messages:
-    """A builder of messages from items. Successive reasoning, content and calls of an assistant are one message."""
 
     def __init__(self, before: Sequence[Message]) -> None:
         self.made: list[Message] = []
-        """Messages so far."""
+        """Messages so far, without `before`."""
         # A result names only the id of its call, but chat templates may need the name of the function.
         self._names = {call.id: call.name for message in before for call in message.tool_calls}
+        """Names of the called functions by the id of the call."""
 
     def add(self, item: _Item, place: str) -> None:
         """Add the next item. `place` is the item's place in the request, for error messages."""
@@ -119,22 +111,24 @@ class _Messages:
                     raise ApiError(400, f"There is no role {role[:100]!r} here.", None, place)
                 message = Message(ROLES[role], text_of(item.content, place))
                 if message.role == ASSISTANT:
-                    self._assistant(message)
+                    self._add_to_assistant(message)
                 else:
                     self.made.append(message)
             case _ReasoningItem():
-                self._assistant(Message(ASSISTANT, "", text_of(item.content or item.summary, place)))
+                # Clients may send reasoning without a text, for example encrypted. It would make an empty message.
+                if reasoning := text_of(item.content or item.summary, place):
+                    self._add_to_assistant(Message(ASSISTANT, "", reasoning))
             case _CallItem(call_id, name, arguments):
                 self._names[call_id] = name
-                self._assistant(Message(ASSISTANT, "", "", (ToolCall(call_id, name, as_json(arguments)),)))
+                self._add_to_assistant(Message(ASSISTANT, "", "", (ToolCall(call_id, name, as_json(arguments)),)))
             case _ResultItem(call_id, output):
                 name = self._names.get(call_id, "")
                 self.made.append(Message(TOOL, text_of(output, place), tool_call_id=call_id, name=name))
 
-    def _assistant(self, more: Message) -> None:
-        """Append to the assistant's last message if the order of its parts allows it, else begin a new message."""
+    def _add_to_assistant(self, more: Message) -> None:
+        """Append `more` to the last message if the order of its parts allows it, else begin a new message with it."""
         last = self.made[-1] if self.made else None
-        if last is None or last.role != ASSISTANT or not _follows(last, more):
+        if last is None or last.role != ASSISTANT or not _continues(last, more):
             self.made.append(more)
             return
         self.made[-1] = Message(
@@ -142,7 +136,7 @@ class _Messages:
         )
 
 
-def _follows(last: Message, more: Message) -> bool:
+def _continues(last: Message, more: Message) -> bool:
     """Return True if `more` can continue the assistant's message `last`.
 
     `more` has only one of reasoning, content and calls. In one message, reasoning precedes content, and content
@@ -155,10 +149,13 @@ def _follows(last: Message, more: Message) -> bool:
     return not (last.content or last.tool_calls)
 
 
-def _item(item: dict[str, Any], place: str) -> _Item:
-    """Decode an item by its type; an item without a type is a message. Raises ApiError.
+def _decode_item(item: dict[str, Any], place: str) -> _Item:
+    """Decode an item by its type; an item without a type is a message.
 
     `place` is the item's place in the request, for error messages.
+
+    Raises:
+        ApiError: the item has an unknown type or the wrong form.
     """
     kind = item.get("type") or MESSAGE
     if not isinstance(kind, str) or kind not in _ITEMS:
@@ -173,8 +170,11 @@ def _item(item: dict[str, Any], place: str) -> _Item:
 # -- items of answers ------------------------------------------------------------------------------------------------
 
 
-def items_of(answer: PolicyAnswer, name: str) -> Iterator[dict[str, Any]]:
-    """Yield an item for the reasoning, for the content and for each call of an answer. `name` is the `Call`'s name."""
+def answer_items(answer: PolicyAnswer, name: str) -> Iterator[dict[str, Any]]:
+    """Yield an item for the reasoning, for the content and for each call of an answer.
+
+    `name` is the name of the `Call` in the session. It becomes part of the items' ids.
+    """
     message, status = answer.message, "incomplete" if answer.cut else "completed"
     if message.reasoning:
         yield reasoning_item(name, message.reasoning, status)
@@ -186,58 +186,64 @@ def items_of(answer: PolicyAnswer, name: str) -> Iterator[dict[str, Any]]:
 
 
 def reasoning_item(name: str, text: str, status: str) -> dict[str, Any]:
-    """Return the item of an answer's reasoning."""
+    """Return the item of an answer's reasoning. `name` is the name of the `Call`, which becomes part of the id."""
     part = {"type": "reasoning_text", "text": text}
     return {"type": REASONING, "id": f"rs_{name}", "summary": [], "content": [part], "status": status}
 
 
 def message_item(name: str, text: str, status: str) -> dict[str, Any]:
-    """Return the item of an answer's content."""
+    """Return the item of an answer's content. `name` is the name of the `Call`, which becomes part of the id."""
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
     return {"type": MESSAGE, "id": f"msg_{name}", "role": ASSISTANT, "status": status, "content": [part]}
 
 
-def text_in(item: dict[str, Any]) -> str:
+def item_text(item: dict[str, Any]) -> str:
     """Return the text of an item; the text of a function call is its arguments."""
     return item["arguments"] if "arguments" in item else item["content"][0]["text"]
 
 
 def begin_events(item: dict[str, Any], index: int) -> Iterator[Event]:
-    """Yield the events at the beginning of an item, which is still empty. `index` is its place among the items."""
+    """Yield the events at the beginning of an item. `index` is its place among the items of the answer.
+
+    The events show the item without its text, which `delta_event` adds.
+    """
     empty = {key: [] for key in ("content", "summary") if key in item} | (
         {"arguments": ""} if "arguments" in item else {}
     )
     yield ("response.output_item.added", {"output_index": index, "item": {**item, "status": "in_progress", **empty}})
     if "content" in item:
         part = {**item["content"][0], "text": ""}
-        yield "response.content_part.added", {**_place(item, index), "part": part}
+        yield "response.content_part.added", {**_item_fields(item, index), "part": part}
 
 
 def delta_event(item: dict[str, Any], index: int, text: str) -> Event:
-    """Return the event that adds `text` to an item."""
+    """Return the event that adds `text` to an item. `index` is its place among the items of the answer."""
     kind = "function_call_arguments" if "arguments" in item else item["content"][0]["type"]
-    return f"response.{kind}.delta", {**_place(item, index), "delta": text, **_scores(kind)}
+    return f"response.{kind}.delta", {**_item_fields(item, index), "delta": text, **_logprobs_field(kind)}
 
 
 def end_events(item: dict[str, Any], index: int) -> Iterator[Event]:
-    """Yield the events at the end of an item."""
-    place = _place(item, index)
+    """Yield the events at the end of an item. `index` is its place among the items of the answer."""
+    place = _item_fields(item, index)
     if "arguments" in item:
         done = {"arguments": item["arguments"], "name": item["name"]}
         yield "response.function_call_arguments.done", {**place, **done}
     else:
         (part,) = item["content"]
-        yield f"response.{part['type']}.done", {**place, "text": part["text"], **_scores(part["type"])}
+        yield f"response.{part['type']}.done", {**place, "text": part["text"], **_logprobs_field(part["type"])}
         yield "response.content_part.done", {**place, "part": part}
     yield "response.output_item.done", {"output_index": index, "item": item}
 
 
-def _place(item: dict[str, Any], index: int) -> dict[str, Any]:
-    """Return the fields by which an event names its item, and the item's only content part if it has one."""
+def _item_fields(item: dict[str, Any], index: int) -> dict[str, Any]:
+    """Return the fields of an event that name its item, and the item's only content part if it has one.
+
+    `index` is the place of the item among the items of the answer.
+    """
     return {"output_index": index, "item_id": item["id"]} | ({"content_index": 0} if "content" in item else {})
 
 
-def _scores(kind: str) -> dict[str, Any]:
+def _logprobs_field(kind: str) -> dict[str, Any]:
     """Return the field for log-probs, which only events about output text have. The service gives none here."""
     return {"logprobs": []} if kind == "output_text" else {}
 
@@ -257,7 +263,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True):
 
 
 class _ResponsesTool(msgspec.Struct):
-    """Tool of a request. Other than in chat completions, the fields of the function are those of the tool."""
+    """Tool of a request. In chat completions a tool holds a function; here it has the fields of the function itself."""
 
     type: str
     name: str = ""
@@ -266,10 +272,14 @@ class _ResponsesTool(msgspec.Struct):
 
 
 class _TextFormat(msgspec.Struct):
+    """Format of the answer's text. Only `text` is supported."""
+
     type: str = "text"
 
 
 class _Text(msgspec.Struct):
+    """Settings of the answer's text."""
+
     format: _TextFormat | None = None
 
 
@@ -307,74 +317,85 @@ def read(body: bytes, earlier: Mapping[str, Sequence[Message]]) -> ResponsesRequ
     Raises:
         ApiError: the body is not JSON or not such a request, names another model, or asks for something unsupported.
     """
-    given = decoded(_decoder, body)
-    check_model(given.model)
-    check_pieces(_pieces(given), "input")
-    check_limit(given.max_output_tokens, "max_output_tokens")
-    refuse_unserved(given)
-    refuse_given(
+    parsed = decoded(_decoder, body)
+    check_model(parsed.model)
+    check_elements(_lists(parsed), "input")
+    check_limit(parsed.max_output_tokens, "max_output_tokens")
+    refuse_unserved(parsed)
+    refuse_set_fields(
         {
-            "include": [one for one in given.include or () if one != "reasoning.encrypted_content"],
-            "background": given.background,
-            "conversation": given.conversation,
-            "prompt": given.prompt,
-            "top_logprobs": given.top_logprobs,
-            "truncation": given.truncation not in (None, "disabled"),
+            "include": [one for one in parsed.include or () if one != "reasoning.encrypted_content"],
+            "background": parsed.background,
+            "conversation": parsed.conversation,
+            "prompt": parsed.prompt,
+            "top_logprobs": parsed.top_logprobs,
+            # True counts as set, so that any other value is refused.
+            "truncation": parsed.truncation not in (None, "disabled"),
         }
     )
-    if given.text is not None and given.text.format is not None and given.text.format.type != "text":
+    if parsed.text is not None and parsed.text.format is not None and parsed.text.format.type != "text":
         raise unsupported("text.format", WHY_NO_GRAMMAR)
     before: Sequence[Message] = ()
-    if given.previous_response_id is not None:
-        if given.previous_response_id not in earlier:
-            message = f"This episode has no response {given.previous_response_id[:100]!r}."
+    if parsed.previous_response_id is not None:
+        if parsed.previous_response_id not in earlier:
+            message = f"This episode has no response {parsed.previous_response_id[:100]!r}."
             raise ApiError(400, message, "previous_response_not_found", "previous_response_id")
-        before = earlier[given.previous_response_id]
-    messages = [*before, *_messages(given.input, before)]
-    instructions = [Message("system", given.instructions)] if given.instructions else []
+        before = earlier[parsed.previous_response_id]
+    messages = [*before, *_input_messages(parsed.input, before)]
+    instructions = [Message("system", parsed.instructions)] if parsed.instructions else []
     request = AgentRequest(
         messages=instructions + messages,
-        max_tokens=given.max_output_tokens,
-        stream=bool(given.stream),
-        tools=_offered(given.tools or []),
-        template=given.chat_template_kwargs or {},
-        calling=tools.may_call(given.tool_choice),
-        parallel=given.parallel_tool_calls is not False,
-        sampling=requested_sampling(given),
+        max_tokens=parsed.max_output_tokens,
+        stream=bool(parsed.stream),
+        tools=_function_tools(parsed.tools or []),
+        template=parsed.chat_template_kwargs or {},
+        calling=tools.may_call(parsed.tool_choice),
+        parallel=parsed.parallel_tool_calls is not False,
+        sampling=requested_sampling(parsed),
     )
-    return ResponsesRequest(request, messages, given.previous_response_id)
+    return ResponsesRequest(request, messages, parsed.previous_response_id)
 
 
-def _pieces(given: _ResponsesBody) -> Iterator[Sequence[Any]]:
-    """Yield all lists of a request that may be long, for `check_pieces`."""
-    yield given.tools or ()
-    items = given.input if isinstance(given.input, list) else []
+def _lists(parsed: _ResponsesBody) -> Iterator[Sequence[Any]]:
+    """Yield all lists of a request that may be long, for `check_elements`."""
+    yield parsed.tools or ()
+    items = parsed.input if isinstance(parsed.input, list) else []
     yield items
     for item in items:
         yield from (value for value in item.values() if isinstance(value, list))
 
 
-def _offered(given: Sequence[_ResponsesTool]) -> tuple[Tool, ...]:
+def _function_tools(requested: Sequence[_ResponsesTool]) -> tuple[Tool, ...]:
     """Return the tools of a request in the format of chat templates. Raises ApiError if one is not a function."""
-    functions = [tools.Function(tool.name, tool.description, tool.parameters) for tool in given]
     return tools.offered(
-        [tools.GivenTool(tool.type, function) for tool, function in zip(given, functions, strict=True)]
+        [tools.GivenTool(tool.type, tools.Function(tool.name, tool.description, tool.parameters)) for tool in requested]
     )
 
 
-def _messages(given: str | list[dict[str, Any]], before: Sequence[Message]) -> list[Message]:
-    """Return the input of a request as messages. A text is a message of the user. Raises ApiError."""
-    if isinstance(given, str):
-        return [Message("user", given)]
-    if not given:
+def _input_messages(items: str | list[dict[str, Any]], before: Sequence[Message]) -> list[Message]:
+    """Return the input of a request as messages. A text is a message of the user.
+
+    `before` holds the messages of the conversation before the input.
+
+    Raises:
+        ApiError: there is no item, or an item has the wrong form or an unknown type.
+    """
+    if isinstance(items, str):
+        return [Message("user", items)]
+    if not items:
         raise ApiError(400, "There is no input.", None, "input")
-    return messages_of(given, before)
+    messages = _MessageBuilder(before)
+    for index, item in enumerate(items):
+        place = f"input[{index}]"
+        messages.add(_decode_item(item, place), place)
+    return messages.made
 
 
 # -- the answer ------------------------------------------------------------------------------------------------------
 
 
 _NO_ANSWER = PolicyAnswer(Message(ASSISTANT, ""), cut=False, prompt_tokens=0, tokens=0)
+"""Placeholder from which the events at the beginning of a stream are made."""
 
 
 def response_id(name: str) -> str:
@@ -385,42 +406,43 @@ def response_id(name: str) -> str:
 class ResponseFormat:
     """Format of a response: a body, or a stream of events about the items of its only answer.
 
-    In a stream, the items of reasoning and content are sent while they are sampled, and calls at the end. An answer has
-    at most one item of reasoning and one of content.
+    `app` calls the methods in the order that `flash.service.app.AnswerFormat` describes. A request of this API has one
+    answer, so `index` is always 0. In a stream, the items of reasoning and content are sent while they are sampled, and
+    calls at the end. An answer has at most one item of reasoning and one of content.
 
     Args:
         name: name of the call, which becomes part of the ids of the response and its items.
-        given: the request.
+        request: the request.
     """
 
-    def __init__(self, name: str, given: ResponsesRequest) -> None:
+    def __init__(self, name: str, request: ResponsesRequest) -> None:
         self._name = name
-        self._given = given
+        self._request = request
         self._number = 0
         """Number of the next event, counted from 0."""
-        self._sent: dict[str, str] = {}
+        self._sent_text: dict[str, str] = {}
         """Text that was sent so far, by the types of the items that have begun and in their order."""
-        self._done: set[str] = set()
+        self._ended_types: set[str] = set()
         """Types of the items whose end was sent."""
 
     def body(self, answers: Sequence[PolicyAnswer]) -> bytes:
         """Encode the response as one body."""
         (answer,) = answers
-        return msgspec.json.encode(_response(answer, self._name, self._given))
+        return msgspec.json.encode(_response(answer, self._name, self._request))
 
     def begin(self, index: int) -> bytes:
         """Encode the beginning of the response."""
-        begun = _response(_NO_ANSWER, self._name, self._given)
+        begun = _response(_NO_ANSWER, self._name, self._request)
         begun |= {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
         return self._encoded([("response.created", {"response": begun}), ("response.in_progress", {"response": begun})])
 
     def piece(self, piece: Piece, index: int) -> bytes:
         """Encode a new piece of the answer. Content ends the item of the reasoning; later reasoning has no event."""
         events: list[Event] = []
-        if piece.reasoning and MESSAGE not in self._sent:
+        if piece.reasoning and MESSAGE not in self._sent_text:
             events += self._delta_events(reasoning_item(self._name, piece.reasoning, "completed"), piece.reasoning)
         if piece.content:
-            if sent := self._sent.get(REASONING):
+            if sent := self._sent_text.get(REASONING):
                 events += self._rest_events(reasoning_item(self._name, sent, "completed"))
             events += self._delta_events(message_item(self._name, piece.content, "completed"), piece.content)
         return self._encoded(events)
@@ -432,8 +454,8 @@ class ResponseFormat:
     def end(self, answers: Sequence[PolicyAnswer]) -> bytes:
         """Encode the rest of the answer, the ends of its items, and the whole response."""
         (answer,) = answers
-        whole = _response(answer, self._name, self._given)
-        begun = list(self._sent)
+        whole = _response(answer, self._name, self._request)
+        begun = list(self._sent_text)
         whole["output"].sort(key=lambda item: begun.index(item["type"]) if item["type"] in begun else len(begun))
         events = [event for index, item in enumerate(whole["output"]) for event in self._rest_events(item, index)]
         return self._encoded([*events, (f"response.{whole['status']}", {"response": whole})])
@@ -445,24 +467,27 @@ class ResponseFormat:
     def _delta_events(self, item: dict[str, Any], text: str) -> Iterator[Event]:
         """Yield the events that add `text` to an item, and before them the events of its beginning if it is new."""
         kind = item["type"]
-        if kind not in self._sent:
-            self._sent[kind] = ""
-            yield from begin_events(item, len(self._sent) - 1)
-        self._sent[kind] += text
-        yield delta_event(item, list(self._sent).index(kind), text)
+        if kind not in self._sent_text:
+            self._sent_text[kind] = ""
+            yield from begin_events(item, len(self._sent_text) - 1)
+        self._sent_text[kind] += text
+        yield delta_event(item, list(self._sent_text).index(kind), text)
 
     def _rest_events(self, item: dict[str, Any], index: int = 0) -> Iterator[Event]:
-        """Yield the events for the part of an item that was not sent yet, which may be all of it, and for its end."""
-        kind, sent = item["type"], self._sent.get(item["type"])
-        if kind in self._done:
+        """Yield the events for the part of an item that was not sent yet, which may be all of it, and for its end.
+
+        Yields nothing if the end was sent already. `index` is the place of the item among the items of the answer.
+        """
+        kind, sent = item["type"], self._sent_text.get(item["type"])
+        if kind in self._ended_types:
             return
         if sent is None:
             yield from begin_events(item, index)
-        if rest := text_in(item)[len(sent or "") :]:
+        if rest := item_text(item)[len(sent or "") :]:
             yield delta_event(item, index, rest)
         # Calls are not marked, because an answer may have several of them, all of one type.
         if sent is not None:
-            self._done.add(kind)
+            self._ended_types.add(kind)
         yield from end_events(item, index)
 
     def _encoded(self, events: Iterable[Event]) -> bytes:
@@ -475,9 +500,9 @@ class ResponseFormat:
         return b"".join(lines)
 
 
-def _response(answer: PolicyAnswer, name: str, given: ResponsesRequest) -> dict[str, Any]:
+def _response(answer: PolicyAnswer, name: str, responses_request: ResponsesRequest) -> dict[str, Any]:
     """Return a response as an object of the API. Fields that the service does not support have their neutral values."""
-    request = given.request
+    request = responses_request.request
     return {
         "id": response_id(name),
         "object": "response",
@@ -488,9 +513,9 @@ def _response(answer: PolicyAnswer, name: str, given: ResponsesRequest) -> dict[
         "instructions": None,
         "max_output_tokens": request.max_tokens,
         "model": MODEL,
-        "output": list(items_of(answer, name)),
+        "output": list(answer_items(answer, name)),
         "parallel_tool_calls": request.parallel,
-        "previous_response_id": given.previous,
+        "previous_response_id": responses_request.previous,
         "temperature": None,
         "text": {"format": {"type": "text"}},
         "tool_choice": "auto" if request.calling else "none",

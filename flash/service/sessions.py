@@ -50,7 +50,9 @@ _SECRET = secrets.token_bytes(32)
 
 
 class AnswerDeltas:
-    """Pieces of one answer, and the part of its content that is held back. Pure state.
+    """Pieces of one answer, and the part of its content that is held back. It has no task and no clock.
+
+    `Call` adds the sampled pieces, and sends `pieces` to the agent.
 
     Args:
         stop: stop texts. The content ends before the first one, which the agent does not receive.
@@ -64,16 +66,17 @@ class AnswerDeltas:
         """End of the content that is not sent yet, since it may be the beginning of a stop text."""
         self._stopped = False
         self.pieces: list[Piece] = []
-        """Pieces that were sent so far."""
+        """Pieces that the agent gets, in order."""
 
     def add(self, piece: Piece) -> None:
         """Take a newly sampled piece, and send the part of it that cannot belong to a stop text."""
-        self._send(Piece(self._sendable(piece.content), piece.reasoning))
+        self._send(Piece(self._hold_back(piece.content), piece.reasoning))
 
-    def _sendable(self, content: str) -> str:
-        """Return the part of the content that can be sent now: earlier held content and new content.
+    def _hold_back(self, content: str) -> str:
+        """Hold back the end of the content that may be the beginning of a stop text, and return the part before it.
 
-        A possible beginning of a stop text is held back. Nothing is sent from the first stop text on.
+        `content` is new. It is appended to the content that was held back before. Nothing is returned from the first
+        stop text on.
         """
         if self._stopped:
             return ""
@@ -81,7 +84,7 @@ class AnswerDeltas:
         if found:
             self._stopped = True
             return content
-        held = max((_begun_stop(content, stop) for stop in self._stop), default=0)
+        held = max((_stop_beginning(content, stop) for stop in self._stop), default=0)
         at = len(content) - held
         self._held = content[at:]
         return content[:at]
@@ -100,8 +103,8 @@ class AnswerDeltas:
             self.pieces.append(piece)
 
 
-def _begun_stop(text: str, stop: str) -> int:
-    """Return the number of letters at the end of `text` that may be the beginning of the stop text."""
+def _stop_beginning(text: str, stop: str) -> int:
+    """Return the number of characters at the end of `text` that may be the beginning of the stop text."""
     longest = min(len(stop) - 1, len(text))  # A stop text may be far longer than the answer.
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
 
@@ -137,11 +140,13 @@ class Call:
         """True if a request has got the answer."""
         self._deltas = AnswerDeltas(request.stop)
         self._outcome: PolicyAnswer | ApiError | None = None
+        """The answer, or the error of a refused call; None while the call is open."""
         self._news = anyio.Event()
+        """Set when there is a new piece or the outcome. `_notify` then replaces it."""
 
     @contextmanager
     def waited_for(self) -> Generator[None]:
-        """Count one request that waits for the answer during the block.
+        """Count one request that waits for the answer during the block. `app` uses it for each request.
 
         A call without such a request has lost its client, so a later equal request may be its retry.
         """
@@ -161,7 +166,11 @@ class Call:
         return self._outcome
 
     async def begun(self) -> None:
-        """Wait until there is a first piece or an answer. Raises ApiError if the call is refused before a piece."""
+        """Wait until there is a first piece or an answer. `app` waits for it before it begins a stream.
+
+        Raises:
+            ApiError: the call is refused before its first piece.
+        """
         while not (self._deltas.pieces or self._outcome):
             await self._news.wait()
         if isinstance(self._outcome, ApiError) and not self._deltas.pieces:
@@ -185,7 +194,7 @@ class Call:
             raise self._outcome
 
     def add(self, piece: Piece) -> None:
-        """Add a newly sampled piece of the answer."""
+        """Add a newly sampled piece of the answer. `envs.agent` calls this."""
         self._deltas.add(piece)
         self._notify()
 
@@ -256,10 +265,15 @@ class EpisodeSession:
         """Calls without an idempotency key by their digest, in the order of arrival. Refused calls are in neither
         dictionary."""
         self._open: deque[Call] = deque()
+        """Open calls, the oldest first."""
         self._pending: PendingCall | None = None
+        """Call that `next_call` has returned and that has no answer yet; None if there is none."""
         self._agent_over = False
+        """True if the agent needs no more answers."""
         self._ended = False
+        """True if the environment has ended the episode."""
         self._news = anyio.Event()
+        """Set when a call arrives or the agent ends, to wake `next_call`."""
 
     # -- the agent's side --------------------------------------------------------------------------------------------
 
@@ -301,8 +315,13 @@ class EpisodeSession:
         return known
 
     def _call_of_key(self, key: bytes, call: Call) -> Call:
-        """Return the earlier call with this idempotency key. If there is none, store `call` under the key, and return
-        it. Raises ApiError if too many calls are open."""
+        """Return the earlier call with this idempotency key.
+
+        If there is none, store `call` under the key, and return it.
+
+        Raises:
+            ApiError: there is none, and too many calls are open.
+        """
         if key not in self._by_key:
             self._check_room(call)
             self._by_key[key] = call
@@ -330,7 +349,9 @@ class EpisodeSession:
         """
         self._check_open()
         if not self._rewarding:
-            raise unsupported("reward", "this run judges what the agent returns (env.options.own_reward)")
+            raise unsupported(
+                "reward", "this run rewards the result that the agent returns (set env.options.own_reward to change it)"
+            )
         if not math.isfinite(reward):
             raise ApiError(400, "The reward must be a finite number.", None, "reward")
         self.reward = reward
@@ -409,7 +430,7 @@ def _repeated_call(alike: Sequence[Call], retry: bool | None) -> Call | None:
 
 
 class EpisodeSessions:
-    """All sessions of a node, by the keys of their episodes."""
+    """All sessions of a node, by the keys of their episodes. `envs.agent` opens and closes them."""
 
     def __init__(self) -> None:
         self._by_digest: dict[bytes, EpisodeSession] = {}
@@ -438,10 +459,11 @@ class EpisodeSessions:
         return session
 
     def __len__(self) -> int:
+        """Return the number of open sessions."""
         return len(self._by_digest)
 
 
 def _digest(key: str) -> bytes:
-    """Return the keyed digest of an episode's key."""
+    """Return the digest of an episode's key, which is computed with `_SECRET`."""
     # Sessions are looked up by this digest and not by the key, so that the time of a look-up reveals nothing of a key.
     return hmac.digest(_SECRET, key.encode("utf-8", "surrogatepass"), "sha256")

@@ -16,7 +16,7 @@ from flash.types import Tool, ToolCall
 
 
 class Function(msgspec.Struct):
-    """Description of a function in a request."""
+    """Description of a function that a request offers."""
 
     name: str
     description: str | None = None
@@ -26,7 +26,7 @@ class Function(msgspec.Struct):
 
 
 class GivenTool(msgspec.Struct):
-    """Tool of a request, before its type is checked."""
+    """Tool of a request, as it was decoded. `offered` checks it."""
 
     type: str
     function: Function | None = None
@@ -41,7 +41,7 @@ class GivenFunction(msgspec.Struct):
 
 
 class GivenCall(msgspec.Struct):
-    """Call in a message of a request, before its type is checked."""
+    """Call in a message of a request, as it was decoded. `calls_of` checks it."""
 
     function: GivenFunction
     id: str | None = ""
@@ -49,20 +49,23 @@ class GivenCall(msgspec.Struct):
     """Type of the call. Clients that assemble a call from the chunks of a stream may send null."""
 
 
-def offered(given: Sequence[GivenTool]) -> tuple[Tool, ...]:
-    """Return the tools of a request in the format of chat templates.
+def offered(requested: Sequence[GivenTool]) -> tuple[Tool, ...]:
+    """Return the tools that a request offers to the policy, in the format of chat templates.
 
     Raises:
-        ApiError: one of the tools is not a function.
+        ApiError: one of the tools is not a function, or has no name.
     """
-    for tool in given:
-        if tool.type == "function" and tool.function is None:
-            raise unsupported(
-                "tools", 'a tool is {"type": "function", "function": {"name": …}}, but one has no `function`'
-            )
+    functions: list[Tool] = []
+    for tool in requested:
         if tool.type != "function":
-            raise unsupported("tools", f"only functions are, but the type of one is {tool.type[:100]!r}")
-    return tuple(as_tool(tool.function) for tool in given if tool.function is not None)
+            raise unsupported("tools", f"a tool must be a function, but the type of one is {tool.type[:100]!r}")
+        if tool.function is None:
+            message = 'A tool has no `function`: expected {"type": "function", "function": {"name": …}}.'
+            raise ApiError(400, message, None, "tools")
+        if not tool.function.name:
+            raise ApiError(400, "A function in `tools` has no `name`.", None, "tools")
+        functions.append(as_tool(tool.function))
+    return tuple(functions)
 
 
 def as_tool(function: Function) -> Tool:
@@ -89,18 +92,19 @@ def may_call(choice: Any) -> bool:
     if choice == "none":
         return False
     if choice == "required" or isinstance(choice, Mapping):
-        raise unsupported("tool_choice", f"only `auto` and `none` are. To force a call, {WHY_NO_GRAMMAR}")
+        reason = f"only `auto` and `none` are. A forced call needs a grammar, but {WHY_NO_GRAMMAR}"
+        raise unsupported("tool_choice", reason)
     raise ApiError(400, f"`tool_choice` must be `auto` or `none`, but is {shortened(choice)}.", None, "tool_choice")
 
 
-def calls_of(given: Sequence[GivenCall]) -> tuple[ToolCall, ...]:
+def calls_of(requested: Sequence[GivenCall]) -> tuple[ToolCall, ...]:
     """Return the calls of a message. Raises ApiError for a call that is not of a function."""
-    for call in given:
+    for call in requested:
         if call.type not in (None, "function"):
             raise unsupported(
                 "messages", f"only functions can be called, but the type of a call is {call.type[:100]!r}"
             )
-    return tuple(ToolCall(call.id or "", call.function.name, as_json(call.function.arguments)) for call in given)
+    return tuple(ToolCall(call.id or "", call.function.name, as_json(call.function.arguments)) for call in requested)
 
 
 def as_json(arguments: str | dict[str, Any] | None) -> str:

@@ -1,6 +1,7 @@
 """Theoretical bounds on the time of a step, and the quantities that they are computed from.
 
-`flash simulate` prints the bounds beside the step time of the simulated run. A step trains one batch. α is
+`flash simulate` calls `bounds` and `quantities` after a simulated run, and prints the bounds beside its step time. A
+bound that the run misses by far shows a bottleneck, or an error of the simulator. A step trains one batch. α is
 `train.async_ratio`: it bounds the age of trained tokens, in training steps since the weights that sampled them. The
 bounds are propositions 1 and 2 of ROLL Flash. A step has N samples on K workers, E epochs and Q samples in flight.
 μ and L are the mean and the longest generation time, and μ_tr is the training time per sample:
@@ -25,9 +26,10 @@ from flash.config.simulate import SimulateConfig, sampler, uniform
 from flash.config.tree import Config
 
 EPISODES = 2048
-"""Number of episodes that are drawn to estimate the workload; fewer if episodes have many turns."""
+"""Most episodes that are drawn to estimate the workload."""
 DRAWS = 40_000
-"""Number of random draws that bounds the number of episodes. So many draws take about 0.1 seconds."""
+"""Most random draws for these episodes, so that fewer episodes with many turns are drawn. They take about 0.1
+seconds."""
 
 
 def queue_bound(mean: float, longest: float, workers: float, in_flight: float) -> float:
@@ -56,7 +58,7 @@ def best_split(
 
 
 class Episodes(NamedTuple):
-    """Statistics of randomly drawn episodes."""
+    """Statistics of randomly drawn episodes, from which `quantities` computes times."""
 
     tokens: list[float]
     """Response tokens of each episode."""
@@ -194,27 +196,32 @@ def quantities(config: Config, ledger: Mapping[str, int]) -> Quantities:
         return simulate.step_s + running * (simulate.sequence_s + simulate.context_s * drawn.context)
 
     def sample_s(running: float, prefilled: float) -> float:
-        """Return the GPU seconds of a sample, of which `prefilled` tokens are not cached."""
+        """Return the GPU seconds to generate a sample on an engine with this many sequences.
+
+        `prefilled` is the number of tokens of its prompt and observations that are not cached.
+        """
         engine_s = drawn.mean_tokens * token_s(running) / running + prefilled * simulate.prefill_s
         return engine_s * simulate.gpus_per_engine
 
-    here, everywhere = fullest(simulate.rollout_gpus), fullest(simulate.gpus)
+    per_engine, per_engine_all = fullest(simulate.rollout_gpus), fullest(simulate.gpus)
     observed = drawn.prompt + drawn.observations
-    again = here * drawn.context * simulate.prefill_s if rollout.swap != "keep" else 0.0
+    # With `abort`, a sequence moves before the swap, and the engine that it moves to prefills it again.
+    recompute = rollout.swap in ("recompute", "abort")
+    recomputed_s = per_engine * drawn.context * simulate.prefill_s if recompute else 0.0
     return Quantities(
         samples=train.batch_size / kept,
         in_flight=in_flight,
         gpus=simulate.gpus,
         rollout_gpus=simulate.rollout_gpus,
         async_ratio=train.async_ratio,
-        per_engine=here,
-        generate_s=sample_s(here, observed),
-        generate_all_s=sample_s(everywhere, observed),
-        least_s=sample_s(here, drawn.prompt / rollout.group_size + drawn.observations),
-        longest_s=drawn.longest_s(in_flight, token_s(here)) + observed * simulate.prefill_s,
+        per_engine=per_engine,
+        generate_s=sample_s(per_engine, observed),
+        generate_all_s=sample_s(per_engine_all, observed),
+        least_s=sample_s(per_engine, drawn.prompt / rollout.group_size + drawn.observations),
+        longest_s=drawn.longest_s(in_flight, token_s(per_engine)) + observed * simulate.prefill_s,
         latency_s=drawn.mean_tokens * token_s(1) + drawn.mean_env_s,
         train_s=drawn.mean_length * simulate.train_token_s,
-        pause_s=simulate.swap_s + again,
+        pause_s=simulate.swap_s + recomputed_s,
         fixed_s=simulate.train_step_s,
     )
 
@@ -227,7 +234,7 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
     formula: str
     """Formula of the bound, as text."""
     plugged: str
-    """Quantities in the formula and their values, as text."""
+    """Quantities in the formula with their values, as text for the table of `flash simulate`."""
     step_s: float
     """Seconds of the bound."""
     lower: bool = False
@@ -237,13 +244,13 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def bounds(q: Quantities, batch_size: int) -> list[Bound]:
-    """Return all bounds.
+    """Return all bounds on the time of a step of `batch_size` samples.
 
     The last but one is the bound of the configured split of the GPUs; the last is the capacity.
     """
     serving, training = q.rollout_gpus, q.gpus - q.rollout_gpus
     work = f"N {q.samples:.4g}, μ {q.generate_s:.3g} GPU·s, L {q.longest_s:.4g} s"
-    everywhere = f"N {q.samples:.4g}, K {q.gpus}, μ {q.generate_all_s:.3g} GPU·s, L {q.longest_s:.4g} s"
+    work_all_gpus = f"N {q.samples:.4g}, K {q.gpus}, μ {q.generate_all_s:.3g} GPU·s, L {q.longest_s:.4g} s"
     train = f"μ_tr {q.train_s:.3g} GPU·s"
     # N, μ, L, μ_tr per generated sample, and K, with all GPUs as workers.
     all_gpus = (q.samples, q.generate_all_s, q.longest_s, q.train_s * batch_size / q.samples, q.gpus)
@@ -259,14 +266,14 @@ def bounds(q: Quantities, batch_size: int) -> list[Bound]:
         Bound(
             name="synchronous, all GPUs in turn",
             formula="N·μ/K + L + E·N·μ_tr/K + c",
-            plugged=f"{everywhere}, {train}, E 1, c {q.fixed_s + q.pause_s:.3g} s",
+            plugged=f"{work_all_gpus}, {train}, E 1, c {q.fixed_s + q.pause_s:.3g} s",
             step_s=sync_bound(*all_gpus) + q.fixed_s + q.pause_s,
         ),
         Bound(
             name="asynchronous, best split",
             formula="(N/K)·(μ + E·μ_tr) + L/(α+1) + c",
             plugged=(
-                f"{everywhere}, {train}, E 1, α {q.async_ratio:g}, β* {share:.2f}: {share * q.gpus:.3g} GPUs train, "
+                f"{work_all_gpus}, {train}, E 1, α {q.async_ratio:g}, β* {share:.2f}: {share * q.gpus:.3g} GPUs train, "
                 f"c {max(q.fixed_s, q.pause_s):.3g} s"
             ),
             step_s=async_bound(*all_gpus, q.async_ratio) + max(q.fixed_s, q.pause_s),

@@ -1,17 +1,21 @@
 """Calibration: fits a `[simulate]` table to the machine and the workload of a measured run.
 
+`flash calibrate` (`flash.cli.simulate`) calls `calibrate` with the directory of a finished run, and writes the table to
+a file that `flash simulate` reads. A response is the text that the model samples in one turn. To prefill is to compute
+the KV cache of tokens that are not sampled. A sequence joins when an engine begins to decode it.
+
 The constants of the engine are fitted to the durations of all responses. Each decoding step takes
 step_s + sequence_s · (running sequences) + prefill_s · (prompt tokens of joining sequences), so
 
     duration − pauses = step_s · steps + sequence_s · Σ over steps of running + prefill_s · Σ over steps of joining
 
 is linear in the constants. They are fitted by least squares without negative constants. The number of running sequences
-follows from the intervals of all responses. The times of single steps are not recorded: there are more steps per second
-where fewer sequences run, and this density depends on the constants. So density and constants are fitted in turns. The
-cost of context cannot be separated from `sequence_s`.
+follows from the intervals of all responses. The times of single steps are not recorded, so the density of steps (steps
+per second) is unknown. It is higher where fewer sequences run, and it depends on the constants. So `fit_engine` fits
+density and constants in turns. The cost of context cannot be separated from `sequence_s`.
 
 All other values are measured directly: pauses and publishing from the timeline; training from the tokens and times of
-the steps; lengths, latencies and success rates from the samples. Units are seconds and tokens.
+the steps; lengths, latencies and success rates from the samples. Times are in seconds, lengths in tokens.
 """
 
 from __future__ import annotations
@@ -37,10 +41,13 @@ from flash.observe.timeline import Floats, covered_until
 from flash.types import Activity
 
 ROUNDS = 12
-"""Number of times that constants and density of steps are fitted in turns; both converge within a few."""
+"""Number of times that `fit_engine` fits the constants and the density of steps; both converge within a few times."""
 LEAST_VARIATION = 0.1
 """Standard deviation of the number of running sequences, relative to its mean, below which step_s and sequence_s cannot
 be separated."""
+MOST_SLOPE_ERROR = 0.2
+"""Standard error of the seconds per token, relative to the mean seconds per token, above which the fixed part of a
+training step cannot be separated from the rest."""
 LEAST_STEPS = 3
 """Fewest steps that a run must have. The first step is left out, since it includes the warm-up."""
 VALUES = 32
@@ -48,10 +55,11 @@ VALUES = 32
 
 
 class FittedPart(msgspec.Struct, frozen=True):
-    """Constants of the table that were fitted together."""
+    """Constants of the `[simulate]` table that were fitted together. `flash calibrate` prints one line for each
+    part."""
 
-    what: str
-    """Name of the part, such as `engine`."""
+    name: str
+    """Name of the part: `engine`, `swap` or `training`."""
     constants: dict[str, float]
     """Fitted values, by key of the table."""
     points: int
@@ -90,8 +98,9 @@ class ResponseTimes(NamedTuple):
     """Prompt tokens that were not in the KV cache."""
     context: Floats
     """Tokens before the response."""
-    late: npt.NDArray[np.bool_]
-    """True if the response had to wait for the end of a running step: others were running, and a place was free."""
+    waited: npt.NDArray[np.bool_]
+    """True if the response had to wait for the end of a running step: others were running, and a place was free.
+    A response that waited for a place begins at the end of a step, so this is False for it."""
     fitted: npt.NDArray[np.bool_]
     """True if the constants are fitted to this response. All responses count as load."""
 
@@ -119,13 +128,15 @@ def calibrate(run_dir: Path) -> Calibration:
     engines = hardware["rollout_gpus"] // hardware["gpus_per_engine"]
     seen = sum(turn.tokens for sample in samples for turn in sample.turns)
     ledger = json.loads(directory.ledger.read_text()) if directory.ledger.is_file() else {}
-    unseen = max(1.0, ledger.get("generated_tokens", seen) / max(seen, 1))
+    # Only trained samples are recorded. Discarded ones kept the engines busy, too.
+    load_factor = max(1.0, ledger.get("generated_tokens", seen) / max(seen, 1))
     swaps = [span for span in spans if span.name == "swap"]
     pause = fit_pause(swaps)
     first = min(sample.step for sample in samples)
-    responses = gather(samples, swaps, engines, engines * config.engine.max_sequences / unseen, first)
-    recompute = config.rollout.swap != "keep"
-    engine = fit_engine(responses, swaps, engines, unseen, recompute=recompute)
+    responses = gather(samples, swaps, engines, engines * config.engine.max_sequences / load_factor, first)
+    # With `abort`, a sequence moves before the swap, and the engine that it moves to prefills it again.
+    recompute = config.rollout.swap in ("recompute", "abort")
+    engine = fit_engine(responses, swaps, engines, load_factor, recompute=recompute)
     trainers = hardware["gpus"] - hardware["rollout_gpus"]
     training = fit_training(rows, samples, spans, trainers)
     parts = [engine, pause, training]
@@ -168,24 +179,24 @@ def placement(config: Config) -> dict[str, int]:
 
 
 def gather(
-    samples: Sequence[SampleTimes], swaps: Sequence[Activity], engines: int, places: float, first_step: int
+    samples: Sequence[SampleTimes], swaps: Sequence[Activity], engines: int, places: float, warmup_step: int
 ) -> ResponseTimes:
     """Collect the responses of all samples, and estimate when each began and which prompt tokens were cached.
 
-    A response begins when it gets one of the engines' places, in order of arrival. Caching follows the rule of the
-    simulator: the prompt of a problem is cached after its first request on an engine, and the context of an episode
-    after its last turn. Both are lost at the next swap.
+    A response begins when it gets one of the engines' places, in order of arrival. The prompt of a problem is cached
+    after its first request on an engine, and the context of an episode after its last turn. A request after a swap
+    cannot use either.
 
     Args:
         samples: trained samples of the run.
         swaps: swaps of all engines on the timeline.
         engines: number of engines.
-        places: most sequences of all engines together, divided by `unseen` (see `fit_engine`): the places that are left
-            for recorded responses.
-        first_step: step whose samples count as load only, since they include the warm-up.
+        places: most recorded responses that run at once on all engines together. Responses that were not recorded
+            take the other places.
+        warmup_step: the first step of the run. Constants are not fitted to its samples, since they include the warm-up.
     """
     swapped = np.sort(np.array([swap.start for swap in swaps]))
-    # Number of first requests of each group since each swap: see `_cached`.
+    # Number of first requests of each group since each swap, by (group, number of swaps before them).
     known: dict[tuple[int, int], int] = {}
     # Heap of the ends of the responses that have a place.
     taken: list[float] = []
@@ -201,34 +212,38 @@ def gather(
             heapq.heappop(taken)
         begin = start if len(taken) < places else min(max(start, heapq.heappop(taken)), end)
         heapq.heappush(taken, end)
-        context = _context(sample.turns, place)
+        context = _context_tokens(sample.turns, place)
         epoch = int(np.searchsorted(swapped, begin))
-        cold = 1.0 if _cached(known, sample, place, epoch, engines) else float(context)
-        before = _before(sample.turns, place)
+        # An engine always computes the last token, because it samples the next token from its logits.
+        cold = 1.0 if _prompt_is_cached(known, sample, place, epoch, engines) else float(context)
+        before = _earlier_in_branch(sample.turns, place)
         if before and int(np.searchsorted(swapped, before[-1].start)) == epoch:
             cold = float(turn.observation_tokens)
-        rows.append((begin, end, turn.tokens, cold, context, begin == start, sample.step > first_step))
+        rows.append((begin, end, turn.tokens, cold, context, begin == start, sample.step > warmup_step))
     begin, end, tokens, cold, context, at_once, fitted = (np.array(column) for column in zip(*rows, strict=True))
     begun, ended = np.sort(begin), np.sort(end)
     others = np.searchsorted(begun, begin, side="left") > np.searchsorted(ended, begin, side="right")
-    late = at_once & others
-    return ResponseTimes(begin, end, tokens.astype(float), cold, context.astype(float), late, fitted & (tokens > 0))
+    waited = at_once & others
+    return ResponseTimes(begin, end, tokens.astype(float), cold, context.astype(float), waited, fitted & (tokens > 0))
 
 
-def _before(turns: Sequence[TurnTimes], place: int) -> list[TurnTimes]:
+def _earlier_in_branch(turns: Sequence[TurnTimes], place: int) -> list[TurnTimes]:
     """Return the turns before the one at `place` that are in its branch."""
     return [turn for turn in turns[:place] if turn.branch == turns[place].branch]
 
 
-def _context(turns: Sequence[TurnTimes], place: int) -> int:
+def _context_tokens(turns: Sequence[TurnTimes], place: int) -> int:
     """Return the number of tokens before a turn's response."""
-    before = sum(turn.observation_tokens + turn.tokens for turn in _before(turns, place))
+    before = sum(turn.observation_tokens + turn.tokens for turn in _earlier_in_branch(turns, place))
     return before + turns[place].observation_tokens
 
 
-def _cached(known: dict[tuple[int, int], int], sample: SampleTimes, place: int, epoch: int, engines: int) -> bool:
+def _prompt_is_cached(
+    known: dict[tuple[int, int], int], sample: SampleTimes, place: int, epoch: int, engines: int
+) -> bool:
     """Return True if the first prompt of an episode is cached, and count the request in `known`.
 
+    `place` is the turn of the request, and `epoch` is the number of swaps before it. Returns False for later turns.
     With even routing, the first request of a group goes to each engine before an engine gets a second one. So the
     prompt is cached on every engine once the group has sent as many requests as there are engines since the last swap.
     """
@@ -240,33 +255,35 @@ def _cached(known: dict[tuple[int, int], int], sample: SampleTimes, place: int, 
 
 
 def fit_engine(
-    responses: ResponseTimes, swaps: Sequence[Activity], engines: int, unseen: float, *, recompute: bool
+    responses: ResponseTimes, swaps: Sequence[Activity], engines: int, load_factor: float, *, recompute: bool
 ) -> FittedPart:
-    """Fit step_s, sequence_s and prefill_s to the durations of responses.
+    """Fit step_s, sequence_s and prefill_s to the durations of responses, as the module's docstring describes.
 
     Args:
-        responses: responses of the run.
+        responses: recorded responses of the run.
         swaps: swaps of all engines on the timeline.
         engines: number of engines.
-        unseen: factor, at least 1, by which the run generated more tokens than the recorded responses have.
+        load_factor: tokens that the run generated, divided by those of the recorded responses; at least 1.
         recompute: True if a swap computes the KV cache of the running sequences again.
     """
     begin, end, fitted = responses.begin, responses.end, responses.fitted
     knots = np.unique(np.concatenate([begin, end]))
-    running = _level(begin, end, knots) * unseen / engines
-    joining = _joining(responses, swaps, engines, unseen, recompute=recompute)
-    paused = _paused(swaps, begin, end, engines)
+    running = _open_intervals(begin, end, knots) * load_factor / engines
+    prefilled = _prefilled_tokens(responses, swaps, engines, load_factor, recompute=recompute)
+    paused = _paused_s(swaps, begin, end, engines)
     duration = (end - begin - paused)[fitted]
-    steps = responses.tokens + 0.5 * responses.late
-    # Steps per second between the knots, up to a factor. The first round assumes equally many everywhere.
-    weights = np.full(len(knots) - 1, 1.0)
-    found, at, constants = np.zeros(0), np.zeros(0), np.zeros(3)
+    # Each token takes one step. A response that waits for the end of a running step waits for half a step on average.
+    steps = responses.tokens + 0.5 * responses.waited
+    # Steps per second between the knots, up to a factor. The first round assumes the same density everywhere. The time
+    # for prefill is left out of the density, because only few of the steps prefill.
+    density = np.full(len(knots) - 1, 1.0)
+    residuals, mean_running, constants = np.zeros(0), np.zeros(0), np.zeros(3)
     for _ in range(ROUNDS):
-        at = _mean_over(running, weights, knots, begin, end)
-        columns = np.stack([steps, steps * at, joining], axis=1)[fitted]
-        constants, found = nonnegative_fit(columns, duration)
-        weights = 1.0 / np.maximum(constants[0] + constants[1] * running[:-1], 1e-12)
-    sequences = at[fitted]
+        mean_running = _mean_over_steps(running, density, knots, begin, end)
+        columns = np.stack([steps, steps * mean_running, prefilled], axis=1)[fitted]
+        constants, residuals = nonnegative_fit(columns, duration)
+        density = 1.0 / np.maximum(constants[0] + constants[1] * running[:-1], 1e-12)
+    sequences = mean_running[fitted]
     note = ""
     if sequences.std() < LEAST_VARIATION * sequences.mean():
         note = f"about {sequences.mean():.0f} sequences ran all the time: step_s and sequence_s cannot be told apart"
@@ -275,62 +292,69 @@ def fit_engine(
         "engine",
         dict(zip(names, map(float, constants), strict=True)),
         int(fitted.sum()),
-        relative(found, duration),
+        relative(residuals, duration),
         note,
     )
 
 
-def _level(begin: Floats, end: Floats, knots: Floats) -> Floats:
+def _open_intervals(begin: Floats, end: Floats, knots: Floats) -> Floats:
     """Return the number of intervals that are open right after each knot."""
     started = np.searchsorted(np.sort(begin), knots, side="right")
     ended = np.searchsorted(np.sort(end), knots, side="right")
     return (started - ended).astype(np.float64)
 
 
-def _mean_over(running: Floats, weights: Floats, knots: Floats, begin: Floats, end: Floats) -> Floats:
+def _mean_over_steps(running: Floats, density: Floats, knots: Floats, begin: Floats, end: Floats) -> Floats:
     """Return the mean number of running sequences over the steps of each response.
 
-    `weights` are the steps per second between the knots, up to a constant factor.
+    Args:
+        running: number of running sequences of an engine from each knot to the next one.
+        density: steps per second between the knots, up to a constant factor.
+        knots: times between which both are constant.
+        begin: beginning of each response.
+        end: end of each response.
     """
-    steps = np.concatenate([[0.0], np.cumsum(weights * np.diff(knots))])
-    sums = np.concatenate([[0.0], np.cumsum(weights * running[:-1] * np.diff(knots))])
+    steps = np.concatenate([[0.0], np.cumsum(density * np.diff(knots))])
+    sums = np.concatenate([[0.0], np.cumsum(density * running[:-1] * np.diff(knots))])
     count = np.interp(end, knots, steps) - np.interp(begin, knots, steps)
     total = np.interp(end, knots, sums) - np.interp(begin, knots, sums)
     return np.divide(total, count, out=np.ones_like(total), where=count > 0)
 
 
-def _joining(
-    responses: ResponseTimes, swaps: Sequence[Activity], engines: int, unseen: float, *, recompute: bool
+def _prefilled_tokens(
+    responses: ResponseTimes, swaps: Sequence[Activity], engines: int, load_factor: float, *, recompute: bool
 ) -> Floats:
-    """Return the tokens that the engine of each response prefills during that response.
+    """Return the expected number of tokens that the engine of each response prefills during that response.
 
-    These are the response's own tokens, the tokens of other responses divided by the number of engines, and the tokens
-    that are computed again after swaps.
+    These are the prompt tokens of the response itself, those of other responses that begin during it, and the tokens
+    that are computed again after swaps. A response is on the engine of another one with probability 1 / `engines`.
     """
     begin, end = responses.begin, responses.end
-    times, amounts = [begin], [responses.cold * unseen / engines]
+    times, amounts = [begin], [responses.cold * load_factor / engines]
     if recompute and swaps:
         stops = np.array([swap.stop for swap in swaps])
-        again = [_held(responses, swap) * unseen / engines**2 for swap in swaps]
+        # Of the sequences of all engines, 1 / `engines` are on the engine that swaps.
+        again = [_context_during(responses, swap) * load_factor / engines**2 for swap in swaps]
         times.append(stops)
         amounts.append(np.array(again))
     at, amount = np.concatenate(times), np.concatenate(amounts)
     order = np.argsort(at, kind="stable")
     sums = np.concatenate([[0.0], np.cumsum(amount[order])])
     at = at[order]
-    others = sums[np.searchsorted(at, end, side="left")] - sums[np.searchsorted(at, begin, side="left")]
-    return others + responses.cold * (1 - unseen / engines)
+    during = sums[np.searchsorted(at, end, side="left")] - sums[np.searchsorted(at, begin, side="left")]
+    # `during` counts the response's own tokens like those of another response. They count fully.
+    return during + responses.cold * (1 - load_factor / engines)
 
 
-def _held(responses: ResponseTimes, swap: Activity) -> float:
-    """Return the tokens of context of all responses during a swap."""
+def _context_during(responses: ResponseTimes, swap: Activity) -> float:
+    """Return the tokens of context of all responses that run during a swap, on all engines together."""
     running = (responses.begin < swap.start) & (swap.stop < responses.end)
     begin, end = responses.begin[running], responses.end[running]
     done = (swap.start - begin) / (end - begin)
     return float((responses.context[running] + done * responses.tokens[running]).sum())
 
 
-def _paused(swaps: Sequence[Activity], begin: Floats, end: Floats, engines: int) -> Floats:
+def _paused_s(swaps: Sequence[Activity], begin: Floats, end: Floats, engines: int) -> Floats:
     """Return the expected seconds of each response in which its engine was swapping."""
     # The record does not name a response's engine, so each swap counts with probability 1/engines.
     total = np.zeros_like(begin)
@@ -341,7 +365,7 @@ def _paused(swaps: Sequence[Activity], begin: Floats, end: Floats, engines: int)
 
 
 def fit_pause(swaps: Sequence[Activity]) -> FittedPart:
-    """Return swap_s, the median duration of the swaps on the timeline.
+    """Return the part with swap_s, the median duration of the swaps on the timeline.
 
     The first load of each engine is left out, because it interrupts no sequence.
     """
@@ -361,11 +385,17 @@ def fit_pause(swaps: Sequence[Activity]) -> FittedPart:
 def fit_training(
     rows: Sequence[Row], samples: Sequence[SampleTimes], spans: Sequence[Activity], trainers: int
 ) -> FittedPart:
-    """Fit train_token_s and train_step_s to the tokens and times of the steps.
+    """Fit train_token_s (GPU seconds per token) and train_step_s (seconds) to the tokens and times of the steps.
 
     The seconds per step of publishing and of checkpoints are added to train_step_s, because the simulated trainer
     spends no other time on them. If the steps have nearly equal numbers of tokens, all of their time counts as time per
     token.
+
+    Args:
+        rows: rows of metrics.jsonl, ordered by step. The first one is left out.
+        samples: trained samples of the run.
+        spans: activities on the timeline.
+        trainers: number of trainer GPUs. The simulator divides train_token_s by it.
 
     Raises:
         ConfigError: no step has both a time and samples.
@@ -383,15 +413,18 @@ def fit_training(
         raise ConfigError("the run's metrics.jsonl has no trainer_step_s for the steps of samples.jsonl")
     amount, seconds = np.array(known, dtype=np.float64).T
     columns = np.stack([amount, np.ones_like(amount)], axis=1)
-    constants, left = nonnegative_fit(columns, seconds)
+    constants, residuals = nonnegative_fit(columns, seconds)
     note = ""
-    if slope_error(amount, left) > 0.2 * constants[0]:
+    if slope_error(amount, residuals) > MOST_SLOPE_ERROR * seconds.mean() / amount.mean():
         constants = np.array([seconds.sum() / amount.sum(), 0.0])
-        left = seconds - amount * constants[0]
-        note = "steps differ too little in tokens to tell their fixed part from the rest: all counts as tokens"
-    announcing = _median_s(spans, "publish") + _total_s(spans, "checkpoint") / len(rows)
-    fitted = {"train_token_s": float(constants[0]) * trainers, "train_step_s": float(constants[1]) + announcing}
-    return FittedPart("training", fitted, len(known), relative(left, seconds), note)
+        residuals = seconds - amount * constants[0]
+        note = "the steps have nearly equal numbers of tokens, so all of their time counts as time per token"
+    publish_and_checkpoint_s = _median_s(spans, "publish") + _total_s(spans, "checkpoint") / len(rows)
+    fitted = {
+        "train_token_s": float(constants[0]) * trainers,
+        "train_step_s": float(constants[1]) + publish_and_checkpoint_s,
+    }
+    return FittedPart("training", fitted, len(known), relative(residuals, seconds), note)
 
 
 def _median_s(spans: Sequence[Activity], name: str) -> float:
@@ -409,7 +442,7 @@ def _total_s(spans: Sequence[Activity], name: str) -> float:
 
 
 def fit_workload(samples: Sequence[SampleTimes]) -> dict[str, float | list[float]]:
-    """Return lengths, latencies, turns and success rates as distributions of the measured values.
+    """Return lengths, latencies, turns and success rates as distributions of the measured values, by key of the table.
 
     The record does not separate the reward's time from the last step of an environment. So the time of a last step
     beyond the mean of other steps counts as the reward's.
@@ -445,11 +478,11 @@ def fit_workload(samples: Sequence[SampleTimes]) -> dict[str, float | list[float
 
 
 def spread_of(values: Sequence[float], *, integer: bool = False) -> float | list[float]:
-    """Return a distribution (`flash.config.simulate.Distribution`) of at most VALUES equally likely values with the
-    mean of the measured ones.
+    """Return a distribution (`flash.config.simulate.Distribution`) with the mean of the measured values.
 
-    Each value is the mean of an equal part of the sorted measured values. If `integer` is True, values are rounded, and
-    the rounding error of each is added to the next one, so that the mean is preserved.
+    It is a list of at most VALUES equally likely values; a single number if they are equal. Each value is the mean of
+    an equal part of the sorted measured values. If `integer` is True, values are rounded, and the rounding error of
+    each is added to the next one, so that the mean is preserved.
     """
     parts = np.array_split(np.sort(np.array(values, dtype=np.float64)), min(VALUES, len(values)))
     means = [float(part.mean()) for part in parts]
@@ -465,9 +498,10 @@ def spread_of(values: Sequence[float], *, integer: bool = False) -> float | list
 
 
 def nonnegative_fit(columns: Floats, target: Floats) -> tuple[Floats, Floats]:
-    """Solve least squares without negative constants. Returns the constants and the residuals.
+    """Fit `target` to a weighted sum of `columns` by least squares without negative weights.
 
-    It tries every subset of the columns, so there must be few of them.
+    Returns the weights, called constants here, and the residuals. The function tries every subset of the columns, so
+    there must be few of them.
     """
     count = columns.shape[1]
     best = np.zeros(count), target
@@ -480,21 +514,22 @@ def nonnegative_fit(columns: Floats, target: Floats) -> tuple[Floats, Floats]:
                 continue
             constants = np.zeros(count)
             constants[list(chosen)] = solved
-            left = target - columns @ constants
-            if (left**2).sum() < (best[1] ** 2).sum() * (1 - 1e-9):
-                best = constants, left
+            residuals = target - columns @ constants
+            # A subset with more constants must be better by more than rounding errors.
+            if (residuals**2).sum() < (best[1] ** 2).sum() * (1 - 1e-9):
+                best = constants, residuals
     return best
 
 
-def relative(left: Floats, values: Floats) -> float:
-    """Return the root mean square of the residuals `left`, relative to the mean absolute value of `values`."""
+def relative(residuals: Floats, values: Floats) -> float:
+    """Return the root mean square of the residuals, relative to the mean absolute value of `values`."""
     mean = float(np.abs(values).mean())
-    return float(np.sqrt((left**2).mean())) / mean if mean else 0.0
+    return float(np.sqrt((residuals**2).mean())) / mean if mean else 0.0
 
 
-def slope_error(x: Floats, left: Floats) -> float:
-    """Return the standard error of the slope of a fitted line with residuals `left`; infinity if it is undefined."""
+def slope_error(x: Floats, residuals: Floats) -> float:
+    """Return the standard error of the slope of a line that was fitted over `x`; infinity if it is undefined."""
     spread = float(((x - x.mean()) ** 2).sum())
     if spread == 0 or len(x) < 3:
         return float("inf")
-    return float(np.sqrt((left**2).sum() / (len(x) - 2) / spread))
+    return float(np.sqrt((residuals**2).sum() / (len(x) - 2) / spread))

@@ -1,4 +1,4 @@
-"""VirtualLoop: the virtual clock, an event loop on which waiting takes no real time.
+"""VirtualLoop: the virtual clock, an asyncio event loop on which waiting takes no real time.
 
 Simulations and most tests run on it, so that they take little time and give the same result each time. The loop's
 `time()` is a counter. Where another loop would sleep until the next timer, this one advances the counter to
@@ -80,7 +80,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         raise self.refuse(f"the process {args[1]!r}")
 
     def refuse(self, what: str) -> ContractError:
-        """Return the error for a task that would wait for `what`, and keep it for the next jump."""
+        """Return the error for a task that would wait for `what`, and keep it for the next jump. Callers raise it."""
         # The loop raises the error at its next jump too, because the caller may not raise it, or other code catch it.
         self._refused = ContractError(
             f"{what} cannot be waited for on the virtual clock, which does not advance meanwhile; simulate it, or use "
@@ -89,7 +89,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._refused
 
     def jump(self, seconds: float | None) -> None:
-        """Advance the clock by `seconds`; None: the loop would wait for an event without a timeout.
+        """Advance the clock by `seconds`. The selector calls this where another loop would sleep.
+
+        `seconds` is None if no timer is set, so that the loop would wait for an event without a timeout.
 
         Raises:
             ContractError: no task can ever run again, or something was refused.

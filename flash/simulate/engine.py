@@ -331,7 +331,9 @@ class SimEngine:
         self._to_prefill = 0
         while self._last_steps[0][2] not in self._running or self._last_steps[0][0] != self._last_steps[0][2].end:
             heapq.heappop(self._last_steps)
-        steps = min(self._last_steps[0][0] - self._done_steps, self._stream_interval - self._done_steps % self._stream_interval)
+        steps = min(
+            self._last_steps[0][0] - self._done_steps, self._stream_interval - self._done_steps % self._stream_interval
+        )
         if settings.kv_tokens and count > 1:
             steps = min(steps, (settings.kv_tokens - self._context) // count)
         self._set_timer(stretch, steps)

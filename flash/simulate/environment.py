@@ -1,5 +1,6 @@
 """SimEnvironment and SimTokenizer: a simulated environment, and the tokenizer of its observations.
 
+`flash.simulate.world` gives both to the real nodes of a simulated run. Times and lengths come from the `Workload`.
 An observation is a text `<first token> × <count>`, which is cheap to render: it gives only the first token and the
 length. Responses decode to the empty text, since a simulated environment does not read them.
 """
@@ -29,7 +30,7 @@ class SimTokenizer(Tokenizer):
         return tokens(int(first), int(count))
 
     def follow(self, observation: Observation, end: int | None, tools: Sequence[Tool] = ()) -> list[int]:
-        """Return the tokens of a later observation. The end of a turn adds no tokens."""
+        """Return the tokens of a later observation. Nothing is added for the end of the turn before it."""
         return self.render(observation)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -41,33 +42,33 @@ class SimEnvironment:
     """A simulated environment of one episode.
 
     The environment's behaviour depends on its problem and on the number of environments of this problem that were reset
-    before. `made` counts them, and all nodes of the simulation share it. If the members of a group start in order, this
-    number is the index of the member. A sample that is retried gets an environment with another behaviour.
+    before. `env_counts` counts them, and all nodes of the simulation share it. If the members of a group start in
+    order, this number is the index of the member. A sample that is retried gets an environment with another behaviour.
     """
 
-    def __init__(self, workload: Workload, made: Counter[int]) -> None:
+    def __init__(self, workload: Workload, env_counts: Counter[int]) -> None:
         self._workload = workload
-        self._made = made
+        self._env_counts = env_counts
         self._turn = 0
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Return the problem, after the time of a reset."""
         self._seed = seed
-        self._key = env_key(seed, self._made[seed])
-        self._made[seed] += 1
+        self._key = env_key(seed, self._env_counts[seed])
+        self._env_counts[seed] += 1
         self._turns = self._workload.turns(seed)
-        self._stop = self._workload.stop_turn(self._key, self._turns)
-        await _pass(self._workload.reset_seconds(self._key))
-        return f"{self._workload.name(seed)} × {self._workload.prompt_tokens(seed)}", {}
+        self._stop_turn = self._workload.stop_turn(self._key, self._turns)
+        await _sleep(self._workload.reset_seconds(self._key))
+        return f"{self._workload.problem_token(seed)} × {self._workload.prompt_tokens(seed)}", {}
 
     async def step(self, action: str) -> StepResult:
         """Take the time of a step. The last step also takes the time of the reward, and returns the reward."""
         turn, self._turn = self._turn, self._turn + 1
         last = self._turn == self._turns
-        if turn == self._stop:
+        if turn == self._stop_turn:
             await anyio.sleep_forever()
         seconds = self._workload.env_seconds(self._key, turn)
-        await _pass(seconds + (self._workload.reward_seconds(self._key) if last else 0.0))
+        await _sleep(seconds + (self._workload.reward_seconds(self._key) if last else 0.0))
         if last:
             return "", self._workload.reward(self._seed, self._key), True, False, {}
         return f"0 × {self._workload.observation_tokens(self._key, turn)}", 0.0, False, False, {}
@@ -76,7 +77,7 @@ class SimEnvironment:
         """Do nothing: the environment holds no resources."""
 
 
-async def _pass(seconds: float) -> None:
+async def _sleep(seconds: float) -> None:
     """Sleep for `seconds`; do not yield to the event loop if that is 0."""
     if seconds > 0:
         await anyio.sleep(seconds)

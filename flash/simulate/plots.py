@@ -1,4 +1,7 @@
-"""Plots of simulated runs, as PNG bytes: time and ages of one run, or throughput over the values of a sweep."""
+"""Plots for `flash simulate --plot`, as PNG bytes.
+
+`draw_run` shows the time and the ages of one run, `draw_sweep` the throughput over the values of a sweep.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ def _short(key: str) -> str:
 
 
 def _figure(columns: int) -> tuple[Figure, list[Axes]]:
-    """Return a figure with plots side by side."""
+    """Return a figure with this many plots side by side, and the plots."""
     figure = new_figure(HEIGHT)
     axes = list(figure.subplots(1, columns, squeeze=False).flat)
     for one in axes:

@@ -17,6 +17,7 @@ class SimReport(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """Seconds of the run."""
     steps: int
+    """Steps that were trained."""
     samples: int
     """Samples that were trained."""
     trained_tokens: int

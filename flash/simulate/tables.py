@@ -54,7 +54,7 @@ def print_run(config: Config, cell: SweepCell) -> None:
 
 
 def _speed(report: SimReport) -> list[tuple[str, str]]:
-    """Return the titles and texts of the lines on times, throughput, places and lengths."""
+    """Return the lines on times, throughput, places and lengths, each as (title, text)."""
     per_trained = report.generated_tokens / max(report.trained_tokens, 1)
     bias = report.mean_trained_length / report.mean_issued_length - 1 if report.mean_issued_length else 0.0
     return [
@@ -101,7 +101,10 @@ def _ages(console: Console, report: SimReport) -> None:
 
 
 def _waste(console: Console, report: SimReport) -> None:
-    """Print the counts of samples and tokens that were not trained, by reason."""
+    """Print the counts of samples and tokens that were not trained, by reason.
+
+    The ledger counts them under keys such as `discarded_tokens_stale`, `given_up_stale` and `filtered`.
+    """
     ledger = report.ledger
     generated = max(ledger.get("generated_tokens", 0), 1)
     issued = max(ledger.get("issued", 0), 1)
@@ -111,9 +114,9 @@ def _waste(console: Console, report: SimReport) -> None:
         if key.startswith("discarded_tokens_") and count
     ]
     for key, count in ledger.items():
-        what, _, reason = key.partition("_up_") if key.startswith("given_up_") else key.partition("_")
+        fate, _, reason = key.partition("_up_") if key.startswith("given_up_") else key.partition("_")
         if (key == "filtered" or key.startswith(("given_up_", "retried_"))) and count:
-            name = {"given": "given up", "retried": "tried again"}.get(what, what)
+            name = {"given": "given up", "retried": "tried again"}.get(fate, fate)
             rows.append((f"{name} {reason}".replace("_", " ").strip(), "samples", count, count / issued))
     if not rows:
         console.print("\nwaste: none")
@@ -126,7 +129,7 @@ def _waste(console: Console, report: SimReport) -> None:
 
 def _bounds(console: Console, cell: SweepCell) -> None:
     """Print the bounds on the time of a step, with their quantities, and the ratio of the run's step time to each."""
-    table = _table("\nbound on a step", "\nseconds", "\nrun / bound", "\nformula and what was plugged in")
+    table = _table("\nbound on a step", "\nseconds", "\nrun / bound", "\nformula and its quantities")
     for bound in cell.bounds:
         sign = "≥" if bound.lower else "≤"
         ratio = "" if bound.part or not bound.step_s else f"{cell.report.step_s / bound.step_s:.3f}"
@@ -135,7 +138,10 @@ def _bounds(console: Console, cell: SweepCell) -> None:
 
 
 def watched(reports: Iterable[SimReport], count: int) -> Iterable[SimReport]:
-    """Yield the reports, and show how many of `count` are done: as a bar on a terminal, else as one line for each."""
+    """Yield the reports of a sweep as they come, and show how many of `count` are done.
+
+    A terminal shows a bar. Any other output gets one line for each report.
+    """
     from rich.console import Console
     from rich.progress import track
 
@@ -188,16 +194,23 @@ def recommendation(cells: Sequence[SweepCell], best: SweepCell) -> str:
 
 
 def print_calibration(fitted: Calibration, predicted: Floats, config: Path, file: Path) -> None:
-    """Print the fitted constants with their residuals, and how well they predict the step time of the measured run."""
+    """Print the fitted constants with their residuals, and how well they predict the step time of the measured run.
+
+    Args:
+        fitted: the calibration.
+        predicted: simulated seconds of a step, one value for each seed of the workload.
+        config: configuration file of the measured run.
+        file: file to which the fitted table was written.
+    """
     console = _console()
     table = _table("fitted", "from", "residual", "constants")
     for part in fitted.parts:
         constants = ", ".join(f"{name} {value:.4g}" for name, value in part.constants.items())
-        table.add_row(part.what, f"{part.points:,} points", f"{part.residual:.1%}", constants)
+        table.add_row(part.name, f"{part.points:,} points", f"{part.residual:.1%}", constants)
     console.print(table)
     for part in fitted.parts:
         if part.note:
-            console.print(f"{part.what}: {part.note}")
+            console.print(f"{part.name}: {part.note}")
     console.print(
         f"\nstep time: measured {fitted.step_s:.4g} s, simulated {predicted.mean():.4g} s "
         f"({predicted.mean() / fitted.step_s - 1:+.1%}; {predicted.min():.4g} to {predicted.max():.4g} s "

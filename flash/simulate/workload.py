@@ -25,18 +25,18 @@ _TOKEN_IDS = (1 << 31) - 1
 
 _NORMAL = NormalDist()
 
-# Purposes of random draws: two quantities of the same id must not use the same random number.
+# Purposes of random draws (`Workload._draw`): two quantities of the same id must not use the same random number.
 _PROMPT, _RESPONSE, _TURNS, _OBSERVATION, _RESET, _ENV, _REWARD = range(7)
-_SLOW, _STOP, _STOP_TURN, _CHANCE, _SUCCESS, _NAME, _ALIKE = range(7, 14)
+_SLOW, _STOP, _STOP_TURN, _CHANCE, _SUCCESS, _NAME, _GROUP_LENGTH = range(7, 14)
 
 
 def turn_of(key: int) -> int:
-    """Return the turn of a response, counted from 0."""
+    """Return the turn of a response, counted from 0. `key` is the key of its request (`response_key`)."""
     return key // 2 % KEYS_PER_TASK
 
 
 def episode_of(key: int) -> int:
-    """Return a number that all responses of one task share, and no others."""
+    """Return a number that all responses of one task share, and no others. `key` is the key of a request."""
     return key // (2 * KEYS_PER_TASK) * 2 + key % 2
 
 
@@ -46,7 +46,7 @@ def env_key(problem_seed: int, number: int) -> int:
 
 
 class Workload:
-    """Lengths, durations and rewards of all samples of a simulated run.
+    """Lengths, durations and rewards of all samples of a simulated run. Engines and environments of the run share it.
 
     Args:
         settings: the simulation's settings.
@@ -60,7 +60,7 @@ class Workload:
         self._seed = run_seed
         self._limit = max_new_tokens
         self._members = members
-        self._alike = settings.length_correlation
+        self._length_correlation = settings.length_correlation
         self._slow_share = settings.fail_slow
         self._slow_factor = settings.fail_slow_factor
         self._stop_share = settings.fail_stop
@@ -73,9 +73,9 @@ class Workload:
         self._reward = sampler(settings.reward_s)
         self._success = sampler(settings.success)
 
-    def _draw(self, values: Sampler, what: int, *key: int) -> float:
-        """Draw a value for the purpose `what` and an id. Equal arguments give equal values."""
-        return values.draw(uniform(self._seed, what, *key))
+    def _draw(self, values: Sampler, purpose: int, *key: int) -> float:
+        """Draw a value for a purpose and an id. Equal arguments give equal values."""
+        return values.draw(uniform(self._seed, purpose, *key))
 
     # -- the policy --------------------------------------------------------------------------------------------------
 
@@ -88,22 +88,22 @@ class Workload:
 
         The first token identifies the problem, so that an engine can recognize a prefix in its cache.
         """
-        return tokens(self.name(problem_seed), self.prompt_tokens(problem_seed))
+        return tokens(self.problem_token(problem_seed), self.prompt_tokens(problem_seed))
 
-    def name(self, problem_seed: int) -> int:
-        """Return a token id for a problem. Two problems are unlikely to have the same one."""
+    def problem_token(self, problem_seed: int) -> int:
+        """Return the token id that identifies a problem. Two problems are unlikely to have the same one."""
         return int(uniform(self._seed, _NAME, problem_seed) * _TOKEN_IDS)
 
     def response_tokens(self, key: int) -> int:
-        """Return the length of a response, between 1 and the limit of the run."""
+        """Return the length of a response, between 1 and the limit of the run. `key` is the key of its request."""
         u = uniform(self._seed, _RESPONSE, key)
-        if self._alike:
+        if self._length_correlation:
             # Gaussian copula: a number that the members of a group share correlates their lengths, while each single
             # length keeps the distribution of `response_tokens`.
             group = key // (2 * KEYS_PER_TASK) // self._members
-            shared = _NORMAL.inv_cdf(uniform(self._seed, _ALIKE, group, key % 2))
-            own = math.sqrt(1 - self._alike) * _NORMAL.inv_cdf(u)
-            u = min(max(_NORMAL.cdf(math.sqrt(self._alike) * shared + own), 1e-12), 1 - 1e-12)
+            shared = _NORMAL.inv_cdf(uniform(self._seed, _GROUP_LENGTH, group, key % 2))
+            own = math.sqrt(1 - self._length_correlation) * _NORMAL.inv_cdf(u)
+            u = min(max(_NORMAL.cdf(math.sqrt(self._length_correlation) * shared + own), 1e-12), 1 - 1e-12)
         return min(max(1, round(self._response.draw(u))), self._limit)
 
     def turns(self, problem_seed: int) -> int:

@@ -1,6 +1,7 @@
 """World: a complete run on a virtual clock, with the real hub, nodes, schedulers, episodes and proxies.
 
-Engines, trainer and environments are simulated. `simulate` takes the configuration of a run with its `[simulate]`
+`flash simulate` calls `simulate`; tests and benchmarks also make a `World` and look into it while it runs. Engines,
+trainer and environments are simulated. `simulate` takes the configuration of a run with its `[simulate]`
 table. It leaves out weights, checkpoints and evaluations, except for one sample at the start and at the end. Deadlines
 that guard real hardware are lifted, so that a slow workload is simulated and does not fail. Only `env_step` keeps its
 deadline, and only if environments may stop forever.
@@ -46,7 +47,7 @@ from flash.waiting import first_error
 LIFTED_S = 1e6
 """Seconds of a lifted deadline: longer than any reasonable step, but finite, so that a step that never ends fails."""
 LAG_BUCKET_S = 1e-4
-"""Resolution of the loop's lag, in real seconds."""
+"""Resolution of the measured times of passes of the event loop, in real seconds."""
 BUSY = "busy"
 """State of an engine with a running sequence. All other states are causes of idleness."""
 
@@ -78,7 +79,10 @@ async def _run(config: Config) -> tuple[World, RunEnd, float]:
 
 
 def lifted(config: Config, settings: SimulateConfig) -> Config:
-    """Return the configuration for the simulation: one trainer rank, minimal evaluation, no deadlines of hardware."""
+    """Return the configuration for the simulation: one trainer rank, minimal evaluation, lifted deadlines.
+
+    The number of GPUs and their speed are in `settings`, so the simulated run has one rank and no GPU.
+    """
     deadlines = msgspec.structs.replace(
         config.deadlines,
         rendezvous=LIFTED_S,
@@ -103,9 +107,9 @@ def lifted(config: Config, settings: SimulateConfig) -> Config:
 class Meter:
     """Adds up the time of engines by state: busy, or a cause of idleness.
 
-    The world reports each change at once: with `engine` if the sequences or swaps of an engine have changed, and with
-    `idle` if the cause of idleness may have changed. Conservation: from `start` on, the seconds of an engine's states
-    add up to the time that has passed.
+    The world reports each change at once: with `note_engine` if the sequences or swaps of an engine have changed, and
+    with `note_idle_causes` if the cause of idleness may have changed. Conservation: from `start` on, the seconds of an
+    engine's states add up to the time that has passed.
 
     Args:
         count: number of engines.
@@ -122,18 +126,20 @@ class Meter:
         self._now = now
         self._times = [StateTimes() for _ in range(count)]
         self._running = [0] * count
+        """Number of sequences that each engine runs since its last change."""
         self._idle: set[int] = set(range(count))
+        """Numbers of the engines that are idle."""
         self._slot_s = 0.0
         """Seconds of all running sequences together."""
 
     def start(self) -> None:
-        """Begin to measure now, and discard all earlier time."""
+        """Begin to measure now, and discard all earlier time. Called at the first lease of a training sample."""
         self._settle()
         for times in self._times:
             times.forget()
         self._slot_s = 0.0
 
-    def engine(self, index: int) -> None:
+    def note_engine(self, index: int) -> None:
         """Record that the state of this engine may have changed."""
         state = self._state_of(index)
         self._slot_s += self._times[index].enter(state, self._now()) * self._running[index]
@@ -143,10 +149,10 @@ class Meter:
         else:
             self._idle.add(index)
 
-    def idle(self) -> None:
+    def note_idle_causes(self) -> None:
         """Record that the cause of the idleness of idle engines may have changed."""
         for index in tuple(self._idle):
-            self.engine(index)
+            self.note_engine(index)
 
     def read(self) -> tuple[list[dict[str, float]], float]:
         """Return, for each engine, its seconds by state; and the sequence seconds of all engines together."""
@@ -157,23 +163,26 @@ class Meter:
     def _settle(self) -> None:
         """Count the time of all engines up to now."""
         for index in range(len(self._times)):
-            self.engine(index)
+            self.note_engine(index)
 
 
 class SimNode:
-    """A node of the simulated run: its engines, and the number of its leases."""
+    """A node of the simulated run, with its engines and its number of leases, which the meter needs.
+
+    The node itself is the real `RolloutNode`, which `World.serve` makes and runs.
+    """
 
     def __init__(self, number: int, first_engine: int, engines: list[SimEngine]) -> None:
         self.number = number
         self.first_engine = first_engine
         self.engines = engines
-        self.alive = 0
+        self.leases = 0
         """Number of leases whose result is not delivered yet."""
 
     @property
-    def outside(self) -> bool:
+    def all_in_environments(self) -> bool:
         """True if the node has leases, but no engine has a request: all its episodes are in their environments."""
-        return self.alive > 0 and not any(engine.occupied for engine in self.engines)
+        return self.leases > 0 and not any(engine.occupied for engine in self.engines)
 
 
 class World:
@@ -202,6 +211,7 @@ class World:
         members = config.rollout.group_size + config.rollout.extra_per_group
         self.workload = Workload(self.settings, config.run.seed, config.rollout.max_new_tokens, members)
         self._now = anyio.current_time
+        """Clock of the run, in virtual seconds."""
         self._observer = observer or SimObserver()
         self.hub = Hub(
             self.config, self._observer, now=self._now, recovered=recovered, persistence=Persistence(save_state)
@@ -209,33 +219,40 @@ class World:
         count = self.settings.rollout_gpus // self.settings.gpus_per_engine
         self.engines = [self.make_engine(index) for index in range(count)]
         self.meter = Meter(count, self._state, lambda index: self.engines[index].running, self._now)
-        self.nodes = self._deal()
+        self.nodes = self._make_nodes()
         self._node_of = [node for node in self.nodes for _ in node.engines]
-        self.trainer = self.make_trainer(InProcessCaller(self.hub, self._saw_trainer))
+        self.trainer = self.make_trainer(InProcessCaller(self.hub, self._after_trainer_call))
         self._occupied: set[int] = set()
+        """Numbers of the engines that have a request."""
         self._issued: dict[int, Task] = {}
-        self._begun: float | None = None
+        """Training tasks that were leased, by id."""
+        self._first_lease_at: float | None = None
+        """Time of the first lease of a training sample; None before it."""
         self._measured = self.meter.read()
+        """Reading of the meter at the last commit."""
 
     def make_engine(self, index: int, settings: SimulateConfig | None = None) -> SimEngine:
-        """Return an engine. With `settings` other than the run's, it is faster or slower than the others."""
+        """Return an engine. `settings` replaces the run's settings, for benchmarks that make one engine slower."""
         return SimEngine(
             settings or self.settings,
             self.config.engine.max_sequences,
             self.workload.response_tokens,
             self.config.engine.stream_interval,
-            on_change=lambda: self._changed(index),
+            on_change=lambda: self._engine_changed(index),
         )
 
     def make_trainer(self, hub: InProcessCaller) -> SimTrainer:
         """Return the trainer, at the version that the hub begins with."""
         return SimTrainer(self.config, self.settings, hub, self._now, version=self.hub.progress.version)
 
-    def makers(self, node: SimNode) -> list[Callable[[int], Engine]]:
-        """Return one factory for each engine of a node. Each factory returns an existing engine, since none dies."""
+    def engine_factories(self, node: SimNode) -> list[Callable[[int], Engine]]:
+        """Return one function for each engine of a node, which the node's supervisor calls to start the engine.
+
+        Each function returns an existing engine, since simulated engines do not die. Tests override this method.
+        """
         return [same_engine(engine) for engine in node.engines]
 
-    def _deal(self) -> list[SimNode]:
+    def _make_nodes(self) -> list[SimNode]:
         """Divide the engines evenly among the nodes, in order, and return the nodes."""
         nodes, count = self.settings.nodes, len(self.engines)
         cuts = [count * number // nodes for number in range(nodes + 1)]
@@ -251,53 +268,54 @@ class World:
                 group.start_soon(self.serve, node, made, name=f"node {node.number}")
             group.start_soon(self.trainer.run, name="trainer")
             return await self.hub.run()
-        raise AssertionError("cancelled from outside, and not told")
+        # The task group swallows only its own cancellation, and nothing cancels it before the hub's end.
+        raise AssertionError("the task group ended without the end of the run")
 
     async def serve(self, node: SimNode, made: Counter[int]) -> None:
-        """Run a node until the run ends. `made` counts the environments of each problem."""
+        """Run a node until the run ends. `made` counts the environments of each problem, on all nodes together."""
         await self._rollout_node(node, made).run()
 
     def _rollout_node(self, node: SimNode, made: Counter[int]) -> RolloutNode:
-        """Return a real node with simulated engines and environments, whose calls to the hub the meter sees."""
+        """Return a real node with simulated engines and environments. Its calls to the hub update the meter."""
 
         def make_env(kind: str) -> Environment:
             return SimEnvironment(self.workload, made)
 
         def watch(request: msgspec.Struct, reply: msgspec.Struct) -> None:
-            self._saw_node(node, request, reply)
+            self._after_node_call(node, request, reply)
 
         link = HubLink(node.number, node.first_engine, InProcessCaller(self.hub, watch))
         env = NodeEnvironment(make_env)
-        return RolloutNode(self.config, link, self.makers(node), SimTokenizer(), env, now=self._now)
+        return RolloutNode(self.config, link, self.engine_factories(node), SimTokenizer(), env, now=self._now)
 
-    def _changed(self, index: int) -> None:
-        """Report to the meter that an engine's sequences or its swap have changed."""
-        self.meter.engine(index)
+    def _engine_changed(self, index: int) -> None:
+        """Report to the meter that an engine's sequences or its swap have changed. The engine calls this."""
+        self.meter.note_engine(index)
         # The cause of idleness of the node's other engines depends on whether any engine of the node has a request.
         if self.engines[index].occupied != (index in self._occupied):
             self._occupied ^= {index}
-            self.meter.idle()
+            self.meter.note_idle_causes()
 
-    def _saw_node(self, node: SimNode, request: msgspec.Struct, reply: msgspec.Struct) -> None:
+    def _after_node_call(self, node: SimNode, request: msgspec.Struct, reply: msgspec.Struct) -> None:
         """Count the leases of a node after each of its calls to the hub. The first training lease starts the meter."""
         if isinstance(reply, p.LeaseReply) and reply.leases:
-            node.alive += len(reply.leases)
+            node.leases += len(reply.leases)
             training = {lease.task.task_id: lease.task for lease in reply.leases if lease.task.split == "train"}
-            if training and self._begun is None:
-                self._begun = self._now()
+            if training and self._first_lease_at is None:
+                self._first_lease_at = self._now()
                 self.meter.start()
             self._issued |= training
         elif isinstance(request, p.DeliverRequest):
-            node.alive -= len(request.ended)
+            node.leases -= len(request.ended)
         else:
             return
-        self.meter.idle()
+        self.meter.note_idle_causes()
 
-    def _saw_trainer(self, request: msgspec.Struct, reply: msgspec.Struct) -> None:
+    def _after_trainer_call(self, request: msgspec.Struct, reply: msgspec.Struct) -> None:
         """Read the meter at each commit, so that a report ends there. Each call may change the causes of idleness."""
         if isinstance(request, p.Commit):
             self._measured = self.meter.read()
-        self.meter.idle()
+        self.meter.note_idle_causes()
 
     def _state(self, index: int) -> str:
         """Return the state of an engine: `busy`, or the cause of its idleness."""
@@ -306,7 +324,7 @@ class World:
             return "swap"
         if engine.running:
             return BUSY
-        if node.outside:
+        if node.all_in_environments:
             return "environments"
         return "end" if self._all_issued() else "admission"
 
@@ -322,10 +340,10 @@ class World:
     def report(self, end: RunEnd, real_s: float = 0.0, lag_s: float = 0.0) -> SimReport:
         """Return the report of the run.
 
-        `real_s` are the real seconds that the simulation took, and `lag_s` is the lag of its event loop in real
-        seconds; 0 if they were not measured.
+        `real_s` are the real seconds that the simulation took. `lag_s` are the real seconds that 99 % of the passes of
+        its event loop did not exceed. Both are 0 if they were not measured.
         """
-        begun, commits = self._begun or 0.0, self.trainer.commits
+        begun, commits = self._first_lease_at or 0.0, self.trainer.commits
         seconds = commits[-1] - begun
         skipped = 1 if len(commits) > 2 else 0
         steady_s = commits[-1] - commits[0] if skipped else seconds
@@ -389,18 +407,22 @@ class SimObserver(MemoryObserver):
 
 
 class _TimedLoop(VirtualLoop):
-    """A virtual clock that also measures the real time of each pass of the event loop."""
+    """A virtual clock that also measures the real time of each pass of the event loop.
+
+    A long pass would block a real event loop, so `SimReport.loop_lag_p99_ms` shows if the hub's code is too slow.
+    """
 
     def __init__(self) -> None:
-        self._passed = time.perf_counter()
+        self._pass_start = time.perf_counter()
         self._passes: Counter[int] = Counter()
+        """Number of passes by their real time, in units of LAG_BUCKET_S."""
         super().__init__()
 
     def jump(self, seconds: float | None) -> None:
         """Record the real time of the pass that is over, and advance the virtual clock."""
         now = time.perf_counter()
-        self._passes[int((now - self._passed) / LAG_BUCKET_S)] += 1
-        self._passed = now
+        self._passes[int((now - self._pass_start) / LAG_BUCKET_S)] += 1
+        self._pass_start = now
         super().jump(seconds)
 
     def lag(self, share: float) -> float:

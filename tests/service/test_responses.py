@@ -75,6 +75,17 @@ def test_items_that_other_programs_have_written_down_are_read() -> None:
     ]
 
 
+def test_reasoning_without_a_text_makes_no_message() -> None:
+    hidden = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
+    said = {"role": "assistant", "content": "five"}
+    items = [{"role": "user", "content": "one"}, hidden, said, hidden, {"role": "user", "content": "go on"}]
+    assert wanted(input=items).request.messages == [
+        Message("user", "one"),
+        Message("assistant", "five"),
+        Message("user", "go on"),
+    ]
+
+
 def test_a_response_and_its_events_have_every_field_that_the_official_client_promises() -> None:
     Response.model_validate(told(tools=[ADD]), strict=True)
     events = ResponseFormat("1", wanted(tools=[ADD]))
@@ -110,6 +121,7 @@ def test_a_response_of_the_episode_may_be_named_instead_of_said_again() -> None:
         ({"truncation": "auto"}, "truncation"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "function", "description": "Adds."}]}, "tools"),
         ({"tool_choice": {"type": "function", "name": "add"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),

@@ -117,7 +117,7 @@ def test_the_constants_of_the_engine_and_the_trainer_come_back(run_dir: Path):
 
 
 def test_the_fit_tells_how_much_it_leaves_unexplained(run_dir: Path):
-    parts = {part.what: part for part in calibrate(run_dir).parts}
+    parts = {part.name: part for part in calibrate(run_dir).parts}
     assert parts["engine"].residual < 0.05
     assert parts["training"].residual < 1e-6
     assert parts["engine"].points > 100
@@ -226,12 +226,32 @@ def test_equal_steps_count_as_tokens_only():
     part = fit_training(rows, samples, [], trainers=4)
     assert part.constants["train_step_s"] == 0.0
     assert part.constants["train_token_s"] == pytest.approx(2.05 / 100 * 4, rel=0.01)
-    assert "fixed part" in part.note
+    assert "nearly equal numbers of tokens" in part.note
+
+
+def test_step_times_that_hardly_depend_on_tokens_are_fixed():
+    amounts = range(1000, 20_001, 1000)
+    rows = [{"step": step, "trainer_step_s": 5.0 + step % 2 / 10} for step in range(len(amounts))]
+    samples = [SampleTimes(step, 0, 1.0, [TurnTimes(10, n - 10, 0.0, 1.0, 0.0, 0)]) for step, n in enumerate(amounts)]
+    part = fit_training(rows, samples, [], trainers=1)
+    assert part.constants["train_step_s"] == pytest.approx(5.05, rel=0.02)
+    assert part.residual < 0.02
+    assert not part.note
+
+
+def test_a_run_whose_swaps_wait_for_its_responses_prefills_nothing_again(run_dir: Path):
+    fitted: dict[str, float] = {}
+    file = run_dir / "config.toml"
+    recorded = file.read_text()
+    for swap in ("keep", "drain", "recompute"):
+        file.write_text(recorded.replace('swap = "recompute"', f'swap = "{swap}"'))
+        fitted[swap] = calibrate(run_dir).table["prefill_s"]
+    assert fitted["drain"] == fitted["keep"] != fitted["recompute"]
 
 
 def test_a_request_that_finds_all_places_taken_begins_when_one_is_free():
     samples = [SampleTimes(0, n, 1.0, [TurnTimes(5, 10, 0.0, 4.0 * (n + 1), 0.0, 0)]) for n in range(3)]
-    found = gather(samples, [], engines=1, places=1, first_step=-1)
+    found = gather(samples, [], engines=1, places=1, warmup_step=-1)
     assert found.begin.tolist() == [0.0, 4.0, 8.0]
     assert found.end.tolist() == [4.0, 8.0, 12.0]
 
@@ -243,7 +263,7 @@ def test_a_turn_goes_on_from_the_one_before_it_in_its_own_branch():
         TurnTimes(6, 8, 4.0, 1.0, 1.0, 0, branch=0),
         TurnTimes(5, 8, 6.0, 1.0, 1.0, 0, branch=1),
     ]
-    found = gather([SampleTimes(0, 0, 1.0, turns)], [], engines=1, places=4, first_step=-1)
+    found = gather([SampleTimes(0, 0, 1.0, turns)], [], engines=1, places=4, warmup_step=-1)
     assert found.context.tolist() == [30, 20, 44, 33]
     assert found.cold.tolist() == [30, 20, 6, 5], "the rest is cached"
 

@@ -226,7 +226,7 @@ class Watched(World):
                 and not engine.swapping
                 and engine.pressure.running + engine.pressure.waiting < self.config.engine.max_sequences
             ]
-            if not free or self._begun is None or len(self.trainer.commits) == self.config.run.steps:
+            if not free or self._first_lease_at is None or len(self.trainer.commits) == self.config.run.steps:
                 continue
             versions = [max(engine.version for engine in other.engines) for other in self.nodes]
             if min(versions) < max(versions):
