@@ -258,7 +258,7 @@ def _send_rows(directory: RunDirectory, name: TrackerName, project: str | None) 
         if not alone:
             raise ConfigError(f"{name}: the run itself or another command is sending rows to it: wait until that ends")
         tracking = Tracking(directory, name)
-        rows = tracking.left()
+        rows = tracking.unsent()
         try:
             if rows:
                 tracking.send(project)

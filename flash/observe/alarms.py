@@ -39,7 +39,7 @@ class RaisedAlarm(NamedTuple):
 
 
 class Alarms:
-    """State of all alarms of a run: the last rows, and the alarms that are raised now."""
+    """State of all alarms of a run: numbers of the last rows, and the alarms that are raised now."""
 
     def __init__(self, off: Collection[AlarmName] = ()) -> None:
         """Start without rows. `off`: names of alarms that are never raised."""
@@ -47,7 +47,7 @@ class Alarms:
         self._measured: deque[dict[str, tuple[float, float]]] = deque(maxlen=WINDOW)
         """For each of the last rows and each key: the row's weight in the alarm, and the weight times the number."""
         self._raised: set[str] = set()
-        """Keys whose alarm was raised and whose number has not been well since."""
+        """Keys whose alarm was raised, and whose number has not been well within the limit since (`RECOVERED`)."""
         self._skipped: float | None = None
         """Number of updates of the whole run that were skipped until the last row; None before the first row."""
         self._restarted = False
@@ -63,7 +63,7 @@ class Alarms:
         return list(self._raise(alarms))
 
     def _raise(self, alarms: Mapping[str, tuple[Column, Alarm]]) -> Iterator[RaisedAlarm]:
-        """Compare the mean of each number with its limit, and return the alarms that are newly raised."""
+        """Compare the mean of each number with its limit, and yield the alarms that are newly raised."""
         rows = self._measured
         for key, (column, alarm) in alarms.items():
             limit = alarm.limit
@@ -80,7 +80,7 @@ class Alarms:
                 count = len(rows)
                 last = f"the last {count} steps" if count > 1 else "the last step"
                 shown = f"{found:.0%}" if alarm.is_share(column) else f"{found:.2g}"
-                where = "" if key == column.name else f" in {BY_ENVIRONMENT.kind(key)!r}"
+                where = "" if key == column.name else f" in {BY_ENVIRONMENT.placeholder_text(key)!r}"
                 text = f"{shown} {alarm.message.format(where)}: {without_marks(column.helps)} ({last})"
                 yield RaisedAlarm(alarm.name, text)
 
@@ -98,7 +98,7 @@ def _alarms_by_key(row: Row) -> Mapping[str, tuple[Column, Alarm]]:
 
     In a row with a mismatch for each environment, each of these keys has the alarm of the mismatch.
     """
-    environments = [key for key in row if BY_ENVIRONMENT.kind(key) is not None]
+    environments = [key for key in row if BY_ENVIRONMENT.placeholder_text(key) is not None]
     if not environments:
         return ALARMS
     without_mismatch = {key: alarm for key, alarm in ALARMS.items() if key != MISMATCH.name}

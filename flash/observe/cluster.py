@@ -1,12 +1,12 @@
 """The cluster at one moment: its nodes, engines, trainer ranks, samples on their way and failures, also as numbers.
 
-Each node reports its status to the hub (`NodeStatus`). The hub adds its own state (`HubNow`), and the recorder adds
-failures and the lines printed for people. The result is `cluster.json`, which is replaced every two seconds. `flash
-view`, `flash watch` and Prometheus read it, and show the numbers of `CLUSTER_NUMBERS` and `ENGINE_NUMBERS`. Times are
-Unix seconds.
+Each node reports its status to the hub (`NodeStatus`). The hub adds its own state (`HubNow`), and gives it to the
+recorder (`flash.observe.recorder`) every two seconds. The recorder adds failures and the lines printed for people. The
+result is `cluster.json`. `flash view`, `flash watch` and Prometheus read it, and show the numbers of `CLUSTER_NUMBERS`
+and `ENGINE_NUMBERS`. Times are Unix seconds.
 
-Terms: a *lease* gives a sample to a node for a while. *Incarnations* of the hub are its processes, one after another.
-A *swap* loads the weights of a new policy version into an engine.
+Terms: a *lease* gives a sample to a node for a while. A *swap* loads the weights of a new policy version into an
+engine. The *hub* may die and be started again, so a run may have several hub processes, one after another.
 
 Invariant: the size of the file is bounded by the number of nodes and engines, the `MOST_…` constants below, and the
 lengths of texts.
@@ -52,7 +52,10 @@ HUB_VANISHED = "the previous hub ended without a last report: its process was ki
 """Message of the failure `hub_lost`."""
 
 NodeState = Literal["starting", "here", "silent", "leaving", "gone"]
+"""State of a node. `silent`: it has not reported for some time. `leaving`: it takes no more samples."""
 EngineState = Literal["starting", "serving", "loading", "returning", "gone"]
+"""State of an engine. `loading`: it swaps weights. `returning`: it died and is started again. `gone`: it died for
+good."""
 
 
 class EngineNow(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +63,6 @@ class EngineNow(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     state: EngineState
-    """`loading`: the engine swaps weights. `returning`: it died and is started again. `gone`: it died for good."""
     version: int
     """Policy version of the engine's weights; −1 if it has none yet."""
     loaded_at: float | None
@@ -68,7 +70,9 @@ class EngineNow(msgspec.Struct, frozen=True, kw_only=True):
     figures: dict[str, float] = {}
     """Numbers of the engine, by the names of `ENGINE` in `flash.observe.columns.table`."""
     deaths: int = 0
+    """Number of times that the engine died."""
     died_at: float | None = None
+    """Time of the last death; None if it never died."""
     why: str = ""
     """Reason of the last death."""
 
@@ -117,7 +121,9 @@ class RankNow(msgspec.Struct, frozen=True):
     rank: int
     node: int
     process: int | None
+    """Process id of the rank."""
     since: float | None
+    """Time when the process connected to the hub; None if the rank does not run."""
     host: str = ""
     """Name of the rank's machine; empty if the rank has not run yet."""
 
@@ -151,6 +157,7 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
     ready_groups: int
     """Number of complete groups that wait to be trained."""
     groups_per_batch: int
+    """Number of groups that a step trains."""
 
 
 class HubNow(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,7 +186,9 @@ class FailureKind(msgspec.Struct, frozen=True):
     kind: str
     count: int
     first: float
+    """Time of the first failure."""
     last: float
+    """Time of the last failure."""
     message: str
     """Message of the last failure."""
 
@@ -198,6 +207,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     hub: HubNow | None
     """State of the run; None until the hub has reported it."""
     host: str
+    """Name of the hub's machine."""
     process: int
     """Process id of the hub."""
     since: float
@@ -220,7 +230,7 @@ def shortened(text: str, most: int) -> str:
 
 
 class FailureTally:
-    """Failures by kind, and the last events. Pure state.
+    """Failures by kind, and the last events, for `ClusterFile`. It has no clock and touches no file.
 
     Args:
         failures: failures under earlier hubs of the run.
@@ -272,12 +282,15 @@ class ClusterFile:
         self._now = now
         self._host, self._process, self._since = socket.gethostname(), os.getpid(), now()
         self._hub: HubNow | None = None
+        """Last state of the run that the hub has reported."""
         self._writing: Future[None] | None = None
+        """Last write; None before the first one."""
         self._warned = False
+        """True if a failed write was reported."""
         earlier: Cluster | None = None
         with suppress(RunDirectoryError):  # If the file cannot be written either, `show` returns a warning.
             earlier = read_cluster(directory)
-        self._incarnations = 1 if earlier is None else earlier.lives + 1
+        self._hub_processes = 1 if earlier is None else earlier.lives + 1
         self._tally = FailureTally() if earlier is None else FailureTally(earlier.failures, earlier.events)
         if earlier is not None and not earlier.ended:
             self._tally.failed("hub_lost", HUB_VANISHED, self._since)
@@ -296,7 +309,7 @@ class ClusterFile:
         if self._writing is not None and not self._writing.done():
             return ""
         failed = None if self._writing is None else self._writing.exception()
-        self._writing = self._writer.submit(_write, self._path, self._picture())
+        self._writing = self._writer.submit(_write, self._path, self._content())
         if failed is None or self._warned:
             return ""
         self._warned = True
@@ -311,9 +324,9 @@ class ClusterFile:
             self._writing.exception()
         # The run's other files are on the same disk, so their writers report the error.
         with suppress(RunDirectoryError):
-            _write(self._path, self._picture(ended, error))
+            _write(self._path, self._content(ended, error))
 
-    def _picture(self, ended: Literal["", "finished", "interrupted", "failed"] = "", error: str = "") -> Cluster:
+    def _content(self, ended: Literal["", "finished", "interrupted", "failed"] = "", error: str = "") -> Cluster:
         """Return the content of the file at this moment."""
         return Cluster(
             at=self._now(),
@@ -321,7 +334,7 @@ class ClusterFile:
             host=self._host,
             process=self._process,
             since=self._since,
-            lives=self._incarnations,
+            lives=self._hub_processes,
             failures=self._tally.failures,
             events=self._tally.events,
             ended=ended,
@@ -342,9 +355,9 @@ def read_cluster(directory: RunDirectory) -> Cluster | None:
         return None
 
 
-def _write(path: Path, picture: Cluster) -> None:
+def _write(path: Path, content: Cluster) -> None:
     """Write the file without forcing it to the disk: after a crash of the machine it is out of date in any case."""
-    write_atomically(path, msgspec.json.encode(picture), durably=False)
+    write_atomically(path, msgspec.json.encode(content), durably=False)
 
 
 # -- numbers of a cluster ----------------------------------------------------------------------------------------------
@@ -355,12 +368,16 @@ KIND = "kind"
 
 
 class ClusterNumber(NamedTuple):
-    """Number of a cluster, or several numbers, one of each kind."""
+    """Number of a cluster, or several numbers, one of each kind, such as the engines in each state."""
 
     name: str
+    """Name for programs; in Prometheus it follows `flash_cluster_`."""
     title: str
+    """Name for people."""
     means: str
+    """Meaning, as whole sentences."""
     worry: str
+    """Sentence that completes "worry when", and advice."""
     of: Callable[[Cluster], Mapping[str, float]]
     """Computes the numbers by kind. A single number has the empty kind. No entry: there is nothing to count."""
     unit: str = ""
@@ -402,20 +419,24 @@ def _statuses(hub: HubNow) -> list[NodeStatus]:
 
 
 def _engines(hub: HubNow) -> list[EngineNow]:
+    """Return the engines of all nodes that are not gone."""
     return [engine for status in _statuses(hub) for engine in status.engines]
 
 
 def _ranks(hub: HubNow) -> Mapping[str, float]:
+    """Return the number of trainer ranks that run, and of those that do not."""
     here = sum(rank.process is not None for rank in hub.ranks)
     return {"here": here, "not there": len(hub.ranks) - here}
 
 
 def _requests(hub: HubNow) -> Mapping[str, float]:
+    """Return the number of responses that engines sample, and of requests that wait for an engine."""
     statuses = _statuses(hub)
     return {"running": sum(one.asking for one in statuses), "waiting": sum(one.waiting for one in statuses)}
 
 
 def _samples(hub: HubNow) -> Mapping[str, float]:
+    """Return the number of samples that nodes work on, that wait for a node, and that an evaluation needs."""
     flow = hub.flow
     return {"worked on": flow.leased, "queued": flow.queued, "evaluating": flow.evaluating}
 
@@ -427,6 +448,7 @@ def _episodes(hub: HubNow) -> Mapping[str, float]:
 
 
 def _sandboxes(hub: HubNow) -> Mapping[str, float]:
+    """Return the sandboxes of all nodes that are in use, ready and waited for; empty without sandboxes."""
     stocks = [stock for status in _statuses(hub) for stock in status.stocks]
     if not stocks:
         return {}
@@ -435,6 +457,7 @@ def _sandboxes(hub: HubNow) -> Mapping[str, float]:
 
 
 def _restarts(cluster: Cluster) -> Mapping[str, float]:
+    """Return the restarts of the whole run, and those of trainer ranks and engines under this hub."""
     trainers = 0 if cluster.hub is None else cluster.hub.trainer_restarts
     engines = sum(engine.deaths for engine in engines_of(cluster))
     return {"of the run": cluster.lives - 1, "of trainers": trainers, "of engines": engines}
@@ -537,10 +560,11 @@ CLUSTER_NUMBERS = (
 """All numbers, in the order in which they are shown."""
 
 
-def _each_engine(column: Column) -> ClusterNumber:
+def _engine_number(column: Column) -> ClusterNumber:
     """Return a number of the cluster that has the value of `column` for each engine."""
 
     def of(cluster: Cluster) -> Mapping[str, float]:
+        """Return the value of each engine that has reported it, by the engine's number."""
         values = ((str(engine.number), column.value_in(engine.figures)) for engine in engines_of(cluster))
         return {number: value for number, value in values if value is not None}
 
@@ -549,5 +573,5 @@ def _each_engine(column: Column) -> ClusterNumber:
     return ClusterNumber(f"engine_{column.name}", title, means, worry, of, column.unit, "engine")
 
 
-ENGINE_NUMBERS = tuple(map(_each_engine, columns("engine")))
+ENGINE_NUMBERS = tuple(map(_engine_number, columns("engine")))
 """Numbers that each engine reports, with the engine's number as the kind."""

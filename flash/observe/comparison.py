@@ -1,4 +1,7 @@
-"""Comparison of runs for `flash compare`: results, differences of the last evaluations, and settings that differ."""
+"""Comparison of runs for `flash compare`: results, differences of the last evaluations, and settings that differ.
+
+`flash.cli.runs` reads each run with `read_run`, and prints `results` and `differences` as a `table`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import msgspec
 
 from flash.config.load import flat
 from flash.errors import ConfigError
-from flash.observe.columns.column import BLANK, plain
+from flash.observe.columns.column import BLANK, formatted
 from flash.observe.console import summary_rows
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.rundir.summary import Summary, by_step, number
@@ -21,8 +24,8 @@ from flash.text import one_line, width
 Row = tuple[str, list[str]]
 """A title, and a text for each run."""
 
-UNLIKE = ("run.name", "run.output_dir", "run.resume", "env.folders")
-"""Configuration keys that do not change the work of a run, and are not compared."""
+NOT_COMPARED = ("run.name", "run.output_dir", "run.resume", "env.folders")
+"""Configuration keys that are not compared, because they do not change the work of a run."""
 
 
 class Compared(msgspec.Struct, frozen=True):
@@ -84,7 +87,7 @@ def results(runs: Sequence[Compared]) -> list[Row]:
 
 def differences(runs: Sequence[Compared]) -> list[Row]:
     """Return a row for each configuration key whose value differs between the runs."""
-    keys = sorted(set().union(*(run.settings for run in runs)) - {*UNLIKE})
+    keys = sorted(set().union(*(run.settings for run in runs)) - {*NOT_COMPARED})
     rows = [(key, [str(run.settings.get(key, BLANK)) for run in runs]) for key in keys]
     return [(key, texts) for key, texts in rows if len(set(texts)) > 1]
 
@@ -97,12 +100,14 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def _state(summary: Summary | None) -> str:
+    """Return whether a run has ended, and how, in words."""
     if summary is None:
         return "under way, or interrupted"
     return "failed" if summary.error else "ended"
 
 
 def _filled(text: str, columns: int) -> str:
+    """Return a text with spaces after it, so that it fills these columns of the terminal."""
     return text + " " * (columns - width(text))
 
 
@@ -113,20 +118,23 @@ def _interval(row: Mapping[str, Any]) -> Interval | None:
 
 
 def _evaluated(row: Mapping[str, Any]) -> str:
-    return plain(number(row, "mean_reward"), ".3f")
+    """Return the mean reward of an evaluation; `-` if the row has none."""
+    return formatted(number(row, "mean_reward"), ".3f")
 
 
 def _limits(row: Mapping[str, Any]) -> str:
+    """Return the 95 % interval of an evaluation's mean reward; `-` if the row has none."""
     interval = _interval(row)
     return BLANK if interval is None else f"{interval.low:.3f} to {interval.high:.3f}"
 
 
 def _whole(row: Mapping[str, Any], key: str) -> str:
     """Return the number under `key` without decimals; `-` if the row has none."""
-    return plain(number(row, key), ".0f")
+    return formatted(number(row, key), ".0f")
 
 
 def _best_of_k(row: Mapping[str, Any]) -> str:
+    """Return the mean best reward of k answers, and k; `-` if the row has none."""
     best = number(row, "best_of_k")
     return BLANK if best is None else f"{best:.3f} of {_whole(row, 'k')}"
 
@@ -134,7 +142,8 @@ def _best_of_k(row: Mapping[str, Any]) -> str:
 def _difference(one: Compared, other: Compared) -> str:
     """Return the difference of two runs' last evaluations with its interval; `-` if one of them has none.
 
-    If 0 is not in the interval, the difference is more than chance.
+    The difference is the mean reward of `other` minus that of `one`. If 0 is not in the interval, it is more than
+    chance.
     """
     first, second = _interval(one.last), _interval(other.last)
     if first is None or second is None:

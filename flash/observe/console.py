@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
 
 from flash.config.tree import Config
-from flash.observe.columns.column import BLANK, Column, clock, fixed, plain, short
+from flash.observe.columns.column import BLANK, Column, clock, fixed, formatted, short
 from flash.observe.columns.table import named
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.rundir.summary import Summary, domains_of, number
@@ -69,6 +69,7 @@ LINE = (
 )
 """Numbers in the line of a step, in their order."""
 HELD_OUT_NLL = named("held_out_nll", "evaluation")
+"""Column with the result of an evaluation of `flash sft`: the loss on rows that are never trained."""
 SFT_LINE = (
     LineCell((named("step"),), 5),
     LineCell((named("epoch"),), 6),
@@ -84,22 +85,26 @@ SFT_LINE = (
 
 
 class Console:
-    """Terminal output of a run; see the module's docstring.
+    """Terminal output of a run: lines for its events, and on a terminal a live line below them.
 
-    `finish` prints the closing table. `close` gives the terminal back; it may be called more than once.
+    `finish` prints the closing table. `close` removes the live line; it may be called more than once.
     """
 
     def __init__(self, config: Config, stream: TextIO | None = None) -> None:
         self._config = config
         terminal: TextIO = sys.stdout if stream is None else stream
         self._stream: TextIO | None = terminal
+        """Output without a live line; None after a write has failed."""
         self._live = _Live(config.run.steps, terminal) if terminal.isatty() else None
         self._line, self._held_out = (LINE, HELD_OUT) if config.sft is None else (SFT_LINE, HELD_OUT_NLL)
         self._stages: set[str] = set()
+        """Stages that were printed, if the output is no terminal."""
         self._accuracy: float | None = None
         """Mean reward of an evaluation that no step line has shown yet."""
         self._lines = 0
+        """Number of step lines so far."""
         self._walls: deque[float] = deque(maxlen=RECENT_STEPS + 1)
+        """`wall_s` of the last steps, in seconds, to estimate the remaining time."""
 
     def note(self, text: str) -> None:
         """Print a line for the person at the terminal."""
@@ -163,7 +168,7 @@ class Console:
             self._live.stop()
 
     def _time_left(self, steps: int) -> str:
-        """Return the time that so many steps take at the pace of the last ones; `-` before the second step."""
+        """Return the time that `steps` more steps take at the pace of the last ones; `-` before the second step."""
         if len(self._walls) < 2:
             return BLANK
         pace = (self._walls[-1] - self._walls[0]) / (len(self._walls) - 1)
@@ -260,14 +265,17 @@ class _Live:
         self._progress.start()
 
     def update(self, **fields: Any) -> None:
+        """Replace fields of the live line, such as `stage`, or the number of completed steps."""
         self._progress.update(self._task, **fields)
 
     def print(self, text: str, style: str) -> None:
+        """Print a line above the live line."""
         from rich.text import Text
 
         self._console.print(Text(text, style=style), soft_wrap=True)
 
     def stop(self) -> None:
+        """Remove the live line. A second call does nothing."""
         self._progress.stop()
 
 
@@ -299,7 +307,7 @@ def _held_out_rewards(summary: Summary) -> str:
     last = f"{summary.final_reward:.3f}"
     if summary.initial_step == summary.final_step:
         return f"{last} on held-out problems, at step {summary.final_step}"
-    return f"{plain(summary.initial_reward, '.3f')} -> {last} on held-out problems"
+    return f"{formatted(summary.initial_reward, '.3f')} -> {last} on held-out problems"
 
 
 def summary_rows(summary: Summary) -> list[tuple[str, str]]:
@@ -308,13 +316,13 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("model", f"{summary.model}, {summary.objective}, seed {summary.seed}"),
         ("steps", str(summary.steps)),
         ("trained", f"{summary.samples} samples, {short(summary.trained_tokens)} tokens"),
-        ("too old", f"{plain(summary.stale_share, '.1%')} of the tokens"),
+        ("too old", f"{formatted(summary.stale_share, '.1%')} of the tokens"),
         ("failures", f"{summary.failures} attempts at a sample"),
         ("time", f"{clock(summary.wall_seconds)} ({short(summary.tokens_per_second)} tokens/s)"),
-        ("async ratio", f"{summary.async_ratio:g} (oldest trained token: {plain(summary.max_age, 'g')} versions)"),
-        ("trainer", f"waited {plain(summary.trainer_wait_share, '.1%')} of the time"),
-        ("engines", f"idle {plain(summary.engine_idle_share, '.1%')} of the time"),
-        ("canary", f"mean log-prob difference at most {plain(summary.canary_error, '.1e')}"),
+        ("async ratio", f"{summary.async_ratio:g} (oldest trained token: {formatted(summary.max_age, 'g')} versions)"),
+        ("trainer", f"waited {formatted(summary.trainer_wait_share, '.1%')} of the time"),
+        ("engines", f"idle {formatted(summary.engine_idle_share, '.1%')} of the time"),
+        ("canary", f"mean log-prob difference at most {formatted(summary.canary_error, '.1e')}"),
         (
             "restarts",
             f"{summary.restarts}, {summary.trainer_restarts} of trainers alone, {summary.engine_restarts} of engines",
@@ -324,4 +332,4 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
 
 def _whole(row: Row, key: str) -> str:
     """Return the number under `key` without decimals; `-` if the row has none."""
-    return plain(number(row, key), ".0f")
+    return formatted(number(row, key), ".0f")

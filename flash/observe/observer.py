@@ -1,8 +1,7 @@
 """Events that the hub reports while a run goes on.
 
-The hub calls an `Observer` at each event and knows no file, terminal or tracker.
-
-`flash.observe.recorder.Recorder` observes a real run. `MemoryObserver` is for tests.
+The hub calls an `Observer` at each event, so that it needs no file, terminal or tracker itself. In a real run the
+observer is a `flash.observe.recorder.Recorder`. In tests and simulations it is a `MemoryObserver`.
 """
 
 from __future__ import annotations
@@ -53,41 +52,60 @@ class Observer(Protocol):
 
 
 class MemoryObserver:
-    """Remembers each kind of event in a list, for tests and where nothing is written."""
+    """Observer that keeps each kind of event in a list, for tests and simulations, which write no files.
+
+    The methods have the meaning that `Observer` describes.
+    """
 
     def __init__(self) -> None:
         self.wish: Wish | None = None
         """Wish that `step` returns."""
         self.steps: list[dict[str, float]] = []
+        """Metrics of the steps."""
         self.evaluations: list[dict[str, float]] = []
+        """Metrics of the evaluations."""
         self.bars: list[Activity] = []
+        """Activities of workers."""
         self.samples: dict[int, list[Trajectory]] = {}
+        """Samples of each batch, by step."""
         self.seen: dict[int, list[TrainedSample]] = {}
+        """The trainer's values of single tokens, by step."""
         self.ledgers: list[dict[str, int]] = []
+        """Totals of the ledger, one for each call."""
         self.notes: list[str] = []
+        """Lines for people."""
         self.failures: list[tuple[str, str]] = []
+        """Kind and message of each failure."""
 
     def step(self, row: Mapping[str, float]) -> Wish | None:
+        """Keep the metrics of a step, and return `wish`."""
         self.steps.append(dict(row))
         return self.wish
 
     def evaluation(self, row: Mapping[str, float]) -> None:
+        """Keep the metrics of an evaluation."""
         self.evaluations.append(dict(row))
 
     def activities(self, rows: Sequence[Activity]) -> None:
+        """Keep activities."""
         self.bars.extend(rows)
 
     def batch(self, batch: Batch) -> None:
+        """Keep the samples of a batch."""
         self.samples[batch.step] = list(batch.trajectories)
 
     def trained(self, step: int, seen: Sequence[TrainedSample]) -> None:
+        """Keep the trainer's values of a step."""
         self.seen[step] = list(seen)
 
     def ledger(self, totals: Mapping[str, int]) -> None:
+        """Keep the totals of the ledger."""
         self.ledgers.append(dict(totals))
 
     def note(self, text: str) -> None:
+        """Keep a line for people."""
         self.notes.append(text)
 
     def failure(self, kind: str, message: str) -> None:
+        """Keep a failure."""
         self.failures.append((kind, message))

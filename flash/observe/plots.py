@@ -10,7 +10,7 @@ simulator, `flash rhythm` and benchmarks draw their own plots in the same style.
 A plot is 8 inches wide, at twice the resolution of a README. matplotlib is imported on the first call, and none of its
 global state is touched, so plots may be drawn in a worker thread. A number that is not known is NaN, which is a gap.
 
-Legend: S steps, E evaluations, K ages (versions between sampling and training).
+Legend of shapes: S steps, E evaluations, K ages (versions between sampling and training).
 """
 
 from __future__ import annotations
@@ -50,8 +50,11 @@ WIDTH = 8.0
 DPI = 200
 """Pixels per inch of the file, twice those of a README, for sharp text on fine screens."""
 INK = "#333333"
+"""Colour of text."""
 FAINT = "#8c8c8c"
+"""Colour of axes and of lines in the background."""
 GRID = "#e6e6e6"
+"""Colour of the grid."""
 BLUE = "#0072b2"
 ORANGE = "#d55e00"
 GREEN = "#009e73"
@@ -59,7 +62,7 @@ PURPLE = "#cc79a7"
 
 
 Row = Mapping[str, Any]
-SEVERAL = (BLUE, PURPLE, GREEN, "#e69f00", ORANGE)
+CURVE_COLOURS = (BLUE, PURPLE, GREEN, "#e69f00", ORANGE)
 """Colours of several curves in one plot, in this order."""
 RATIO_TICKS = (
     (0.12, (1.02, 1.05, 1.1)),
@@ -68,14 +71,16 @@ RATIO_TICKS = (
     (4.0, (2.0, 5.0, 20.0)),
     (np.inf, (10.0, 1e2, 1e3, 1e4, 1e6, 1e8)),
 )
-"""Pairs of a largest |log ratio| in the plot and the ratios above 1 that get a tick. Their inverses get a tick too."""
-SMOOTH_FROM = 20
+"""Ticks of an axis of ratios: pairs of the largest |log ratio| that the axis shows, and the ratios above 1 that get a
+tick. The inverses of these ratios get a tick too."""
+LEAST_SMOOTHED = 20
 """Number of steps from which a running mean is drawn over a curve."""
 MOST_POINTS = 40
 """Largest number of evaluations that are each marked by a point."""
-MASKS = tuple(map(named, ("masked_old_share", "masked_correction_share", "masked_cap_share")))
+MASKED_COLUMNS = tuple(map(named, ("masked_old_share", "masked_correction_share", "masked_cap_share")))
 """Columns with shares of tokens that are left out of the loss or get weight 0."""
 _RATIO_KEY = re.compile(r"ratio_p50_age_(\d+)")
+"""Key of the median ratio of the tokens of one age."""
 BINS = 400
 """Number of time bins in the view of the whole run: a bin is about two pixels wide."""
 MAX_LANES = 24
@@ -90,15 +95,15 @@ def new_figure(height: float) -> Figure:
 
 
 def plain_axes(figure: Figure, rows: int, columns: int, **options: Any) -> list[Axes]:
-    """Return a grid of plain axes, row by row. `options` go to matplotlib's `subplots`."""
+    """Return a grid of axes in the style of all plots, row by row. `options` go to matplotlib's `subplots`."""
     grid = list(figure.subplots(rows, columns, **options).flat)
     for axes in grid:
-        plain(axes)
+        style_axes(axes)
     return grid
 
 
-def plain(axes: Axes) -> None:
-    """Give axes the plain style: two spines, and a faint grid behind the data."""
+def style_axes(axes: Axes) -> None:
+    """Give axes the style of all plots: two spines, and a faint grid behind the data."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(FAINT)
     axes.tick_params(colors=INK, labelsize=10)
@@ -169,13 +174,13 @@ def draw_rewards(metrics: Sequence[Row], evaluations: Sequence[Row]) -> Figure |
     times, eval_times = run_times(metrics, evaluations)
     known = np.concatenate([times, eval_times])
     scale, unit = time_unit(float(np.nanmax(known)) if np.isfinite(known).any() else 0.0)
-    _curves(left, (column(metrics, "step"), column(evaluations, "step")), metrics, evaluations)
-    _curves(right, (times / scale, eval_times / scale), metrics, evaluations)
-    _over_steps(left)
+    _draw_reward_curves(left, (column(metrics, "step"), column(evaluations, "step")), metrics, evaluations)
+    _draw_reward_curves(right, (times / scale, eval_times / scale), metrics, evaluations)
+    _label_steps(left)
     right.set_xlabel(unit)
     if left.get_ylim()[0] > 0 and left.get_ylim()[1] <= 1.3:
         left.set_ylim(0, None)
-    _legend(figure, left)
+    _add_legend(figure, left)
     return figure
 
 
@@ -204,30 +209,30 @@ def draw_offpolicy(metrics: Sequence[Row]) -> Figure | None:
     figure = new_figure(5.4)
     weights, ratios, shares, policy = plain_axes(figure, 2, 2)
     steps = column(rows, "step")
-    _line(weights, steps, 100 * column(rows, "ess"), BLUE)
+    _draw_line(weights, steps, 100 * column(rows, "ess"), BLUE)
     weights.set_ylim(0, 105)
     weights.set_ylabel(named("ess").axis)
     _draw_ratios(ratios, *ratio_quantiles(rows))
-    _line(shares, steps, 100 * column(rows, "clip_fraction"), ORANGE, named("clip_fraction").label)
-    masked = {mask.label: values for mask in MASKS if np.nan_to_num(values := column(rows, mask.name)).any()}
-    for (reason, share), colour in zip(masked.items(), SEVERAL[1:], strict=False):
-        _line(shares, steps, 100 * share, colour, f"masked: {reason}")
+    _draw_line(shares, steps, 100 * column(rows, "clip_fraction"), ORANGE, named("clip_fraction").label)
+    masked = {mask.label: values for mask in MASKED_COLUMNS if np.nan_to_num(values := column(rows, mask.name)).any()}
+    for (reason, share), colour in zip(masked.items(), CURVE_COLOURS[1:], strict=False):
+        _draw_line(shares, steps, 100 * share, colour, f"masked: {reason}")
     shares.set_ylim(0, max(1.0, 1.1 * shares.get_ylim()[1]))
     shares.set_ylabel("% of tokens")
     shares.legend(
         loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, labelcolor=INK, fontsize=9, handlelength=1.3
     )
-    _line(policy, steps, column(rows, "entropy"), BLUE)
+    _draw_line(policy, steps, column(rows, "entropy"), BLUE)
     policy.set_ylim(0, None)
     policy.set_ylabel(named("entropy").axis, color=BLUE)
     norms = policy.twinx()
     norms.spines[["top", "left"]].set_visible(False)
     norms.spines[["right", "bottom"]].set_color(FAINT)
     norms.tick_params(colors=INK, labelsize=10)
-    _line(norms, steps, column(rows, "grad_norm"), ORANGE)
+    _draw_line(norms, steps, column(rows, "grad_norm"), ORANGE)
     norms.set_ylim(0, None)
     norms.set_ylabel(named("grad_norm").axis, color=ORANGE)
-    _over_steps(weights, shares, policy)
+    _label_steps(weights, shares, policy)
     return figure
 
 
@@ -275,15 +280,19 @@ def _draw_ratios(axes: Axes, ages: Floats, ratios: Floats) -> None:
     axes.set_ylabel("ratio: median, 1 to 99 %")
 
 
-def _curves(axes: Axes, places: tuple[Floats, Floats], metrics: Sequence[Row], evaluations: Sequence[Row]) -> None:
+def _draw_reward_curves(
+    axes: Axes, places: tuple[Floats, Floats], metrics: Sequence[Row], evaluations: Sequence[Row]
+) -> None:
     """Draw rewards as a line, and evaluations as points in the band of their intervals.
 
     `places` has the x values of the steps [S] and of the evaluations [E]. A run of `flash sft` has no rewards: its
     losses are drawn instead.
     """
     learned = any("nll" in row for row in metrics)
-    what, held_out = ("nll", "held_out_nll") if learned else ("reward_mean", "mean_reward")
-    _line(axes, places[0], column(metrics, what), BLUE, "loss" if learned else "reward of the trained samples")
+    trained_key, held_out = ("nll", "held_out_nll") if learned else ("reward_mean", "mean_reward")
+    _draw_line(
+        axes, places[0], column(metrics, trained_key), BLUE, "loss" if learned else "reward of the trained samples"
+    )
     known = np.isfinite(column(evaluations, held_out))
     accuracy, low, high = (column(evaluations, key)[known] for key in (held_out, "low", "high"))
     at = places[1][known]
@@ -299,23 +308,23 @@ def _curves(axes: Axes, places: tuple[Floats, Floats], metrics: Sequence[Row], e
     )
 
 
-def _over_steps(*all_axes: Axes) -> None:
-    """Give axes whole steps as x axis."""
+def _label_steps(*all_axes: Axes) -> None:
+    """Label the x axis of these axes as steps, with whole numbers."""
     for axes in all_axes:
         axes.set_xlabel("step")
         axes.locator_params(axis="x", integer=True)
 
 
-def _legend(figure: Figure, axes: Axes) -> None:
+def _add_legend(figure: Figure, axes: Axes) -> None:
     """Add a legend with the labels of these axes, if they have labels."""
     handles, labels = axes.get_legend_handles_labels()
     if labels:
         outside_legend(figure, handles, labels)
 
 
-def _line(axes: Axes, x: Floats, values: Floats, colour: str, label: str = "") -> None:
-    """Draw one number per step. From SMOOTH_FROM steps on, draw it pale, with the running mean on top."""
-    if len(x) < SMOOTH_FROM:
+def _draw_line(axes: Axes, x: Floats, values: Floats, colour: str, label: str = "") -> None:
+    """Draw one number per step. From LEAST_SMOOTHED steps on, draw it pale, with the running mean on top."""
+    if len(x) < LEAST_SMOOTHED:
         axes.plot(x, values, color=colour, linewidth=2, label=label)
         return
     axes.plot(x, values, color=colour, linewidth=1, alpha=0.35)
@@ -346,7 +355,7 @@ def draw_timeline(series: TimelineSeries) -> Figure:
 
     A lane with more than BINS spans is drawn as shares of time in the whole run: its bars would be too thin to see.
     """
-    lanes = _chosen(series.lanes)
+    lanes = _drawn_lanes(series.lanes)
     figure = new_figure(1.7 + 2 * 0.34 * len(lanes))
     whole, close = plain_axes(figure, 2, 1)
     scale, unit = time_unit(series.stop - series.start)
@@ -354,10 +363,10 @@ def draw_timeline(series: TimelineSeries) -> Figure:
     first, last = series.zoom
     for place, lane in enumerate(lanes):
         if len(lane.spans) > BINS:
-            _stack(whole, place, lane_shares(lane.spans, edges), (edges - series.start) / scale)
+            _draw_shares(whole, place, lane_shares(lane.spans, edges), (edges - series.start) / scale)
         else:
-            _bars(whole, place, lane.spans, (series.start, series.stop), scale)
-        _bars(close, place, lane.spans, series.zoom, 1.0)
+            _draw_bars(whole, place, lane.spans, (series.start, series.stop), scale)
+        _draw_bars(close, place, lane.spans, series.zoom, 1.0)
         whole.text(
             1.01,
             place,
@@ -373,19 +382,23 @@ def draw_timeline(series: TimelineSeries) -> Figure:
     whole.set_xlim(0, (series.stop - series.start) / scale)
     whole.set_xlabel(f"whole run, {unit}")
     close.set_xlim(0, last - first)
-    close.set_xlabel(f"{_steps_named(series.zoom_steps)} (marked above), seconds")
+    close.set_xlabel(f"{_close_up_title(series.zoom_steps)} (marked above), seconds")
     for axes in (whole, close):
         axes.set_yticks(range(len(lanes)), [lane.name for lane in lanes])
         axes.set_ylim(len(lanes) - 0.45, -0.55)
         axes.tick_params(axis="y", length=0)
         axes.grid(visible=False)
         axes.spines["left"].set_visible(False)
-    _activity_legend(figure, lanes)
+    _add_activity_legend(figure, lanes)
     return figure
 
 
-def _stack(axes: Axes, place: int, shares: dict[str, Floats], edges: Floats) -> None:
-    """Draw a lane as the shares of its activities in each time bin, with work below and waiting on top."""
+def _draw_shares(axes: Axes, place: int, shares: dict[str, Floats], edges: Floats) -> None:
+    """Draw a lane as the shares of its activities in each time bin, with work below and waiting on top.
+
+    `place` is the row of the lane, counted from 0 at the top. `edges` are the edges of the bins, in the unit of the x
+    axis.
+    """
     floor = np.full(len(edges) - 1, place + 0.4)
     for name in sorted(shares, key=lambda name: name in IDLE):
         top = floor - 0.8 * shares[name]
@@ -393,8 +406,16 @@ def _stack(axes: Axes, place: int, shares: dict[str, Floats], edges: Floats) -> 
         floor = top
 
 
-def _bars(axes: Axes, place: int, spans: Sequence[Activity], window: tuple[float, float], scale: float) -> None:
-    """Draw a lane bar by bar. Where bars overlap, the activity that is later in COLOURS is on top."""
+def _draw_bars(axes: Axes, place: int, spans: Sequence[Activity], window: tuple[float, float], scale: float) -> None:
+    """Draw a lane bar by bar. Where bars overlap, the activity that is later in COLOURS is on top.
+
+    Args:
+        axes: axes to draw on.
+        place: row of the lane, counted from 0 at the top.
+        spans: activities of the lane.
+        window: first and last second that the axes show, in Unix seconds.
+        scale: seconds in one unit of the x axis.
+    """
     first, last = window
     seen = [span for span in spans if span.stop > first and span.start < last]
     for name in drawing_order(span.name for span in seen):
@@ -404,22 +425,23 @@ def _bars(axes: Axes, place: int, spans: Sequence[Activity], window: tuple[float
         axes.broken_barh(bars, (place - 0.4, 0.8), facecolor=colour, edgecolor=colour, linewidth=0.4)
 
 
-def _activity_legend(figure: Figure, lanes: Sequence[TimelineLane]) -> None:
+def _add_activity_legend(figure: Figure, lanes: Sequence[TimelineLane]) -> None:
+    """Add a legend with the colours of the activities that occur in these lanes."""
     from matplotlib.patches import Patch
 
     names = drawing_order(span.name for lane in lanes for span in lane.spans)
     outside_legend(figure, [Patch(color=COLOURS.get(name, OTHER)) for name in names], names)
 
 
-def _chosen(lanes: Sequence[TimelineLane]) -> list[TimelineLane]:
+def _drawn_lanes(lanes: Sequence[TimelineLane]) -> list[TimelineLane]:
     """Return the lanes to draw: all, or MAX_LANES evenly spaced ones."""
     if len(lanes) <= MAX_LANES:
         return list(lanes)
     return [lanes[place * len(lanes) // MAX_LANES] for place in range(MAX_LANES)]
 
 
-def _steps_named(steps: tuple[int, int] | None) -> str:
-    """Return the words for the steps of the close-up."""
+def _close_up_title(steps: tuple[int, int] | None) -> str:
+    """Return the words for the steps of the close-up. `steps` are the first and the last of them, or None."""
     if steps is None:
         return "the middle"
     return f"step {steps[0]}" if steps[0] == steps[1] else f"steps {steps[0]} to {steps[1]}"

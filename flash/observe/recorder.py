@@ -1,8 +1,9 @@
 """Recorder: the observer of a real run. It writes the run directory and prints to the terminal.
 
-The hub calls it with each event, in order. The recorder adds the run's wall time to each row, raises alarms, and writes
-summary and plots at the end. Receivers (trackers, sink, alarm command) get the same rows, and at last the summary or
-the error that ended the run.
+The process of the hub (`flash.run.node_loop`) makes it before the run and closes it after the run; in `flash sft` the
+first trainer rank does. They call it with each event, in order. The recorder adds the run's wall time to each row,
+raises alarms, and writes summary and plots at the end. Receivers (trackers, sink, alarm command) get the same rows, and
+at last the summary or the error that ended the run.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Recorder:
             tokenizer: decodes the tokens of the samples that are written.
             now: gives Unix seconds.
             resume_at: version that a resumed run goes on from; None for a new run.
-            restarts: how often the hub was started again.
+            restarts: number of times that the hub was started again.
         """
         self._config = config
         self._now = now
@@ -57,12 +58,13 @@ class Recorder:
         self.directory = RunDirectory.open(config.run_dir, dump(recorded(config)), resume_at)
         earlier = self.directory.read_metrics()
         # The wall time of a resumed run goes on from its last recorded step.
-        self._begun = now() - (float(earlier[-1].get("wall_s", 0.0)) if earlier else 0.0)
+        self._run_start = now() - (float(earlier[-1].get("wall_s", 0.0)) if earlier else 0.0)
         self._console = Console(config)
         self._alarms = Alarms(config.alarms.off)
         self.stopped: AlarmError | None = None
         """Alarm that ends the run early; None if there is none. The process of the run raises it at its end."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
+        """Thread that writes batches, readable samples and `cluster.json`, one after the other."""
         self.batches = Batches(config, self.directory, tokenizer, self._writer)
         self._cluster = ClusterFile(self.directory, self._writer)
         self._receivers = Receivers(config, self.directory, resume_at)
@@ -70,6 +72,7 @@ class Recorder:
             self.note(f"continuing {config.run_dir} from version {resume_at}")
 
     def __enter__(self) -> Recorder:
+        """Return the recorder."""
         return self
 
     def __exit__(
@@ -95,7 +98,7 @@ class Recorder:
 
     def step(self, row: Mapping[str, float]) -> Wish | None:
         """Write and print the metrics of a committed step, and return the wish of the alarms that they raise."""
-        full = {**row, "wall_s": self._now() - self._begun, **self._receivers.lost()}
+        full = {**row, "wall_s": self._now() - self._run_start, **self._receivers.lost()}
         self.directory.append_metrics(full)
         self._console.stage("training")
         self._console.step(full)
@@ -104,9 +107,9 @@ class Recorder:
         return self._report_alarms(self._alarms.step(full), last=last)
 
     def _report_alarms(self, alarms: Sequence[RaisedAlarm], *, last: bool) -> Wish | None:
-        """Print alarms, start the alarm command, and return the wish that `[alarms]` has for them.
+        """Print alarms, start the alarm command, and return the wish that the settings in `[alarms]` name for them.
 
-        There is no wish after the last step, since the run ends anyway.
+        After the last step (`last`) it returns no wish, since the run ends anyway.
         """
         wanted = self._config.alarms
         wish: Wish | None = None
@@ -129,7 +132,7 @@ class Recorder:
 
     def evaluation(self, row: Mapping[str, float]) -> None:
         """Write and print the metrics of a finished evaluation."""
-        full = {**row, "wall_s": self._now() - self._begun}
+        full = {**row, "wall_s": self._now() - self._run_start}
         self.directory.append_evaluation(full)
         self._console.evaluation(full)
         self._send("evaluation", full)
@@ -145,7 +148,10 @@ class Recorder:
         self._close_receivers(interrupted=interrupted)
 
     def _close_receivers(self, *, interrupted: bool) -> None:
-        """Close the receivers. An interrupted run must end within `deadlines.close`."""
+        """Wait for the receivers at most RECEIVERS_S, and close them.
+
+        An interrupted run must end within `deadlines.close`, so it waits no longer than that.
+        """
         seconds = min(RECEIVERS_S, self._config.deadlines.close) if interrupted else RECEIVERS_S
         self._warn_all(self._receivers.close(seconds))
 
@@ -166,7 +172,7 @@ class Recorder:
 
     def ledger(self, totals: Mapping[str, int]) -> None:
         """Write the ledger's totals: at each checkpoint, for a run that is killed later, and at the end."""
-        self.directory.write_totals(self.directory.ledger, totals)
+        self.directory.write_ledger(totals)
 
     def stage(self, text: str) -> None:
         """Show in the terminal what the run is doing now."""
@@ -232,7 +238,7 @@ def write_summary(
         RunDirectoryError: the summary cannot be written.
     """
     rows, evaluations = directory.read_metrics(), directory.read_evaluations()
-    undone = [*directory.read_undone(), late or {}]
+    undone = [*directory.read_earlier_metrics(), late or {}]
     summary = summarise(config, rows, evaluations, undone=undone, ledger=ledger, restarts=restarts, error=error)
-    directory.write_totals(directory.summary, summary)
+    directory.write_summary(summary)
     return summary

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from algorithms.couplings import Coupling
 from algorithms.rhythm import Rhythm
-from flash.observe.plots import BLUE, FAINT, GRID, INK, ORANGE, new_figure, plain, png
+from flash.observe.plots import BLUE, FAINT, GRID, INK, ORANGE, new_figure, png, style_axes
 from flash.text import one_line, width
 
 if TYPE_CHECKING:
@@ -37,10 +37,11 @@ PLAN, ANCHOR = "^", "*"
 LONGEST_TEXT = 14
 """Largest number of columns of a token's text in the table."""
 SPACE = "␣"
+"""Character that shows a space."""
 LABEL = 11
-"""Columns for the name of a row in the table."""
+"""Columns of the terminal for the name of a row in the table."""
 GAP = 2
-"""Columns between two tokens."""
+"""Columns of the terminal between two tokens."""
 DECIMALS = 6
 """Digits after the point that are shown. Rounding errors of sums are smaller, and so are shown as 0."""
 
@@ -60,7 +61,9 @@ class MeasuredHead(msgspec.Struct, frozen=True):
     """Attention head of a measured layer."""
 
     layer: int
+    """Number of the layer, counted from 0."""
     head: int
+    """Number of the head in its layer, counted from 0."""
     span: float
     """Mean number of tokens that the head looks back, over all queries in the responses."""
     kind: str
@@ -71,14 +74,17 @@ class MeasuredResponse(msgspec.Struct, frozen=True):
     """Signals of a response of R tokens. Each list but `tokens` has R entries."""
 
     name: str
+    """Name of the response for people."""
     tokens: list[str]
     """The text of each token of the whole sequence."""
     places: list[int]
     """Places of the response's tokens in the sequence."""
     waad: list[float]
+    """WAAD of each token, in tokens."""
     change: list[float]
     """Δ: change of WAAD at each token."""
     fai: list[float]
+    """FAI of each token."""
     entropy: list[float]
     """Entropy of the distribution that the token was drawn from, in nats."""
     multiplier: list[float]
@@ -93,12 +99,15 @@ class MeasuredRhythm(msgspec.Struct, frozen=True):
     """All inputs and results of `flash rhythm`."""
 
     weights: str
+    """Name or path of the model's weights."""
     options: Rhythm
+    """Options of the measurement."""
     temperatures: list[float]
     """Temperatures at which the responses were sampled. Entropies are for the same temperatures."""
     heads: list[MeasuredHead]
     responses: list[MeasuredResponse]
     couplings: list[Coupling]
+    """Comparisons of marked tokens with the other ones, such as the entropy of plan tokens."""
 
 
 def visible(token: str) -> str:
@@ -209,7 +218,7 @@ def draw_rhythm(drawn: DrawnRhythm) -> Figure:
     figure = new_figure(HEIGHT)
     axes = figure.subplot_mosaic([["local", "global"], ["waad", "waad"], ["fai", "fai"]], height_ratios=[3.6, 1.3, 1.3])
     for one in axes.values():
-        plain(one)
+        style_axes(one)
     for place, kind in enumerate(("local", "global")):
         _draw_map(axes[kind], drawn, drawn.map_2BB[place], f"{kind} heads")
     response = drawn.response
@@ -247,7 +256,16 @@ def _draw_map(axes: Axes, drawn: DrawnRhythm, map_BB: npt.NDArray[np.float32], t
 def _draw_signal(
     axes: Axes, drawn: DrawnRhythm, values: list[float], marks: list[bool], name: str, marked: str
 ) -> None:
-    """Draw a value for each token of the response. Tokens of the environment are gaps."""
+    """Draw a value for each token of the response. Tokens of the environment are gaps.
+
+    Args:
+        axes: axes to draw on.
+        drawn: the part of the response that is drawn.
+        values: value of each token of the whole response.
+        marks: True for each token that gets a mark.
+        name: label of the y axis.
+        marked: label of the marks in the legend.
+    """
     stop = drawn.start + drawn.map_2BB.shape[1]
     line = np.full(stop - drawn.start, np.nan)
     peaks = np.full(stop - drawn.start, np.nan)

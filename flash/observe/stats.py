@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _Z = 1.959963984540054
+"""97.5 % quantile of the normal distribution."""
 _T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
 """Student's t, 97.5 % quantile, for 1 to 9 degrees of freedom; above, a series is exact enough."""
 

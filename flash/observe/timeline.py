@@ -42,11 +42,11 @@ OTHER = "#000000"
 IDLE = ("wait",)
 """Activities that do not count as work."""
 ZOOM_STEPS = 8
-"""Number of steps in the close-up."""
+"""Number of steps in the close-up, the part of the run that `timeline.png` draws a second time in detail."""
 
 
-COUNTERS = ("reward_mean", "tokens_per_second", "age_mean", "queue_ready_groups", "in_flight")
-"""Columns of `metrics.jsonl` that are drawn above the lanes."""
+TRACE_COUNTERS = ("reward_mean", "tokens_per_second", "age_mean", "queue_ready_groups", "in_flight")
+"""Columns of `metrics.jsonl` that the trace draws as curves above the lanes."""
 LANES, STEPS = 1, 2
 """Numbers of the two processes in a trace. Process LANES has the workers' lanes, process STEPS the steps."""
 
@@ -73,7 +73,10 @@ class TimelineSeries(NamedTuple):
 
 
 def timeline(spans: Sequence[Activity], metrics: Sequence[Row]) -> TimelineSeries | None:
-    """Sort the spans into lanes and choose the close-up; None if there are no spans."""
+    """Sort the spans into lanes and choose the close-up, for `timeline.png`; None if there are no spans.
+
+    `metrics` are the rows of the steps, which say when each step has ended.
+    """
     spans = [span for span in spans if span.stop > span.start]
     if not spans:
         return None
@@ -163,14 +166,14 @@ def _zoom(steps: Sequence[Row], start: float, stop: float) -> tuple[tuple[float,
 
 
 def trace(spans: Sequence[Activity], metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the content of the trace file. Its times count from `trace_begin`."""
+    """Return the content of the trace file, for `flash trace`. Its times count from `trace_begin`."""
     begin = trace_begin(spans, metrics)
     spans = [span for span in spans if span.stop > span.start]
     ended = [row for row in metrics if number(row, "time") is not None]
     return {
         "displayTimeUnit": "ms",
         "traceEvents": [
-            _named("process_name", LANES, 0, "who was busy"),
+            _named("process_name", LANES, 0, "activities of workers"),
             _named("process_name", STEPS, 0, "steps"),
             *_lane_events(spans, begin),
             *_step_events(ended, begin),
@@ -226,7 +229,7 @@ def _step_events(rows: Iterable[Mapping[str, Any]], begin: float) -> Iterator[di
         start, seconds = _begun(row), number(row, "interval_s") or 0.0
         event = _complete(f"step {row.get('step')}", STEPS, 1, start - begin, seconds)
         yield {**event, "args": {key: value for key in row if (value := number(row, key)) is not None}}
-        for key in COUNTERS:
+        for key in TRACE_COUNTERS:
             if (value := number(row, key)) is not None:
                 at = _micros(row["time"] - begin)
                 yield {"ph": "C", "name": key, "pid": STEPS, "ts": at, "args": {key: value}}
@@ -238,14 +241,15 @@ def _begun(row: Mapping[str, Any]) -> float:
 
 
 def _complete(name: str, process: int, thread: int, start: float, seconds: float) -> dict[str, Any]:
-    """Return a complete event: a bar with its start and length, in seconds since the begin of the trace."""
+    """Return a complete event: a bar. `start` and `seconds` are its start in the trace and its length, in seconds."""
     return {"ph": "X", "name": name, "pid": process, "tid": thread, "ts": _micros(start), "dur": _micros(seconds)}
 
 
-def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    """Return a metadata event that names a process or a thread."""
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
+def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    """Return a metadata event that names a process or a thread. `kind` is `process_name` or `thread_name`."""
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
 
 
 def _micros(seconds: float) -> int:
+    """Return seconds as whole microseconds, the unit of a trace."""
     return round(seconds * 1e6)

@@ -1,4 +1,7 @@
-"""The screen of `flash watch`: the state of a run in a terminal. It only reads the files that the run writes."""
+"""The screen of `flash watch`: the state of a run in a terminal. It only reads the files that the run writes.
+
+`flash.cli.runs` makes one `Watched`, and prints its `picture` every few seconds until the user ends the command.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,15 @@ Row = Mapping[str, Any]
 QUIET_S = 60.0
 """Seconds without a step from which on the title says how long ago the last step was."""
 SHOWN_ALARMS = 5
+"""Largest number of alarms that are shown: the last ones."""
 MEAN_OF = 20
 """Number of last steps that means are taken over."""
 BAR = 24
 """Characters of a bar."""
-VALUES, NARROWEST = 52, 8
+TABLE_COLUMNS, LEAST_SPARKLINE = 52, 8
 """Terminal columns of the table without sparklines, and the smallest width of a sparkline that is drawn."""
 BLOCKS = "▁▂▃▄▅▆▇█"
+"""Characters of a sparkline, from the lowest value to the highest."""
 OLD_S = 15.0
 """Age in seconds from which on the state of the cluster is called old. A live run writes it every two seconds."""
 MOST_KINDS, MOST_NODES = 5, 3
@@ -51,11 +56,14 @@ NUMBERS = (
     *map(named, ("entropy", "grad_norm", "ess", "clip_fraction", "age_mean", "stale_share", "mismatch_k3_age_0")),
     named("tokens_per_second"),
 )
+"""Columns that have a line with last value, mean and sparkline."""
 WAITS = tuple(map(named, ("trainer_wait_share", "engine_idle_share")))
+"""Columns with shares of time, which are shown as bars."""
 COUNTERS = (
     *map(named, ("engines", "in_flight", "queue_ready_groups", "failures", "given_up", "filtered")),
     *map(named, ("engine_restarts", "trainer_restarts")),
 )
+"""Columns with counters, whose last values are shown in one line."""
 
 
 class Watched:
@@ -65,11 +73,13 @@ class Watched:
         self._directory = directory
         self._steps = Followed(directory.metrics, dict[str, Any])
         self._evals = Followed(directory.evals, dict[str, Any])
-        self._life = -1
+        self._restarts_seen = -1
+        """`Followed.restarts` of the steps whose alarms are shown."""
         self._facts: dict[str, str] = {}
-        self._begin()
+        """Main settings of the run, under names for people."""
+        self._reset_alarms()
 
-    def _begin(self) -> None:
+    def _reset_alarms(self) -> None:
         """Start with empty alarms, without those that the run's configuration turns off.
 
         It is called again if a resumed run has replaced the rows, so the alarms of the replaced rows are forgotten. A
@@ -83,7 +93,8 @@ class Watched:
             self._alarms = None
         self._raised: deque[str] = deque(maxlen=SHOWN_ALARMS)
         self._checked = 0
-        self._life = self._steps.life
+        """Number of rows whose alarms were raised."""
+        self._restarts_seen = self._steps.restarts
 
     def picture(self, now: float, width: int) -> Group:
         """Return the screen for a time in Unix seconds and a terminal width in columns.
@@ -94,8 +105,8 @@ class Watched:
         self._facts = self._directory.facts()  # a resumed run may have more steps than before
         self._steps.read()
         self._evals.read()
-        if self._steps.life != self._life:
-            self._begin()
+        if self._steps.restarts != self._restarts_seen:
+            self._reset_alarms()
         rows, evals = self._steps.rows, self._evals.rows
         for row in rows[self._checked :]:
             if self._alarms is not None:
@@ -156,8 +167,8 @@ def numbers(rows: Sequence[Row], evals: Sequence[Row], width: int) -> Table:
     table.add_column("", no_wrap=True)
     table.add_column("last", justify="right", no_wrap=True)
     table.add_column(f"mean of {MEAN_OF}", justify="right", no_wrap=True)
-    room = width - VALUES
-    if room >= NARROWEST:
+    room = width - TABLE_COLUMNS
+    if room >= LEAST_SPARKLINE:
         table.add_column("so far", no_wrap=True)
     for line in NUMBERS:
         values = [line.value_in(row) for row in (evals if line is HELD_OUT else rows)]
@@ -166,7 +177,7 @@ def numbers(rows: Sequence[Row], evals: Sequence[Row], width: int) -> Table:
             continue
         mean = None if line is HELD_OUT else sum(recent) / len(recent)
         cells = [line.label, line.text(values[-1]), line.text(mean)]
-        table.add_row(*cells, *([sparkline(values, room)] if room >= NARROWEST else []))
+        table.add_row(*cells, *([sparkline(values, room)] if room >= LEAST_SPARKLINE else []))
     return table
 
 

@@ -129,7 +129,7 @@ async def _first_node(restarts: int, config: Config, token: str | None) -> None:
         problems = ProblemKinds.of(config, env.kind_of, env.domains())
         config = await limit_held_out_problems(config, env, recorder.note)
         evaluated = {int(row["step"]) for row in recorder.directory.read_evaluations()}
-        incarnation = recorder.directory.incarnations.begin()
+        hub_number = recorder.directory.hub_numbers.begin()
         journal = None
         if config.checkpoint.journal != "off":
             to_disk = config.checkpoint.journal == "fsync"
@@ -139,7 +139,7 @@ async def _first_node(restarts: int, config: Config, token: str | None) -> None:
             recorder,
             now=now,
             problems=problems,
-            recovered=RecoveredState(state, evaluated, kept.start, incarnation),
+            recovered=RecoveredState(state, evaluated, kept.start, hub_number),
             persistence=Persistence(
                 save_state=partial(keep_hub_state, config.run_dir, recorder.batches.written),
                 journal=journal or NO_JOURNAL,

@@ -1,6 +1,7 @@
 """The page over HTTP, and the data that it requests.
 
-The server only reads. It answers only requests that use a host name of this machine. No path of a request reaches the
+`flash view` makes the application with `make_app` and serves it with `flash.http` until the user ends it. The server
+only reads. It answers only requests that use a host name of this machine. No path of a request reaches the
 file system: static files have fixed names, and a request names a run by its number.
 """
 
@@ -75,10 +76,13 @@ class RunFacts(msgspec.Struct, frozen=True):
     """Description of a run in the list of runs."""
 
     name: str
+    """Shortest name that distinguishes the run from the other ones."""
     path: str
+    """Run directory."""
     shown: bool
-    """True if the page shows the run from the start."""
+    """True if the page shows the run from the start. The user can select the others."""
     facts: dict[str, str]
+    """Main settings, such as the model, under names for people."""
 
 
 class Contents(msgspec.Struct, frozen=True):
@@ -91,6 +95,7 @@ class Contents(msgspec.Struct, frozen=True):
 def make_app(runs: Sequence[ViewedRun], shown: int) -> Starlette:
     """Return the application for these runs. The page shows the first `shown` runs from the start."""
 
+    # The functions below answer one path each; `answers` has the paths.
     def contents(_: Request) -> Contents:
         descriptions = [
             RunFacts(run.name, one_line(str(run.directory.path)), number < shown, run.facts())
@@ -99,8 +104,8 @@ def make_app(runs: Sequence[ViewedRun], shown: int) -> Starlette:
         return Contents(descriptions, DRAWN)
 
     def rows(request: Request) -> Rows:
-        life = request.query_params.get("life", "")
-        return run_of(request).rows(life, _number(request, "steps"), _number(request, "evals"))
+        sequence = request.query_params.get("sequence", "")
+        return run_of(request).rows(sequence, _number(request, "steps"), _number(request, "evals"))
 
     def run_of(request: Request) -> ViewedRun:
         return runs[_number(request, "run", len(runs))]
@@ -149,7 +154,11 @@ def _readable(runs: Sequence[ViewedRun]) -> Iterator[Latest]:
 
 
 def _number(request: Request, name: str, below: int | None = None) -> int:
-    """Return a whole number from a request's query. Raises HTTPException unless it is one, and less than `below`."""
+    """Return the whole number with this name in a request's query.
+
+    Raises:
+        HTTPException: it is no whole number, or not less than `below`.
+    """
     text = request.query_params.get(name, "")
     if not text.isdecimal() or len(text) > DIGITS or (below is not None and int(text) >= below):
         end = "" if below is None else f" below {below}"

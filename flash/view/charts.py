@@ -1,6 +1,7 @@
 """Charts of the overview, in the form that the page gets: the curves of each chart and its explanation.
 
-All texts and units come from the table of columns, `flash.observe.columns.table`.
+The page gets `DRAWN` once, at its start, and `values` of new rows every few seconds. All texts and units come from the
+table of columns, `flash.observe.columns.table`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from flash.observe.rundir.summary import number
 Row = Mapping[str, Any]
 Dash = Literal["solid", "dot", "dash"]
 DASHES: Sequence[Dash] = ("solid", "dot", "dash")
+"""Dash styles of the first, second and third curve of a chart. They repeat if there are more curves."""
 
 ALWAYS = ("step", "wall_s", "time")
 """Columns that every row needs, for the position of its values on an axis."""
@@ -41,15 +43,21 @@ class DrawnChart(msgspec.Struct, frozen=True, kw_only=True):
     """Chart with an explanation for people who see it for the first time."""
 
     id: str
+    """Name of the chart, as in `Column.chart`."""
     title: str
     lines: Sequence[Line]
     means: str
+    """Meaning of its columns, as whole sentences."""
     worry: str
+    """Sentences about what to worry about, and advice."""
     of: Literal["steps", "evals"]
     """Kind of rows from which the chart is drawn."""
     unit: str
+    """Unit of the values; empty for shares and numbers without a unit."""
     percent: bool
+    """True if the values are shares of 1, which are shown in percent."""
     log: bool
+    """True if the axis is logarithmic."""
     from_zero: bool
     """True if a linear axis includes 0."""
     limit: float | None
@@ -107,6 +115,7 @@ def _column_pattern(of: Kind, more: Sequence[str]) -> re.Pattern[str]:
 
 
 _COLUMN_PATTERNS = {"step": _column_pattern("step", ()), "evaluation": _column_pattern("evaluation", INTERVAL)}
+"""Expression for the columns that the page needs, by kind of row."""
 
 
 def values(rows: Iterable[Row], of: Kind) -> list[dict[str, float]]:

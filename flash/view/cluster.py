@@ -22,7 +22,9 @@ class ShownNumber(msgspec.Struct, frozen=True):
 
     title: str
     means: str
+    """Meaning, as whole sentences."""
     worry: str
+    """Sentence about what to worry about, and advice."""
     text: str = ""
     """Value of a tile; empty for a column."""
 
@@ -38,6 +40,7 @@ class ShownCluster(msgspec.Struct, frozen=True, kw_only=True):
     """True if the file exists. If `picture` is None although the file exists, this version of Flash cannot read the
     file."""
     tiles: Sequence[ShownNumber] = ()
+    """Numbers of the whole cluster."""
     figures: Sequence[ShownNumber] = ()
     """Columns of the table of engines."""
     engines: dict[int, list[str]] = {}

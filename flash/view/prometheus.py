@@ -1,8 +1,9 @@
 """Newest numbers of runs in Prometheus's text format, and a Grafana dashboard that draws them.
 
-Each column of the table of columns is a metric. If the name of a column contains a kind, as in failures by reason, the
-kind becomes a label of one metric. All metrics are gauges: a run that goes back to a checkpoint also lowers its
-counters. Format: "Exposition formats", version 0.0.4, in Prometheus's documentation.
+`flash.view.app` answers a request of Prometheus for `/metrics` with `exposition`. `make docs` writes `dashboard` to
+docs/grafana.json. Each column of the table of columns is a metric. If the name of a column contains a kind, as in
+failures by reason, the kind becomes a label of one metric. All metrics are gauges: a run that goes back to a checkpoint
+also lowers its counters. Format: "Exposition formats", version 0.0.4, in Prometheus's documentation.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ROWS: Sequence[Kind] = ("step", "evaluation")
 """Kinds of rows of which the last one is reported."""
 PANELS_PER_ROW, WIDTH, HEIGHT = 2, 12, 8
-"""Grafana's grid has 24 columns."""
+"""Number of panels side by side, and the size of a panel in units of Grafana's grid, which has 24 columns."""
 
 Values = Callable[["Latest"], Iterable[tuple[str, float]]]
 """Function that returns the values of a metric for a run, each with its kind. The kind is empty if the metric has
@@ -37,8 +38,11 @@ class Latest(msgspec.Struct, frozen=True):
     steps: Mapping[str, float]
     """Row of the last step."""
     evals: Mapping[str, float]
+    """Row of the last evaluation."""
     ended: bool
+    """True if the run has ended."""
     cluster: Cluster | None = None
+    """State of the cluster; None if it cannot be read."""
 
 
 def exposition(runs: Sequence[Latest]) -> str:
@@ -102,15 +106,17 @@ def _metrics() -> Iterator[tuple[str, str, Values, str]]:
         yield f"flash_cluster_{count.name}", count.means, _of_cluster(count), count.label
     help_ = "Unix seconds of the last failure of each kind; its message is on the page and in `flash watch`."
     yield "flash_cluster_failed_at", help_, _failed_at, KIND
-    help_ = "Unix seconds of the cluster's picture; time() minus this is how long nothing was heard of it."
-    yield "flash_cluster_time", help_, _picture_at, KIND
+    help_ = "Unix seconds of the last report about the cluster. time() minus this is the age of the report."
+    yield "flash_cluster_time", help_, _reported_at, KIND
 
 
 def _failed_at(run: Latest) -> Iterable[tuple[str, float]]:
+    """Return the time of the last failure of each kind, in Unix seconds."""
     return () if run.cluster is None else [(each.kind, each.last) for each in run.cluster.failures]
 
 
-def _picture_at(run: Latest) -> Iterable[tuple[str, float]]:
+def _reported_at(run: Latest) -> Iterable[tuple[str, float]]:
+    """Return the time of the last report about the cluster, in Unix seconds; nothing after the end of the run."""
     return () if run.cluster is None or run.cluster.ended else [("", run.cluster.at)]
 
 
@@ -126,10 +132,11 @@ def _of_column(column: Column, of: Kind) -> Values:
     """Return a function that takes the values of a column from a run's last row of this kind."""
 
     def values(run: Latest) -> Iterator[tuple[str, float]]:
+        """Yield the values of the column, each with the text in place of its placeholder."""
         row = run.steps if of == "step" else run.evals
         for key in row if column.has_placeholder else [column.name]:
             if column_of(key, of) is column and (value := number(row, key)) is not None:
-                yield column.kind(key) or "", value
+                yield column.placeholder_text(key) or "", value
 
     return values
 
@@ -154,7 +161,7 @@ def _escaped(label: str) -> str:
 
 
 def _frame(place: int, title: str, means: str, worry: str) -> dict[str, Any]:
-    """Return the fields that all panels have."""
+    """Return the fields that all panels have. `place` is the place of the panel, counted from 0."""
     row, column = divmod(place, PANELS_PER_ROW)
     return {
         "id": place + 1,

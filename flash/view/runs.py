@@ -1,4 +1,7 @@
-"""Runs that the page shows, read continuously while they are in progress."""
+"""Runs that the page shows, read continuously while they are in progress.
+
+`flash view` opens the runs once with `open_runs`. `flash.view.app` reads them, in threads, whenever the page asks.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ MOST_ROWS = 5000
 class Rows(msgspec.Struct, frozen=True):
     """Rows of a run that are new since the last request of the page."""
 
-    life: str
+    sequence: str
     """Identifies the sequence of rows. If it differs from that of the request, the page must drop all earlier rows:
     these rows are then the first ones."""
     steps: list[dict[str, float]]
@@ -51,27 +54,29 @@ class ViewedRun:
         self._spans = Followed(self.directory.spans, Activity)
         self._lock = threading.Lock()
         self._born = uuid4().hex
-        """Makes `Rows.life` differ from that of earlier servers, whose rows a page may still have."""
+        """Part of `Rows.sequence` that differs between servers: a page may still have the rows of an earlier server."""
 
     def facts(self) -> dict[str, str]:
         """Return a description of the run from its configuration."""
         return self.directory.facts()
 
-    def rows(self, life: str, steps: int, evals: int) -> Rows:
-        """Return the rows that are new for a page that has `steps` and `evals` rows of the sequence `life`.
+    def rows(self, sequence: str, steps: int, evals: int) -> Rows:
+        """Return the rows that are new for a page that has `steps` rows of steps and `evals` of evaluations.
 
-        The page asks for them every few seconds. All rows are sent again if `life` is not the current sequence, for
+        `sequence` is `Rows.sequence` of the rows that the page has.
+
+        The page asks for them every few seconds. All rows are sent again if `sequence` is not the current sequence, for
         example because a resumed run has replaced the rows of some steps.
         """
         with self._lock:
             self._steps.read()
             self._evals.read()
-            now = f"{self._born}-{self._steps.life}-{self._evals.life}"
-            if life != now:
+            current = f"{self._born}-{self._steps.restarts}-{self._evals.restarts}"
+            if sequence != current:
                 steps = evals = 0
             new_steps, new_evals = self._steps.rows[steps:], self._evals.rows[evals:]
         return Rows(
-            life=now,
+            sequence=current,
             steps=values(new_steps[:MOST_ROWS], "step"),
             evals=values(new_evals[:MOST_ROWS], "evaluation"),
             more=max(len(new_steps), len(new_evals)) > MOST_ROWS,
@@ -96,9 +101,8 @@ class ViewedRun:
 
 def open_runs(paths: Sequence[Path]) -> list[ViewedRun]:
     """Return the runs in these directories, each once, under the shortest names that distinguish them."""
-    whole = list(dict.fromkeys(path.resolve() for path in paths))
-    names = {path: _name(path, whole) for path in whole}
-    return [ViewedRun(path, names[path]) for path in whole]
+    resolved = list(dict.fromkeys(path.resolve() for path in paths))
+    return [ViewedRun(path, _name(path, resolved)) for path in resolved]
 
 
 def _name(path: Path, among: Sequence[Path]) -> str:

@@ -29,7 +29,7 @@ from flash.observe.rundir.samples import (
 from flash.types import Span, TokenUse
 
 MOST_FOUND = 100
-"""Number of found samples after which a search stops, at the end of a step."""
+"""Number of found samples after which a search stops, once it has read the whole step."""
 MOST_BYTES = 32 << 20
 """Size of text, in bytes, that one search reads before it stops. The next search continues from there."""
 MOST_STEPS = 300
@@ -55,6 +55,7 @@ class Query(msgspec.Struct, frozen=True, kw_only=True):
     environment: str = ""
     """Part of the environment's name, in a mixture of several environments."""
     outcome: str = ""
+    """`Outcome` of the episode; empty for any."""
     reward_min: Bound = None
     reward_max: Bound = None
     tokens_min: Bound = None
@@ -79,11 +80,13 @@ class FoundSample(msgspec.Struct, frozen=True):
     outcome: str
     reward: float
     turns: int
+    """Number of turns."""
     tokens: int
     """Number of tokens of its responses."""
     age: int
     """Age of its oldest token, in versions."""
     excerpt: str
+    """Beginning of its last response."""
 
 
 class FoundSamples(msgspec.Struct, frozen=True):
@@ -100,9 +103,13 @@ class ShownTurn(msgspec.Struct, frozen=True):
     """Turn with the tokens of its response. Lists have one item per token, or are empty if the values are unknown."""
 
     observation: str
+    """Text that the policy was shown."""
     tokens: list[str]
+    """Text of each token of the response."""
     versions: list[int]
+    """Policy version that sampled each token."""
     ages: list[int]
+    """Age of each token, in versions."""
     logprobs: list[float | None]
     """Log-probs with which the tokens were sampled."""
     log_ratios: list[float | None]
@@ -127,10 +134,13 @@ class ShownSample(msgspec.Struct, frozen=True):
     """Sample of a group."""
 
     sample_index: int
+    """Number of the sample in its group."""
     outcome: str
     reward: float
     tokens: int
+    """Number of tokens of its responses."""
     ages: dict[int, int]
+    """Number of these tokens of each age, in versions."""
     turns: list[ShownTurn]
 
 
@@ -234,6 +244,7 @@ def _is_consistent(sample: Sample) -> bool:
 
 
 def _length(span: Span) -> int:
+    """Return the number of tokens in a span."""
     return span.stop - span.start
 
 

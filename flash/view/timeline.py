@@ -1,7 +1,8 @@
-"""Timeline of a window of time: bars, or shares of time if single bars would be too thin to see.
+"""Timeline of a window of time, for the page of `flash view`: bars, or shares of time if bars would be too thin to see.
 
-A *lane* has the activities of one worker, such as an engine or a trainer rank. `flash.observe.timeline` computes the
-shares.
+`flash.view.app` calls `show_window` for each request of the page, which asks again when the user zooms. A *lane* has
+the activities of one worker, such as an engine or a trainer rank. `flash.observe.timeline` computes the shares of time
+that a lane spent on each activity.
 """
 
 from __future__ import annotations
@@ -11,21 +12,23 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
-from flash.observe.timeline import COLOURS, IDLE, OTHER, lane_order, lane_shares
+from flash.observe.timeline import COLOURS, IDLE, OTHER, drawing_order, lane_order, lane_shares
 from flash.types import Activity
 
 MOST_BARS = 3000
-"""Largest number of bars in one picture, which a browser can still draw at once."""
+"""Number of bars of all lanes that a browser can still draw at once. It is divided among the lanes."""
 FEWEST_BARS = 60
-"""Number of bars that each lane may have, even if there are many lanes."""
-SHARES = 4
-"""Expected number of bars per bin of time; it determines the number of bins."""
+"""Number of bars that each lane may have, however many lanes there are. With more than 50 lanes, all lanes together may
+have more than MOST_BARS."""
+BARS_PER_BIN = 4
+"""Expected number of activities in one bin of time, each of which is a bar. It determines the number of bins."""
 
 
 class LaneBar(msgspec.Struct, frozen=True, array_like=True):
     """Rectangle: start in Unix seconds, length in seconds, and its part of the lane's height, from 0 to 1."""
 
     name: str
+    """Name of the activity, such as `generate`."""
     start: float
     seconds: float
     low: float
@@ -33,9 +36,10 @@ class LaneBar(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ShownLane(msgspec.Struct, frozen=True):
-    """Row of the timeline."""
+    """Row of the timeline: the activities of one worker in the window."""
 
     name: str
+    """Name of the worker, such as `engine 0`."""
     busy: float
     """Share of the window in which the lane did anything but wait."""
     bars: list[LaneBar]
@@ -49,31 +53,33 @@ class Window(msgspec.Struct, frozen=True):
     start: float
     stop: float
     lanes: list[ShownLane]
+    """Lanes of all workers of the run, also of those without an activity in the window."""
     colours: dict[str, str]
-    """Colour of each activity in the window."""
+    """Colour of each activity in the window. The page's legend has the same order."""
 
 
 def show_window(spans: Sequence[Activity], start: float | None, stop: float | None) -> Window | None:
-    """Return the activities between two moments; None if no activity is recorded, or if `stop` is not after `start`.
+    """Return the lanes of a run between two moments; None if no activity is recorded, or if `stop` is not after
+    `start`.
 
-    A bound of None is the start, or the end, of the recorded time.
+    `spans` are all activities of the run. `start` None is the start of the recorded time, and `stop` None its end.
     """
     spans = [span for span in spans if span.stop > span.start]
     if not spans:
         return None
-    begin = min(span.start for span in spans) if start is None else start
-    end = max(span.stop for span in spans) if stop is None else stop
-    if end <= begin:
+    start = min(span.start for span in spans) if start is None else start
+    stop = max(span.stop for span in spans) if stop is None else stop
+    if stop <= start:
         return None
+    # Each worker of the run keeps its lane, so that rows do not jump when the user zooms.
     lanes: dict[str, list[Activity]] = {span.lane: [] for span in spans}
     for span in spans:
-        if span.stop > begin and span.start < end:
+        if span.stop > start and span.start < stop:
             lanes[span.lane].append(span)
     most = max(FEWEST_BARS, MOST_BARS // len(lanes))
-    shown = [_lane(name, lanes[name], begin, end, most) for name in sorted(lanes, key=lane_order)]
-    names = {bar.name for lane in shown for bar in lane.bars}
-    known = [name for name in COLOURS if name in names]
-    return Window(begin, end, shown, {name: COLOURS.get(name, OTHER) for name in [*known, *sorted(names - {*known})]})
+    shown = [_lane(name, lanes[name], start, stop, most) for name in sorted(lanes, key=lane_order)]
+    names = drawing_order(bar.name for lane in shown for bar in lane.bars)
+    return Window(start, stop, shown, {name: COLOURS.get(name, OTHER) for name in names})
 
 
 def _lane(name: str, spans: Sequence[Activity], start: float, stop: float, most: int) -> ShownLane:
@@ -86,12 +92,17 @@ def _lane(name: str, spans: Sequence[Activity], start: float, stop: float, most:
             for span in spans
         ]
         return ShownLane(name, busy, bars, exact=True)
-    edges = np.linspace(start, stop, max(FEWEST_BARS, most) // SHARES + 1)
+    edges = np.linspace(start, stop, most // BARS_PER_BIN + 1)
     return ShownLane(name, busy, list(_stacked(lane_shares(spans, edges), edges)), exact=False)
 
 
 def _stacked(shares: dict[str, np.ndarray], edges: np.ndarray) -> Iterator[LaneBar]:
-    """Yield the bars of each bin: shares of its activities, stacked with work below and waiting on top."""
+    """Yield the bars of each bin: shares of its activities, stacked with work below and waiting on top.
+
+    Args:
+        shares: share of each of the B bins, by activity.
+        edges: the B + 1 edges of the bins, in Unix seconds.
+    """
     width = float(edges[1] - edges[0])
     floor = np.zeros(len(edges) - 1)
     for name in sorted(shares, key=lambda name: name in IDLE):

@@ -35,7 +35,7 @@ def make(config: Config, tmp_path: Path) -> Any:
             directory.append_evaluation(one)
         if ended:
             told = summarise(changed, [metrics_row(0)], rows, ledger={"trained": 64}, restarts=0)
-            directory.write_totals(directory.summary, told)
+            directory.write_summary(told)
         return directory.path
 
     return run

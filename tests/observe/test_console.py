@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from flash.config.tree import Config
+from flash.observe.columns.column import short
 from flash.observe.console import HEADER_EVERY, Console, domain_line, evaluation_line
 from flash.observe.rundir.summary import summarise
 from tests.observe.sample_rows import eval_row, metrics_row
@@ -74,6 +75,17 @@ def test_an_accuracy_stands_only_in_the_step_line_that_follows_it(config: Config
     console.step(metrics_row(1))
     first, second = stream.getvalue().splitlines()[-2:]
     assert (first.split()[2], second.split()[2]) == ("0.777", "-")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"), (math.nan, "nan"), (math.inf, "inf"), (7.0, "7"), (9810.0, "9.81k"), (999_600.0, "1.00M"),
+        (5e12, "5.00T"), (-5e12, "-5.00T"), (4e18, "4.00e+18"),
+    ],
+)  # fmt: skip
+def test_a_short_number_has_a_suffix_only_if_it_is_finite(value: float | None, text: str) -> None:
+    assert short(value) == text
 
 
 def test_missing_numbers_leave_a_dash_and_nan_is_shown(config: Config) -> None:

@@ -25,14 +25,14 @@ def append(path: Path, data: bytes) -> None:
 def test_rows_are_there_once_their_lines_are_whole(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     followed = following(file)
-    assert (followed.rows, followed.life) == ([], 0)
+    assert (followed.rows, followed.restarts) == ([], 0)
     append(file, b'{"a": 1}\n{"a"')
     followed.read()
     assert followed.rows == [{"a": 1}]
     append(file, b": 2}\n")
     followed.read()
     followed.read()
-    assert (followed.rows, followed.life) == ([{"a": 1}, {"a": 2}], 0)
+    assert (followed.rows, followed.restarts) == ([{"a": 1}, {"a": 2}], 0)
 
 
 def test_a_line_that_was_torn_and_gone_on_behind_is_no_row(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_file_that_is_another_one_is_read_anew(how: str, tmp_path: Path) -> No
         file.unlink()
     followed.read()
     rest = {"replaced": [{"a": 3}, {"a": 4}], "cut": [{"a": 5}], "gone": []}[how]
-    assert (followed.rows, followed.life) == (rest, 1)
+    assert (followed.rows, followed.restarts) == (rest, 1)
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -55,13 +55,13 @@ def test_a_row_is_on_disk_when_the_call_returns(directory: RunDirectory) -> None
 
 
 def test_each_hub_of_a_run_has_a_higher_number_than_those_before_it(directory: RunDirectory) -> None:
-    assert [directory.incarnations.begin() for _ in range(3)] == [1, 2, 3]
+    assert [directory.hub_numbers.begin() for _ in range(3)] == [1, 2, 3]
     again = RunDirectory.open(directory.path, "", resume_at=0)
-    assert again.incarnations.begin() == 4
+    assert again.hub_numbers.begin() == 4
     (again.path / "hub-lives").write_text("four")
     with pytest.raises(RunDirectoryError, match=r"hub-lives, which counts .* cannot be read: .*delete it once"):
-        again.incarnations.begin()
-    assert RunDirectory.open(directory.path, "").incarnations.begin() == 1
+        again.hub_numbers.begin()
+    assert RunDirectory.open(directory.path, "").hub_numbers.begin() == 1
 
 
 def test_the_resolved_configuration_is_written(directory: RunDirectory) -> None:
@@ -107,7 +107,7 @@ def test_each_incarnation_sets_its_rows_aside_in_its_own_folder(directory: RunDi
         [1, 1],
         [2],
     ]
-    assert [row["incarnation"] for row in directory.read_undone()] == [0, 0, 0, 1, 1, 2]
+    assert [row["incarnation"] for row in directory.read_earlier_metrics()] == [0, 0, 0, 1, 1, 2]
 
 
 def test_a_resume_with_nothing_to_undo_sets_nothing_aside(directory: RunDirectory) -> None:
@@ -121,7 +121,7 @@ def test_a_new_run_in_an_old_directory_starts_empty_and_loses_nothing(directory:
     directory.append_metrics(metrics_row(0))
     directory.append_evaluation(eval_row(0, 0.3))
     directory.append_spans(spans(1))
-    directory.write_totals(directory.ledger, {"issued": 3})
+    directory.write_ledger({"issued": 3})
     (directory.checkpoints / "version-1").mkdir()
 
     fresh = RunDirectory.open(directory.path, "")
@@ -232,10 +232,10 @@ def test_a_file_of_rows_that_is_cut_while_the_run_writes_it_is_told_of_once(
 
 
 def test_a_full_disk_leaves_the_previous_file_whole(directory: RunDirectory) -> None:
-    directory.write_totals(directory.ledger, {"issued": 1})
+    directory.write_ledger({"issued": 1})
     Path(f"{directory.ledger}.tmp").symlink_to("/dev/full")
     with pytest.raises(RunDirectoryError, match=r"ledger\.json: No space left on device; free space"):
-        directory.write_totals(directory.ledger, {"issued": 2})
+        directory.write_ledger({"issued": 2})
     assert json.loads(directory.ledger.read_text()) == {"issued": 1}
     assert not Path(f"{directory.ledger}.tmp").is_symlink()
 
@@ -317,7 +317,7 @@ def test_resuming_rolls_the_samples_back_with_their_steps(directory: RunDirector
 
 def test_the_summary_is_written_with_its_documented_keys(directory: RunDirectory, config: Config) -> None:
     summary = summarise(config, [metrics_row(0)], [], ledger={"issued": 64}, restarts=0)
-    directory.write_totals(directory.summary, summary)
+    directory.write_summary(summary)
     written = json.loads(directory.summary.read_text())
     assert written["ledger"] == {"issued": 64}
     assert set(written) >= {

@@ -113,7 +113,7 @@ def test_a_run_that_failed_leaves_a_summary_with_its_error_and_no_address_of_its
     assert not config.run_dir.exists(), "nothing was begun"
     directory = RunDirectory.open(config.run_dir, "")
     directory.append_metrics({"step": 0, "failures": 2})
-    directory.write_totals(directory.ledger, {"trained": 64})
+    directory.write_ledger({"trained": 64})
     (config.run_dir / "hub.json").write_text("{}")
     marker.write(RanksGoneError("no restart is left"))
     leave_in_order(config, marker, loop)

@@ -159,7 +159,7 @@ def recorded(config: Config) -> SimReport:
     async def run() -> SimReport:
         world = World(config, Book(directory))
         end = await world.run()
-        directory.write_totals(directory.ledger, end.ledger)
+        directory.write_ledger(end.ledger)
         return world.report(end, 0.0, 0.0)
 
     return run_virtual(run)

@@ -104,12 +104,12 @@ async def test_a_run_that_cannot_be_read_hides_no_other(run: RunDirectory, tmp_p
 
 async def test_only_what_came_since_is_told(run: RunDirectory) -> None:
     asking = Asking(run.path)
-    first = await asking.get("/api/rows", run=0, life="", steps=0, evals=0)
+    first = await asking.get("/api/rows", run=0, sequence="", steps=0, evals=0)
     assert [row["step"] for row in first["steps"]] == list(range(30))
     assert [(row["step"], "low" in row) for row in first["evals"]] == [(0, True), (10, True), (20, True)]
     assert not first["more"]
     assert not first["ended"]
-    had = {"run": 0, "life": first["life"], "steps": 30, "evals": 3}
+    had = {"run": 0, "sequence": first["sequence"], "steps": 30, "evals": 3}
     append_step(run, 30)
     run.append_evaluation(eval_row(30, 0.8))
     then = await asking.get("/api/rows", **had)
@@ -118,7 +118,7 @@ async def test_only_what_came_since_is_told(run: RunDirectory) -> None:
     run.metrics.write_bytes(b"".join(run.metrics.read_bytes().splitlines(keepends=True)[:20]))
     run.summary.write_text("{}")
     again = await asking.get("/api/rows", **had)
-    assert again["life"] != first["life"]
+    assert again["sequence"] != first["sequence"]
     assert (len(again["steps"]), len(again["evals"]), again["ended"]) == (20, 4, True)
 
 
@@ -127,11 +127,11 @@ async def test_many_rows_come_in_parts_and_what_no_chart_draws_does_not(tmp_path
     line = msgspec.json.encode(metrics_row(0, loss=1.0, entropy=float("nan"), unknown="text")) + b"\n"
     run.metrics.write_bytes((MOST_ROWS + 1) * line)
     asking = Asking(run.path)
-    part = await asking.get("/api/rows", run=0, life="", steps=0, evals=0)
+    part = await asking.get("/api/rows", run=0, sequence="", steps=0, evals=0)
     assert (len(part["steps"]), part["more"]) == (MOST_ROWS, True)
     assert {"step", "time", "wall_s", "reward_mean"} <= part["steps"][0].keys()
     assert not {"loss", "entropy", "unknown"} & part["steps"][0].keys()
-    rest = await asking.get("/api/rows", run=0, life=part["life"], steps=MOST_ROWS, evals=0)
+    rest = await asking.get("/api/rows", run=0, sequence=part["sequence"], steps=MOST_ROWS, evals=0)
     assert (len(rest["steps"]), rest["more"]) == (1, False)
 
 
@@ -139,7 +139,7 @@ async def test_a_run_that_has_made_no_step_is_empty(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("[run\n")
     asking = Asking(tmp_path)
     assert (await asking.get("/api/contents"))["runs"][0]["facts"] == {}
-    rows = await asking.get("/api/rows", run=0, life="", steps=0, evals=0)
+    rows = await asking.get("/api/rows", run=0, sequence="", steps=0, evals=0)
     assert (rows["steps"], rows["evals"], rows["ended"]) == ([], [], False)
     found = await asking.get("/api/samples", run=0)
     assert found == {"samples": [], "searched_to": None, "newest": None}

@@ -1,4 +1,9 @@
-"""An entry of the table of columns: the name of a number in a run's rows, its meaning, and how it is shown."""
+"""An entry of the table of columns: the name of a number in a run's rows, its meaning, and how it is shown.
+
+A *row* is a line of `metrics.jsonl` (one for each step) or of `evals.jsonl`, or the numbers of an engine. The entries
+are in `training`, `speed` and `table` beside this file. This file also has the functions that format numbers for
+people.
+"""
 
 from __future__ import annotations
 
@@ -33,26 +38,30 @@ UNIT_WORDS = {"s": "seconds"}
 """Word for a unit in a sentence, where it is not the unit itself."""
 
 
-def tokens(row: Row) -> float:
-    """Return the number of tokens that a step trained: the weight of the step in the mean of most alarms."""
+def by_tokens(row: Row) -> float:
+    """Return the number of tokens that a step trained, the weight of the step in the mean of most alarms."""
     return number(row, "trained_tokens") or 0.0
 
 
-def steps(row: Row) -> float:
-    """Return 1, the weight of each step in the mean of an alarm that does not depend on tokens."""
+def equally(row: Row) -> float:
+    """Return 1, the weight of a step in the mean of an alarm that gives each step equal weight."""
     return 1.0
 
 
 class Alarm(NamedTuple):
-    """Warning about a column: raised if the weighted mean over the last steps is beyond the limit."""
+    """Warning about a column: raised if the weighted mean over the last steps is beyond the limit.
+
+    `flash.observe.alarms` computes the mean and raises the alarm.
+    """
 
     name: AlarmName
+    """Name by which `alarms.off` turns the alarm off, and `alarms.stop` and `alarms.checkpoint` name it."""
     limit: float
     """Largest healthy value; the smallest one if `below` is true. A share, or a number in the column's unit."""
     message: str
     """Words after the number. `{}` is replaced by the environment that the number is about, if there are several. The
     column's advice follows."""
-    weight: Callable[[Row], float] = tokens
+    weight: Callable[[Row], float] = by_tokens
     """Weight of a row in the mean. It is called only with rows that have the column."""
     number: Callable[[Row], float] | None = None
     """Computes the share to compare with the limit from a row. None: the column's own value is compared."""
@@ -72,6 +81,7 @@ class Column(msgspec.Struct, frozen=True, dict=True):
     """Column of a row, or a family of columns: a word of `PLACEHOLDERS` in its name stands for several names."""
 
     name: str
+    """Key of the number in a row, with placeholders in capitals, such as `domain/NAME/reward`."""
     means: str
     """Meaning: a noun phrase that begins with a small letter, and more sentences if needed. No period at the end."""
     unit: str = ""
@@ -89,6 +99,7 @@ class Column(msgspec.Struct, frozen=True, dict=True):
     helps: str = ""
     """Advice: what to do about it."""
     alarm: Alarm | None = None
+    """Alarm about the number; None if there is none."""
     tracker_name: str = ""
     """Name in trackers, as other trainers write it. Empty: the column's own name, under `train/` or `eval/`."""
 
@@ -102,7 +113,7 @@ class Column(msgspec.Struct, frozen=True, dict=True):
         """Name for the web page: placeholders are replaced by stars, which match any text."""
         return re.sub("[A-Z]+", "*", self.name)
 
-    def kind(self, key: str) -> str | None:
+    def placeholder_text(self, key: str) -> str | None:
         """Return the text that `key` has in place of the placeholders, joined with `_`; empty if the name has none.
 
         None: `key` is not a name of this column.
@@ -133,7 +144,7 @@ class Column(msgspec.Struct, frozen=True, dict=True):
             return BLANK
         form = self.form or FORMS.get(self.unit, OTHER_FORM)
         if form == "short":
-            return short(value) if math.isfinite(value) else str(value)
+            return short(value)
         return f"{100 * value:{form.replace('%', 'f')}}{percent}" if form.endswith("%") else format(value, form)
 
     @property
@@ -150,6 +161,7 @@ class Column(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
+        """Expression that matches the column's keys. It has a group for each placeholder."""
         return re.compile(re.sub("[A-Z]+", lambda word: PLACEHOLDERS[word[0]], re.escape(self.name)))
 
 
@@ -174,27 +186,30 @@ def capital(text: str) -> str:
 # -- numbers as people read them ---------------------------------------------------------------------------------------
 
 
-def plain(value: float | None, form: str) -> str:
-    """Return a number in a format specification; `-` for None."""
+def formatted(value: float | None, form: str) -> str:
+    """Return a number in a format specification of Python; `-` for None."""
     return BLANK if value is None else format(value, form)
 
 
 def fixed(row: Mapping[str, Any], key: str, digits: int) -> str:
-    """Return the number under `key` with fixed digits. `nan` and `inf` are shown, because a person must see them."""
+    """Return the number under `key` with this many decimals; `-` if the row has none.
+
+    `nan` and `inf` are shown, because a person must see them.
+    """
     value = row.get(key)
     return f"{value:.{digits}f}" if isinstance(value, (int, float)) else BLANK
 
 
 def short(value: float | None) -> str:
-    """Return a number with three digits and a suffix, such as 9.81k."""
+    """Return a number with three digits and a suffix, such as 9.81k; `-` for None."""
     if value is None:
         return BLANK
-    for unit, scale in (("", 1.0), ("k", 1e3), ("M", 1e6), ("G", 1e9)):
-        if abs(value) < 999.5 * scale or unit == "G":
+    for unit, scale in (("", 1.0), ("k", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12)):
+        if abs(value) < 999.5 * scale:
             scaled = value / scale
             digits = 0 if abs(scaled) >= 99.95 or not unit else 1 if abs(scaled) >= 9.995 else 2
             return f"{scaled:.{digits}f}{unit}"
-    raise AssertionError("the last unit takes all")
+    return f"{value:.2e}"  # a number that is larger than any unit, or not finite
 
 
 def clock(seconds: float) -> str:

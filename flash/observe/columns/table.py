@@ -1,6 +1,7 @@
 """The whole table of columns by kind of row, and the charts of `flash view`.
 
-The columns of steps come from `training` and `speed`. The columns of evaluations and engines stand here.
+The columns of steps come from `training` and `speed`. The columns of evaluations and engines stand here. Everything
+that shows or reports a number finds its column here, with `named`, `column_of` or `columns`.
 """
 
 from __future__ import annotations
@@ -137,7 +138,9 @@ class Chart(msgspec.Struct, frozen=True):
     """Chart of `flash view`. It draws the columns that name it, and takes its texts from them."""
 
     id: str
+    """Name that the columns have in `Column.chart`."""
     title: str
+    """Heading on the page."""
     of: Kind = "step"
     """Kind of the rows that it draws."""
     log: bool = False
@@ -184,9 +187,11 @@ def columns(of: Kind) -> Iterable[Column]:
 _NAMED: Mapping[Kind, Mapping[str, Column]] = {
     kind: {column.name: column for column in columns(kind)} for kind in GROUPS
 }
+"""Columns by their names."""
 _WITH_PLACEHOLDER = {
     kind: [column for column in by_name.values() if column.has_placeholder] for kind, by_name in _NAMED.items()
 }
+"""Columns whose names stand for several keys."""
 
 
 def named(name: str, of: Kind = "step") -> Column:
@@ -200,4 +205,4 @@ def column_of(key: str, of: Kind) -> Column | None:
     Keys without a column are, for example, those of an objective that the user wrote.
     """
     found = _NAMED[of].get(key)
-    return found or next((column for column in _WITH_PLACEHOLDER[of] if column.kind(key) is not None), None)
+    return found or next((column for column in _WITH_PLACEHOLDER[of] if column.placeholder_text(key) is not None), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flash.observe.columns.column import Alarm, Column, ColumnGroup, Row, steps, tokens
+from flash.observe.columns.column import Alarm, Column, ColumnGroup, Row, by_tokens, equally
 from flash.observe.rundir.summary import number
 
 SKIPPED = "skipped_steps"
@@ -36,7 +36,7 @@ def _nonfinite(row: Row) -> float:
 
 def _age_0_tokens(row: Row) -> float:
     """Return the number of trained tokens of age 0: only with these does the policy's own change not count."""
-    return (number(row, "age_0") or 0.0) * tokens(row)
+    return (number(row, "age_0") or 0.0) * by_tokens(row)
 
 
 BATCH = ColumnGroup(
@@ -79,7 +79,7 @@ BATCH = ColumnGroup(
                 "equal_rewards",
                 0.5,
                 "of the steps had nothing to learn from, since the rewards of each group were equal",
-                weight=steps,
+                weight=equally,
                 number=_nothing_to_learn,
                 looks_at="share of the steps whose `advantage_abs_mean` is 0",
             ),
@@ -174,7 +174,7 @@ LOSS = ColumnGroup(
                 "nonfinite",
                 0.0,
                 "of the steps had a loss or a gradient that is no finite number",
-                weight=steps,
+                weight=equally,
                 number=_nonfinite,
                 looks_at="share of the steps with a `loss`, `entropy` or `grad_norm` that is no finite number, or with "
                 "a new skipped update; from the first step on",
@@ -346,7 +346,7 @@ OFF_POLICY = ColumnGroup(
                 0.1,
                 "of the tokens got weight 0 from the objective's cap, algorithm.corrections or mask_truncated",
                 # A batch that is masked entirely trains no token, and yet it must count in full.
-                weight=steps,
+                weight=equally,
                 number=_masked,
                 looks_at="`masked_cap_share` + `masked_correction_share`",
             ),
@@ -393,7 +393,7 @@ LAG = ColumnGroup(
                 0.5,
                 "of the learning rate is left by algorithm.lag, since the policy moves too far from the policies that "
                 "sampled",
-                weight=steps,
+                weight=equally,
                 below=True,
             ),
         ),

@@ -40,10 +40,14 @@ class _Shown(NamedTuple):
     """Place of the sample in the batch."""
     trajectory: Trajectory
     group_rewards: list[float]
+    """Rewards of all samples of the group in the batch."""
 
 
 class Batches:
     """Writes batches in a thread, and reads them back. The methods that write do not block; those that read do.
+
+    The recorder calls `begin` when a step gets its batch, and `commit` when the step is committed. A hub that resumes a
+    run reads batches with `steps` and `of`.
 
     Args:
         writer: executor with one thread, in which all files are written and read.
@@ -65,6 +69,7 @@ class Batches:
         self._tokenizer = tokenizer
         self._writer = writer
         self._writing: deque[Future[None]] = deque()
+        """Writes that are not known to have ended, in order."""
         self._held: dict[int, list[_Shown]] = {}
         """Samples to write in readable form, of each step that is not committed yet."""
         self._bytes: int | None = None

@@ -29,16 +29,18 @@ HEADER = struct.Struct("<II")
 
 _ENCODER = msgspec.msgpack.Encoder()
 _SUFFIX = ".bin"
+"""End of the name of a recording."""
 _WRITE_BYTES = 64 << 10
 """Bytes of records after which they are written to the file."""
 FORMAT = 3
 """Version of the records. Since version 2 a task has its sampling settings; since version 3 a trajectory has the tokens
 that could have been sampled at each position."""
 _STEP = re.compile(r"step-([0-9]+)")
+"""Name of a file or folder of one step, without the end after a dot."""
 
 
 class RecordingHead(msgspec.Struct, frozen=True):
-    """The first record of a file."""
+    """First record of a file. The other records are trajectories."""
 
     step: int
     """Step that trains the batch."""
@@ -133,6 +135,7 @@ def forget_before(folder: Path, step: int) -> None:
 
 
 def _file(folder: Path, step: int) -> Path:
+    """Return the path of the recording of a step."""
     return folder / f"step-{step:06d}{_SUFFIX}"
 
 

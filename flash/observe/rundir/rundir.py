@@ -3,15 +3,16 @@
     config.toml                       the resolved configuration
     metrics.jsonl                     one object per step
     evals.jsonl                       one object per held-out evaluation
-    spans.jsonl                       one `Activity` per line: a worker was busy with something for some time
+    spans.jsonl                       one `Activity` per line: an engine or a trainer rank did something for some time
     samples.jsonl                     one `SampleTimes` per trained sample: lengths, times, versions
     trajectories/step-000012.arrow    a few readable samples of each step (flash.observe.rundir.samples)
     batches/step-000012.bin           exact batch of a step (flash.observe.rundir.recording)
     journal/                          events of samples since a checkpoint (flash.run.journal)
-    ledger.json, summary.json         totals
+    ledger.json                       counts of the run's samples and tokens so far, by their fate
+    summary.json                      result of a run that has ended
     cluster.json                      nodes, engines and failures (flash.observe.cluster)
     checkpoints/, plots/, track/      written by other packages
-    earlier/001/                      rows of steps that a resumed run made again
+    earlier/001/                      rows, batches, readable samples and the summary that a resume moved away
     hub-lives                         number of hub processes that the run has had
 
 Invariants: a line is appended whole, and the operating system has it before the call returns. A line that a crash cut
@@ -87,20 +88,24 @@ def open_regular_file(path: Path) -> BufferedReader:
 
 
 class Followed(Generic[T]):
-    """Rows of a growing file. `read` takes in the lines that were appended since the last call.
+    """Rows of a growing file, for `flash watch`, `flash view` and trackers, which read while the run writes.
+
+    `read` takes in the lines that were appended since the last call.
 
     A line is taken once it is complete. If the file was replaced or cut, as a resumed run does, `rows` starts again
-    from the beginning of the file, and `life` increases.
+    from the beginning of the file, and `restarts` increases.
     """
 
     def __init__(self, path: Path, kind: type[T]) -> None:
         self._path = path
         self._decoder = msgspec.json.Decoder(kind)
         self._file: tuple[int, int] | None = None
+        """Device and inode of the file that was read; None if there was none."""
         self._offset = 0
+        """Bytes of the file that were read."""
         self.rows: list[T] = []
         """Rows so far. A line that is no row is left out."""
-        self.life = 0
+        self.restarts = 0
         """Number of times that the rows started again."""
 
     def read(self) -> None:
@@ -126,7 +131,7 @@ class Followed(Generic[T]):
         """Forget all rows if this is another file than before, or if it is shorter than the part that was read."""
         if file != self._file or size < self._offset:
             if self._file is not None:
-                self.life += 1
+                self.restarts += 1
             self._file, self._offset, self.rows = file, 0, []
 
 
@@ -196,8 +201,11 @@ def _oldest_versions(trajectory: Trajectory) -> list[int]:
     return found
 
 
-class HubIncarnations:
-    """Counter of the hub processes of a run (*incarnations* of the hub), in the file `hub-lives`."""
+class HubNumbers:
+    """Numbers of the hub processes of a run, in the file `hub-lives`.
+
+    Numbers of leases begin with the number of the hub, so that two hubs never give the same lease number.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -231,13 +239,15 @@ class HubIncarnations:
 class AppendedFile:
     """Appender of lines to a file of rows. It restores the file if somebody deletes or replaces it meanwhile.
 
-    From the first append on, a descriptor stays open: the rows of a deleted file can still be read through it. It is
-    open for reading only, since a disk cannot be made read-only while a file on it is open for writing.
+    `RunDirectory` has one for each file of rows. From the first append on, a descriptor stays open: the rows of a
+    deleted file can still be read through it. It is open for reading only, since a disk cannot be made read-only while
+    a file on it is open for writing.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._held: int | None = None
+        """Descriptor of the file; None before the first append."""
         self._end = 0
         """Size of the file after the last append, in bytes."""
 
@@ -304,8 +314,8 @@ class AppendedFile:
 class RunDirectory:
     """Paths, readers and writers of one run directory.
 
-    The constructor touches no file: use it to read. `RunDirectory.open` prepares the folder for a run that writes. All
-    writers raise RunDirectoryError when the disk is full or the folder cannot be written.
+    The constructor touches no file. Readers use it; a run that writes uses `RunDirectory.open`, which prepares the
+    folder. All methods that write raise RunDirectoryError if the disk is full or the folder cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -323,8 +333,9 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.plots = path / "plots"
         self.earlier = path / "earlier"
-        self.incarnations = HubIncarnations(path / "hub-lives")
+        self.hub_numbers = HubNumbers(path / "hub-lives")
         files = (self.metrics, self.evals, self.spans, self.samples)
+        # An appender opens its file only when it appends, so it costs a reader nothing.
         self._appended = {file: AppendedFile(file) for file in files}
 
     @classmethod
@@ -369,16 +380,20 @@ class RunDirectory:
             if not keep_all and (versions := recording.checkpointed(self.checkpoints)):
                 recording.forget_before(self.batches, versions[0])
 
-    def write_totals(self, file: Path, totals: Row | Summary) -> None:
-        """Replace the file `self.ledger` or `self.summary` atomically, so that readers never see a part of it."""
-        write_atomically(file, _pretty(totals))
+    def write_ledger(self, totals: Row) -> None:
+        """Replace `ledger.json`: the counts of samples and tokens by their fate."""
+        write_atomically(self.ledger, _pretty(totals))
+
+    def write_summary(self, summary: Summary) -> None:
+        """Write `summary.json`, which shows that the run has ended."""
+        write_atomically(self.summary, _pretty(summary))
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the rows of all steps, in the order in which they were recorded."""
         return read_rows(self.metrics, dict[str, Any])
 
-    def read_undone(self) -> list[dict[str, Any]]:
-        """Return the rows in `earlier/`: rows of steps that a resumed run made again."""
+    def read_earlier_metrics(self) -> list[dict[str, Any]]:
+        """Return the rows of `metrics.jsonl` in `earlier/`: rows of steps that a resumed run made again."""
         files = (folder / self.metrics.name for folder in sorted(self.earlier.glob("[0-9]*")))
         return [row for file in files for row in read_rows(file, dict[str, Any])]
 
@@ -399,7 +414,7 @@ class RunDirectory:
 
         A step and its samples stay if the step trained a version before `resume_at`. An evaluation stays if no newer
         version than `resume_at` sampled for it. Spans stay, because they are about times and not about steps. The
-        summary moves.
+        summary moves, because the run goes on.
         """
         used = [int(entry.name) for entry in self.earlier.glob("[0-9]*")]
         aside = self.earlier / f"{max(used, default=0) + 1:03d}"
@@ -448,7 +463,7 @@ def _set_aside(path: Path) -> None:
 def write_atomically(path: Path, data: Buffer, *, durably: bool = True) -> None:
     """Replace a file atomically: readers see the old content or the new one, also after a crash.
 
-    Without `durably` the file may be empty after a power failure. Use that for files that are only looked at.
+    Without `durably` the file may be empty after a power failure. Use that for files that nothing is resumed from.
     """
     aside = path.with_name(path.name + ".tmp")
     with writing(path):
@@ -524,7 +539,7 @@ def read_rows(path: Path, kind: type[T]) -> list[T]:
 def _split(path: Path, aside: Path, kind: type[T], stays: Callable[[T], bool]) -> None:
     """Remove the rows for which `stays` is False from a file, after writing them to a file in `aside`.
 
-    In this order a crash in between loses no row.
+    Lines that are no row of this kind are removed too. In this order a crash in between loses no row.
     """
     kept: list[bytes] = []
     cut: list[bytes] = []

@@ -38,6 +38,8 @@ TOKENS_AT_ONCE = 8192
 KEPT_AT_LEAST = 2
 """Smallest number of files that are kept: the first and the last."""
 T = TypeVar("T")
+# The four constants below are the format of a file. Their names are those of the fields of `SampleTurn`,
+# `SampleOutline` and `Sample`.
 _TURN = pa.struct(
     [
         ("observation", pa.string()),
@@ -84,12 +86,19 @@ class SampleTurn(msgspec.Struct, frozen=True):
     """Turn of a sample in readable form."""
 
     observation: str
+    """Text that the policy was shown."""
     action: str
+    """Text of the response."""
     reward: float
+    """Reward that the environment gave for the response."""
     generate_s: float
+    """Seconds from the request to the last token of the response."""
     env_s: float
+    """Seconds of the environment's step after the response."""
     metrics: dict[str, float] = {}
+    """Numbers that the environment reported for the turn."""
     note: str = ""
+    """Text that the environment left for people who read the sample."""
     branch: int = 0
     """Number of the turn's branch in its episode."""
     start: float = 0.0
@@ -107,6 +116,7 @@ class TokenValues(msgspec.Struct, frozen=True):
     entropies: list[float] = []
     """Entropy of the trainer's distribution at the token, in nats."""
     advantages: list[float] = []
+    """Advantage with which the trainer multiplied the token's loss."""
     uses: list[int] = []
     """`TokenUse` of each token, as an integer."""
 
@@ -193,6 +203,7 @@ def _values(trajectory: Trajectory, seen: TrainedSample | None) -> TokenValues:
 
 
 def _numbers(values: bytes) -> list[float]:
+    """Decode float32 values from their bytes."""
     return np.frombuffer(values, dtype="<f4").tolist()
 
 
@@ -279,7 +290,10 @@ def thin_samples(directory: RunDirectory, most_bytes: int) -> int:
 
 
 def _parts(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
-    """Yield samples that are written together. Parts are small, since making a column of one blocks other threads."""
+    """Divide samples into parts that are written together.
+
+    Parts are small, because making a column of a part blocks other threads.
+    """
     part, tokens = list[Sample](), 0
     for sample in samples:
         if part and tokens + len(sample.tokens) > TOKENS_AT_ONCE:

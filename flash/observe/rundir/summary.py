@@ -1,4 +1,8 @@
-"""Summary of a run, computed from its recorded rows, so that any reader can compute it again."""
+"""Summary of a run, computed from its recorded rows, so that any reader can compute it again.
+
+`flash.observe.recorder.write_summary` computes it when a run has ended. `number` and `by_step`, which read numbers and
+steps from rows, are used by everything that reads rows.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +35,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     binary: bool
     """True if every held-out reward was 0 or 1. The mean rewards are then accuracies."""
     steps: int
+    """Steps that were made."""
     samples: int
     """Samples of which a token was trained, as in the ledger."""
     trained_tokens: int
@@ -38,8 +43,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     stale_share: float | None
     """Share of too old tokens among all response tokens that were trained or were too old."""
     failures: int
-    """Attempts at a training sample that failed, tried again or given up."""
+    """Failed attempts at training samples. After each, the sample was tried again or given up."""
     wall_seconds: float
+    """Seconds from the start of the run to its last row, without the time between an end and a resume."""
     tokens_per_second: float | None
     """Generated tokens per second of the time in which steps were made."""
     async_ratio: float
@@ -50,6 +56,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     max_age: float | None
     """Age of the oldest token that was trained, in versions."""
     ledger: dict[str, Any]
+    """Counts of samples and tokens by their fate, as in `ledger.json`."""
     restarts: int
     """Restarts of the hub. The engines of the first node restart with it."""
     trainer_restarts: int

@@ -29,14 +29,14 @@ class ReceiverError(Exception):
 
 
 class Receiver:
-    """Receives the events of a run. The four methods below are the whole interface; all but `send` may be left out.
+    """Base of receivers, which get the events of a run. A subclass must define `send`, and may define the others.
 
     The feed's thread calls `open` once, then `send` for each event, and `close` at the end. These three may block and
-    raise anything.
+    raise anything. The owner of the feed calls `kill` and `missed` at the end of the run, through `Feed.close`.
     """
 
     consequence = "; the run goes on, and its directory has all rows"
-    """End of a warning about a failure."""
+    """End of the warning about a failure: its consequence for the user."""
     catches_up = False
     """True if one event makes up for all events before it. Then at most one event needs to wait in the queue."""
 
@@ -58,7 +58,10 @@ class Receiver:
         """End what was started, since the deadline is over. Called by another thread, while a call may still run."""
 
     def missed(self, given: int, failed: int, dropped: int) -> str:
-        """Return a sentence about events that the receiver did not get; empty if it got all."""
+        """Return a sentence about events that the receiver did not get; empty if it got all.
+
+        `given` is the number of all events. Of these, the receiver failed on `failed`, and did not get `dropped`.
+        """
         missed = failed + dropped
         return f"{self.name} missed {missed} of {given}: {failed} failed, {dropped} dropped" if missed else ""
 
@@ -75,12 +78,14 @@ class Feed:
         self._events: SimpleQueue[tuple[str, dict[str, Any]] | None] = SimpleQueue()
         """Events that wait. None is the end."""
         self._given = self._dropped = 0
+        """Numbers of events that `put` has counted, and of those that it has dropped for lack of room."""
         self._reported: set[str] = set()
         """Kinds of warnings that were given. Each is given once."""
         self._closed = self._late = False
         """`_late`: True if the receiver did not end in time and was killed. Its further failures are not reported."""
         # Only the feed's thread writes these.
         self._taken = self._failed = 0
+        """Numbers of events that the receiver has taken, and on which it has failed."""
         self._failures: SimpleQueue[str] = SimpleQueue()
         """Warnings about failures that `warnings` has not returned yet."""
         self._calling_since: float | None = None

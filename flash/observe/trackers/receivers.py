@@ -37,7 +37,7 @@ class Receivers:
     """All receivers of a run: pass them rows and alarms, print their warnings, and close them with the run."""
 
     def __init__(self, config: Config, directory: RunDirectory, resume_at: int | None) -> None:
-        """`resume_at`: version that a resumed run goes on from; None in a new run."""
+        """Start a feed for each receiver. `resume_at` is the version that a resumed run continues from, or None."""
         path, command = config.observe.sink, config.alarms.command
         self._sink = None if path is None else Feed(SinkReceiver(path, lambda: make_sink(path, config, resume_at)))
         self._alarms = None if command is None else Feed(AlarmCommand(command))
@@ -45,12 +45,15 @@ class Receivers:
         self._row_feeds = [*([] if self._sink is None else [self._sink]), *trackers]
 
     def row(self, kind: str, row: Mapping[str, Any], *, last: bool = False) -> None:
-        """Pass on a `step`, an `evaluation`, or at last the `summary` or the `error` that ended the run."""
+        """Pass a row to the sink and the trackers, without waiting.
+
+        `kind` is `step` or `evaluation`; for the last row it is `summary`, or `error` if an error has ended the run.
+        """
         for feed in self._row_feeds:
             feed.put(kind, row, last=last)
 
     def alarm(self, alarm: RaisedAlarm) -> None:
-        """Pass on an alarm."""
+        """Pass an alarm to the command of `alarms.command`, without waiting."""
         if self._alarms is not None:
             self._alarms.put("alarm", alarm._asdict())
 
@@ -68,6 +71,7 @@ class Receivers:
         return [line for feed in self._feeds() for line in feed.close(limit - time.monotonic())]
 
     def _feeds(self) -> Iterator[Feed]:
+        """Yield the feeds of all receivers."""
         yield from self._row_feeds
         if self._alarms is not None:
             yield self._alarms
@@ -82,9 +86,11 @@ class SinkReceiver(Receiver):
         self._sink: Sink | None = None
 
     def open(self) -> None:
+        """Call the user's function that makes the sink."""
         self._sink = self._make()
 
     def send(self, kind: str, row: dict[str, Any]) -> None:
+        """Call the sink with an event. Raises ReceiverError if the sink could not be made."""
         if self._sink is None:
             raise ReceiverError("was not made")
         self._sink(kind, row)
@@ -113,7 +119,7 @@ class AlarmCommand(Receiver):
     consequence = ""
 
     def __init__(self, command: str, seconds: float = COMMAND_S) -> None:
-        """`command` is split as a shell does it. `seconds`: time limit of a call."""
+        """Split `command` as a shell does it. `seconds` is the time limit of a call."""
         super().__init__("alarms.command")
         self._words = shlex.split(command)
         self._seconds = seconds
@@ -125,8 +131,8 @@ class AlarmCommand(Receiver):
         Raises:
             ReceiverError: the command cannot be started, takes too long, or ends with an error.
         """
-        # The error output goes to a file and not to a pipe: a pipe can be full, and a process that the command started
-        # and left behind could hold it open.
+        # The error output goes to a file and not to a pipe. A full pipe would block the command, and a process that the
+        # command has left behind could hold the pipe open.
         with tempfile.TemporaryFile() as errors:
             try:
                 process = self._process = subprocess.Popen(

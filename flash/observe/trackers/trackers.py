@@ -4,10 +4,11 @@
     track/NAME.lock    held by the process that sends
     track/NAME.log     output of the tracker
 
-`Tracking` sends the rows that the tracker does not have yet. `flash track` uses it directly. In a run `TrackerProcess`
-starts a process for each tracker, `python -m flash.observe.trackers.trackers RUN_DIR NAME`. That process only reads the
-run's files, so a tracker that hangs or crashes cannot harm the run. Only there a tracker's package is imported, because
-trackers start threads, write to the terminal, and wait for networks.
+`Tracking` sends the rows that the tracker does not have yet. `flash track` uses it directly, after the run. In a run,
+`TrackerProcess` starts a process for each tracker: `python -m flash.observe.trackers.trackers RUN_DIR NAME`, which
+calls `run_tracker`. That process only reads the run's files, so a tracker that hangs or crashes cannot harm the run.
+The package of a tracker is imported in no other process of the run, because trackers start threads, write to the
+terminal, and wait for networks.
 
 Law: a step is sent once, also if a resumed run makes it again, unless the process is killed between sending the step
 and writing that down. Nothing is dropped: rows that were not sent stay in the run's own files.
@@ -44,7 +45,7 @@ from flash.observe.trackers.feed import Receiver, ReceiverError
 from flash.text import one_line
 
 BATCH = 100
-"""Largest number of parameters that MLflow accepts in one call. It would accept more metrics."""
+"""Largest number of parameters or metrics that MLflow gets in one call. It accepts 100 parameters, and more metrics."""
 PARAMETER_LENGTH = 500
 """Largest number of characters of an MLflow parameter."""
 X_AXIS = "train/global_step"
@@ -54,21 +55,21 @@ be sent after later steps."""
 
 NAME_LENGTH = 200
 """Largest number of characters in the name of a value."""
-LOOK_S = 0.5
+ALIVE_CHECK_S = 0.5
 """Seconds between two checks that the run still lives."""
 RETRY_S = 1.0
 """Seconds until a tracker that fails at the end of the run is tried again."""
-LAST = ("summary", "error")
-"""Kinds of a run's last event: of a run that ended well, and of one that failed."""
+LAST_EVENTS = ("summary", "error")
+"""Kinds of a run's last event: `summary` if the run ended well, and `error` if it failed."""
 KILLED = "killed"
-"""Kind that stands for the death of the run without a last event."""
+"""Kind that stands for the death of the run without a last event. No run sends it."""
 ERROR_LENGTH = 500
 """Largest number of characters of an error that is reported to the run."""
 _INVALID = re.compile(r"[^\w.-]")
 """Characters of a name that not all trackers accept."""
 
 
-class Opening(msgspec.Struct, frozen=True):
+class RunDescription(msgspec.Struct, frozen=True):
     """Everything that a tracker needs to open a run."""
 
     name: str
@@ -101,38 +102,40 @@ class Tracker(Protocol):
 class Wandb:
     """A run in Weights & Biases."""
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, run: RunDescription) -> None:
         wandb = import_module("wandb")
-        self.id = opening.id or _unique(opening.name)
+        self.id = run.id or _unique_id(run.name)
         self._run = wandb.init(
-            project=opening.project,
+            project=run.project,
             id=self.id,
-            name=opening.name,
+            name=run.name,
             resume="allow",
-            config=dict(opening.config),
-            dir=str(opening.folder),
+            config=dict(run.config),
+            dir=str(run.folder),
             settings=wandb.Settings(silent=True),
         )
         self._run.define_metric(X_AXIS)
         self._run.define_metric("*", step_metric=X_AXIS)
 
     def log(self, values: Mapping[str, float], step: int, at: float) -> None:
+        """Send numbers of a step. Weights & Biases records the time of the call, and not `at`."""
         self._run.log({**values, X_AXIS: step})
 
     def close(self, *, failed: bool) -> None:
+        """Close the run, as failed or as finished."""
         self._run.finish(exit_code=int(failed))
 
 
 class Trackio:
     """A run in trackio. The name of a run is its id there."""
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, run: RunDescription) -> None:
         trackio = import_module("trackio")
-        self.id = opening.id or _unique(opening.name)
+        self.id = run.id or _unique_id(run.name)
         self._run = trackio.init(
-            project=opening.project,
+            project=run.project,
             name=self.id,
-            config=dict(opening.config),
+            config=dict(run.config),
             resume="allow",
             embed=False,
             auto_log_gpu=False,
@@ -140,58 +143,64 @@ class Trackio:
         )
 
     def log(self, values: Mapping[str, float], step: int, at: float) -> None:
+        """Send numbers of a step. Trackio records the time of the call, and not `at`."""
         self._run.log(dict(values), step=step)
 
     def close(self, *, failed: bool) -> None:
+        """Close the run. Trackio does not distinguish failed runs."""
         self._run.finish()
 
 
 class TensorBoard:
     """Event files for TensorBoard, which many other programs read too. A folder is a run."""
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, run: RunDescription) -> None:
         summary = import_module("tensorboard.summary")
-        self.id = opening.id or "tensorboard"
-        self._writer = summary.Writer(str(opening.folder / self.id))
+        self.id = run.id or "tensorboard"
+        self._writer = summary.Writer(str(run.folder / self.id))
 
     def log(self, values: Mapping[str, float], step: int, at: float) -> None:
+        """Write numbers of a step with their time."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step, wall_time=at)
         self._writer.flush()
 
     def close(self, *, failed: bool) -> None:
+        """Close the file. TensorBoard does not distinguish failed runs."""
         self._writer.close()
 
 
 class MLflow:
     """A run of an MLflow experiment, on the server that MLFLOW_TRACKING_URI names."""
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, run: RunDescription) -> None:
         mlflow = import_module("mlflow")
         self._entities = import_module("mlflow.entities")
         self._client = mlflow.MlflowClient()
-        if opening.id is not None:
-            self.id = opening.id
+        if run.id is not None:
+            self.id = run.id
             self._client.update_run(self.id, status="RUNNING")
             return
-        found = self._client.get_experiment_by_name(opening.project)
-        experiment = self._client.create_experiment(opening.project) if found is None else found.experiment_id
-        self.id = self._client.create_run(experiment, run_name=opening.name).info.run_id
-        config = flat(dict(opening.config))
+        found = self._client.get_experiment_by_name(run.project)
+        experiment = self._client.create_experiment(run.project) if found is None else found.experiment_id
+        self.id = self._client.create_run(experiment, run_name=run.name).info.run_id
+        config = flat(dict(run.config))
         settings = [self._entities.Param(key, str(value)[:PARAMETER_LENGTH]) for key, value in config]
         for start in range(0, len(settings), BATCH):
             self._client.log_batch(self.id, params=settings[start : start + BATCH])
 
     def log(self, values: Mapping[str, float], step: int, at: float) -> None:
+        """Send numbers of a step with their time, BATCH of them in each call."""
         metrics = [self._entities.Metric(name, value, round(at * 1000), step) for name, value in values.items()]
         for start in range(0, len(metrics), BATCH):
             self._client.log_batch(self.id, metrics=metrics[start : start + BATCH])
 
     def close(self, *, failed: bool) -> None:
+        """Close the run, as failed or as finished."""
         self._client.set_terminated(self.id, status="FAILED" if failed else "FINISHED")
 
 
-TRACKERS: dict[TrackerName, Callable[[Opening], Tracker]] = {
+TRACKERS: dict[TrackerName, Callable[[RunDescription], Tracker]] = {
     "trackio": Trackio,
     "wandb": Wandb,
     "tensorboard": TensorBoard,
@@ -212,7 +221,7 @@ def not_installed(name: str) -> str | None:
     return f"`{name}` is not installed here: `pip install {name}`, or take it out"
 
 
-def _unique(name: str) -> str:
+def _unique_id(name: str) -> str:
     """Return an id for a new run in a tracker, since another run may have the same name."""
     return f"{name}-{uuid4().hex[:8]}"
 
@@ -229,7 +238,10 @@ class TrackerPlace(msgspec.Struct, frozen=True):
 
 
 class Tracking:
-    """Sends the rows of one run to one tracker. Only the process that has the lock of `tracker_lock` may use it."""
+    """Sends the rows of one run to one tracker.
+
+    Only the process that holds the lock of `tracker_lock` may call `send`. `unsent` only reads, so it needs no lock.
+    """
 
     def __init__(self, directory: RunDirectory, name: TrackerName) -> None:
         self._directory = directory
@@ -239,6 +251,7 @@ class Tracking:
         self._steps = Followed(directory.metrics, dict[str, Any])
         self._evals = Followed(directory.evals, dict[str, Any])
         self._tracker: Tracker | None = None
+        """Open run in the tracker; None before the first call of `send`, and after one that failed."""
 
     def send(self, project: str | None = None) -> None:
         """Send all rows that the tracker does not have. Raises whatever the tracker raises.
@@ -246,17 +259,17 @@ class Tracking:
         `project` replaces `track.project`.
         """
         tracker = self._tracker or self._open(project)
-        # A tracker that raises is opened again for the next call: it may be in a broken state.
+        # If the tracker raises below, it stays None, and the next call opens it again: it may be in a broken state.
         self._tracker = None
-        for kind, step, row in self._new():
+        for kind, step, row in self._unsent_rows():
             tracker.log(tracked(kind, row), step, number(row, "time") or 0.0)
             change = {"step": step} if kind == "step" else {"evaluation": step}
-            self._remember(msgspec.structs.replace(self._place, **change))
+            self._save_place(msgspec.structs.replace(self._place, **change))
         self._tracker = tracker
 
-    def left(self) -> int:
+    def unsent(self) -> int:
         """Return the number of rows that the tracker does not have."""
-        return sum(1 for _ in self._new())
+        return sum(1 for _ in self._unsent_rows())
 
     def close(self, *, failed: bool) -> None:
         """Close the tracker's run, as failed or as finished. Raises whatever the tracker raises."""
@@ -264,21 +277,21 @@ class Tracking:
             self._tracker.close(failed=failed)
 
     def _open(self, project: str | None) -> Tracker:
-        """Open the run in the tracker, and remember its id there, so that a later process continues the same run."""
+        """Open the run in the tracker. Stores its id there, so that a later process continues the same run."""
         config = settings(self._directory)
         table = config.get("track", {})
-        opening = Opening(
+        run = RunDescription(
             name=config.get("run", {}).get("name") or self._directory.path.resolve().name,
             project=project or table.get("project") or TrackConfig().project,
             config=config,
             folder=self._file.parent,
             id=self._place.id,
         )
-        tracker = TRACKERS[self._name](opening)
-        self._remember(msgspec.structs.replace(self._place, id=tracker.id))
+        tracker = TRACKERS[self._name](run)
+        self._save_place(msgspec.structs.replace(self._place, id=tracker.id))
         return tracker
 
-    def _new(self) -> Iterator[tuple[Kind, int, dict[str, Any]]]:
+    def _unsent_rows(self) -> Iterator[tuple[Kind, int, dict[str, Any]]]:
         """Yield the kind, step and content of each row that the tracker does not have, steps before evaluations."""
         self._steps.read()
         self._evals.read()
@@ -286,6 +299,7 @@ class Tracking:
             ("step", self._steps, self._place.step),
             ("evaluation", self._evals, self._place.evaluation),
         )
+        # `sent` is the step of the last row of this kind that the tracker has.
         for kind, followed, sent in streams:
             for row in followed.rows:
                 step = number(row, "step")
@@ -294,8 +308,8 @@ class Tracking:
                     sent = int(step)
                     yield kind, sent, row
 
-    def _remember(self, place: TrackerPlace) -> None:
-        """Write down the last rows that the tracker has."""
+    def _save_place(self, place: TrackerPlace) -> None:
+        """Write `track/NAME.json`, so that a later process does not send the rows again."""
         self._place = place
         write_atomically(self._file, msgspec.json.encode(place))
 
@@ -321,7 +335,8 @@ def settings(directory: RunDirectory) -> dict[str, Any]:
 def tracker_lock(directory: RunDirectory, name: TrackerName, *, wait: bool = False) -> Generator[bool]:
     """Hold the lock of a tracker inside the block, so that no other process sends the same rows.
 
-    Yields False if another process holds the lock. With `wait`, waits for the lock instead.
+    Yields True if this process holds the lock. Without `wait`, it yields False if another process holds it; with
+    `wait`, it waits until the other process has ended.
     """
     folder = folder_of(directory)
     with writing(folder):
@@ -337,7 +352,7 @@ def tracker_lock(directory: RunDirectory, name: TrackerName, *, wait: bool = Fal
 
 
 def _read_place(file: Path) -> TrackerPlace:
-    """Return the content of `track/NAME.json`; the start if there is no such file."""
+    """Return the content of `track/NAME.json`; if there is no such file, the place before the first row."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=TrackerPlace)
     except FileNotFoundError:
@@ -349,7 +364,7 @@ def _read_place(file: Path) -> TrackerPlace:
 
 
 def tracked(kind: Kind, row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a row, under the names that trackers have for them."""
+    """Return the finite numbers of a row, under their names in trackers."""
     known = {key: value for key in row if key not in APART and (value := number(row, key)) is not None}
     return {_tracked_name(kind, key): float(value) for key, value in known.items()}
 
@@ -388,6 +403,7 @@ class TrackerProcess(Receiver):
         self._process: subprocess.Popen[bytes] | None = None
 
     def open(self) -> None:
+        """Start the process of the tracker. The feed's thread calls this and the methods below."""
         with writing(self._log.parent):
             self._log.parent.mkdir(exist_ok=True)
             log = self._log.open("ab")
@@ -401,6 +417,11 @@ class TrackerProcess(Receiver):
             )
 
     def send(self, kind: str, row: dict[str, Any]) -> None:
+        """Notify the process of an event, and wait for its answer. The process reads the row from the run's files.
+
+        Raises:
+            ReceiverError: the process was not started or has ended, or the tracker failed.
+        """
         process = self._process
         if process is None:
             raise ReceiverError("was not started")
@@ -415,6 +436,7 @@ class TrackerProcess(Receiver):
             raise ReceiverError(f"failed: {error}; it is tried again")
 
     def close(self) -> None:
+        """Close the input of the process, and wait for its end."""
         if self._process is not None:
             with self._process as process:
                 assert process.stdin is not None
@@ -422,22 +444,28 @@ class TrackerProcess(Receiver):
                 process.wait()
 
     def kill(self) -> None:
+        """Kill the process and all processes of its session."""
         if self._process is not None and self._process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def missed(self, given: int, failed: int, dropped: int) -> str:
+        """Return a sentence about the rows that the tracker does not have; empty if it has all.
+
+        The counts of events do not matter, because one event makes up for all events before it.
+        """
         try:
-            left = Tracking(self._directory, self._tracker).left()
+            left = Tracking(self._directory, self._tracker).unsent()
         except FlashError as error:
             return f"{self.name}: {error}"
         return f"{self.name} has not received {left} rows: {self._command} them" if left else ""
 
 
-def main(run_dir: str, name: str) -> None:
+def run_tracker(run_dir: str, name: str) -> None:
     """Run the tracker's process: send new rows at each event of the run, and the rest at its end.
 
-    A tracker that fails at the end is tried again until the run kills this process, after
+    `TrackerProcess` starts it. Events come from standard input, one line each, and answers go to standard output. A
+    tracker that fails at the end is tried again until the run kills this process, after
     `flash.observe.recorder.RECEIVERS_S`. If the run dies without a last event, nothing is tried again, and the
     tracker's run is closed as failed.
     """
@@ -450,20 +478,20 @@ def main(run_dir: str, name: str) -> None:
     with tracker_lock(RunDirectory(Path(run_dir)), tracker, wait=True):
         tracking = Tracking(RunDirectory(Path(run_dir)), tracker)
         kind = error = ""
-        while kind not in (*LAST, KILLED):
+        while kind not in (*LAST_EVENTS, KILLED):
             kind = _next_event(parent)
             error = _error_of(tracking.send)
-            if kind not in LAST:
-                _answer(answers, error)
+            if kind not in LAST_EVENTS:
+                _reply(answers, error)
         while error and kind != KILLED:  # the run kills this process when the deadline is over
             time.sleep(RETRY_S)
             error = _error_of(tracking.send)
-        _answer(answers, _error_of(lambda: tracking.close(failed=kind != LAST[0])))
+        _reply(answers, _error_of(lambda: tracking.close(failed=kind != LAST_EVENTS[0])))
 
 
 def _next_event(parent: int) -> str:
     """Wait for the run's next event, and return its kind, or KILLED if the run, process `parent`, has died."""
-    while not select.select([0], [], [], LOOK_S)[0]:
+    while not select.select([0], [], [], ALIVE_CHECK_S)[0]:
         # The end of the input is no sure sign of death: another process of the run may hold the input open.
         if os.getppid() != parent:
             return KILLED
@@ -479,11 +507,11 @@ def _error_of(call: Callable[[], None]) -> str:
     return ""
 
 
-def _answer(answers: TextIO, error: str) -> None:
+def _reply(answers: TextIO, error: str) -> None:
     """Answer an event of the run with an error message, or with an empty line."""
     with suppress(OSError):  # The run has died.
         answers.write(f"{error}\n")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_tracker(*sys.argv[1:])

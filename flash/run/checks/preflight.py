@@ -244,7 +244,7 @@ def _resumed_run(config: Config) -> Iterator[ConfigProblem]:
     yield from refused(recorded_before, _present_settings(config), directory.path)
     yield from _checkpoint_misfits(config)
     try:
-        directory.incarnations.last()
+        directory.hub_numbers.last()
     except RunDirectoryError as error:
         yield ConfigProblem("run.resume", str(error))
 

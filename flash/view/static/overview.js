@@ -60,7 +60,7 @@ export function draw(runs) {
     const all = runs.flatMap((run) => curvesOf(chart, run).map((curve) => ({ ...curve, run, rows: rowsOf(chart, run) })));
     card.box.hidden = !all.length;
     if (!all.length) unmeasured.push(chart.title);
-    const version = JSON.stringify([runs.map((run) => [run.name, run.life, rowsOf(chart, run).length]), byHours, $("smooth").checked, zoom, look]);
+    const version = JSON.stringify([runs.map((run) => [run.name, run.sequence, rowsOf(chart, run).length]), byHours, $("smooth").checked, zoom, look]);
     if (!all.length || !card.visible || version === card.drawn) continue;
     card.drawn = version;
     drawChart(chart, card, all, runs, byHours, look);

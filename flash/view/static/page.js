@@ -37,7 +37,7 @@ function listRuns() {
 function tellState(run) {
   const last = run.steps[run.steps.length - 1];
   if (run.gone) { run.state.textContent = "gone: its directory was moved or removed"; return; }
-  if (!last) run.state.textContent = run.life ? "no step yet" : "";
+  if (!last) run.state.textContent = run.sequence ? "no step yet" : "";
   else if (run.ended) run.state.textContent = `ended after step ${last.step}`;
   else run.state.textContent = `step ${last.step}${run.facts.steps ? ` of ${run.facts.steps}` : ""}, ${lasting(Math.max(0, Math.round(Date.now() / 1000 - last.time)))} ago`;
 }
@@ -46,13 +46,13 @@ function tellState(run) {
 async function update(run) {
   let came;
   try {
-    came = await ask("/api/rows", { run: run.number, life: run.life, steps: run.steps.length, evals: run.evals.length });
+    came = await ask("/api/rows", { run: run.number, sequence: run.sequence, steps: run.steps.length, evals: run.evals.length });
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
     run.state.textContent = visible(error.message);
     return false;
   }
-  if (came.life !== run.life) Object.assign(run, { life: came.life, steps: [], evals: [] });
+  if (came.sequence !== run.sequence) Object.assign(run, { sequence: came.sequence, steps: [], evals: [] });
   run.steps.push(...came.steps);
   run.evals.push(...came.evals);
   Object.assign(run, { ended: came.ended, gone: came.gone });
@@ -81,7 +81,7 @@ async function follow() {
 
 async function begin() {
   const contents = await ask("/api/contents");
-  runs = contents.runs.map((run, number) => ({ ...run, number, life: "", steps: [], evals: [], ended: false }));
+  runs = contents.runs.map((run, number) => ({ ...run, number, sequence: "", steps: [], evals: [], ended: false }));
   listRuns();
   overview.prepare(contents.charts, draw);
   samples.prepare(draw);

@@ -58,7 +58,7 @@ export function draw(runs) {
     $("found").textContent = "Choose a run above.";
     return list();
   }
-  const now = JSON.stringify([questions(), run.life]), stands = JSON.stringify(run.steps.length);
+  const now = JSON.stringify([questions(), run.sequence]), stands = JSON.stringify(run.steps.length);
   if (asked === now + stands) return undefined;
   const same = asked.startsWith(now) && continued;
   asked = now + stands;

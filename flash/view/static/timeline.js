@@ -37,7 +37,7 @@ export async function draw(runs) {
   if (!run) return note("Choose a run above.");
   // A part of the past does not change; the whole run does while it goes on, and is asked for when 1 % of it is new.
   const every = Math.max(REFRESH_MS, answer ? 10 * (answer.stop - answer.start) : 0);
-  const now = JSON.stringify([run.number, run.life, part, part || run.ended ? 0 : Math.floor(Date.now() / every)]);
+  const now = JSON.stringify([run.number, run.sequence, part, part || run.ended ? 0 : Math.floor(Date.now() / every)]);
   if (now === drawn) return undefined;
   drawn = now;
   try {

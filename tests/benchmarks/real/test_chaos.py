@@ -124,7 +124,7 @@ def test_what_a_run_leaves_is_read_with_what_was_done_again(tmp_path: Path) -> N
     directory.append_metrics({"step": 0, "time": 1.0})
     directory.append_metrics({"step": 1, "time": 2.0})
     directory = RunDirectory.open(tmp_path / "run", "[train]\nasync_ratio = 2.0\n", resume_at=1)
-    directory.write_totals(directory.ledger, LEDGER)
+    directory.write_ledger(LEDGER)
     made = trajectory(Task(task_id=7, group_id=0, sample_index=7, seed=1), version=0)
     write_batch(directory.batches, Batch(0, 0, [made], []))
     left = left_by(tmp_path / "run")
