@@ -1,9 +1,8 @@
 """Form of all benchmarks: `python -m benchmarks.<family>.<name> [--quick] [--json FILE] [--plot FILE]`.
 
-A benchmark is a function from Args to rows. `main` parses the arguments, prints what the benchmark ran on and the rows
-as a table, writes the rows as JSON, and draws them where the benchmark has a plot: on full runs to
-docs/images/figures/<name>.png unless told otherwise. The direction of a metric follows from its name: times, errors and
-sizes are better when lower, everything else when higher.
+A benchmark is a function from Args to rows. The module of each benchmark calls `main`, which parses the arguments and
+runs the function. `main` prints a description of the machine and the rows as a table, and writes the rows as JSON. It
+draws them if the benchmark has a plot; a full run draws to docs/images/figures/<name>.png by default.
 """
 
 from __future__ import annotations
@@ -24,12 +23,6 @@ from typing import NoReturn
 
 import msgspec
 
-LOWER_IS_BETTER = (
-    *("_us", "_ms", "_ms_median", "_ms_p99", "_s", "_s_per_step", "seconds", "ratio_to_bare"),
-    *("_error", "_bytes", "_mib", "_gib", "start_ratio"),
-    *("_lost", "_crossed", "_doubled", "_unaccounted", "_beyond_alpha", "_left", "_failed", "hangs"),
-)
-"""Endings of metrics for which less is better, unless they are rates (`…_per_s`)."""
 ROOT = Path(__file__).resolve().parent.parent
 """Root of the repository."""
 WORKLOADS = ROOT / "benchmarks" / "workloads"
@@ -45,32 +38,38 @@ ENDING_S = 120
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One measured figure, with the figures that it is compared with."""
+    """One measured figure, with the figures that it is compared with. A row has at most one goal."""
 
     case: str
+    """Conditions under which it was measured."""
     metric: str
     """`speedup` is baseline ÷ ours, `efficiency` a share of a limit; other names end in their unit."""
     unit: str
     ours: float
     reference: float | None = None
     """Figure of a paper or of another system."""
-    goal: float | None = None
+    at_least: float | None = None
+    """Goal of a metric that is better when higher; None if it has no such goal."""
+    at_most: float | None = None
+    """Goal of a metric that is better when lower; None if it has no such goal."""
     peer: float | None = None
     """Figure of a peer's rules in the same simulation."""
     bound: float | None = None
     """Limit of every schedule in the same simulation."""
 
     @property
-    def higher_is_better(self) -> bool:
-        """True if more is better, which follows from the metric's name."""
-        return self.metric.endswith("_per_s") or not self.metric.endswith(LOWER_IS_BETTER)
-
-    @property
     def met(self) -> bool | None:
         """True if the goal is reached; None without a goal. NaN reaches no goal."""
-        if self.goal is None:
-            return None
-        return self.ours >= self.goal if self.higher_is_better else self.ours <= self.goal
+        if self.at_least is not None:
+            return self.ours >= self.at_least
+        return None if self.at_most is None else self.ours <= self.at_most
+
+    @property
+    def goal(self) -> str:
+        """Goal with its direction, as text for the table; `-` without a goal."""
+        if self.at_least is not None:
+            return f">= {_figure(self.at_least)}"
+        return "-" if self.at_most is None else f"<= {_figure(self.at_most)}"
 
 
 class Args(msgspec.Struct, frozen=True):
@@ -88,7 +87,15 @@ def main(
     *,
     plot: Callable[[Sequence[Row], Path], None] | None = None,
 ) -> list[Row]:
-    """Run a benchmark with arguments (None: those of the command line), report it and draw it; return the rows."""
+    """Run a benchmark, print its rows, write and draw them as the arguments say, and return them.
+
+    Args:
+        name: name of the benchmark, from which the file of its plot is named.
+        description: text for `--help` and above the table.
+        run: the benchmark.
+        argv: arguments; None: those of the command line.
+        plot: draws rows to a file; None if the benchmark has no plot.
+    """
     parser = argparse.ArgumentParser(
         prog=_command(), description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -123,7 +130,7 @@ def main(
 
 @contextmanager
 def terminated_like_interrupted() -> Generator[None]:
-    """Let SIGTERM raise KeyboardInterrupt within the block, so that processes that were started are ended."""
+    """Let SIGTERM raise KeyboardInterrupt within the block, so that the block can end the processes that it started."""
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
@@ -142,7 +149,8 @@ def run_command(words: Sequence[str | Path], timeout_s: float, variables: Mappin
         subprocess.CalledProcessError: it failed.
         subprocess.TimeoutExpired: it took too long.
     """
-    # A group of its own, which a terminal's Ctrl-C does not reach: the command would hear of it twice.
+    # The command gets its own process group, which Ctrl-C in a terminal does not reach. Otherwise it would get SIGINT
+    # from the terminal and SIGTERM from here.
     with subprocess.Popen(words, env=variables, process_group=0) as process:
         try:
             code = process.wait(timeout_s)
@@ -158,7 +166,7 @@ def run_command(words: Sequence[str | Path], timeout_s: float, variables: Mappin
 
 
 def _command() -> str | None:
-    """Return the `python -m …` by which this process was started; None leaves the name to argparse."""
+    """Return the command `python -m …` that started this process, for `--help`; None if it was started otherwise."""
     spec = sys.modules["__main__"].__spec__
     return None if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
 
@@ -178,10 +186,9 @@ def print_table(rows: Sequence[Row]) -> None:
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for row in rows:
-        goal = "-" if row.goal is None else f"{'>=' if row.higher_is_better else '<='} {_figure(row.goal)}"
         verdict = {None: Text(""), True: Text("met", "green"), False: Text("missed", "red")}[row.met]
         simulated = [*[_figure(row.peer)] * peers, *[_figure(row.bound)] * bounds]
-        cells = (row.case, row.metric, row.unit, _figure(row.ours), _figure(row.reference), *simulated, goal)
+        cells = (row.case, row.metric, row.unit, _figure(row.ours), _figure(row.reference), *simulated, row.goal)
         table.add_row(*(Text(cell) for cell in cells), verdict)
     # A log file has no width: nothing may be cut there.
     console = Console(width=None if sys.stdout.isatty() else 200)
@@ -219,7 +226,7 @@ def _figure(value: float | None) -> str:
 
 
 def _field(file: Path, key: str) -> str | None:
-    """Return the value of a `key : value` line, or None."""
+    """Return the value of the first line `key : value` of a file; None without such a line or file."""
     if not file.exists():
         return None
     for line in file.read_text().splitlines():
@@ -240,7 +247,7 @@ def installed_version(package: str) -> str:
 
 
 def _output(*command: str) -> str:
-    """Return the output of a command; nothing if it is missing or fails."""
+    """Return the output of a command; an empty text if it is not installed or fails."""
     if shutil.which(command[0]) is None:
         return ""
     try:

@@ -58,12 +58,12 @@ def memory_rows(sizes: Sizes) -> list[Row]:
                 (peak, steps[lever]), planned = apart(measured, case), apart(planned_bytes, case)
                 rows.append(Row(f"{name}, {lever}", "peak_gib", "GiB", peak / GIB, planned / GIB))
                 if sizes.gpu:
-                    rows.append(Row(f"{name}, {lever}", "plan_error", "share", abs(planned / peak - 1), None, NEAR))
+                    rows.append(Row(f"{name}, {lever}", "plan_error", "share", abs(planned / peak - 1), at_most=NEAR))
                 if lever in MOVED:
                     pairs = zip(steps[lever], steps["recomputed"], strict=True)
                     # Losses are sums of numbers of either sign, so near 0.
                     error = max(abs(one - other) / max(abs(other), 1.0) for one, other in pairs)
-                    rows.append(Row(f"{name}, {lever}", "step_error", "share", error, None, ALIKE))
+                    rows.append(Row(f"{name}, {lever}", "step_error", "share", error, at_most=ALIKE))
     return rows
 
 

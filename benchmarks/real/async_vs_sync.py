@@ -29,7 +29,7 @@ def compare(args: Args) -> list[Row]:
     }
     pinned, ours, both = runs.values()
     rows = [
-        Row("async over sync, one core each", "speedup", "x", pinned.seconds / ours.seconds, goal=GOAL),
+        Row("async over sync, one core each", "speedup", "x", pinned.seconds / ours.seconds, at_least=GOAL),
         Row("async, one core each, over sync, both cores", "speedup", "x", both.seconds / ours.seconds),
     ]
     for case, run in runs.items():

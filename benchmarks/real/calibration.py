@@ -40,12 +40,12 @@ def predict(args: Args) -> list[Row]:
         measured = measured_step_s(by_step(RunDirectory(folder).read_metrics()))
         simulated = float(predicted_step_s(folder / "config.toml", table).mean())
         rows += [
-            Row(case, "step_s", "s", simulated, measured, None),
-            Row(case, "relative_error", "share", abs(simulated / measured - 1), None, GOAL),
+            Row(case, "step_s", "s", simulated, measured),
+            Row(case, "relative_error", "share", abs(simulated / measured - 1), at_most=GOAL),
         ]
     for part in fitted.parts:
-        rows.append(Row(f"fit: {part.name}", "residual_error", "share", part.residual, None, None))
-        rows += [Row(f"fit: {part.name}", name, "s", value, None, None) for name, value in part.constants.items()]
+        rows.append(Row(f"fit: {part.name}", "residual_error", "share", part.residual, None))
+        rows += [Row(f"fit: {part.name}", name, "s", value, None) for name, value in part.constants.items()]
     return rows
 
 

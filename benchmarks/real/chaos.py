@@ -100,13 +100,13 @@ def rows(result: JobResult, left: Left, calm_per_s: float) -> list[Row]:
     broken_per_s = tokens_per_second(left.rows, result.begin, result.end)
     return [
         *(
-            Row(case, name, units[name.partition("_")[0]], value, goal=0)
+            Row(case, name, units[name.partition("_")[0]], value, at_most=0)
             for name, value in msgspec.structs.asdict(verdict).items()
         ),
-        Row(case, "orphans_left", "processes, folders", len(result.orphans), goal=0),
-        Row(case, "hangs", f"times > {HANG_S:g} s", hangs, goal=0),
-        Row(case, "launches_failed", "commands", len(result.failed), goal=0),
-        Row(case, "goodput", "share of the calm run", broken_per_s / calm_per_s, goal=GOAL),
+        Row(case, "orphans_left", "processes, folders", len(result.orphans), at_most=0),
+        Row(case, "hangs", f"times > {HANG_S:g} s", hangs, at_most=0),
+        Row(case, "launches_failed", "commands", len(result.failed), at_most=0),
+        Row(case, "goodput", "share of the calm run", broken_per_s / calm_per_s, at_least=GOAL),
         Row(case, "trained_tokens_per_s", "tokens/s", broken_per_s),
         Row("no faults", "trained_tokens_per_s", "tokens/s", calm_per_s),
         Row(case, "found_nothing_to_hit", "faults", result.missed),

@@ -215,8 +215,8 @@ def rows(args: Args) -> list[Row]:
     loop = anyio.run(loop_costs, model, 1024 if args.quick else 4096, 3 if args.quick else 9)
     case = f"{TOKENS} tokens, a node's loop without an engine"
     found = [
-        Row(case, "loop_us", "µs", loop["loop"], loop["bare"], LOOP_GOAL_US),
-        Row(case, "ratio_to_bare", "×", loop["loop"] / loop["bare"], None, LOOP_RATIO),
+        Row(case, "loop_us", "µs", loop["loop"], loop["bare"], at_most=LOOP_GOAL_US),
+        Row(case, "ratio_to_bare", "×", loop["loop"] / loop["bare"], at_most=LOOP_RATIO),
         Row(f"{TOKENS} tokens, hub and wire", "added_us", "µs", loop["with hub"] - loop["loop"]),
     ]
     if args.quick:
@@ -226,7 +226,7 @@ def rows(args: Args) -> list[Row]:
     found += [Row(case, f"{name}_us", "µs", ours[name], bare[name]) for name in ours]
     for name, processes in (("all", ours.keys()), ("core and worker", ours.keys() - {"node"})):
         spent = [sum(times[process] for process in processes) for times in (ours, bare)]
-        found.append(Row(f"{case}, {name}", "ratio_to_bare", "×", spent[0] / spent[1], None, ENGINE_RATIO))
+        found.append(Row(f"{case}, {name}", "ratio_to_bare", "×", spent[0] / spent[1], at_most=ENGINE_RATIO))
     return found
 
 

@@ -33,13 +33,15 @@ def measure(args: Args) -> list[Row]:
         other = areal(config, Areal(eta=ratio))
         own[ratio] = report.samples_per_s
         bound = batch / capacity_s(config, report)
-        rows.append(Row(f"{ratio}", "samples_per_s", "samples/s", own[ratio], None, None, peer.samples_per_s, bound))
         rows.append(
-            Row(f"{ratio}, AReaL", "areal_samples_per_s", "samples/s", own[ratio], None, None, other.samples_per_s)
+            Row(f"{ratio}", "samples_per_s", "samples/s", own[ratio], None, peer=peer.samples_per_s, bound=bound)
         )
-        rows.append(Row(f"{ratio}, AReaL", "age_versions", "versions", max(report.ages), None, None, other.oldest_age))
+        rows.append(
+            Row(f"{ratio}, AReaL", "areal_samples_per_s", "samples/s", own[ratio], None, peer=other.samples_per_s)
+        )
+        rows.append(Row(f"{ratio}, AReaL", "age_versions", "versions", max(report.ages), None, peer=other.oldest_age))
     gain = (own[2] - own[0]) / (own[8] - own[0])
-    rows.append(Row("2 of 8", "gain_at_2", "share", gain, None, 0.9))
+    rows.append(Row("2 of 8", "gain_at_2", "share", gain, at_least=0.9))
     return [*rows, *stragglers(args)]
 
 
@@ -52,7 +54,7 @@ def stragglers(args: Args) -> list[Row]:
         simulate={"gpus": 16, "rollout_gpus": 8, "response_tokens": STRAGGLERS, "length_correlation": 0},
     )
     report, other = ours(config), areal(config, Areal(eta=2))
-    ages = Row("stragglers, AReaL", "age_versions", "versions", max(report.ages), None, None, other.oldest_age)
+    ages = Row("stragglers, AReaL", "age_versions", "versions", max(report.ages), None, peer=other.oldest_age)
     return [
         ages,
         Row(
@@ -61,8 +63,7 @@ def stragglers(args: Args) -> list[Row]:
             "samples/s",
             report.samples_per_s,
             None,
-            None,
-            other.samples_per_s,
+            peer=other.samples_per_s,
         ),
     ]
 

@@ -34,8 +34,8 @@ def measure(args: Args) -> list[Row]:
             before, after = PUBLISHED[sigma]
             published = before / after
             locked = ours(config, env_async=False).step_s
-            rows.append(Row(f"{case}, lock-step", "step_s", "s", locked, before, None, locked_s))
-            rows.append(Row(f"{case}, on their own", "step_s", "s", report.step_s, after, None, peer_s))
+            rows.append(Row(f"{case}, lock-step", "step_s", "s", locked, before, peer=locked_s))
+            rows.append(Row(f"{case}, on their own", "step_s", "s", report.step_s, after, peer=peer_s))
         rows += speedup(case, locked_s, report.step_s, peer_s, capacity_s(config, report), published)
     return rows
 

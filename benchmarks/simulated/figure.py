@@ -31,9 +31,9 @@ def speedup(
     """Return the speed-up over a baseline, and the error of the peer's rules against the published speed-up."""
     peer = baseline_s / peer_s
     bound = None if bound_s is None else baseline_s / bound_s
-    rows = [Row(case, "speedup", "x", baseline_s / ours_s, published, TIE * peer, peer, bound)]
+    rows = [Row(case, "speedup", "x", baseline_s / ours_s, published, at_least=TIE * peer, peer=peer, bound=bound)]
     if published is not None:
-        rows.append(Row(case, "reproduction_error", "share", abs(peer / published - 1), None, CLOSE))
+        rows.append(Row(case, "reproduction_error", "share", abs(peer / published - 1), at_most=CLOSE))
     return rows
 
 

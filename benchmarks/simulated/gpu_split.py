@@ -31,7 +31,9 @@ def measure(args: Args) -> list[Row]:
         peer = roll_flash(config, Rules(async_ratio=config.train.async_ratio)).samples_per_s
         bound = batch / capacity_s(config, report)
         rows.append(
-            Row(f"{serving} of {GPUS}", "samples_per_s", "samples/s", report.samples_per_s, None, None, peer, bound)
+            Row(
+                f"{serving} of {GPUS}", "samples_per_s", "samples/s", report.samples_per_s, None, peer=peer, bound=bound
+            )
         )
         q = quantities(config, report.ledger)
         share = best_split(q.samples, q.generate_all_s, q.longest_s, q.train_s, q.gpus, q.async_ratio)

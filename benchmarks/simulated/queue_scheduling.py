@@ -30,12 +30,12 @@ def measure(args: Args) -> list[Row]:
         if extra == 0:
             own_s = ours(config, queue_scheduling=False).step_s
             known = BATCHES_S if groups == 8 else None
-            rows.append(Row(f"{groups}x8, whole batches", "step_s", "s", own_s, known, None, batches_s))
+            rows.append(Row(f"{groups}x8, whole batches", "step_s", "s", own_s, known, peer=batches_s))
         case = f"{groups}x8, {extra} extra prompts"
         config = change(config, rollout={"extra_groups": groups + extra})
         peer_s = roll_flash(config, Rules(extra_prompts=extra)).step_s
         report = ours(config)
-        rows.append(Row(case, "step_s", "s", report.step_s, seconds, None, peer_s))
+        rows.append(Row(case, "step_s", "s", report.step_s, seconds, peer=peer_s))
         rows += speedup(case, batches_s, report.step_s, peer_s, capacity_s(config, report), published)
     return rows
 

@@ -29,7 +29,7 @@ def measure(args: Args) -> list[Row]:
             report = ours(change(config, rollout=more))
             rows += speedup(case, without_s, report.step_s, peer.step_s, None, None)
             waste = 1 - report.trained_tokens / report.generated_tokens
-            rows.append(Row(case, "wasted_tokens", "share", waste, None, None, peer.waste))
+            rows.append(Row(case, "wasted_tokens", "share", waste, None, peer=peer.waste))
     return rows
 
 

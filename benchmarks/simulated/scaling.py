@@ -47,7 +47,15 @@ def scale(kind: str, ratio: int, sizes: tuple[int, ...], quick: bool) -> list[Ro
         peer = roll_flash(config, Rules(async_ratio=ratio)).samples_per_s
         bound = config.train.batch_size / capacity_s(config, report)
         rows.append(
-            Row(f"{gpus} GPUs, {label}", "samples_per_s", "samples/s", report.samples_per_s, None, None, peer, bound)
+            Row(
+                f"{gpus} GPUs, {label}",
+                "samples_per_s",
+                "samples/s",
+                report.samples_per_s,
+                None,
+                peer=peer,
+                bound=bound,
+            )
         )
         if ratio == 2:
             sync.append(synchronous(config, Baseline(env_async=True)).samples_per_s)
@@ -66,13 +74,13 @@ def scale(kind: str, ratio: int, sizes: tuple[int, ...], quick: bool) -> list[Ro
             "x",
             scaling,
             published,
-            goal,
-            peer_scaling,
-            (last.bound or 0.0) / (first.bound or math.nan),
+            at_least=goal,
+            peer=peer_scaling,
+            bound=(last.bound or 0.0) / (first.bound or math.nan),
         )
     )
     if published is not None and ratio == 2:
-        rows.append(Row(case, "reproduction_error", "share", abs(peer_scaling / published - 1), None, CLOSE))
+        rows.append(Row(case, "reproduction_error", "share", abs(peer_scaling / published - 1), at_most=CLOSE))
     if sync:
         rows.append(Row(f"{case}, synchronous", "scaling", "x", sync[-1] / sync[0]))
     return rows

@@ -93,9 +93,9 @@ def rows(case: Case, name: str, ours: Curve, others: Sequence[Curve]) -> list[Ro
         slowest = other.seconds if math.isnan(reached) else reached
         goal = case.goal if place == 0 else None
         out += [
-            Row(pair, "speedup", "x", 0.0 if math.isnan(mine) else slowest / mine, None, goal),
+            Row(pair, "speedup", "x", 0.0 if math.isnan(mine) else slowest / mine, at_least=goal),
             # 1 unless the accuracy after our last step is significantly below TRL's after as many steps.
-            Row(pair, "same_quality", "0 or 1", float(last.high >= other.low), None, None if goal is None else 1),
+            Row(pair, "same_quality", "0 or 1", float(last.high >= other.low), at_least=None if goal is None else 1),
             Row(pair, "step_speedup", "x", theirs.step_s / ours.step_s),
         ]
     for curve in (ours, *others):
@@ -121,7 +121,7 @@ def over_seeds(case: Case, name: str, rows: Sequence[Row]) -> list[Row]:
         if all(row.ours for row in speedups):
             interval = mean_interval([math.log(row.ours) for row in speedups])
         out += [
-            Row(label, "speedup", "x", math.exp(interval.mean), None, speedups[0].goal),
+            Row(label, "speedup", "x", math.exp(interval.mean), at_least=speedups[0].at_least),
             Row(label, "speedup_low", "x", math.exp(interval.low)),
             Row(label, "speedup_high", "x", math.exp(interval.high)),
         ]

@@ -34,10 +34,10 @@ def found(rows: list[Row]) -> dict[str, Row]:
 def test_latencies_are_in_milliseconds_and_the_goal_is_the_medians() -> None:
     rows = found(bench_run.latencies("a", "round_trip", [0.001, 0.002, 0.009], [0.1], goal_ms=1.0, bound=0.5))
     median, high = rows["round_trip_ms_median"], rows["round_trip_ms_p99"]
-    assert (median.ours, median.reference, median.goal, median.bound) == (2.0, 100.0, 1.0, 0.5)
+    assert (median.ours, median.reference, median.at_most, median.bound) == (2.0, 100.0, 1.0, 0.5)
     assert median.met is False
     assert high.ours == pytest.approx(8.86)
-    assert high.goal is None
+    assert high.at_most is None
 
 
 def test_without_the_peer_there_is_nothing_to_compare_with() -> None:
@@ -157,7 +157,7 @@ def test_an_own_engine_ends_with_its_block_also_on_ctrl_c(monkeypatch: pytest.Mo
 
 # -- the picture -----------------------------------------------------------------------------------------------------
 
-SESSION = Row("command in a session", "round_trip_ms_median", "ms", 0.4, 120.0, 1.0)
+SESSION = Row("command in a session", "round_trip_ms_median", "ms", 0.4, 120.0, at_most=1.0)
 HTTP = Row("command in a session, over HTTP", "round_trip_ms_median", "ms", 2.0, 120.0)
 NOTHING = Row("start to first command, from nothing", "start_ms_median", "ms", 250.0, 1500.0, bound=200.0)
 

@@ -84,7 +84,7 @@ def test_the_speedup_is_of_the_times_to_the_accuracy_and_not_of_the_steps():
     assert found["long, over TRL 0", "speedup"].met
     assert found["long, over TRL 0", "step_speedup"].ours == 3.0
     assert found["long, over TRL 1", "speedup"].ours == 2.0
-    assert found["long, over TRL 1", "speedup"].goal is None
+    assert found["long, over TRL 1", "speedup"].at_least is None
     assert found["long, Flash", "to_60%_s"].ours == 10
     assert found["long, TRL 0", "step_s"].ours == 3.0
 
