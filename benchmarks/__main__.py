@@ -18,7 +18,9 @@ SIMULATED = (
     *("async_ratio", "end_to_end", "env_async", "gpu_split", "length_bias"),
     *("prompt_replication", "queue_scheduling", "redundant_envs", "scaling"),
 )
+"""Benchmarks that simulate runs, which need neither vLLM nor a model."""
 REAL = ("async_vs_sync", "calibration", "chaos", "engine_efficiency", "model_service", "sample_cost")
+"""Benchmarks that run Flash for real."""
 MODULES = {
     **{name: f"benchmarks.simulated.{name}" for name in SIMULATED},
     **{name: f"benchmarks.real.{name}" for name in REAL},
@@ -80,6 +82,7 @@ class Benchmarks:
         return self._process.wait() == 0
 
     def _heed(self, number: int, frame: FrameType | None) -> None:
+        """End the running benchmark with SIGTERM, and start no other. The handler of SIGINT and SIGTERM."""
         self.signal = number
         if self._process is not None:
             self._process.terminate()

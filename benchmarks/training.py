@@ -24,8 +24,11 @@ class Measured(msgspec.Struct, frozen=True):
     seconds: float
     """Seconds from the end of the first evaluation, when rollouts begin, to the last commit."""
     summary: dict[str, Any]
+    """Content of `summary.json`."""
     evals: list[dict[str, Any]]
+    """Rows of `evals.jsonl`."""
     metrics: list[dict[str, Any]]
+    """Rows of `metrics.jsonl`."""
 
     def mean(self, name: str, steps: slice = slice(None)) -> float:
         """Return the mean of a metric over the steps."""

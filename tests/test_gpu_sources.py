@@ -52,7 +52,7 @@ CHANGES = [
         *("    ) -> None: ...\n    def _group_start", "ProcessGroupNCCL", "too many positional arguments"),
     ),
 ]
-"""File, what it says, what it says instead, and of which use what is told."""
+"""File, what it says, what it says instead, and of which use what is fault."""
 ALONE = (CHANGES[1], CHANGES[5])
 """Those that others would hide: of the same function, or in another of torch's files."""
 

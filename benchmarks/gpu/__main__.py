@@ -33,7 +33,9 @@ from benchmarks.gpu.sizes import Part, Sizes, Skipped
 from flash.config.machine import count_gpus
 
 RESULT = Path("outputs") / "gpu-check.json"
+"""Default file of the report."""
 VERSIONS = ("torch", "vllm", "transformers", "triton", "flashinfer-python", "numpy", "msgspec")
+"""Packages whose versions are in the report."""
 
 
 def parts(model: Path | None) -> dict[str, Part]:

@@ -15,6 +15,7 @@ from benchmarks.gpu.steps import GIB, GROUP_SIZE, apart, random_shard, save_rand
 PRODUCT = 8192
 """Rows and columns of the matrices whose product is timed."""
 MFU_GOAL = 0.35
+"""Goal of the model FLOPs of a step, as a share of the peak in the card's data sheet."""
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -27,9 +28,11 @@ class Measured(msgspec.Struct, frozen=True):
     step_flops: float
     """Model FLOPs of the last step, as the column `mfu` counts them."""
     peak_bytes: int
+    """Most bytes of the card that were allocated; 0 without a card."""
     product_flops: float
     """FLOP/s of one large product: the most that the card gives."""
     card: str
+    """Name of the card, or `cpu`."""
 
 
 def mfu_rows(sizes: Sizes) -> list[Row]:

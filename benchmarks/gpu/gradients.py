@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 LENGTH = (40, 200)
 """Shortest and longest answer, in tokens."""
 GROUPS = 4
+"""Number of groups of the training step."""
 GOALS = {"float32": 1e-3, "bfloat16": 0.1}
 """Largest distance of a gradient from the reference, relative to the norm of the reference."""
 
@@ -28,7 +29,9 @@ class Case(msgspec.Struct, frozen=True):
     """Folder of the model."""
     dtype: Literal["float32", "bfloat16"]
     gpu: bool
+    """True to compute on the card, False on the CPU."""
     vocabulary: int
+    """Number of token ids of the model."""
     into: str
     """File to which the gradient is written."""
 
@@ -43,6 +46,7 @@ def exact_rows(sizes: Sizes) -> list[Row]:
         apart(save_random, (shape, folder, "float32", False))
 
         def gradient(name: str, dtype: Literal["float32", "bfloat16"], *, gpu: bool) -> dict[str, Tensor]:
+            """Compute a gradient in a process of its own, and return it by parameter."""
             file = f"{folder}/{name}.pt"
             apart(take_gradient, Case(folder, dtype, gpu, shape.vocabulary, file))
             return torch.load(file)
@@ -82,6 +86,7 @@ def take_gradient(case: Case) -> None:
         found: dict[str, Tensor] = {}
 
         def keep(*_: Any) -> None:
+            """Copy the gradient before the optimizer changes it."""
             for name, weight in trainer.model.named_parameters():
                 assert weight.grad is not None
                 found[name] = weight.grad.full_tensor().cpu()  # pyright: ignore[reportAttributeAccessIssue]

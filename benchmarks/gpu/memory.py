@@ -18,6 +18,7 @@ from flash.config.tree import Config
 NEAR = 0.15
 """Goal: largest relative error of a prediction."""
 RECOMPUTED: dict[str, Any] = {"activation_checkpointing": True}
+"""Settings of `[train]` that compute activations again instead of keeping them."""
 LEVERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "recomputed": {"train": RECOMPUTED},
@@ -29,7 +30,9 @@ LEVERS: dict[str, dict[str, Any]] = {
 LARGE = Shape(36, 4096, 12_288, 32, 8, 128, 151_936)
 """Shape of Qwen3-8B, except that its output layer is tied to the embeddings."""
 ON_LARGE = ("adapters",)
+"""Levers that are measured on the large model, which without them does not fit on the card."""
 MOVED = ("moved", "weights moved")
+"""Levers that move parts to the host's memory. Their steps are compared with those of "recomputed"."""
 ROW = 8192
 """Tokens of a micro-batch, and of its sequences together."""
 ALIKE = 1e-3
@@ -40,8 +43,10 @@ class Case(msgspec.Struct, frozen=True):
     """A model, and what is changed of a configuration."""
 
     folder: str
+    """Folder of the model."""
     vocabulary: int
     lever: str
+    """Name of the way to save memory, a key of `LEVERS`."""
     sizes: Sizes
 
 

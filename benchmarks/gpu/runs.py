@@ -24,14 +24,18 @@ from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.run.models import make_missing_model
 
 TINY = WORKLOADS / "gpu_check.toml"
+"""Configuration of the runs with the tiny model."""
 TINY_MODEL = MODELS / "gpu-check-tiny"
+"""Folder of the tiny model, which the first run makes."""
 ONE_GPU = ROOT / "examples" / "one_gpu.toml"
+"""Configuration of the run with a model of the user."""
 SHORTER = ["eval.every=0", "train.batch_size=128", "model.max_length=512", "rollout.max_new_tokens=128"]
 """Overrides that let the example end within minutes."""
 NO_GPU = [
     *("cluster.gpus_per_node=0", "engine.share_gpus=false", "weights.backend=tcp", "engine.enforce_eager=true"),
     *("cluster.node_cpus=[0]", "cluster.trainer_cpus=[1]"),
 ]
+"""Overrides for two CPU cores."""
 KINDS = {
     "lora": ["lora.rank=8", "weights.backend=tcp"],
     "speculation": [
@@ -47,7 +51,9 @@ KINDS = {
 VOCABULARY = 64
 """Vocabulary of the mixture: the tiny model's tokens, and some that it does not have."""
 NOT_ON_CPU = ("speculation", "moved", "weights-moved", "fp8", "routing")
+"""Kinds of runs that need a GPU, because vLLM's build for CPUs lacks what they test."""
 EFFICIENCY_GOAL = 0.95
+"""Goal of the tokens per second through the whole rollout path, as a share of those of a bare vLLM."""
 
 
 def job_rows(sizes: Sizes, model: Path | None) -> list[Row]:
@@ -161,3 +167,4 @@ PARTS: dict[str, Part] = {
     **{kind: partial(kind_rows, kind) for kind in KINDS},
     "routing": routing_rows,
 }
+"""Parts of the check in this file, by name."""

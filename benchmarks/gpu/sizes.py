@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import Qwen3Config
 
 MODELS = Path("outputs") / "models"
+"""Folder of the models that the parts make."""
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -59,6 +60,7 @@ SMALL = Shape(28, 1024, 3072, 16, 8, 128, 151_936)
 MIDDLE = Shape(4, 512, 1536, 8, 4, 64, 8192)
 """Shape of a model that two CPU cores can train, too."""
 TINY = Shape(2, 64, 128, 2, 2, HEAD_DIM, 64)
+"""Shape of the smallest model, for two CPU cores."""
 
 MIXTURE: dict[str, Any] = {
     "hidden_size": 256,
@@ -81,19 +83,23 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of the parts. The defaults are for two CPU cores."""
 
     gpu: bool
+    """True to run on a card."""
     swaps: int = 2
     """Versions of a run."""
     shape: Shape = TINY
+    """Shape of the model whose steps are measured."""
     sequences: int = 16
     """Sequences of a training step that is measured."""
     length: tuple[int, int] = (4, 12)
     """Shortest and longest answer there, in tokens."""
     steps: int = 2
+    """Steps that are measured, after one that is not counted."""
     requests: int = 16
     """Requests that are sent to the engine at once."""
     tokens: int = 8
     """Tokens of each answer."""
     rounds: int = 1
+    """Rounds of the comparison with a bare vLLM."""
 
     @classmethod
     def of(cls, *, gpu: bool, quick: bool) -> Self:

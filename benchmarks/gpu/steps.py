@@ -16,7 +16,9 @@ from flash.config.tree import Config
 from flash.types import Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
 
 GIB = 2**30
+"""Bytes of a GiB."""
 GROUP_SIZE = 8
+"""Samples of a group."""
 PROMPT = 12
 """Tokens of a prompt."""
 Result = TypeVar("Result")

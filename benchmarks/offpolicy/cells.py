@@ -31,8 +31,11 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     digits: int = 2
     """Digits of both operands of `envs.arithmetic`."""
     operators: str = "+"
+    """Operators of `envs.arithmetic`."""
     layers: int = 3
+    """Layers of the model."""
     width: int = 128
+    """Width of the model."""
     model_seed: int = 1
     """Seed of the warm-started model, which is the same for all cells."""
     warm_start_steps: int = 800
@@ -47,7 +50,9 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     learning_rate: float = 4e-4
     """Learning rate of all methods. At alpha = 0 half of it ends as well; at alpha = 8 methods differ at this one."""
     warmup_steps: int = 5
+    """Steps in which the learning rate rises to its value."""
     max_new_tokens: int = 6
+    """Most tokens of an answer."""
     eval_every: int = 10
     """Versions between two evaluations."""
     problems: int = 512
@@ -71,6 +76,7 @@ class Method(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     """Short name, unique; part of file names."""
     objective: str
+    """Name of the objective, as in `algorithm.objective`."""
     options: dict[str, Any] = {}
     """Options of the objective."""
     critic: dict[str, Any] | None = None
@@ -156,6 +162,7 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
     entropy: float
     """Nats per action token."""
     grad_norm: float
+    """Norm of the gradient before it is clipped."""
     clipped: float
     """Share of the tokens whose gradient the objective cut."""
     distance: float = 0.0

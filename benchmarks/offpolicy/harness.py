@@ -1,10 +1,12 @@
-"""Training of one cell of the comparison on data of an exact age, in one process, on one core.
+"""Training of one cell of the comparison of objectives on data of an exact age, in one process, on one core.
 
-The trainer is the system's own (`flash.trainer.step.Trainer`, one rank). Rollouts are replaced by a sampler that acts
-with each version as soon as it is made, and by a queue in which batches, or the parts of mixed ones, wait until they
-have the age that the cell asks for.
+A *cell* is one objective with one age of the data and one seed (`benchmarks.offpolicy.cells`). The trainer is Flash's
+own (`flash.trainer.step.Trainer`, one rank). There are no engines and no hub: a sampler in this process samples with
+each version as soon as it is made, and the batches, or the parts of mixed batches, wait in a queue until they have the
+age of the cell.
 
-`python -m benchmarks.offpolicy.harness FOLDER [--core N] < CELL` runs the cell and leaves its result in the folder.
+`benchmarks.offpolicy.run` starts this module as a process for each cell, with the cell as JSON in its standard input:
+`python -m benchmarks.offpolicy.harness FOLDER [--core N] < CELL`. The result is written into the folder.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ MEASURED = {
     "distance": ("lag_distance", 0.0),
     "scale": ("lag_scale", 1.0),
 }
-"""For each field of `Point`, the trainer's metric, and the value where it is not reported."""
+"""For each field of `Point`: the name of the trainer's metric, and the value in a step that does not report it."""
 
 Batch = TypeVar("Batch")
 
@@ -197,7 +199,7 @@ def run(cell: Cell) -> Result:
 
 
 def batches(cell: Cell, rollouts: Rollouts, version: Callable[[], int]) -> Iterator[list[Trajectory]]:
-    """Yield the batch of each step, aged as the cell says; `version` returns the version of the sampler's weights."""
+    """Yield the batch of each step, which has the age of the cell. `version` returns the version of the sampler."""
     alpha, steps = cell.alpha, cell.setting.steps
     if not cell.mixed:
         yield from lagged(alpha, steps, lambda step: rollouts.batch(step, version()))
@@ -207,7 +209,14 @@ def batches(cell: Cell, rollouts: Rollouts, version: Callable[[], int]) -> Itera
 
 
 def evaluate(rollouts: Rollouts, trainer: Trainer, tokens: int, recent: list[dict[str, float]]) -> Point:
-    """Measure the held-out accuracy, and average the metrics of the steps since the last evaluation."""
+    """Measure the held-out accuracy, and average the metrics of the steps since the last evaluation.
+
+    Args:
+        rollouts: samples the held-out problems.
+        trainer: the trainer, whose version is evaluated.
+        tokens: number of tokens trained so far.
+        recent: metrics of the steps since the last evaluation.
+    """
     accuracy, answer = rollouts.accuracy()
     check_parity(trainer, answer)
     means = {

@@ -42,11 +42,17 @@ METHODS = (
     Method(key="gspo", objective="gspo", options={"clip_low": 0.2, "clip_high": 0.2}, note="clip 0.2"),
     Method(key="m2po", objective="m2po"),
 )
+"""Methods that are compared."""
 ALPHAS = (0, 1, 2, 4, 8, 16)
+"""Ages of the data, in versions."""
 SEEDS = 3
+"""Number of seeds of each method and age."""
 SETTING = Setting()
+"""Setting of a full comparison."""
 QUICK = Setting(steps=24, eval_every=8, problems=128)
+"""Setting of `--quick`."""
 QUICK_METHODS, QUICK_ALPHAS = ("grpo", "decoupled_ppo"), (0, 8)
+"""Methods and ages of `--quick`."""
 CELL_TIMEOUT_S = 900
 """Longest run of a cell. It takes a minute where it has a core for itself, with a critic one and a half."""
 
@@ -78,6 +84,7 @@ class Pool:
                 workers.start_soon(self._work, waiting, cores[number % len(cores)])
 
     async def _work(self, waiting: Iterable[Cell], core: int) -> None:
+        """Run cells on one core until none is waiting, and print the result of each. Workers share `waiting`."""
         for cell in waiting:
             begun = time.monotonic()
             problem = await self._run_cell(cell, self._folder.path, core)

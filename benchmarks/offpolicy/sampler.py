@@ -83,6 +83,7 @@ class Sampler:
         return [self._answer(prompt_ids[row // copies], *columns) for row, columns in enumerate(rows)]
 
     def _answer(self, prompt: list[int], tokens: list[int], logp: list[float]) -> Answer:
+        """Return the answer of one row, up to and including the end token. `logp` are the log-probs of `tokens`."""
         truncated = self._end not in tokens
         count = len(tokens) if truncated else tokens.index(self._end) + 1
         text = "".join(self.tokenizer.convert_ids_to_tokens(tokens[: count if truncated else count - 1]))

@@ -18,6 +18,7 @@ from benchmarks.offpolicy.cells import Method, Result, read_lines
 from flash.observe.stats import Interval, mean_interval
 
 KEPT = RESULTS / "offpolicy_cells.jsonl"
+"""File with the recorded cells."""
 BASELINE = "grpo"
 """Synchronous training is this method at alpha = 0."""
 CURVE_ALPHA = 8
@@ -29,13 +30,17 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     method: Method
     alpha: int
+    """Age of the data, in versions."""
     seeds: int
+    """Number of seeds."""
     mean: float
     """Final accuracy."""
     low: float
     """95 % confidence interval of the mean over seeds (Student's t), within 0 … 1; the mean if there is one seed."""
     high: float
+    """Upper end of the interval."""
     collapses: int
+    """Number of seeds whose run has collapsed (`cells.COLLAPSED`)."""
 
     @property
     def case(self) -> str:
@@ -100,6 +105,7 @@ def accuracy_table(summaries: Sequence[Summary]) -> str:
     """Write final accuracies by method and alpha as markdown, with half intervals and the number of collapsed runs."""
 
     def cell(summary: Summary) -> str:
+        """Return the text of a cell of the table."""
         half = f" ± {(summary.high - summary.low) / 2:.3f}" if summary.seeds > 1 else ""
         collapsed = f", {summary.collapses} of {summary.seeds} collapsed" if summary.collapses else ""
         return f"{summary.mean:.3f}{half}{collapsed}"
@@ -127,6 +133,7 @@ def draw(results: Sequence[Result], file: Path) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), dpi=100)
 
     def curve(members: Sequence[Result], color: Any, **style: Any) -> None:
+        """Draw the mean learning curve of the results `members`."""
         if members:
             columns = list(zip(*(result.curve for result in members), strict=True))
             means = [statistics.fmean(point.accuracy for point in column) for column in columns]

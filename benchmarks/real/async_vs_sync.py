@@ -12,6 +12,7 @@ from benchmarks.form import WORKLOADS, Args, Row, main
 from benchmarks.training import PINNED, train
 
 WORKLOAD = WORKLOADS / "async_vs_sync.toml"
+"""Configuration of all runs."""
 GOAL = 1.6
 """Goal of the pinned comparison; 2.0 is the limit."""
 

@@ -20,6 +20,7 @@ RUNS = {
     "sync": ["train.async_ratio=0", "rollout.seeded=false"],
     "async, half the batch": ["train.async_ratio=1", "train.batch_size=256"],
 }
+"""Overrides of each run. The constants are fitted to the first one."""
 GOAL = 0.1
 """Largest error of a prediction."""
 

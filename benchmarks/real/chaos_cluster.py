@@ -1,7 +1,7 @@
 """Job of the chaos run: its commands on three hosts, its faults, and its end.
 
-Each command that ends is started again after a few seconds, as the manager of a cluster would do it. This module
-repairs nothing else.
+`benchmarks.real.chaos` makes a `Job` for the calm run and for the run with faults. Each command that ends is started
+again after a few seconds, as the manager of a cluster would do it. This module repairs nothing else.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from benchmarks.rig.hosts import Hosts
 from flash.observe.rundir.rundir import RunDirectory
 
 NAMES = ("first", "second", "third")
+"""Names of the hosts."""
 WORKLOAD = WORKLOADS / "chaos.toml"
+"""Configuration of the run."""
 RESTART_S = 3.0
 """Seconds from the end of a command to its next start."""
 VICTIM_S = 15.0
 """Seconds that a fault waits for a victim, which may be starting again."""
-LOOK_S = 0.5
+POLL_S = 0.5
 """Seconds between two looks at states that no event announces."""
 START_S = 600.0
 """Longest wait for the first step with all engines."""
@@ -35,13 +37,20 @@ END_S = 120.0
 """Longest wait for a job to end after an interrupt."""
 LAST_STEPS = 20
 """Steps of the last launch, which ends by itself."""
-LAST_LIFE_S = 300.0
-IN_ORDER = (0, 130, -signal.SIGINT, -signal.SIGKILL)
+LAST_LAUNCH_S = 300.0
+"""Longest wait for the end of the last launch."""
+EXPECTED_CODES = (0, 130, -signal.SIGINT, -signal.SIGKILL)
 """Exit codes of a command that has finished, was interrupted, or was killed, which only this benchmark does."""
 
 
 class Job:
-    """A job on three hosts. `folder` gets the run directory, and the output of the commands."""
+    """A job on three hosts.
+
+    Args:
+        hosts: the hosts.
+        name: name of the run.
+        folder: folder for the run directory and the output of the commands.
+    """
 
     def __init__(self, hosts: Hosts, name: str, folder: Path) -> None:
         self.directory = RunDirectory(folder / name)
@@ -52,9 +61,12 @@ class Job:
         self._name = name
         self._arguments = [str(WORKLOAD), f"run.name={name}", f"run.output_dir={folder}"]
         self._launches: dict[int, subprocess.Popen[bytes]] = {}
+        """Last command of each host, by the host's number."""
         self._ending = False
+        """True if ended commands are not started again."""
 
     def _start(self, host: int, *more: str) -> subprocess.Popen[bytes]:
+        """Start `flash train` on a host, with these arguments in addition."""
         variables = {
             "FLASH_NNODES": str(len(NAMES)),
             "FLASH_NODE_RANK": str(host),
@@ -74,24 +86,24 @@ class Job:
         while not self._ending:
             launch = self._launches[host] = self._start(host, *resume)
             code = await anyio.to_thread.run_sync(launch.wait, abandon_on_cancel=True)
-            if code not in IN_ORDER:
+            if code not in EXPECTED_CODES:
                 self.failed.append(f"{time.strftime('%H:%M:%S')} {NAMES[host]} ended with exit code {code}")
-            # A first launch that was killed before it had a run directory has nothing to go on with.
+            # A launch that was killed before it had made the run directory has left nothing to resume.
             resume = ("--resume",) if host == 0 and self.directory.config.exists() else ()
             await anyio.sleep(RESTART_S)
 
-    # -- its engines and processes ------------------------------------------------------------------------------------
+    # -- engines and processes of the job -----------------------------------------------------------------------------
 
     def engines(self) -> int:
-        """Return the number of engines in the newest step."""
+        """Return the number of engines that served during the newest step; 0 before the first step."""
         rows = self.directory.read_metrics() if self.directory.metrics.exists() else []
         return int(rows[-1]["engines"]) if rows else 0
 
     async def all_engines(self) -> None:
-        """Wait for a step with an engine on each host. Raises TimeoutError: it did not come."""
+        """Wait for a step with an engine on each host. Raises TimeoutError if there is none within `START_S`."""
         with anyio.fail_after(START_S):
-            while self.engines() < len(NAMES):  # noqa: ASYNC110  # nobody tells us
-                await anyio.sleep(LOOK_S)
+            while self.engines() < len(NAMES):  # noqa: ASYNC110  # no event announces it
+                await anyio.sleep(POLL_S)
 
     def victims(self, host: int, target: Target) -> list[int]:
         """Return the ids of the processes of a kind on a host."""
@@ -112,7 +124,7 @@ class Job:
         pid = 0
         with anyio.move_on_after(VICTIM_S):
             while not (pid := self._hit(fault)):  # noqa: ASYNC110  # as above
-                await anyio.sleep(LOOK_S)
+                await anyio.sleep(POLL_S)
         if not pid:
             return None
         injected = InjectedFault(fault.kind, fault.host, time.time(), fault.seconds, pid)
@@ -133,6 +145,7 @@ class Job:
         return 0
 
     async def _cut(self, fault: Fault) -> InjectedFault:
+        """Cut the link of a host for the duration of a fault."""
         half = fault.how == "half cut"
         injected = InjectedFault(fault.kind, fault.host, time.time(), fault.seconds, 0)
         self._hosts.cut(fault.host, hears=half and not fault.deaf, sends=half and fault.deaf)
@@ -142,10 +155,10 @@ class Job:
             self._hosts.heal(fault.host)
         return injected
 
-    # -- its end ------------------------------------------------------------------------------------------------------
+    # -- the end of the job -------------------------------------------------------------------------------------------
 
     async def end(self) -> list[str]:
-        """Interrupt the job; return a line for each command that did not end in time and was killed."""
+        """Interrupt the job. Returns a line for each command that did not end within `END_S` and was killed."""
         self._ending = True
         for host in range(len(NAMES)):
             self._hosts.heal(host)
@@ -154,22 +167,28 @@ class Job:
                     os.kill(pid, signal.SIGCONT)
         for launch in self._launches.values():
             launch.send_signal(signal.SIGINT)
-        return await self._ended(END_S)
+        return await self._wait_ended(END_S)
 
     async def finish(self) -> list[str]:
-        """Resume the run on the first host until it ends by itself; return lines as `end`."""
+        """Resume the run on the first host, for `LAST_STEPS` more steps, until it ends by itself.
+
+        Returns a line if the command did not end within `LAST_LAUNCH_S` and was killed.
+        """
         last = int(self.directory.read_metrics()[-1]["version"])
         self._launches = {0: self._start(0, "--resume", f"run.steps={last + LAST_STEPS}")}
-        stuck = await self._ended(LAST_LIFE_S)
+        stuck = await self._wait_ended(LAST_LAUNCH_S)
         if (code := self._launches[0].returncode) != 0:
-            self.failed.append(f"the last life ended with exit code {code}")
+            self.failed.append(f"the last launch ended with exit code {code}")
         return stuck
 
-    async def _ended(self, seconds: float) -> list[str]:
-        """Wait until all commands have ended; kill all processes of a host whose command has not, and name the host."""
+    async def _wait_ended(self, seconds: float) -> list[str]:
+        """Wait until all commands have ended, at most `seconds`.
+
+        Kills all processes of each host whose command has not ended, and returns a line with the name of the host.
+        """
         with anyio.move_on_after(seconds):
             while any(launch.poll() is None for launch in self._launches.values()):  # noqa: ASYNC110  # as above
-                await anyio.sleep(LOOK_S)
+                await anyio.sleep(POLL_S)
         stuck = [host for host, launch in self._launches.items() if launch.poll() is None]
         for host in stuck:
             self._hosts.kill_all(host)
@@ -177,13 +196,14 @@ class Job:
         return [f"{NAMES[host]} did not end within {seconds:g} s" for host in stuck]
 
     async def orphans(self, seconds: float) -> list[str]:
-        """Return the processes and folders that are left some time after all commands have ended."""
+        """Return the processes and folders that are left `seconds` after all commands have ended."""
         with anyio.move_on_after(seconds):
             while any(self._hosts.processes(host) for host in range(len(NAMES))):  # noqa: ASYNC110  # as above
-                await anyio.sleep(LOOK_S)
-        return self._left()
+                await anyio.sleep(POLL_S)
+        return self._remaining()
 
-    def _left(self) -> list[str]:
+    def _remaining(self) -> list[str]:
+        """Return a line for each process on a host, and for each of Flash's temporary folders there."""
         found: list[str] = []
         for host, name in enumerate(NAMES):
             for pid in self._hosts.processes(host):

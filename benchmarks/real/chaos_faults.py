@@ -12,9 +12,12 @@ import msgspec
 from flash.foreign.vllm_processes import WORKER_TITLE
 
 Target = Literal["trainer", "hub", "node", "core", "worker", "launcher", "network"]
+"""Part of the run that a fault hits; `TARGET_HOSTS` describes them."""
 How = Literal["kill", "stop", "cut", "half cut"]
+"""`kill`: SIGKILL. `stop`: SIGSTOP and later SIGCONT. `cut` and `half cut`: nothing passes a host's link, in both
+directions or in one."""
 
-PLACES: dict[Target, tuple[int, ...]] = {
+TARGET_HOSTS: dict[Target, tuple[int, ...]] = {
     "trainer": (0,),
     "hub": (0,),
     "node": (1, 2),
@@ -26,12 +29,14 @@ PLACES: dict[Target, tuple[int, ...]] = {
 """Hosts of each target: a trainer rank, the hub's node loop, another node loop, an engine's core, a worker of it,
 `flash train` itself, and a host's link."""
 
-PROCESSES: tuple[Target, ...] = tuple(target for target in PLACES if target != "network")
+PROCESSES: tuple[Target, ...] = tuple(target for target in TARGET_HOSTS if target != "network")
+"""Targets that are processes."""
 
 Kind = tuple[How, Target]
+"""Kind of a fault."""
 
 KINDS: tuple[Kind, ...] = (*product(("kill", "stop"), PROCESSES), ("cut", "network"), ("half cut", "network"))
-"""All faults: SIGKILL; SIGSTOP and later SIGCONT; a link on which nothing passes, in both directions or in one."""
+"""All kinds of faults."""
 
 GAP_S = 20.0
 """Mean seconds between two faults."""
@@ -40,6 +45,7 @@ SHORTEST_S, LONGEST_S = 5.0, 90.0
 ROLES: tuple[Target, ...] = ("hub", "node", "trainer")
 """Processes that a launcher starts, by the names that it gives them."""
 CORE_TITLE = b"VLLM::EngineCore"
+"""Beginning of the title of an engine's core process, which vLLM sets."""
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -50,6 +56,7 @@ class Fault(msgspec.Struct, frozen=True):
     how: How
     target: Target
     host: int
+    """Number of the host, counted from 0."""
     seconds: float = 0.0
     """Duration; 0 for a kill."""
     deaf: bool = False
@@ -57,7 +64,7 @@ class Fault(msgspec.Struct, frozen=True):
 
     @property
     def kind(self) -> str:
-        """Name under which it is counted."""
+        """Name of the fault's kind, such as `kill hub`."""
         return f"{self.how} {self.target}"
 
 
@@ -65,32 +72,39 @@ class InjectedFault(msgspec.Struct, frozen=True):
     """A fault that happened."""
 
     kind: str
+    """Name of its kind, such as `kill hub`."""
     host: int
+    """Number of the host, counted from 0."""
     at: float
-    """Unix seconds."""
+    """Time of the fault, in Unix seconds."""
     seconds: float
+    """Duration; 0 for a kill."""
     victim: int
-    """Process id; 0 for a link."""
+    """Id of the process that was hit; 0 for a link."""
 
 
 def plan(seconds: float, seed: int, longest_s: float = LONGEST_S) -> list[Fault]:
-    """Plan one fault every `GAP_S` seconds on average: all kinds in a random order, then all in another order."""
+    """Plan faults for `seconds`, one every `GAP_S` on average.
+
+    All kinds come in a random order, then all in another order, and so on. The seed decides the orders, hosts and
+    durations. No stop or cut lasts longer than `longest_s`.
+    """
     chance = random.Random(seed)
     faults: list[Fault] = []
-    left: list[Kind] = []
+    remaining: list[Kind] = []
     at = GAP_S / 2
     while at < seconds:
-        left = left or chance.sample(KINDS, len(KINDS))
-        how, target = left.pop()
+        remaining = remaining or chance.sample(KINDS, len(KINDS))
+        how, target = remaining.pop()
         lasts = math.exp(chance.uniform(math.log(SHORTEST_S), math.log(longest_s)))
-        host, deaf = chance.choice(PLACES[target]), chance.random() < 0.5
+        host, deaf = chance.choice(TARGET_HOSTS[target]), chance.random() < 0.5
         faults.append(Fault(at, how, target, host, 0.0 if how == "kill" else lasts, deaf))
         at += GAP_S * chance.uniform(0.5, 1.5)
     return faults
 
 
 def one_of_each(seed: int, longest_s: float) -> list[Fault]:
-    """Return the beginning of a plan, with every kind once."""
+    """Return a plan with each kind once, for `--quick`."""
     return plan(2 * GAP_S * len(KINDS), seed, longest_s)[: len(KINDS)]
 
 

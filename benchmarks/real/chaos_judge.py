@@ -1,7 +1,8 @@
 """Losses and double counts of a run that was broken on purpose, read from the files that it left.
 
-`left_by` reads a run directory; all else are pure functions, which tests call with each fault of the counts. The run
-must have ended in order: then nothing is in flight, and every task and token is counted in one place.
+`benchmarks.real.chaos` calls `left_by`, which reads a run directory, and `judge`, which counts. All functions except
+`left_by` and `trained` touch no file. The run must have ended in order: then nothing is in flight, and every task and
+token is counted in one place of the ledger.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Trained(msgspec.Struct, frozen=True):
 
     step: int
     min_version: int
+    """Oldest version whose tokens the step trained."""
     tasks: list[tuple[int, list[VersionRun]]]
     """Task number and versions of each sample."""
 
@@ -39,9 +41,10 @@ class Trained(msgspec.Struct, frozen=True):
 
 
 class Left(msgspec.Struct, frozen=True):
-    """Files of a run that has ended."""
+    """Content of the files of a run that has ended."""
 
     ledger: Mapping[str, int]
+    """Counts of tasks and tokens by their fate, from `ledger.json`."""
     max_age: int
     """Largest age of a trained token that the run allows, in versions."""
     rows: Sequence[Row]
@@ -51,6 +54,7 @@ class Left(msgspec.Struct, frozen=True):
     samples: Mapping[int, int]
     """Number of lines of `samples.jsonl`, by step."""
     batches: Sequence[Trained]
+    """Recorded batches of all steps."""
 
     @property
     def times(self) -> list[float]:
@@ -79,7 +83,7 @@ def left_by(run_dir: Path) -> Left:
     """Read a run directory."""
     directory = RunDirectory(run_dir)
     train = tomllib.loads(directory.config.read_text())["train"]
-    redone = [row for life in sorted(directory.earlier.glob("[0-9]*")) for row in RunDirectory(life).read_metrics()]
+    redone = directory.read_earlier_metrics()
     return Left(
         ledger=json.loads(directory.ledger.read_text()),
         max_age=max_age(train["async_ratio"], train.get("max_token_age")),
@@ -97,7 +101,7 @@ def trained(folder: Path, step: int) -> Trained:
 
 
 def judge(left: Left) -> Verdict:
-    """Compare the run's ledger with its recorded batches."""
+    """Compare the run's ledger with its recorded batches, and count what is missing or counted twice."""
     ledger = left.ledger
     times_trained: Counter[int] = Counter()
     found: set[int] = set()
@@ -128,11 +132,17 @@ def judge(left: Left) -> Verdict:
 
 
 def stretches(times: Iterable[float], begin: float, end: float, longest_s: float) -> list[float]:
-    """Return the spans without a step that are longer than `longest_s`, in seconds."""
+    """Return the seconds of each time without a step that is longer than `longest_s`.
+
+    `times` are the ends of steps. `begin` and `end` bound the time that counts. All are in Unix seconds.
+    """
     inside = [begin, *(time for time in sorted(times) if begin < time < end), end]
     return [later - earlier for earlier, later in pairwise(inside) if later - earlier > longest_s]
 
 
 def tokens_per_second(rows: Iterable[Row], begin: float, end: float) -> float:
-    """Return the trained tokens per second of a span of time, without those of steps that were repeated."""
+    """Return the trained tokens per second of the time from `begin` to `end`, in Unix seconds.
+
+    `rows` are the rows of the steps, without steps that a restart repeated.
+    """
     return sum(row["trained_tokens"] for row in rows if begin < row["time"] <= end) / (end - begin)

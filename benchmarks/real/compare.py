@@ -20,6 +20,7 @@ SYNCHRONOUS = [
     "rollout.replicate_prompts=false",
     "rollout.env_async=false",
 ]
+"""Overrides of synchronous training without any technique."""
 MODES = {
     "synchronous": SYNCHRONOUS,
     "techniques, α = 0": ["train.async_ratio=0", "rollout.seeded=false"],

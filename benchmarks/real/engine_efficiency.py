@@ -43,6 +43,7 @@ from flash.transport.server import serve
 from flash.types import Canary, Published
 
 GOAL = 0.95
+"""Goal of `efficiency`."""
 FIRST_VERSION = 10
 """Version of the first round: below, the hub would ask for evaluations."""
 
@@ -76,6 +77,7 @@ class FixedEngine:
 
 
 UNTAUGHT = TinyModelConfig(warm_start_steps=0)
+"""Tiny model with random weights. Its quality does not matter, because its answers only end at the limit."""
 
 
 def endless_model(folder: Path, tiny: TinyModelConfig = UNTAUGHT) -> Path:
@@ -149,6 +151,7 @@ async def through_engine(engine: Any, prompts: Sequence[list[int]], tokens: int)
     identity = secrets.token_hex(4)
 
     async def one(index: int) -> None:
+        """Read the response to one request."""
         async for _ in engine.generate({"prompt_token_ids": prompts[index]}, params, f"{identity}.{index}"):
             pass
 

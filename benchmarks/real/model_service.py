@@ -1,12 +1,14 @@
 """Cost of the endpoint for agents: 500 agents at once, on the real clock, around an engine of fixed timing.
 
-Each agent is an episode of `envs.agent` with eight turns that append to one another. It runs in a process of its own
-with the 499 others, each with one connection that stays open; every second one has its answers streamed. The engine
-takes 4 s for an answer of 128 tokens, in pieces of 16. The *added*
-time of a call is its time for the client less its time in the engine: sending, reading, rendering, the episode's own
-work, and the lag of both event loops. Every answer names its agent and turn: an answer that does not arrive is *lost*,
-and the answer of another agent is *crossed*. For comparison, an environment in the process plays the same turns without
-the endpoint.
+Each agent is an episode of `envs.agent` with eight turns that append to one another. The environments run in this
+process, as on a node. The agents' own code runs in a second process, the *driver*, which this one starts. Each agent
+has one connection to the endpoint that stays open, and every second agent has its answers streamed. The engine takes
+4 s for an answer of 128 tokens, in pieces of 16.
+
+The *added* time of a call is its time for the client less its time in the engine: sending, reading, rendering, the
+episode's own work, and the lag of both event loops. Every answer names its agent and turn: an answer that does not
+arrive is *lost*, and the answer of another agent is *crossed*. For comparison, an environment in this process plays the
+same turns without the endpoint.
 """
 
 from __future__ import annotations
@@ -35,16 +37,22 @@ from flash.rollout.episode.tokenizer import Tokenizer
 from flash.types import Completion, Lease, Message, Observation, Task, Tool, Trajectory, VersionRun
 from flash.waiting import rare_garbage_collection
 
-AGENTS = 500
+AGENT_COUNT = 500
+"""Number of agents, and so of episodes at once."""
 TURNS = 8
+"""Number of calls of each agent."""
 ANSWER_TOKENS, PIECE_TOKENS = 128, 16
+"""Tokens of an answer, and of each piece that the engine delivers of it."""
 ANSWER_S = 4.0
+"""Seconds that the engine takes for an answer."""
 STAGGER_S = 4.0
 """Seconds within which the agents begin: if all began at once they would stay in step, as no real agents do."""
-ADDED_GOAL_MS = 10
-RATIO_GOAL = 0.95
+MOST_ADDED_MS = 10
+"""Goal of the 99th percentile of the added time, in milliseconds."""
+LEAST_THROUGHPUT_SHARE = 0.95
+"""Goal of the throughput with the endpoint, as a share of the throughput without it."""
 DRIVER = "MODEL_SERVICE_DRIVER"
-"""Environment variable with the port of the process of agents."""
+"""Environment variable with the port at which the driver takes orders to play an agent."""
 
 SETTINGS = EpisodeSettings(
     seed=None,
@@ -59,13 +67,14 @@ SETTINGS = EpisodeSettings(
     generate_s=600,
     episode_s=3600,
 )
+"""Limits of an episode. They are so large that no episode reaches them."""
 
 
 class Letters(Tokenizer):
-    """Tokenizer with a token for each letter, and one for the end of a message."""
+    """Tokenizer with a token for each character, and token 0 for the end of a message."""
 
     def render(self, observation: Observation, tools: Sequence[Tool] = ()) -> list[int]:
-        """Return the letters of each message after the first letter of its role."""
+        """Return, for each message, the first letter of its role, its characters and the end token."""
         if isinstance(observation, str):
             return [ord(letter) for letter in observation]
         return [token for message in observation for token in (*map(ord, message.role[0] + message.content), 0)] + [
@@ -81,16 +90,22 @@ class Letters(Tokenizer):
         return "".join(chr(token) for token in token_ids if token)
 
 
-class Timed:
-    """A `Responder` of fixed timing. It repeats the question, and keeps the seconds of each response."""
+class TimedEngine:
+    """A `Responder` of fixed timing. It repeats the question, and keeps the seconds of each response.
+
+    Args:
+        answer_s: seconds that an answer takes.
+    """
 
     def __init__(self, answer_s: float) -> None:
         self._piece_s = answer_s * PIECE_TOKENS / ANSWER_TOKENS
         self.took: dict[str, float] = {}
+        """Seconds of each response, by its question."""
 
     async def generate(self, request: ResponseRequest) -> Completion:
-        """Respond in pieces."""
+        """Respond to the question at the end of the prompt, in pieces."""
         start = time.perf_counter()
+        # The prompt ends with "u", the question and a question mark. A question has far fewer than 40 characters.
         last = "".join(map(chr, request.prompt[-40:]))
         question = last.rpartition("u")[2].partition("?")[0]
         tokens = [ord(letter) for letter in f"{question}.".ljust(ANSWER_TOKENS - 1, "x")] + [0]
@@ -103,11 +118,11 @@ class Timed:
 
 
 def question(agent: int, turn: int) -> str:
-    """Return the question of an agent in a turn, without its question mark."""
+    """Return the question of an agent in a turn, without its question mark. No other turn has the same question."""
     return f"{agent}-{turn}"
 
 
-class Talk:
+class DirectTurns:
     """Environment with the turns of an agent, but without the endpoint."""
 
     async def reset(self, seed: int) -> tuple[Observation, dict[str, Any]]:
@@ -126,8 +141,8 @@ class Talk:
         """Do nothing."""
 
 
-class Tasks:
-    """Environment of an agent's task, which is the agent's number."""
+class AgentTasks:
+    """Environment that gives an agent its task. The task is the agent's number."""
 
     async def reset(self, seed: int) -> tuple[Observation, dict[str, Any]]:
         """Return the number."""
@@ -142,36 +157,37 @@ class Tasks:
 
 
 async def drive(base_url: str, api_key: str, task: str) -> str:
-    """Let an agent play in the process of agents; return its measurements as JSON."""
+    """Let the driver play an agent, and return the agent's measurements as JSON. `envs.agent` calls this function."""
     async with await anyio.connect_tcp("127.0.0.1", int(os.environ[DRIVER])) as stream:
         await stream.send(msgspec.json.encode([base_url, api_key, int(task)]) + b"\n")
         return (await BufferedByteReceiveStream(stream).receive_until(b"\n", 1 << 20)).decode()
 
 
-# -- the process of agents -------------------------------------------------------------------------------------------
+# -- the driver ------------------------------------------------------------------------------------------------------
 
 
-async def agents() -> None:
-    """Run agents that connect to a port, which is printed first."""
+async def run_agents() -> None:
+    """Print a port, and play an agent for each order that arrives there, until the process is killed."""
     listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
     sys.stdout.write(f"{listener.extra(SocketAttribute.local_port)}\n")
     sys.stdout.flush()
     with rare_garbage_collection():  # The benchmark measures the endpoint, not the garbage collection of its clients.
-        await listener.serve(_agent)
+        await listener.serve(_serve_order)
 
 
-async def _agent(connection: SocketStream) -> None:
+async def _serve_order(connection: SocketStream) -> None:
+    """Read an order (URL, key and number of an agent), play the agent, and reply with its measurements."""
     async with connection:
         order = await BufferedByteReceiveStream(connection).receive_until(b"\n", 1 << 16)
         base_url, key, number = msgspec.json.decode(order)
         host, _, port = base_url.partition("//")[2].partition("/")[0].partition(":")
         await anyio.sleep(random.Random(number).uniform(0, STAGGER_S))
         async with await anyio.connect_tcp(host, int(port)) as stream:
-            took = await _talk(stream, key, number)
+            took = await _play_turns(stream, key, number)
         await connection.send(msgspec.json.encode(took) + b"\n")
 
 
-async def _talk(stream: SocketStream, key: str, number: int) -> dict[str, Any]:
+async def _play_turns(stream: SocketStream, key: str, number: int) -> dict[str, Any]:
     """Play all turns of an agent; return the seconds of each, and the numbers of lost and crossed answers."""
     received, messages = BufferedByteReceiveStream(stream), list[dict[str, str]]()
     found: dict[str, Any] = {"took": {}, "lost": 0, "crossed": 0}
@@ -191,6 +207,7 @@ async def _talk(stream: SocketStream, key: str, number: int) -> dict[str, Any]:
 
 
 async def _whole(received: BufferedByteReceiveStream) -> str:
+    """Read an HTTP response with one body, and return its answer; an empty text for an error."""
     head = (await received.receive_until(b"\r\n\r\n", 1 << 16)).lower()
     size = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
     reply = msgspec.json.decode(await received.receive_exactly(size))
@@ -198,6 +215,7 @@ async def _whole(received: BufferedByteReceiveStream) -> str:
 
 
 async def _streamed(received: BufferedByteReceiveStream) -> str:
+    """Read an HTTP response with server-sent events, and return the answer that they add up to."""
     events = (await received.receive_until(b"0\r\n\r\n", 1 << 20)).split(b"data: ")
     chunks = [line.partition(b"\n\n")[0] for line in events[1:]]
     deltas = [msgspec.json.decode(chunk)["choices"][0]["delta"] for chunk in chunks if chunk != b"[DONE]"]
@@ -207,12 +225,18 @@ async def _streamed(received: BufferedByteReceiveStream) -> str:
 # -- the node --------------------------------------------------------------------------------------------------------
 
 
-async def node(make: Callable[[], Environment], engine: Timed, count: int) -> tuple[list[Trajectory], float, float]:
-    """Play `count` episodes at once; return them, the seconds that passed, and the node's processor seconds."""
+async def play_episodes(
+    make: Callable[[], Environment], engine: TimedEngine, count: int
+) -> tuple[list[Trajectory], float, float]:
+    """Play `count` episodes at once, as a node does.
+
+    Returns their trajectories, the seconds that passed, and the processor seconds of this process.
+    """
     played: list[Trajectory] = []
     player = EpisodePlayer(lambda _: make(), Letters(), engine, SETTINGS, Phases(), now=time.time)
 
     async def one(number: int) -> None:
+        """Play one episode."""
         ended = await player.play(Lease(number, Task(number, number, 0, number), 0), EpisodeProgress())
         assert isinstance(ended, Trajectory), ended
         played.append(ended)
@@ -228,21 +252,21 @@ async def node(make: Callable[[], Environment], engine: Timed, count: int) -> tu
 def agent() -> Agent:
     """Make an environment whose agent calls the endpoint."""
     module = "benchmarks.real.model_service"
-    return Agent(AgentOptions(function=f"{module}:drive", tasks={"path": f"{module}:Tasks"}))
+    return Agent(AgentOptions(function=f"{module}:drive", tasks={"path": f"{module}:AgentTasks"}))
 
 
 def measure(args: Args) -> list[Row]:
-    """Measure without the endpoint, then with it."""
-    count, answer_s = (50, 0.8) if args.quick else (AGENTS, ANSWER_S)
-    alone = Timed(answer_s)
-    _, alone_s, alone_cpu_s = anyio.run(node, Talk, alone, count)
+    """Play the episodes without the endpoint, then with it, and return the rows."""
+    count, answer_s = (50, 0.8) if args.quick else (AGENT_COUNT, ANSWER_S)
+    without = TimedEngine(answer_s)
+    _, without_s, without_cpu_s = anyio.run(play_episodes, DirectTurns, without, count)
     command = [sys.executable, "-m", "benchmarks.real.model_service", "agents"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as driver:
         try:
             assert driver.stdout is not None
             os.environ[DRIVER] = driver.stdout.readline().strip()
-            served = Timed(answer_s)
-            played, served_s, served_cpu_s = anyio.run(node, agent, served, count)
+            served = TimedEngine(answer_s)
+            played, served_s, served_cpu_s = anyio.run(play_episodes, agent, served, count)
         finally:
             driver.kill()
     found = [msgspec.json.decode(one.turns[-1].note) for one in played]
@@ -257,18 +281,20 @@ def measure(args: Args) -> list[Row]:
         added_ms = np.array([took[name] - served.took[name] for name in chosen]) * 1e3
         rows += [
             Row(f"{case}, {way}", "added_p50_ms", "ms", float(np.percentile(added_ms, 50))),
-            Row(f"{case}, {way}", "added_p99_ms", "ms", float(np.percentile(added_ms, 99)), at_most=ADDED_GOAL_MS),
+            Row(f"{case}, {way}", "added_p99_ms", "ms", float(np.percentile(added_ms, 99)), at_most=MOST_ADDED_MS),
         ]
     return [
         *rows,
-        Row(case, "added_cpu_per_call_ms", "ms", (served_cpu_s - alone_cpu_s) / (count * TURNS) * 1e3),
+        Row(case, "added_cpu_per_call_ms", "ms", (served_cpu_s - without_cpu_s) / (count * TURNS) * 1e3),
         Row(case, "calls_per_s", "1/s", len(took) / served_s),
-        Row(case, "throughput_of_none", "share", alone_s / served_s, at_least=RATIO_GOAL),
+        Row(
+            case, "share_of_throughput_without_endpoint", "share", without_s / served_s, at_least=LEAST_THROUGHPUT_SHARE
+        ),
     ]
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["agents"]:
-        anyio.run(agents)
+        anyio.run(run_agents)
     else:
         main("model_service", __doc__ or "", measure)

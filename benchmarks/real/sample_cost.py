@@ -48,7 +48,9 @@ from flash.transport.frames import ReplyT, Request
 from flash.types import Canary, Completion, Lease, Published, Task, VersionRun
 
 TOKENS, GROUP = 16, 8
+"""Tokens of a response, and samples of a group."""
 VERSION = FIRST_VERSION
+"""Version of the weights."""
 LOOP_GOAL_US, LOOP_RATIO, ENGINE_RATIO = 250.0, 4.5, 1.1
 """Goals of the loop, of its ratio to the bare one, and of the ratios to the bare engine."""
 
@@ -59,6 +61,7 @@ class IdleEngine:
     pressure = Pressure(running=0, waiting=0, kv_used=0.0, preemptions=0)
 
     async def generate(self, request: ResponseRequest) -> AsyncGenerator[Progress | Completion, None]:
+        """Respond at once: one token first, as a piece, then the completion."""
         await anyio.lowlevel.checkpoint()
         tokens = [5] * TOKENS
         yield Progress(tokens[:1], [-1.0], [VersionRun(VERSION, 1)])
@@ -66,6 +69,7 @@ class IdleEngine:
         yield Completion(tokens, [-1.0] * TOKENS, [VersionRun(VERSION, TOKENS)], "length")
 
     async def wait_dead(self) -> EngineDeadError:
+        """Wait forever, since this engine never dies."""
         await anyio.sleep_forever()
         raise AssertionError("it lives")
 
@@ -79,6 +83,7 @@ class DealingHub:
         self.delivered = 0
 
     async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
+        """Answer a request of the node at once. The node needs no reply but leases and the first version."""
         match cast("object", request):
             case p.LeaseRequest():
                 return cast("ReplyT", self._deal(request.capacity))
@@ -94,6 +99,7 @@ class DealingHub:
         return cast("ReplyT", p.Ack())
 
     def _deal(self, capacity: int) -> p.LeaseReply:
+        """Lease the next samples, at most `capacity`. Without samples, the reply ends the node."""
         first, self._dealt = self._dealt, min(self._samples, self._dealt + capacity)
         leases = [
             Lease(number, Task(number, number // GROUP, number % GROUP, number // GROUP), 0)
@@ -121,6 +127,7 @@ async def by_hand(config: Config, tokenizer: HfTokenizer, samples: int) -> None:
     engine, places = IdleEngine(), anyio.Semaphore(config.engine.max_sequences)
 
     async def one(number: int) -> float:
+        """Play one sample, and return its reward."""
         env = make_env("")
         observation, _ = await env.reset(number // GROUP)
         request = ResponseRequest(tokenizer.render(observation), TOKENS, number)

@@ -20,9 +20,12 @@ from benchmarks.training import PINNED, Measured, Train, train
 from flash.observe.stats import Interval, mean_interval
 
 WORKLOAD = WORKLOADS / "real_textworld.toml"
+"""Configuration of all runs."""
 
 LOCK_STEP = "synchronous, lock-step"
+"""Name of the mode that the others are compared with."""
 OWN, ASYNC, REDUNDANT = "synchronous, each on its own", "asynchronous", "asynchronous, redundant"
+"""Names of the other modes."""
 MODES: Mapping[str, list[str]] = {
     LOCK_STEP: ["train.async_ratio=0", "rollout.env_async=false"],
     OWN: ["train.async_ratio=0"],
@@ -33,8 +36,10 @@ MODES: Mapping[str, list[str]] = {
 PAPER = {OWN: 1.58, ASYNC: 2.27, REDUNDANT: 2.72}
 """ROLL Flash, ALFWorld: speed-ups over its synchronous training in lock-step."""
 GOALS = {OWN: 1.58, REDUNDANT: 2.72}
+"""Goals of the speed-ups over lock-step."""
 
 STEPS, QUICK_STEPS = 8, 2
+"""Steps of a run, in full and quick rounds."""
 ROUNDS = 3
 """Number of rounds of a full run; a quick run has one."""
 
@@ -85,6 +90,8 @@ def accuracy(runs: Sequence[Measured], which: int) -> Interval:
 
 
 def _of_mode(mode: str, runs: Sequence[Measured], reached: Interval) -> list[Row]:
+    """Return the rows about the runs of one mode. `reached` is their final accuracy."""
+
     def median(values: Sequence[float]) -> float:
         return statistics.median(values)
 

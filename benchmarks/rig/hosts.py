@@ -29,6 +29,7 @@ from benchmarks.rig.wire import Way, Ways, Wire, mac, open_port
 _T = TypeVar("_T")
 
 NEEDED = ("ip", "ss", "nsenter", "unshare")
+"""Commands that making hosts needs."""
 # Flags of Linux for namespaces and mounts, which Python's library does not name before version 3.12.
 CLONE_NEWNET = 0x40000000
 CLONE_NEWNS = 0x00020000
@@ -39,7 +40,7 @@ INSIDE = 'mount --bind "$0" /etc/hosts && hostname "$1" && shift && exec "$@"'
 """Shell command that each process runs first, in mount and host name namespaces of its own."""
 
 
-def missing() -> str:
+def why_no_hosts() -> str:
     """Return the reason why no hosts can be made here; empty if they can."""
     absent = [name for name in NEEDED if shutil.which(name) is None]
     if absent:
@@ -72,6 +73,7 @@ class Hosts(Kept):
         self._begin_carrying()
 
     def _set_up(self) -> None:
+        """Make a network namespace for each host and one for the wire, and connect them with virtual links."""
         lines = [f"{self.address(host)} {name}\n" for host, name in enumerate(self.names)]
         (self.folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
         _ip("netns", "add", self._switch)
@@ -190,6 +192,7 @@ class Hosts(Kept):
 
 
 def _ip(*arguments: str) -> None:
+    """Run a command of `ip`. Raises CalledProcessError if it fails."""
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
@@ -218,6 +221,7 @@ def _in_space(space: str, make: Callable[[], _T]) -> _T:
     """Call a function in a network namespace, to which a socket that it makes then belongs."""
 
     def enter() -> _T:
+        """Move this thread into the namespace, and call the function."""
         _enter_network(space)
         return make()
 

@@ -50,6 +50,7 @@ class Kept(ABC):
         )
 
     def __enter__(self) -> Self:
+        """Start the processes. An error ends those that have started."""
         try:
             self.begin()
         except BaseException:
@@ -60,6 +61,7 @@ class Kept(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        """End all processes, and remove the folder."""
         self.close()
 
     @abstractmethod
@@ -118,6 +120,7 @@ def spaces(folder: Path) -> list[str]:
 
 
 def _named(folder: Path) -> Iterable[int]:
+    """Yield the processes that have the folder in an environment variable."""
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
             if f"={folder}/".encode() in (entry / "environ").read_bytes():

@@ -18,7 +18,9 @@ import msgspec
 from anyio.abc import TaskGroup
 
 SOL_PACKET, PACKET_VNET_HDR = 263, 15
+"""Level and option of a socket that puts a header before each frame."""
 SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
+"""Options that set the sizes of a socket's buffers beyond the usual limits."""
 EVERY_PROTOCOL = 3
 """Names that Python's `socket` does not have."""
 HEADER_BYTES = 10
@@ -37,10 +39,13 @@ class Way(msgspec.Struct, frozen=True):
     """Properties of the way from one host to another; the way back has its own."""
 
     delay_s: float = 0.0
+    """Seconds from the end of sending to the arrival."""
     loss: float = 0.0
     """Share of the frames that are lost."""
     bytes_per_s: float = math.inf
+    """Bytes per second that the way carries."""
     cut: bool = False
+    """True if no frame arrives."""
 
 
 class Ways:
@@ -69,12 +74,12 @@ class Ways:
 
 
 def mac(host: int) -> str:
-    """The Ethernet address by which the wire knows a host."""
+    """Return the Ethernet address by which the wire knows a host."""
     return f"02:00:00:00:00:{host + 1:02x}"
 
 
 def targets(frame: bytes, source: int, hosts: int) -> Iterable[int]:
-    """For whom a frame is, by its Ethernet address."""
+    """Return the hosts that a frame is for, by its Ethernet address. `hosts` is the number of all hosts."""
     address = frame[HEADER_BYTES : HEADER_BYTES + 6]
     if len(address) == 6 and address[0] & 1:
         return [host for host in range(hosts) if host != source]
@@ -83,7 +88,7 @@ def targets(frame: bytes, source: int, hosts: int) -> Iterable[int]:
 
 
 def open_port(device: str) -> socket.socket:
-    """A socket that takes and gives the frames of a device of this thread's network namespace."""
+    """Return a socket that receives and sends the frames of a device of this thread's network namespace."""
     port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW | socket.SOCK_NONBLOCK, 0)
     try:
         port.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
@@ -114,6 +119,7 @@ class Wire:
                 tasks.start_soon(self._carry, source, tasks)
 
     async def _carry(self, source: int, tasks: TaskGroup) -> None:
+        """Pass on the frames of one host. Each frame of a slow way waits in a task of `tasks`."""
         port = self._ports[source]
         while True:
             await anyio.wait_readable(port)
@@ -124,6 +130,7 @@ class Wire:
                         self._pass_on(frame, source, tasks)
 
     def _pass_on(self, frame: bytes, source: int, tasks: TaskGroup) -> None:
+        """Give a frame to its targets, at once or when it is due. Lost frames are dropped."""
         now = anyio.current_time()
         for target in targets(frame, source, len(self._ports)):
             due = self._ways.arrival(source, target, len(frame), now)
@@ -133,9 +140,11 @@ class Wire:
                 tasks.start_soon(self._give_at, due, frame, target)
 
     async def _give_at(self, due: float, frame: bytes, target: int) -> None:
+        """Wait until a frame is due, and give it to a host."""
         await anyio.sleep_until(due)
         self._give(frame, target)
 
     def _give(self, frame: bytes, target: int) -> None:
+        """Give a frame to a host."""
         with suppress(OSError):  # a host that takes no more loses it, as on any network
             self._ports[target].send(frame)

@@ -31,7 +31,9 @@ from envs.sandbox.engines.backend import Images
 from flash.errors import ConfigError
 
 ARCHIVES = ROOT / "build" / "sandbox"
+"""Folder of the images' archives."""
 IMAGE = "flash-sandbox-python"
+"""Name of the image of all measurements."""
 ANSWER_S = 60.0
 """Longest wait for a service to answer after its start."""
 REMOVE_S = 20.0
@@ -42,6 +44,7 @@ COMMAND_S = 300.0
 """Longest wait for one Podman command; removing many containers takes a while on a slow disk."""
 
 Kind = Literal["agent", "conmon", "exec conmon", "runtime", "inside", "engine"]
+"""Kind of a process of an engine; see `Process.kind`."""
 
 
 @contextmanager
@@ -101,6 +104,7 @@ class Process(msgspec.Struct, frozen=True):
     kind: Kind
     """`agent` is the first process of a container, `inside` another one in it, `engine` is Podman itself."""
     command: str
+    """Beginning of its command line."""
 
 
 class PodmanEngine:
@@ -206,6 +210,7 @@ class PodmanEngine:
         return [line.split()[0] for line in lines if line.split()[-1:] == ["Storage"]]
 
     def _answers(self) -> bool:
+        """Return True if the service answers requests."""
         # A ping is cheaper than asking for the version, for which Podman asks the package manager. httpx does not close
         # its socket if the service does not accept the connection, so a socket of our own is used.
         with socket.socket(socket.AF_UNIX) as connection:
@@ -218,6 +223,7 @@ class PodmanEngine:
                 return False
 
     def _podman(self, options: Sequence[str], *words: str) -> subprocess.CompletedProcess[bytes]:
+        """Run a command of Podman to its end, on the storage that `options` name."""
         return subprocess.run(
             ["podman", *options, *words],
             stdin=subprocess.DEVNULL,

@@ -1,4 +1,7 @@
-"""Our half of `benchmarks.sandbox.run`: the operations that are timed, on real containers."""
+"""Operations of Flash's sandboxes that `benchmarks.sandbox.run` times, on real containers.
+
+`benchmarks.sandbox.swerex` has the same operations of the system that Flash is compared with.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,13 @@ from envs.sandbox.tokens import ADMIN, Token, Tokens
 from flash.http.server import HttpAddress, open_socket, serving
 
 SPEC = Spec(image=IMAGE)
+"""Description of the sandboxes."""
 COMMAND_S = 60.0
+"""Longest wait for a command, in seconds."""
 READY_S = 120.0
-"""Longest wait for a ready sandbox."""
-ONLY_FIXED = HostSettings(warm_max=0)
-"""Host that keeps a fixed number of sandboxes ready, and does not adapt it to the load."""
+"""Longest wait for a warm sandbox, in seconds. A sandbox is warm if it has started and nobody uses it yet."""
+FIXED_WARM = HostSettings(warm_max=0)
+"""Settings of a host that keeps a fixed number of sandboxes warm, and does not adapt it to the load."""
 
 
 def checked(result: Result) -> Result:
@@ -42,7 +47,7 @@ def checked(result: Result) -> Result:
 
 
 async def timed(call: Callable[[], Awaitable[Result]], count: int) -> list[float]:
-    """Return the seconds of each of `count` calls."""
+    """Return the seconds of each of `count` calls, one after the other. Raises RuntimeError if a command fails."""
     taken: list[float] = []
     for _ in range(count):
         begin = time.perf_counter()
@@ -88,7 +93,13 @@ async def engine_start(backend: Backend, labels: dict[str, str]) -> float:
 async def open_local_pool(
     backend: Backend, settings: HostSettings | None = None, warm: Sequence[tuple[Spec, int]] = ()
 ) -> AsyncGenerator[tuple[SandboxPool, LocalHost]]:
-    """Open a pool as the service has it, with its only host."""
+    """Open a pool like the one of the sandbox service, with this machine as its only host.
+
+    Args:
+        backend: container engine.
+        settings: settings of the host; None: the defaults.
+        warm: sandboxes that the host keeps warm, and the number of each.
+    """
     with tempfile.TemporaryDirectory(prefix="flash-bench-") as folder, OwnerLock(Path(folder) / "lock") as lock:
         identity = Identity.of(f"benchmark-{uuid4().hex[:12]}", lock)
         async with (
@@ -103,7 +114,7 @@ async def over_http(backend: Backend) -> AsyncGenerator[Sandbox]:
     """Provide a sandbox of a service over HTTP at loopback. Service and client are in this process."""
     token, address = uuid4().hex, HttpAddress(port=0)
     async with (
-        open_local_pool(backend, ONLY_FIXED) as (pool, _),
+        open_local_pool(backend, FIXED_WARM) as (pool, _),
         open_service(pool, Tokens({ADMIN: Token(token)})) as service,
         serving(make_app(service), open_socket(address), address) as url,
         SandboxClient(url, token) as client,
@@ -113,10 +124,15 @@ async def over_http(backend: Backend) -> AsyncGenerator[Sandbox]:
 
 
 async def warm_starts(backend: Backend, count: int) -> list[float]:
-    """Return the seconds from a request to a pool with a ready sandbox to the result of a first command."""
+    """Return the seconds of `count` starts in a pool that has a warm sandbox.
+
+    The time of a start is from the request of a sandbox to the result of its first command.
+    """
     taken: list[float] = []
-    async with open_local_pool(backend, ONLY_FIXED, [(SPEC, 1)]) as (pool, host):
+    async with open_local_pool(backend, FIXED_WARM, [(SPEC, 1)]) as (pool, host):
         for _ in range(count):
+            # The request before took the only warm sandbox. The host makes the next one in the background, and
+            # `pool.state` gets a new version when that sandbox is warm.
             with anyio.fail_after(READY_S):
                 while not sum(host.report().warm.values()):
                     await pool.state.changed_since(pool.state.version)

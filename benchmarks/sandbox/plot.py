@@ -10,7 +10,9 @@ import msgspec
 from benchmarks.form import Row
 
 OURS, OVER_HTTP, PEER, ENGINE = "Flash", "Flash, over its HTTP service", "swe-rex 1.4.0", "the engine alone"
+"""Names of the systems in the legend."""
 COLORS = {OURS: "#2f6fb0", OVER_HTTP: "#8fb6da", PEER: "#d98032", ENGINE: "#a8a8a8"}
+"""Colour of each system."""
 GAP = 0.7
 """Space between two groups, in bars."""
 NO_POOL = "start to first command, one ready"
@@ -21,7 +23,9 @@ TITLES = {
     NO_POOL: "a sandbox, one ready\nin the pool, and\nits first command",
     "start to first command, from nothing": "a new sandbox, and\nits first command",
 }
+"""Titles of the groups of bars, by the case of their rows."""
 LOWEST_MS, HIGHEST_MS = 0.1, 30_000
+"""Ends of the logarithmic axis, in milliseconds."""
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -29,6 +33,7 @@ class Group(msgspec.Struct, frozen=True):
 
     case: str
     goal_ms: float | None
+    """Goal of Flash's time, in milliseconds; None if it has none."""
     ms: dict[str, float]
     """Time of each system, ours first."""
 

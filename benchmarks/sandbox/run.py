@@ -33,8 +33,11 @@ from envs.sandbox.engines.docker import DockerBackend
 from envs.sandbox.local.sandbox import LocalSandbox
 
 ROUND_TRIP_MS = 1.0
+"""Goal of the median time of a command in an open shell, in milliseconds."""
 SPEEDUP = 50.0
+"""Goal of the speed-up over swe-rex for a command in an open shell."""
 WARM_MS = 20.0
+"""Goal of the median time of a start with a warm sandbox, in milliseconds."""
 OVER_ENGINE = 1.3
 """Goals."""
 LABEL = "flash.benchmark"
@@ -47,25 +50,38 @@ class Size(msgspec.Struct, frozen=True):
     """Numbers of measurements. Rounds of ours and of swe-rex take turns."""
 
     rounds: int
+    """Number of rounds."""
     session: int
+    """Commands in an open shell, in each round."""
     fresh: int
+    """Commands that are a process each, in each round."""
     over_http: int
+    """Commands in an open shell over the HTTP service, in each round."""
     swerex_session: int
+    """Commands of swe-rex in an open shell, in each round."""
     swerex_execute: int
+    """Commands of swe-rex that are a process each, in each round."""
     warm: int
+    """Starts with a warm sandbox."""
     cold: int
+    """Starts from nothing."""
 
 
 FULL = Size(5, 1000, 400, 200, 20, 60, 40, 20)
+"""Numbers of a full run."""
 QUICK = Size(2, 200, 50, 40, 5, 20, 5, 2)
+"""Numbers of `--quick`."""
 
 
 class Bed(msgspec.Struct, frozen=True):
     """Engine, labels, peer and sizes, which all measurements share."""
 
     backend: Backend
+    """Container engine."""
     labels: dict[str, str]
+    """Labels of the containers, by which containers that are left behind are found."""
     peer: SweRex | None
+    """Client of swe-rex; None if it is left out."""
     size: Size
 
 
@@ -180,6 +196,7 @@ async def in_containers(url: str, with_swerex: bool, size: Size) -> list[Row]:
 
 @asynccontextmanager
 async def _peer(backend: Backend, url: str, labels: dict[str, str], wanted: bool) -> AsyncGenerator[SweRex | None]:
+    """Provide swe-rex for the time of the block; None if it is not wanted."""
     if not wanted:
         print("  peer     left out\n", flush=True)
         yield None

@@ -37,16 +37,20 @@ from envs.sandbox.engines import profiles
 from flash.errors import ConfigError
 
 FOLDER = ROOT / "build" / "swerex"
+"""Folder of the Python environment of swe-rex."""
 STAMP = "requirements.txt"
 """File that is written last: an environment without it is not finished."""
 SWEREX = "swe-rex 1.4.0"
+"""Name and version of the peer."""
 PINNED = (
     SWEREX.replace(" ", "=="),
     # Its client needs aiohttp, which it does not ask for; the rest is what it runs on.
     *("aiohttp==3.14.5", "bashlex==0.18", "fastapi==0.165.0", "pexpect==4.9.0", "pydantic==2.14.3"),
     *("python-multipart==0.0.34", "requests==2.34.2", "rich==15.0.0", "starlette==1.10.0", "uvicorn==0.54.0"),
 )
+"""Packages of its environment."""
 INSTALL_S = 900
+"""Longest wait for pip, in seconds."""
 MOUNT = "/swerex"
 """Path of the packages in the container."""
 ANSWER_S = 120.0
@@ -148,11 +152,15 @@ class SweRex:
         return await self._ask("execute", count=count)
 
     async def stop(self) -> None:
+        """Remove the container, if there is one."""
         if self._container is not None:
             await self._container.delete(force=True, v=True)
             self._container = None
 
     async def _ask(self, do: str, **arguments: object) -> list[float]:
+        """Send a command to the client process, and return the seconds that it measured. `do` is a function of
+        `benchmarks.sandbox.swerex_runner`.
+        """
         assert self._client.stdin is not None
         with anyio.fail_after(ANSWER_S):
             try:
@@ -192,6 +200,7 @@ async def connected(url: str, spec: Spec, labels: Mapping[str, str], image_pytho
 
 
 def _free_port() -> int:
+    """Return a port that no process listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -66,6 +66,7 @@ def change(config: Config, **tables: Mapping[str, Any]) -> Config:
 
 
 def _changed(base: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]) -> Config:
+    """Return a configuration: the tables `base`, changed by `tables`."""
     changed = {name: base.get(name, {}) | dict(table) for name, table in tables.items()}
     simulated = tables.get("simulate", {})
     if "rollout_gpus" in simulated and "nodes" not in simulated:
@@ -93,6 +94,7 @@ def run_world(config: Config, observer: SimObserver | None = None) -> tuple[Worl
     """Simulate a run; return its world and its report."""
 
     async def run() -> tuple[World, SimReport]:
+        """Run the simulation on the virtual clock."""
         world = World(config, observer)
         return world, world.report(await world.run())
 

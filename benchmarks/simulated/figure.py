@@ -19,7 +19,9 @@ CLOSE = 0.15
 TIE = 0.99
 """Goal of our speed as a share of the peer's: below 1, because the order of events differs where both do the same."""
 NAMES = {"reference": "published", "peer": "ROLL Flash rules", "ours": "ours", "bound": "bound"}
+"""Name in the legend of each field of a row."""
 COLORS = {"reference": "#8c8c8c", "peer": "#d98032", "ours": "#2f6fb0", "bound": "#9ac29a"}
+"""Colour of each field of a row."""
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------
@@ -44,6 +46,7 @@ def bars(title: str, unit: str, metric: str = "speedup") -> Callable[[Sequence[R
     """Return a plot of one metric: a group of bars per case, one bar per number that it has."""
 
     def plot(rows: Sequence[Row], file: Path) -> None:
+        """Draw the rows to a file."""
         chosen = [row for row in rows if row.metric == metric]
         figure, axes = _canvas(title)
         columns = [name for name in NAMES if any(getattr(row, name) is not None for row in chosen)]
@@ -64,6 +67,7 @@ def lines(title: str, across: str, unit: str, metric: str) -> Callable[[Sequence
     """Return a plot of one metric over the number in the case. Cases that differ in more are lines of their own."""
 
     def plot(rows: Sequence[Row], file: Path) -> None:
+        """Draw the rows to a file."""
         figure, axes = _canvas(title)
         series: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for row in rows:
@@ -88,6 +92,7 @@ def lines(title: str, across: str, unit: str, metric: str) -> Callable[[Sequence
 
 
 def _canvas(title: str) -> tuple[Any, Any]:
+    """Return an empty figure and its axes."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -99,6 +104,7 @@ def _canvas(title: str) -> tuple[Any, Any]:
 
 
 def _save(figure: Any, axes: Any, file: Path) -> None:
+    """Give a figure its style, and write it to a file."""
     from matplotlib import pyplot
 
     axes.set_ylim(bottom=0)

@@ -13,6 +13,7 @@ from benchmarks.simulated.peers.roll_flash import Rules, roll_flash
 from flash.simulate.bounds import best_split, quantities
 
 GPUS = 40
+"""Number of GPUs of the machine."""
 
 
 def measure(args: Args) -> list[Row]:

@@ -17,6 +17,7 @@ from flash.simulate.world import simulate
 MEAN, DEVIATION = 400, 500
 """Tokens."""
 BATCH, PLACES = 128, 256
+"""Samples of a batch, and places of an engine."""
 FIRST = 4
 """Number of steps that count as a run's first."""
 CASES = ((2, (None, 2.0, 1.0)), (8, (None, 4.0, 2.0, 1.0)))

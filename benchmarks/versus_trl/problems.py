@@ -43,11 +43,13 @@ def rewards(config: Config, seeds: Sequence[int], answers: Sequence[str]) -> lis
 
 
 async def _all_prompts(config: Config, seeds: Sequence[int]) -> list[Prompt]:
+    """Return the prompt for each seed."""
     loaded = LoadedEnvironment(config.env.path, config.env.options)
     return [(await _episode(loaded.make(), seed, None))[0] for seed in seeds]
 
 
 async def _all_rewards(config: Config, seeds: Sequence[int], answers: Sequence[str]) -> list[float]:
+    """Return the reward for each answer."""
     loaded = LoadedEnvironment(config.env.path, config.env.options)
     return [(await _episode(loaded.make(), seed, answer))[1] for seed, answer in zip(seeds, answers, strict=True)]
 

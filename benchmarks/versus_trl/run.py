@@ -41,6 +41,7 @@ CASES = {
     "long": Case(title="answers of 24 tokens in the median, up to 480", accuracy=0.75, goal=5.0),
     "real": Case(title="SmolLM2-135M-Instruct, instructions of form", accuracy=0.6, goal=1.25),
 }
+"""Workloads, with the accuracy that both systems must reach and the goal of the speed-up."""
 A_CORE_EACH = {"Flash, a core each": ["cluster.node_cpus=[0]", "cluster.trainer_cpus=[1]"]}
 """Node loop and engine share one core, the trainer has the other; else only the model's threads are tied to a core."""
 OTHERS: dict[str, dict[str, TrlChoices | list[str]]] = {
@@ -66,9 +67,12 @@ default one, and 6 s to train (in one part 9 s)."""
 SEEDS = (0, 1, 2)
 """Seeds of full runs: one alone says little, because the time to an accuracy depends on the samples."""
 QUICK = ["run.steps=4", "checkpoint.every=2", "eval.problems=64"]
+"""Overrides of `--quick`."""
 
 CURVES = RESULTS / "versus_trl_curves.json"
+"""File with the recorded curves."""
 OUT = Path("outputs") / "versus-trl"
+"""Folder of the runs."""
 RUN_TIMEOUT_S = 1800
 """Longest wait for one run."""
 

@@ -31,6 +31,7 @@ from flash.config.load import load
 from flash.config.tree import Config
 
 SOFTWARE = ("trl", "transformers", "torch", "accelerate")
+"""Packages whose versions are written into the result."""
 
 
 class Scorer:

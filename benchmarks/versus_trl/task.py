@@ -41,6 +41,7 @@ class LaggedOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Digits of the answer, which has one token more, the end of text."""
 
     def __post_init__(self) -> None:
+        """Check the options."""
         if not MIN_LAG <= self.lag <= MAX_LAG:
             raise ConfigError(f"lag must be a whole number from {MIN_LAG} to {MAX_LAG}, but is {self.lag!r}")
         if not 1 <= self.length <= MAX_LENGTH:
@@ -59,6 +60,7 @@ class LaggedSums(OneTurn):
         return "0123456789"
 
     def _draw(self, rng: random.Random, held_out: bool) -> SolvedExample:
+        """Draw a problem of the training part, or of the held-out part, and solve it."""
         while True:
             digits = [rng.randrange(10) for _ in range(self._lag)]
             prompt = "".join(map(str, digits))
@@ -69,6 +71,7 @@ class LaggedSums(OneTurn):
         return SolvedExample(prompt, "".join(map(str, digits[self._lag :])))
 
     def _reward(self, answer: str, solution: str) -> float:
+        """Return 1.0 if the whole answer is right, else 0.0."""
         return float(answer == solution)
 
 
@@ -76,6 +79,9 @@ class CountedSums(Counting):
     """Environment with one problem: a sign to count down from; the options are those of `Counting`."""
 
     def _draw(self, rng: random.Random, held_out: bool, length: int | None = None) -> SolvedExample:
+        """Draw a problem of the training part, or of the held-out part, and solve it. `length` fixes the number of
+        signs.
+        """
         while True:
             left = length or self._length(rng)
             before, last = rng.randrange(10), rng.randrange(10)

@@ -87,6 +87,7 @@ _ITEMS: dict[str, type[_Item]] = {
     "function_call_output": _ResultItem,
     REASONING: _ReasoningItem,
 }
+"""Item types of requests, and the form of each."""
 
 
 class _MessageBuilder:

@@ -24,6 +24,7 @@ _TOKEN_IDS = (1 << 31) - 1
 """Upper bound of token ids, which are encoded as int32."""
 
 _NORMAL = NormalDist()
+"""Standard normal distribution, which `Workload.response_tokens` uses."""
 
 # Purposes of random draws (`Workload._draw`): two quantities of the same id must not use the same random number.
 _PROMPT, _RESPONSE, _TURNS, _OBSERVATION, _RESET, _ENV, _REWARD = range(7)

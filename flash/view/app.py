@@ -35,7 +35,9 @@ from flash.view.samples import FoundSamples, Query, ShownGroup, find, show_group
 from flash.view.timeline import Window, show_window
 
 STATIC = Path(__file__).parent / "static"
+"""Folder of the files that the page consists of."""
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+"""Media type of each kind of file that is served."""
 ASSETS = {
     f"/{file.name}".replace("/index.html", "/"): file for file in sorted(STATIC.iterdir()) if file.suffix in MEDIA_TYPES
 }

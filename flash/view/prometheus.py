@@ -21,6 +21,7 @@ from flash.observe.rundir.summary import number
 from flash.view.charts import DRAWN, DrawnChart
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Media type of Prometheus's text format."""
 ROWS: Sequence[Kind] = ("step", "evaluation")
 """Kinds of rows of which the last one is reported."""
 PANELS_PER_ROW, WIDTH, HEIGHT = 2, 12, 8

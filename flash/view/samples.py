@@ -42,6 +42,7 @@ DIGITS = 4
 """Number of decimals of a token's values."""
 
 Bound = float | None
+"""Bound of a search; None: no bound."""
 FloatArray = npt.NDArray[np.float64]
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rig.hosts import Hosts, missing
+from benchmarks.rig.hosts import Hosts, why_no_hosts
 
 NAMES = ("node9", "node10")
 """Names of the hosts. As text they sort the other way round, as names of a real cluster may."""
@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
     """Return two hosts, or the hosts whose names are the parameter of the test."""
-    why = missing()
+    why = why_no_hosts()
     if why and not os.environ.get("FLASH_REQUIRE_HOSTS"):
         pytest.skip(f"no hosts: {why}")
     with Hosts(*getattr(request, "param", NAMES)) as started:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from scripts.architectures import compare
+from scripts.architectures import compare, is_exact
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,14 @@ def test_layers_that_are_traced_as_for_a_gpu_are_trained_as_those_that_are_not(k
     assert row["way"] == "packed", row
     assert row["logprob_error"] < 1e-4
     assert row["gradient_error"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("logprob_error", "gradient_error", "exact"),
+    [(1e-6, 1e-6, True), (1e-6, 0.1, False), (0.1, 1e-6, False), (1e-6, float("nan"), False)],
+)
+def test_an_error_that_is_large_or_not_a_number_is_inexact(
+    logprob_error: float, gradient_error: float, exact: bool
+) -> None:
+    row = {"kind": "x", "way": "packed", "logprob_error": logprob_error, "gradient_error": gradient_error}
+    assert is_exact(row) == exact

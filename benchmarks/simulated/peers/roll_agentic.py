@@ -1,4 +1,4 @@
-"""ROLL Flash on multi-turn tasks, by its rules.
+"""ROLL Flash's rules for tasks of many turns, on the simulated engines of `benchmarks.simulated.peers.world`.
 
 A fixed set of environments: G + `extra_groups` groups of `group_size` + `extra_per_group`. Each environment works on
 its own, and keeps to one engine. A group may open one episode per step, ⌈α⌉ ahead of the trainer; an environment that
@@ -24,16 +24,20 @@ from flash.types import Task
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """Switches of the system."""
+    """Settings of ROLL Flash."""
 
     async_ratio: float = 0.0
+    """α: asynchronous ratio."""
     extra_groups: int = 0
+    """Groups of environments beyond the groups of a batch."""
     extra_per_group: int = 0
+    """Environments of a group beyond its size."""
     colocated: bool = False
+    """True if generation and training take turns on all GPUs."""
 
 
 def roll_agentic(config: Config, rules: Rules) -> PeerReport:
-    """Simulate a whole run."""
+    """Simulate a whole run under ROLL Flash's rules for many turns on a new virtual clock."""
     world = World(
         config, colocated=rules.colocated, limit=ENGINE_LIMIT, keep_partial=False, extra_members=rules.extra_per_group
     )
@@ -51,7 +55,7 @@ class _Episode:
 
 
 class RollAgentic:
-    """State of one run; an instance is used once."""
+    """ROLL Flash's rules for many turns, and the state of one run under them. An instance simulates one run."""
 
     def __init__(self, world: World, rules: Rules) -> None:
         self._world = world
@@ -80,6 +84,7 @@ class RollAgentic:
         return world.report()
 
     def _start(self, environments: TaskGroup) -> None:
+        """Start all environments, and assign each to one engine."""
         members = self._world.config.rollout.group_size + self._rules.extra_per_group
         for slot in range(self._slots):
             for member in range(members):
@@ -87,6 +92,7 @@ class RollAgentic:
                 environments.start_soon(self._environment, slot, assigned)
 
     def _advance(self, step: int) -> None:
+        """Begin a step: drop the episodes that are too old for it, complete or not."""
         self._step = step
         oldest = step - math.ceil(self._rules.async_ratio)
         self._complete = [episode for episode in self._complete if episode.step >= oldest]
@@ -97,6 +103,7 @@ class RollAgentic:
         self._change()
 
     def _change(self) -> None:
+        """Wake all tasks that wait for a change of the episodes."""
         self._changed.set()
         self._changed = anyio.Event()
 
@@ -115,6 +122,10 @@ class RollAgentic:
                 self._change()
 
     def _join(self, slot: int) -> _Episode | None:
+        """Return the oldest episode of a group of environments that wants members; None if there is none.
+
+        A new episode is opened if the group may have one. `slot` is the number of the group.
+        """
         for episode in self._open[slot]:
             if episode.unclaimed:
                 return episode
@@ -127,6 +138,7 @@ class RollAgentic:
         return episode
 
     async def _batch(self) -> list[list[Finished]]:
+        """Wait for enough complete episodes, and take the oldest ones as a batch."""
         wanted = self._world.groups_per_batch
         while True:
             older = any(episode.step < self._step for episodes in self._open for episode in episodes)

@@ -1,4 +1,4 @@
-"""ROLL Flash on single-turn tasks, by its rules.
+"""ROLL Flash's rules for tasks of one turn, on the simulated engines of `benchmarks.simulated.peers.world`.
 
 Admission per prompt, cumulative: B + ⌈αB⌉ at the first step, B more at each later one; a filtered prompt is replaced.
 With `extra_prompts`, so many more than a batch are kept running all the time. The candidates of a prompt are requests
@@ -27,9 +27,10 @@ ENGINE_LIMIT = 128
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """Switches of the system."""
+    """Settings of ROLL Flash."""
 
     async_ratio: float = 0.0
+    """α: asynchronous ratio."""
     replicate: bool = True
     """Candidates are placed one by one; off: the candidates of a prompt share an engine."""
     extra_prompts: int | None = None
@@ -37,10 +38,11 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     colocated: bool = False
     """Generation and training take turns on all GPUs; only without asynchrony."""
     limit: int = ENGINE_LIMIT
+    """Most requests at once on an engine."""
 
 
 def roll_flash(config: Config, rules: Rules) -> PeerReport:
-    """Simulate a whole run."""
+    """Simulate a whole run under ROLL Flash's rules for one turn on a new virtual clock."""
     world = World(config, colocated=rules.colocated, limit=rules.limit)
     return run_virtual(RollFlash(world, rules).run)
 
@@ -67,7 +69,7 @@ class Cohort:
 
 
 class RollFlash:
-    """State of one run; an instance is used once."""
+    """ROLL Flash's rules for one turn, and the state of one run under them. An instance simulates one run."""
 
     def __init__(self, world: World, rules: Rules) -> None:
         self._world = world
@@ -94,11 +96,13 @@ class RollFlash:
         return world.report()
 
     async def _update(self) -> None:
+        """Pause generation, load the next version into all engines, and continue."""
         await self._world.router.pause()
         await self._world.publish()
         self._world.router.resume()
 
     def _advance(self, step: int, prompts: TaskGroup) -> None:
+        """Begin a step: drop the prompts that are too old for it, and admit new ones."""
         batch, ratio = self._world.groups_per_batch, self._rules.async_ratio
         self._drop(step - math.ceil(ratio))
         self._step = step
@@ -116,6 +120,7 @@ class RollFlash:
                 scope.cancel()
 
     def _admit(self) -> None:
+        """Start as many prompts as the rules allow. Called after each event that changes their number."""
         running = sum(len(cohort.running) for cohort in self._cohorts.values())
         extra = self._rules.extra_prompts
         most = 0 if extra is None else self._world.groups_per_batch + extra
@@ -127,6 +132,7 @@ class RollFlash:
             running += 1
 
     async def _prompt(self, tasks: list[Task], cohort: Cohort) -> None:
+        """Play all candidates of a prompt, and keep the group for a batch unless dynamic filtering drops it."""
         group: list[Finished] = []
         assigned = None if self._rules.replicate else next(self._assignments)
         with cohort.running[tasks[0].group_id] as scope:
@@ -136,16 +142,18 @@ class RollFlash:
         del cohort.running[tasks[0].group_id]
         if scope.cancelled_caught:
             return
-        if self._world.keeps(group):
+        if not self._world.is_filtered_out(group):
             cohort.finished.append(group)
             self._completed += 1
         cohort.change()
         self._admit()
 
     async def _candidate(self, task: Task, assigned: int | None, group: list[Finished]) -> None:
+        """Play one candidate, and append it to its group. `assigned` is its engine; None: the least loaded one."""
         group.append(await self._world.play(task, assigned))
 
     async def _batch(self) -> list[list[Finished]]:
+        """Take the batch of this step: the oldest prompts first, with a wait for each older step."""
         wanted, batch = self._world.groups_per_batch, []
         for step in sorted(self._cohorts):
             batch += await self._cohorts[step].take(wanted - len(batch), growing=step == self._step)

@@ -1,4 +1,8 @@
-"""Router of the peers: a limit of requests per engine, first come first served, and a pause by abort."""
+"""Router of the peers, between their rules and the simulated engines.
+
+It limits the requests of each engine and serves them in the order of arrival. Before a swap of weights, `Router.pause`
+aborts the running requests. `benchmarks.simulated.peers.world.World` makes one router for each run.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +23,25 @@ class Response(msgspec.Struct):
     discarded: int = 0
     """Sampled and thrown away, because the turn started again."""
     oldest_version: int | None = None
+    """Oldest version that sampled one of the tokens; None before the first token."""
 
     def add(self, tokens: int, oldest_version: int) -> None:
-        """A piece was sampled."""
+        """Count the tokens of a piece that was sampled, and the oldest version among them."""
         self.tokens += tokens
         if self.oldest_version is None or oldest_version < self.oldest_version:
             self.oldest_version = oldest_version
 
     def restart(self) -> None:
-        """Throw away what was sampled so far."""
+        """Discard the tokens so far, since the turn starts again."""
         self.discarded += self.tokens
         self.tokens, self.oldest_version = 0, None
 
 
 class PeerEngine(SimEngine):
-    """A simulated engine that can tell how far its requests are, as one that is aborted does."""
+    """A simulated engine that also reports how many tokens its requests have sampled, as an abort does."""
 
     def sampled(self) -> dict[int, tuple[int, int]]:
-        """Tokens sampled so far and the oldest version among them, by the request's key."""
+        """Return the number of tokens sampled so far and their oldest version, for each live request by its key."""
         now = self._done_steps + self._steps_over()
         so_far: dict[int, tuple[int, int]] = {}
         for sequence in (*self._running, *self._waiting):
@@ -106,6 +111,7 @@ class Router:
     async def _request(
         self, engine: PeerEngine, prompt: list[int], key: int, max_new_tokens: int, response: Response
     ) -> None:
+        """Send the rest of a response to an engine, and add its tokens to `response`."""
         left = max_new_tokens - response.tokens
         request = ResponseRequest(prompt + [0] * response.tokens, left, key, generated=response.tokens)
         stream = engine.generate(request)
@@ -117,6 +123,9 @@ class Router:
             await stream.aclose()
 
     async def _place(self, assigned: int | None) -> int:
+        """Wait for a place on an engine, and return the engine's number. `assigned` is the only engine that may serve;
+        None: any.
+        """
         waiter = _Waiter(assigned)
         self._waiting.append(waiter)
         self._grant()
@@ -133,6 +142,7 @@ class Router:
         return waiter.engine
 
     def _grant(self) -> None:
+        """Give free places to waiting requests, in the order of arrival."""
         left: list[_Waiter] = []
         for index, waiter in enumerate(self._waiting):
             least = min(range(len(self._load)), key=self._load.__getitem__)
@@ -151,13 +161,14 @@ class Router:
             self._idle.set()
 
     def _full(self, engine: int) -> bool:
+        """Return True if an engine has as many requests as the limit allows."""
         return self._limit is not None and self._load[engine] >= self._limit
 
     async def pause(self) -> None:
-        """Let no new request in and abort the running ones; those that queue already still run to their end.
+        """Let no new request in, abort the running ones, and wait for the queued ones, which still run to their end.
 
-        With an empty queue and partial responses kept, the abort is left to the swap: an engine that recomputes the
-        cache of its running sequences does the same work as one that is sent them again.
+        With an empty queue and partial responses kept, nothing is aborted. The swap of the weights then computes the
+        cache of running sequences again, which costs the same as sending the requests again.
         """
         self._open = anyio.Event()
         if not self._waiting and self._keep_partial:

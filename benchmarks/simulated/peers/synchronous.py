@@ -21,31 +21,37 @@ from flash.types import Task
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """Switches of the baseline."""
+    """Settings of the baseline."""
 
     replicate: bool = False
+    """True if each sample of a prompt is a request of its own."""
     env_async: bool = False
+    """True if each environment steps on its own; False if all step together."""
     colocated: bool = True
+    """True if generation and training take turns on all GPUs."""
 
 
 def synchronous(config: Config, rules: Rules = Rules()) -> PeerReport:  # noqa: B008 (frozen)
-    """Simulate a whole run."""
+    """Simulate a whole run of the baseline on a new virtual clock."""
     return run_virtual(_Synchronous(World(config, colocated=rules.colocated), rules).run)
 
 
 class _Synchronous:
+    """Rules of the synchronous baseline, and the state of one run under them."""
+
     def __init__(self, world: World, rules: Rules) -> None:
         self._world = world
         self._rules = rules
         self._assignments = itertools.cycle(range(len(world.engines)))
 
     async def run(self) -> PeerReport:
+        """Simulate every step of the run, and report it."""
         world = self._world
         await world.publish()
         for _ in range(world.config.run.steps):
             passed: list[list[Finished]] = []
             while len(passed) < world.groups_per_batch:
-                passed += [group for group in await self._wave() if world.keeps(group)]
+                passed += [group for group in await self._wave() if not world.is_filtered_out(group)]
             await world.train(passed[: world.groups_per_batch])
             await world.publish()
         return world.report()
@@ -63,4 +69,5 @@ class _Synchronous:
         return groups
 
     async def _play(self, task: Task, assigned: int | None, phases: Phases, group: list[Finished]) -> None:
+        """Play one sample, and append it to its group."""
         group.append(await self._world.play(task, assigned, phases, wait_for_reward=False))

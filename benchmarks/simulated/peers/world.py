@@ -1,7 +1,9 @@
-"""Simulated engines, environments and trainer of the peers' policies, and the counts of a run.
+"""Simulated engines, environments and trainer under the rules of other systems (*peers*), and the counts of a run.
 
-A run is described by the same configuration as one of ours, and its samples are drawn from the same workload by the
-same keys: a response has the same length under every policy.
+The files beside this one have the rules of one system each. They decide when samples begin and which samples a batch
+gets; this `World` plays the samples and trains the batches. A run is described by the same configuration as one of
+ours, and its samples are drawn from the same workload by the same keys: a response has the same length under every
+policy.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ class PeerReport(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int
     """Tokens of all ended responses and of aborted ones."""
     trained_tokens: int
+    """Response tokens of trained samples."""
 
     @property
     def waste(self) -> float:
@@ -61,15 +64,16 @@ class Finished(msgspec.Struct):
     length: int
     """Tokens of its whole trajectory."""
     oldest_version: int
+    """Oldest version that sampled one of its tokens."""
 
 
 class World:
     """Engines, environments and trainer of one run.
 
     Args:
-        config: hardware, workload, batch and group size; its switches are the policy's business.
-        colocated: generation and training take turns on all GPUs.
-        limit: requests at once on an engine that the policy's router allows; None: what the engine itself runs.
+        config: hardware, workload, batch and group size. The peer's rules read all other settings.
+        colocated: True if generation and training take turns on all GPUs.
+        limit: most requests at once on an engine that the router allows; None: as many as the engine runs.
         keep_partial: see `Router`.
         extra_members: samples of a group beyond its size.
     """
@@ -96,7 +100,9 @@ class World:
         ]
         self.router = Router(self.engines, limit, keep_partial=keep_partial)
         self.version = -1
+        """Version of all engines; −1 before the first `publish`."""
         self._environments: Counter[int] = Counter()
+        """Number of environments that were made for each problem."""
         self._generated = 0
         self._trained = 0
         self._train_s = 0.0
@@ -129,6 +135,7 @@ class World:
         return finished
 
     async def _try(self, task: Task, assigned: int | None, phases: Phases, lease: Lease) -> Finished | None:
+        """Play an episode once. Returns None if its environment never answers, after the deadline of a step."""
         work, deadline = self.workload, self.config.deadlines.env_step
         name = env_key(task.seed, self._environments[task.seed])
         self._environments[task.seed] += 1
@@ -157,18 +164,21 @@ class World:
         reward = work.reward(task.seed, name)
         return Finished(task, reward, work.reward_seconds(name), sampled, len(context), oldest)
 
-    def keeps(self, group: Sequence[Finished]) -> bool:
-        """Return True if dynamic filtering lets a group into a batch."""
+    def is_filtered_out(self, group: Sequence[Finished]) -> bool:
+        """Return True if dynamic filtering drops a group, because nothing can be learned from its rewards.
+
+        The filters are those of the configuration: groups of equal rewards, or with a mean outside of bounds.
+        """
         rewards, rollout = [sample.reward for sample in group], self.config.rollout
         if rollout.drop_equal_rewards and are_equal(rewards):
-            return False
+            return True
         low, high = rollout.accuracy_bounds or (0.0, 1.0)
-        return low <= sum(rewards) / len(rewards) <= high
+        return not low <= sum(rewards) / len(rewards) <= high
 
     # -- weights and training ----------------------------------------------------------------------------------------
 
     async def publish(self) -> None:
-        """Bring the next version to all engines together; running sequences have their cache made again."""
+        """Load the next version into all engines at once. Running sequences are prefilled again."""
         self.version += 1
         published = Published(self.version, "tcp", b"", Canary([], []))
         async with anyio.create_task_group() as loads:
@@ -209,4 +219,5 @@ def make_workload(config: Config, extra_members: int = 0) -> Workload:
 
 
 async def _load(engine: PeerEngine, published: Published) -> None:
+    """Load a version into an engine, with a new KV cache."""
     await engine.load(published, keep_cache=False)

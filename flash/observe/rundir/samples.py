@@ -28,6 +28,7 @@ from flash.observe.rundir.rundir import RunDirectory, write_atomically, writing
 from flash.types import Outcome, Span, TrainedSample, Trajectory, VersionRun
 
 SUFFIX = ".arrow"
+"""End of the name of a file with readable samples."""
 WORTH_COMPRESSING = 64 << 10
 """Bytes of a step's samples from which on they are compressed. For less, starting to compress takes longer than it
 saves."""

@@ -10,9 +10,18 @@ import msgspec
 import pytest
 
 from benchmarks.form import ROOT
-from benchmarks.real.chaos import JobResult, rows
+from benchmarks.real.chaos import JobResult, main, rows
 from benchmarks.real.chaos_cluster import WORKLOAD
-from benchmarks.real.chaos_faults import KINDS, LONGEST_S, PLACES, SHORTEST_S, InjectedFault, one_of_each, plan, role
+from benchmarks.real.chaos_faults import (
+    KINDS,
+    LONGEST_S,
+    SHORTEST_S,
+    TARGET_HOSTS,
+    InjectedFault,
+    one_of_each,
+    plan,
+    role,
+)
 from benchmarks.real.chaos_judge import (
     Left,
     Trained,
@@ -143,7 +152,7 @@ def test_a_plan_is_the_same_for_a_seed_and_has_all_kinds_alike() -> None:
     assert set(counts) == set(KINDS)
     assert max(counts.values()) - min(counts.values()) <= 1
     for fault in faults:
-        assert fault.host in PLACES[fault.target]
+        assert fault.host in TARGET_HOSTS[fault.target]
         assert (fault.seconds == 0) == (fault.how == "kill")
         assert fault.how == "kill" or SHORTEST_S <= fault.seconds <= LONGEST_S
     assert 70 <= len(faults) <= 110
@@ -192,10 +201,23 @@ def test_the_goals_are_missed_by_one() -> None:
         samples={**SOUND.samples, 3: 1},
     )
     result = JobResult(100.0, 500.0, injected, 0, failed=["x"], stuck=["x"], orphans=["x"])
-    missed = {row.metric for row in rows(result, bad, calm_per_s=1.0) if row.met is False}
+    calm = JobResult(0.0, 60.0, [], 0, failed=[], stuck=[], orphans=[])
+    missed = {row.metric for row in rows(result, bad, calm, calm_per_s=1.0) if row.met is False}
     assert missed == {
         *("tasks_lost", "tasks_doubled", "tokens_unaccounted", "tokens_beyond_alpha", "rows_doubled", "rows_lost"),
         *("orphans_left", "hangs", "launches_failed", "goodput"),
     }
     fine = JobResult(100.0, 102.0, injected, 0, failed=[], stuck=[], orphans=[])
-    assert [row.metric for row in rows(fine, SOUND, calm_per_s=8.0) if row.met is False] == []
+    assert [row.metric for row in rows(fine, SOUND, calm, calm_per_s=8.0) if row.met is False] == []
+    broken = msgspec.structs.replace(calm, failed=["x"], stuck=["x"], orphans=["x"])
+    calm_missed = {row.metric for row in rows(fine, SOUND, broken, calm_per_s=8.0) if row.met is False}
+    assert calm_missed == {"orphans_left", "hangs", "launches_failed"}
+
+
+@pytest.mark.parametrize("options", [["--seconds", "5"], ["--seconds", "60", "--quick"]])
+def test_a_time_without_a_fault_or_that_has_no_effect_is_refused(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(options)
+    assert "--seconds" in capsys.readouterr().err
