@@ -1,4 +1,4 @@
-"""Runs of `flash train`, and the files that they leave; shared by all benchmarks that train for real."""
+"""Runs of `flash train` and the files that they leave, for all benchmarks that train for real."""
 
 from __future__ import annotations
 

@@ -149,7 +149,10 @@ def folders() -> dict[str, Folder]:
 
 
 def namesakes() -> dict[str, list[str]]:
-    """Return each name that several public classes have, with their files."""
+    """Return each name that several public classes have, with their files.
+
+    Such names confuse readers, so the report lists them.
+    """
     found: dict[str, list[str]] = defaultdict(list)
     for file, tree in sources():
         for node in tree.body:

@@ -227,7 +227,7 @@ MARKED = re.compile(r"(?s)(<!-- made: (\w+) -->\n).*?(<!-- end -->)")
 
 
 def metrics_page(text: str) -> str:
-    """Return the page with its tables generated again."""
+    """Return docs/metrics.md, whose old text is `text`, with its tables (`TABLES`) generated again."""
     return MARKED.sub(lambda found: "\n".join([found[1], *TABLES[found[2]](), found[3]]), text)
 
 
@@ -254,7 +254,7 @@ def _worries() -> Iterator[str]:
 
 
 def _alarms() -> Iterator[str]:
-    """Yield the table of alarms. Advice that is in the table of worries is not repeated."""
+    """Yield the table of alarms of docs/metrics.md. Advice that is in the table of worries is not repeated."""
     yield "| alarm | looks at | limit | what helps, if not as above |\n|---|---|---|---|"
     for column in columns("step"):
         if (alarm := column.alarm) is not None:

@@ -73,7 +73,10 @@ def distance(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 
 
 def take_gradient(case: Case) -> None:
-    """Compute the gradient of one step, not clipped, and write it to a file."""
+    """Compute the gradient of one training step, without clipping, and write it to the file `case.into`.
+
+    It runs in a process of its own, because the process group and the memory of a card belong to one process.
+    """
     import torch
 
     from flash.foreign.torch import single_process_group

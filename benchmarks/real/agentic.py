@@ -1,10 +1,10 @@
-"""Wall-clock speed of rollout at full strength over synchronous training, in an environment bound by its latency.
+"""Wall-clock speed of rollouts with all techniques over synchronous training, with slow environments.
 
-The task is envs.chain: five sums in turn. A step of the environment takes 0.3 s in the mean, about as long as a batch's
-turn takes to generate; it is log-normal with a standard deviation of 0.2 s, so that the slowest of 128 takes between
-three and four times the mean, as under the paper's N(10, 10). Synchronous: 128 environments step together, and
-generation waits for the slowest. Ours: each environment steps on its own, α = 2; the row between has the techniques at
-α = 0.
+The task is envs.chain: five sums in turn. A step of the environment takes 0.3 s in the mean, about as long as a turn of
+a batch takes to generate. It is log-normal with a standard deviation of 0.2 s, so the slowest of 128 takes three to
+four times the mean, as under the paper's N(10, 10). In synchronous training, 128 environments step together, and
+generation waits for the slowest. With all techniques, each environment steps on its own, and α is 2. The row between
+has the techniques at α = 0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Real runs of one workload, synchronous and asynchronous; shared by `real_rlvr` and `real_agentic`.
+"""Real runs of one workload, synchronous and asynchronous, for `benchmarks.real.rlvr` and `benchmarks.real.agentic`.
 
-All runs go through `flash train` with the same seed, model, environment, batch and number of samples, the node loop and
-its engine on core 0, the trainer on core 1: each core stands for one device.
+All runs go through `flash train` with the same seed, model, environment, batch and number of samples. The node loop and
+its engine run on core 0, and the trainer on core 1: each core stands for one device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cost of the path Hub → EpisodePlayer → LLMProxy → vLLM over vLLM alone.
+"""Cost of the path Hub → EpisodePlayer → LLMProxy → vLLM, compared with vLLM alone.
 
 One engine serves the same requests in two ways, in turns, in one process: through the whole rollout path (hub over TCP,
 leases, environment, trajectories sent back), and through a bare `AsyncLLM` that is given all requests at once. Answers
@@ -49,7 +49,10 @@ FIRST_VERSION = 10
 
 
 class FixedEngine:
-    """An engine that stays up from round to round: it forwards requests, but neither starts nor closes the engine."""
+    """An engine that stays up from round to round. It forwards requests to a real engine, which it never closes.
+
+    Each round has a new node, and the node's supervisor starts and closes its engine.
+    """
 
     def __init__(self, engine: VLLMEngine, version: int) -> None:
         self._engine = engine
@@ -58,21 +61,27 @@ class FixedEngine:
 
     @property
     def pressure(self) -> Pressure:
+        """Load of the real engine."""
         return self._engine.pressure
 
     async def start(self) -> None:
+        """Return at once, since the real engine runs already."""
         await anyio.lowlevel.checkpoint()
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
+        """Load nothing, since the weights never change."""
         return 0.0
 
     def reassign(self, number: int) -> None:
+        """Fail, since only a node that changes its hub calls this."""
         raise AssertionError("there is one hub")
 
     async def wait_dead(self) -> EngineDeadError:
+        """Wait until the real engine dies."""
         return await self._engine.wait_dead()
 
     async def close(self) -> None:
+        """Leave the real engine running for the next round."""
         await anyio.lowlevel.checkpoint()
 
 
@@ -81,7 +90,11 @@ UNTAUGHT = TinyModelConfig(warm_start_steps=0)
 
 
 def endless_model(folder: Path, tiny: TinyModelConfig = UNTAUGHT) -> Path:
-    """Make a tiny model whose answers only end at the token limit."""
+    """Make a tiny model in `folder`, which is replaced, and return the folder.
+
+    The model has no end-of-text token, so that all answers have the length of the token limit, and two ways to serve
+    them can be compared. `sample_cost` uses it, too.
+    """
     from flash.trainer.model.tiny_model import make_tiny_model
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -96,7 +109,7 @@ def endless_model(folder: Path, tiny: TinyModelConfig = UNTAUGHT) -> Path:
 
 
 def config_for(model: Path, tokens: int, requests: int) -> Config:
-    """Configure a step of `requests` samples with `tokens` tokens each."""
+    """Return the configuration of one training step of `requests` samples with `tokens` tokens each."""
     return msgspec.convert(
         {
             "run": {"name": "bench-engine", "steps": 1},
@@ -113,7 +126,10 @@ def config_for(model: Path, tokens: int, requests: int) -> Config:
 
 
 async def through_flash(config: Config, engine: VLLMEngine, version: int, tokenizer: HfTokenizer) -> float:
-    """Run a batch through the whole path; return the seconds from the first lease to the batch."""
+    """Send a batch of samples through the whole path: a hub over TCP, a new node, and the engine.
+
+    Returns the seconds from the start of the node to the complete batch. `version` is the version of the round.
+    """
     now = anyio.current_time
     hub = Hub(config, MemoryObserver(), now=now)
     token = secrets.token_bytes(32)
@@ -142,7 +158,10 @@ async def through_flash(config: Config, engine: VLLMEngine, version: int, tokeni
 
 
 async def through_engine(engine: Any, prompts: Sequence[list[int]], tokens: int) -> float:
-    """Give all requests to a bare AsyncLLM at once, streaming as ours does; return the seconds."""
+    """Give all requests to a bare AsyncLLM at once, which streams its answers like Flash's engine.
+
+    Returns the seconds until all have ended.
+    """
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     params = SamplingParams(
@@ -165,7 +184,10 @@ async def through_engine(engine: Any, prompts: Sequence[list[int]], tokens: int)
 async def measure(
     config: Config, prompts: list[list[int]], tokens: int, rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Return the seconds of each round through the whole path, and through the bare engine, in turns."""
+    """Measure rounds through the whole path and through the bare engine, in turns, after one that is not counted.
+
+    Returns the seconds of each round in both ways. `benchmarks.gpu` uses it, too.
+    """
     engine = VLLMEngine(config, 0)
     tokenizer = HfTokenizer(config.model)
     await engine.start()
@@ -173,10 +195,9 @@ async def measure(
         ours: list[float] = []
         bare: list[float] = []
         for index in range(rounds + 1):
-            bare.append(
-                await through_engine(engine._llm, prompts, tokens)
-            )  # the private attribute on purpose: no interface gives the bare engine
-            # The label of the tokens that follow; without it they would count as older than the round.
+            # No public attribute gives the bare engine.
+            bare.append(await through_engine(engine._llm, prompts, tokens))
+            # Tokens get the version of the round. Otherwise they would count as too old.
             await engine._llm.update_weight_version(str(FIRST_VERSION + index))
             ours.append(await through_flash(config, engine, FIRST_VERSION + index, tokenizer))
         return ours[1:], bare[1:]

@@ -1,9 +1,9 @@
-"""TextWorld as a remote simulator: each step answers late.
+"""TextWorld as a remote simulator, whose steps answer late: the environment of the benchmark `real_textworld`.
 
-TextWorld itself answers within milliseconds, so the delay is drawn and waited for: it is not measured anywhere. A draw
-follows from the problem's seed, from how many instances of that problem the process has had before, and from the turn:
-the members of a group meet delays of their own, and runs over the same problems meet the same ones. Held-out problems
-answer at once, so that evaluations take no longer than they have to.
+TextWorld itself answers within milliseconds, so each step waits for a delay, which is drawn at random. A draw depends
+on the seed of the problem, on the number of instances of that problem that the process had before, and on the turn. So
+members of a group have different delays, and runs over the same problems have the same ones. Held-out problems answer
+at once, so that evaluations take little time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Wall-clock speed of rollout at full strength over synchronous training, on responses with a long tail of lengths.
+"""Wall-clock speed of rollouts with all techniques over synchronous training, on responses with a long tail of lengths.
 
-The task is envs.counting: the right answer has 24 tokens in the median and up to 480, log-normal, so that a batch waits
-for its longest response as it does in RL on reasoning. Synchronous: batches of 128 samples, whole groups to one engine,
-nothing asynchronous. Ours: queue scheduling, prompt replication and α = 2; the row between has the techniques at α = 0.
+The task is envs.counting. The right answer has 24 tokens in the median and up to 480, log-normal, so a batch waits for
+its longest response as in RL on reasoning. Synchronous training has batches of 128 samples and whole groups on one
+engine. All techniques are queue scheduling, prompt replication and α = 2. The row between has the techniques at α = 0.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Processor time of one short sample, stage by stage, beside the bare parts.
+"""Processor time of one short sample, stage by stage, compared with the least that each stage needs.
 
-Samples of 16 tokens after a prompt of six, in groups of eight, with environments that answer at once. Loop: a rollout
-node (scheduler, episodes, proxy, tokenizer, environment) around an engine that computes nothing and a hub that replies
-at once; *bare* is one coroutine per sample that does the same by hand. Hub and wire: the time that the real ones add,
-in the same process. Engine: the whole path around one vLLM engine, beside an `AsyncLLM` that is given all
-requests at once, in turns; its core, its worker and this process are counted each by itself. `--quick` leaves it out.
+Samples have 16 tokens after a prompt of six, in groups of eight, with environments that answer at once. *Loop* is a
+rollout node (scheduler, episodes, proxy, tokenizer, environment) with an engine that computes nothing and a hub that
+replies at once. Its comparison, *bare*, is one coroutine for each sample that does the same by hand. *Hub* and *wire*
+are the time that the real ones add, in the same process. *Engine* is the whole path with one vLLM engine, compared with
+an `AsyncLLM` that is given all requests at once; the two take turns. The core of vLLM, its worker and this process are
+counted separately. `--quick` leaves the engine out.
 
-Figures are microseconds of processor time per sample, of the round that took least, because other work on the machine
-only adds to it. CI shows a missed goal, but does not fail.
+Figures are microseconds of processor time per sample, of the fastest round, because other work on the machine only adds
+time. CI shows a missed goal, but does not fail.
 """
 
 from __future__ import annotations

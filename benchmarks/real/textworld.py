@@ -1,13 +1,15 @@
 """Wall-clock speed of each step from lock-step to redundant asynchronous rollouts, in real games of TextWorld.
 
-Real vLLM, a real trainer and real games, the node loop with its engine and the games on core 0, the trainer on core 1.
-TextWorld answers within milliseconds, so each step of a training game waits for a drawn delay in addition, which stands
-for a remote simulator: log-normal, 1 s in the mean and as wide, a tenth of the paper's N(10, 10). A synchronous batch
-waits for these; with shorter delays, two cores would be what is measured. Four modes train the same number of samples:
-synchronous with all environments in lock-step; synchronous, each environment on its own; asynchronous, α = 1; and that
-with redundant environments. They take turns, in three rounds with seeds and delays of their own: each ratio is one
-within a round, the figure is the median, and the least and the most stand below it. Accuracies are over the held-out
-games, sampled at temperature 1, all rounds together; they agree where their 95 % intervals overlap.
+vLLM, the trainer and the games are real. The node loop with its engine and the games runs on core 0, and the trainer on
+core 1. TextWorld answers within milliseconds, so each step of a training game also waits for a random delay, which
+stands for a remote simulator (`benchmarks.real.remote_textworld`). The delay is log-normal with a mean and a deviation
+of 1 s, a tenth of the paper's N(10, 10). With shorter delays, the two cores would limit the speed.
+
+Four modes train the same number of samples: synchronous with all environments in lock-step; synchronous with each
+environment on its own; asynchronous with α = 1; and asynchronous with redundant environments. The modes take turns in
+three rounds, each with its own seed and delays. Each ratio is taken within a round. The figure is the median of the
+rounds, and the smallest and largest ratio stand below it. Accuracies are over the held-out games of all rounds, sampled
+at temperature 1. They agree if their 95 % intervals overlap.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Hosts on one machine, a wire between them, and the end of all that was started: for benchmarks and for tests."""
+"""Hosts on one machine and a wire between them, for benchmarks and tests. All that was started ends with them."""

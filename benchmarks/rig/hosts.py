@@ -1,6 +1,8 @@
-"""Hosts on this machine: network namespaces on a wire of our own, whose processes have the host's name and its folder
-for temporary files. Needs root and iproute2. The namespaces, and everything that runs in them, end with the hosts
-(`benchmarks.rig.kept`).
+"""Hosts on this machine: network namespaces that are connected by a wire, for benchmarks and tests of several machines.
+
+A process on a host sees the host's name, its address and its folder for temporary files. The wire
+(`benchmarks.rig.wire`) can be slow, lossy or cut. Hosts need root and iproute2. The namespaces, and everything that
+runs in them, end with the `with` block of `Hosts` (`benchmarks.rig.kept`).
 """
 
 from __future__ import annotations

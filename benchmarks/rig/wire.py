@@ -1,8 +1,8 @@
-"""Wire between hosts: a switch of our own, which delays, slows, loses or stops the frames from one host to another.
+"""Wire between hosts: a switch that delays, slows, loses or stops the frames from one host to another.
 
-It carries whole Ethernet frames from one end of a link to another, as the kernel hands them out: up to 64 KiB long,
-with checksums still to be made, and a header that says so, which passes along. What is lost here TCP sends again. The
-hosts know nothing of it, so that whatever runs on them runs unchanged.
+`benchmarks.rig.hosts` runs it in a thread. It carries whole Ethernet frames from one end of a virtual link to another,
+in the form in which the kernel delivers them: up to 64 KiB long, without checksums, behind a header that describes the
+missing work. The header is passed on with the frame. TCP sends lost frames again. The hosts need no change for it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Container engines of the sandbox benchmarks: the one of DOCKER_HOST, or a Podman service with storage of its own.
+"""Container engines of the sandbox benchmarks and tests: the engine of DOCKER_HOST, or a Podman service of their own.
 
 The service keeps its storage in a new folder under /var/tmp, so it shares no container with another engine. It can be
-killed and started again on the same storage. A process that outlives its container is unknown to the engine; it is
-found by the name of the folder, in its command line or in the mount of its root. Needs Debian's `podman` and `runc`,
-and root. Images are made of Debian packages by `envs.sandbox.images`; their archives are kept under build/sandbox,
-because making one takes longer than importing it.
+killed and started again on the same storage. An engine does not know a process that outlives its container. Such a
+process is found by the name of the folder, in its command line or in the mount of its root. The service needs root and
+Debian's `podman` and `runc`. Images are made of Debian packages by `envs.sandbox.images`. Their archives are kept under
+build/sandbox, because making one takes longer than importing it.
 """
 
 from __future__ import annotations

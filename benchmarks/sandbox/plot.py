@@ -1,4 +1,4 @@
-"""Picture of `benchmarks.sandbox.run`: one bar per time, on a logarithmic axis, ours beside swe-rex's."""
+"""Plot of `benchmarks.sandbox.run`: one bar for each time, on a logarithmic axis, with Flash beside swe-rex."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""Speed of sandboxes, side by side with swe-rex on the same machine, engine and image.
+"""Speed of sandboxes, compared with swe-rex on the same machine, engine and image.
 
-`round-trips`: `true` in a shell that stays and as a command of its own, over the sandbox's one channel, and over the
-HTTP service. `starts`: from asking for a sandbox to the result of its first command: with one ready in the pool, and
-from nothing; `bound` is the time of the engine alone to create and start the same container.
+Round trips are the times of the command `true`: in a shell that stays open, as a process of its own, and in a shell
+over the HTTP service. Starts are the times from the request for a sandbox to the result of its first command: with a
+warm sandbox in the pool, and from nothing. `bound` is the time that the engine alone needs to create and start the same
+container.
 
-`reference` is swe-rex 1.4.0: its server runs in a container of the same image with the same limits, its client in an
-environment of its own under build/swerex; see `benchmarks.sandbox.swerex`. Measurements of both take turns. In the
-pool's figures the other work goes on meanwhile: a sandbox that is taken is replaced at once, on the same cores.
+`reference` is swe-rex 1.4.0. Its server runs in a container of the same image with the same limits, and its client in a
+Python environment of its own under build/swerex (`benchmarks.sandbox.swerex`). Measurements of both systems take turns.
+While starts with a warm sandbox are timed, the pool makes the next warm sandbox on the same cores.
 
-The engine is the one of DOCKER_HOST, or a Podman service of this benchmark's own. `--without-swerex` leaves out the
-peer.
+The engine is the one of DOCKER_HOST, or a Podman service of this benchmark. `--without-swerex` leaves out swe-rex.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Peer swe-rex under the same conditions as ours: its server in a container of the same image, engine and limits.
+"""Client of swe-rex for `benchmarks.sandbox.run`, under the same conditions as Flash: same image, engine and limits.
 
-Its own deployment calls the `docker` command and installs swe-rex in the container from the network. Here the container
-is made over the engine's socket, has swe-rex's packages mounted read-only with their byte code, and shares the host's
-network, so that no published port slows it down: all of that is in its favour. Server and client are swe-rex's own
-code, as is the wait for the server to answer.
+swe-rex's own deployment calls the `docker` command, and installs swe-rex in the container from the network. Here the
+container is made over the engine's socket. It has swe-rex's packages mounted read-only with their byte code, and shares
+the host's network, so that no published port slows it down. All of that is in swe-rex's favour. Server and client are
+swe-rex's own code, as is the wait for the server to answer.
 
 The Python environment is made once under build/swerex, with pinned versions. The container runs its packages with the
-Python of the image, so both must be of one version.
+Python of the image, so both must have the same version.
 """
 
 from __future__ import annotations

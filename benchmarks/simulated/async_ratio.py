@@ -1,8 +1,9 @@
-"""Throughput and age by async ratio, at 40 GPUs.
+"""Throughput and age by async ratio, at 40 GPUs, in a simulation.
 
-Simulated. The peer's column is ROLL Flash's rules; rows named AReaL hold AReaL's, whose admission bounds the average
-age and whose consumption checks nothing: with 1 % of the answers forty times longer its oldest token is far older than
-η. `gain_at_2` is how much of the gain from α = 0 to 8 is there at α = 2; published: nearly all.
+The peer's column has the figures of ROLL Flash's rules. Rows named AReaL have the figures of AReaL's rules: its
+admission bounds the average age, and no age is checked when a sample is trained. If 1 % of the answers are forty times
+longer, its oldest token is far older than η. `gain_at_2` is the share of the gain from α = 0 to 8 that α = 2 already
+has; according to the paper it is nearly all.
 """
 
 from __future__ import annotations

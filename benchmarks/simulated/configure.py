@@ -1,4 +1,4 @@
-"""Configurations of the simulator's benchmarks, made of tables, and simulated runs of our own code."""
+"""Configurations for the benchmarks of simulated runs, and functions that simulate Flash's own code on them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""End to end: synchronous training against ROLL Flash's techniques one after the other, and ours with all of them.
+"""Synchronous training compared with ROLL Flash's techniques, added one after the other, and with Flash, in a
+simulation.
 
-Simulated. RLVR: 128 GPUs, long answers. Agentic: environments on their own, then asynchronous training, then redundant
-environments; ours has the same switches at each step. The baseline shares all GPUs between the phases, sends a prompt
-as one request and steps its environments together; its step is the sum of both phases. Quick runs have smaller
-batches, whose ratios are not the published ones.
+RLVR has 128 GPUs and long answers. Agentic training has environments that step on their own, then asynchronous
+training, then redundant environments; Flash has the same settings at each step. The baseline uses all GPUs for
+generation and then for training, sends a prompt as one request, and steps its environments together. Its step takes the
+sum of both phases. Quick runs have smaller batches, whose ratios differ from the published ones.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Environments that step on their own, against environments in lock-step, with latencies normal(10, σ).
+"""Environments that step on their own, compared with environments in lock-step, in a simulation of generation alone.
 
-Simulated, generation alone. In lock-step each turn waits for the slowest of all environments; on their own, only the
+Latencies are normal(10, σ). In lock-step, each turn waits for the slowest of all environments. On their own, only the
 slowest sum over all turns counts.
 """
 

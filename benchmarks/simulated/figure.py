@@ -1,8 +1,8 @@
-"""Comparisons and plots of the simulated figures.
+"""Rows and plots that the benchmarks of simulated runs have in common.
 
-A figure compares four numbers for each case: the published one, a peer's rules, our own code, and a bound that no
-schedule exceeds, the last three in the same simulation of the same workload. Speed-ups are over the same simulated
-baseline.
+A figure compares four numbers for each case: the published one, a peer's rules, Flash's own code, and a bound that no
+schedule exceeds. The last three come from the same simulation of the same workload. Speed-ups are over the same
+simulated baseline.
 """
 
 from __future__ import annotations

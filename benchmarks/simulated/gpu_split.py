@@ -1,7 +1,7 @@
-"""Throughput by the number of GPUs that serve engines, of 40, at α = 2.
+"""Throughput by the number of GPUs that serve engines, of 40 GPUs, at α = 2, in a simulation of long-tailed answers.
 
-Simulated, long-tailed answers. `best_rollout_gpus` compares the best split that was simulated with β*, which the
-published formula predicts from the workload alone.
+`best_rollout_gpus` compares the best split that was simulated with β*, which the published formula predicts from the
+workload alone.
 """
 
 from __future__ import annotations

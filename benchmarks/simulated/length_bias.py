@@ -1,10 +1,11 @@
-"""Lengths that are trained first: complete groups in any order favour short answers, `rollout.fifo_window` does not.
+"""Mean lengths of trained samples: batches of the first complete groups favour short answers, `rollout.fifo_window`
+does not.
 
-Simulated: lognormal answers with a deviation above their mean, batches of 128 samples in groups of 8, two engines that
-run four batches at once, so that the order in which samples end is far from that in which they begin, a trainer as fast
-as the engines. For each async ratio and window: the mean length of a trained sample over that of an issued one, in the
-first steps of a run and over a long one, what part of the throughput without a window is left, and the share of
-generated tokens that were trained. A window of 1 batch is strict order of issue.
+In the simulation, answers are lognormal with a deviation above their mean. Batches have 128 samples in groups of 8. Two
+engines run four batches at once, so samples end in an order that is far from the order of issue. The trainer is as fast
+as the engines. For each async ratio and window there are these rows: the mean length of a trained sample over that of
+an issued one, in the first steps of a run and over a long run; the throughput as a share of the throughput without a
+window; and the share of generated tokens that were trained. A window of 1 batch is strict order of issue.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Prompt replication: the n samples of a prompt as n requests, against one request of n sequences on one engine.
+"""Prompt replication in a simulation: n samples of a prompt as n requests, compared with one request of n sequences.
 
-Simulated, generation alone. Baseline and peer follow ROLL Flash's rules with the switch off and on; ours is our code
-with its own switch. All requests of a batch fit into the engines: what is gained is balance between engines.
+Only generation is simulated. Baseline and peer follow ROLL Flash's rules without and with replication. Flash runs its
+own code with its own setting. All requests of a batch fit into the engines, so replication only improves the balance
+between engines.
 """
 
 from __future__ import annotations

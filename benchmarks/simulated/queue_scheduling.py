@@ -1,8 +1,9 @@
-"""Queue scheduling with dynamic filtering, against batches that are issued again until enough prompts have passed.
+"""Queue scheduling with dynamic filtering, compared with whole batches that are issued until enough prompts have
+passed.
 
-Simulated. Baseline: whole batches, all waited for. ROLL Flash: as many prompts as a batch needs, and the extra ones,
-are kept running until enough have passed; the rest of a step is thrown away. Ours has as many prompts in flight as
-that policy starts in a step: a batch beyond the needed ones, and the extra ones; what is too many is cancelled at once.
+All is simulated. The baseline issues whole batches and waits for all of their samples. ROLL Flash keeps as many prompts
+running as a batch needs, plus the extra ones, until enough have passed; it discards the rest of the step. Flash has as
+many prompts in flight as ROLL Flash starts in a step, and cancels prompts that are not needed at once.
 """
 
 from __future__ import annotations

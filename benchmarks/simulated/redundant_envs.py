@@ -1,7 +1,8 @@
-"""Redundant environments: more groups and more members than a batch needs, and the first finishers win.
+"""Redundant environments in a simulation: more groups and members than a batch needs, of which the first to finish
+count.
 
-Simulated: a batch of 32×8, environments that are slow or stop. Under ROLL Flash's rules the losers run on to their
-end and keep their environments busy; ours cancels them at once. Speed-ups are over the peer without redundancy.
+A batch has 32 groups of 8, with environments that are slow or stop. Under ROLL Flash's rules the others run to their
+end and keep their environments busy; Flash cancels them at once. Speed-ups are over ROLL Flash without redundancy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Throughput from 16 to 128 GPUs, for long-tailed and for short answers.
+"""Throughput from 16 to 128 GPUs, for long-tailed and for short answers, in a simulation.
 
-Simulated, at a fixed batch: a larger machine has less work per GPU and the same longest answer. The share of engines
-is the same at every size. `scaling` is the throughput at 128 GPUs over that at 16; 8 is the limit. At α = 2 the longest
-answers do not fit into three steps of 128 GPUs; the rows with α = 4 give them five.
+The batch is the same at every size, so a larger machine has less work per GPU and the same longest answer. The share of
+engines is the same, too. `scaling` is the throughput at 128 GPUs divided by that at 16; 8 is the limit. At α = 2 the
+longest answers do not fit into three steps of 128 GPUs. The rows with α = 4 give them five steps.
 """
 
 from __future__ import annotations

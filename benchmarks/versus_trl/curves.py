@@ -1,4 +1,8 @@
-"""Curves of accuracy over seconds, one for each run of the comparison, and the figures that follow from them."""
+"""Curves of accuracy over seconds, one for each run of the comparison, and the figures that follow from them.
+
+`benchmarks.versus_trl.run` makes the curves, and computes rows and plot with this module. Curves of earlier runs are
+kept in a file.
+"""
 
 from __future__ import annotations
 

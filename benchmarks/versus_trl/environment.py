@@ -1,8 +1,9 @@
-"""Python environment of TRL: made once under `build/trl`, with pinned versions.
+"""Python environment of TRL, which is made once under `build/trl`, with pinned versions.
 
-It shares nothing with Flash's own environment, but torch, transformers and the packages that Flash's environments need
-have the same versions in both. On machines without a GPU torch comes from where scripts/packages.py has it from. About
-1.3 GB, or 6 where that is no CPU build.
+`benchmarks.versus_trl.run` starts TRL's half of the comparison with the Python of this environment. The environment is
+separate from Flash's own. Only torch, transformers and the packages that Flash's environments need have the same
+versions in both. On machines without a GPU, torch comes from the place that scripts/packages.py finds. The environment
+takes about 1.3 GB with torch's build for CPUs, and 6 GB with another build.
 """
 
 from __future__ import annotations

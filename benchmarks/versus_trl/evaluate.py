@@ -1,6 +1,7 @@
-"""Held-out accuracy of saved weights: one evaluator for both systems, outside of their clocks.
+"""Held-out accuracy of saved weights, by one evaluator for both systems.
 
-Answers come from transformers' `generate`, greedy or sampled as `[eval]` says, with the same random numbers for every
+`benchmarks.versus_trl.run` calls `accuracies` after each run, so that evaluation takes no time of the run. Answers come
+from `generate` of transformers. They are greedy or sampled, as `[eval]` says, with the same random numbers for every
 set of weights.
 """
 
@@ -16,13 +17,13 @@ from flash.config.tree import Config
 from flash.observe.stats import Interval, mean_interval
 
 BATCH = 512
-"""Answers generated at once."""
+"""Number of answers that are generated at once."""
 
 
 def accuracies(config: Config, saved: Iterable[tuple[int, Path]]) -> Iterator[tuple[int, Interval]]:
-    """Yield the untrained policy's accuracy as that of step 0, then the accuracy of each saved step.
+    """Yield the accuracy of the untrained model as that of step 0, then the accuracy of each saved step.
 
-    `saved` holds steps with their safetensors files or, from Flash, checkpoint folders.
+    `saved` has the steps in order, each with its weights: a safetensors file of TRL, or a checkpoint folder of Flash.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -48,7 +49,7 @@ def accuracy(config: Config, model: Any, tokenizer: Any) -> Interval:
 
 
 def generate(config: Config, model: Any, tokenizer: Any, shown: list[Prompt]) -> list[str]:
-    """Generate an answer to each prompt."""
+    """Generate an answer to each of the prompts `shown`, as `[eval]` of the configuration says."""
     import torch
     from transformers import GenerationConfig
 

@@ -1,6 +1,7 @@
-"""Problems and rewards of a configuration outside of a Flash run: for TRL, and for the evaluation of both systems.
+"""Problems and rewards of a configuration outside of a Flash run.
 
-The environment's own class shows the prompts and gives the rewards, for the seeds that a Flash run would use.
+`benchmarks.versus_trl.runner` trains TRL on them, and `benchmarks.versus_trl.evaluate` evaluates both systems on them.
+Prompts and rewards come from the class of the environment, for the seeds that a Flash run would use.
 """
 
 from __future__ import annotations

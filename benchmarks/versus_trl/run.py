@@ -1,17 +1,17 @@
-"""Wall-clock time to the same held-out accuracy: Flash against TRL's GRPOTrainer, on the same two cores.
+"""Wall-clock time to the same held-out accuracy: Flash compared with TRL's GRPOTrainer, on the same two cores.
 
-Both start from one model and see the same prompts in the same order, with the same rewards, batch, group size, learning
-rate, temperature and objective (GRPO without KL); `benchmarks.versus_trl.settings` puts the configuration into TRL's
-terms. Three workloads: `short`, answers of 16 tokens each of a tiny model, for which one big `generate` is at its best;
-`long`, answers of 24 tokens in the median and up to 20 times as many; `real`, the quickstart: a pretrained model in
-bfloat16, of which Flash leaves out groups without a difference and makes others, which TRL has no setting for. Flash
-trains asynchronously; TRL generates with transformers on all cores, because its vLLM modes need a GPU.
+Both start from the same model and see the same prompts in the same order. Rewards, batch, group size, learning rate,
+temperature and objective (GRPO without KL) are the same; `benchmarks.versus_trl.settings` translates the configuration
+for TRL. There are three workloads. `short` has answers of 16 tokens of a tiny model, the best case for one large
+`generate`. `long` has answers of 24 tokens in the median and up to 20 times as many. `real` is the quickstart, with a
+pretrained model in bfloat16; there Flash leaves out groups of equal rewards and samples others, which TRL cannot do.
+Flash trains asynchronously. TRL generates with transformers on all cores, because its vLLM modes need a GPU.
 
-The clock runs from the first rollout to the end of a step. Start-up and evaluation are outside of it in both: weights
-are saved during the run (TRL's clock stops meanwhile, Flash's does not) and evaluated afterwards by one evaluator.
+The clock runs from the first rollout to the end of a step. Start-up and evaluation are not counted for either system.
+Weights are saved during the run, and evaluated after it; TRL's clock stops while they are saved, Flash's does not.
 
-`--case real` measures one workload, `--system TRL` one system, `--seed N` one seed; the other curves are kept from
-earlier calls. TRL gets an environment of its own under build/trl.
+`--case real` measures one workload, `--system TRL` one system, and `--seed N` one seed; curves of earlier calls are
+kept. TRL has a Python environment of its own under build/trl.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Program of TRL's half of the comparison: GRPOTrainer on a Flash configuration, in the Python environment of
-`benchmarks.versus_trl.environment`.
+"""Program of TRL's half of the comparison. It trains on a Flash configuration with TRL's GRPOTrainer.
 
-`python -m benchmarks.versus_trl.runner OUT CHOICES CONFIG.toml [KEY=VALUE …]` leaves in the folder OUT, which must be
-empty or missing, `weights/step-000010.safetensors` … (every `checkpoint.every` steps) and last `steps.json`.
+    python -m benchmarks.versus_trl.runner OUT CHOICES CONFIG.toml [KEY=VALUE …]
 
-The clock starts at the first rollout and stops while weights are written. Before it starts a batch of held-out prompts
-is answered, as in Flash's first evaluation: a process's first forward passes are slower.
+`benchmarks.versus_trl.run` starts it with the Python of `benchmarks.versus_trl.environment`. It writes into the folder
+OUT, which must be empty or missing: `weights/step-000010.safetensors` and so on, every `checkpoint.every` steps, and
+`steps.json` at the end.
+
+The clock starts at the first rollout and stops while weights are written. Before the clock starts, a batch of held-out
+prompts is answered, as in Flash's first evaluation, because the first forward passes of a process are slower.
 """
 
 from __future__ import annotations

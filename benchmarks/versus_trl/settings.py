@@ -1,6 +1,7 @@
-"""A Flash configuration in TRL's terms: every value that both systems know, and each default of TRL that differs.
+"""Settings of TRL that correspond to a Flash configuration.
 
-A comment gives the reason where the value is not TRL's default.
+`benchmarks.versus_trl.runner` passes them to TRL. Each value that both systems have is the value of the configuration.
+All other settings of TRL have their default, except where a comment gives the reason for another value.
 """
 
 from __future__ import annotations

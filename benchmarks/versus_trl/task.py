@@ -1,14 +1,14 @@
-"""Two tasks of one kind, digits that follow from the digits before them: with answers of one length, and of many.
+"""Two environments with the same kind of task: digits of which each follows from the digits before it.
 
-Lagged sums: the prompt is a few digits, `4709`. The answer goes on: each digit is the last digit of the sum of the one
-before it and of the one as many places back as the prompt is long, `3009…`. The reward is 1.0 when all of it is right,
-else 0.0.
+`LaggedSums`: the prompt is a few digits, such as `4709`. The answer continues them. Each digit is the last digit of a
+sum: the digit before it, plus the digit as many places back as the prompt is long. The answer to `4709` begins with
+`3009`. The reward is 1.0 if the whole answer is right, else 0.0. All answers have the same length.
 
-Counted sums: as in `envs.counting` the answer recites an alphabet backwards from the sign in the prompt, each sign with
-a digit, so that the length has a long tail; each digit is the last digit of the sum of the two before it. `D12` asks
-for `C3B5A8`. The reward is that of `envs.counting`, the share of right characters.
+`CountedSums`: as in `envs.counting`, the answer recites an alphabet backwards from the sign in the prompt, so the
+lengths of answers have a long tail. Each sign has a digit behind it, the last digit of the sum of the two digits before
+it. The prompt `D12` asks for `C3B5A8`. The reward is that of `envs.counting`, the share of right characters.
 
-How problems are divided into training and held-out ones is in `envs.generated`.
+`envs.generated` divides the problems into training and held-out ones.
 """
 
 from __future__ import annotations

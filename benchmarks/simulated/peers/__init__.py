@@ -1,5 +1,5 @@
-"""Policies of other systems, small, on the same simulated engines, workload and clock as ours.
+"""Rules of other systems, on the same simulated engines, workload and clock as Flash.
 
-Each is re-implemented from its published rules; what is left out favours the peer: no message costs, no start-up, no
-failure but those the workload asks for.
+Each file implements the published rules of one system. Where something is left out, this favours that system: messages
+cost nothing, there is no start-up, and nothing fails except what the workload describes.
 """

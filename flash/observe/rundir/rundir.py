@@ -437,7 +437,10 @@ class RunDirectory:
         return self.summary.is_file()
 
     def facts(self) -> dict[str, str]:
-        """Return the main settings of the run under names for people; empty if the configuration cannot be read."""
+        """Return the main settings of the run under names for people, for `flash watch` and `flash view`.
+
+        The result is empty if there is no configuration that can be read.
+        """
         try:
             with open_regular_file(self.config) as file:
                 settings = tomllib.load(file)

@@ -320,7 +320,7 @@ def folder_of(directory: RunDirectory) -> Path:
 
 
 def settings(directory: RunDirectory) -> dict[str, Any]:
-    """Return the run's configuration as it is recorded in its directory.
+    """Return the run's configuration as it is recorded in its directory. `flash track` reads it, too.
 
     Raises:
         ConfigError: the file cannot be read.
