@@ -162,7 +162,11 @@ def languages_with(own: Mapping[str, Any]) -> dict[str, Language]:
 
 
 def _language(name: str, table: Mapping[str, Any]) -> Language:
-    """Return the language of a table. Raises ConfigError if the table is invalid."""
+    """Return the language that a table `languages.NAME` of the configuration describes.
+
+    Raises:
+        ConfigError: the table is invalid. The message names the option.
+    """
     language = Language(**check_options(Language, table, f"languages.{name}"))
     if language.test is not None and MARK not in language.test_end:
         raise ConfigError(f"languages.{name}.test_end must print {MARK}, but is {language.test_end!r}")

@@ -231,7 +231,7 @@ async def doctor(backend: Backend, spec: Spec) -> Diagnosis:
 async def _probe(sandbox: LocalSandbox, users: tuple[int, int] | None) -> list[DoctorCheck]:
     """Run the probe in the sandbox, and compare its findings with the spec.
 
-    `users`: range of ids for `strict` sandboxes.
+    `users` is the range of user ids from which `strict` sandboxes get their own; None: they get none.
     """
     arguments = ["python3", "-IS", "-c", PROBE.read_text(), sandbox.spec.workdir, sandbox.spec.network]
     answer = await sandbox.run(arguments, timeout=PROBE_SECONDS)

@@ -89,7 +89,7 @@ def leftovers(agent: object, shell: object, system: object) -> "set[int]":
 
 
 def descendants(roots: "set[int]", system: object = System) -> list:
-    """Return all living descendants of these processes."""
+    """Return the `Stat` of each living descendant of these processes. `leftovers` and `BoxAgent.die` kill them."""
     inside, every, grown = set(roots), system.processes(), True
     while grown:
         grown = False

@@ -301,7 +301,8 @@ class Listener:
 def from_outside(connection: object) -> bool:
     """Return True if the peer was started by the engine: its parent is not a process of the sandbox.
 
-    A command cannot fake this: a process of the sandbox that loses its parent becomes our child.
+    Only connections of other peers are limited, so that commands cannot keep a host out. A command cannot fake this:
+    a process of the sandbox that loses its parent becomes our child.
     """
     peer = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 12)
     try:

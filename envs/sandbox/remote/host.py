@@ -166,6 +166,7 @@ def report_of(status: Status) -> HostReport:
     return HostReport(
         _sum(status),
         accepts=True,
+        # The service does not report kinds. No request has the empty key, so the number is only for the status.
         warm={"": warm},
         hits=sum(host.hits for host in hosts),
         misses=sum(host.misses for host in hosts),

@@ -377,7 +377,10 @@ def _operation(endpoint: Endpoint, schema_of: dict[str, Any], components: dict[s
 
 
 def _content(kind: Any, schema_of: dict[str, Any]) -> dict[str, Any]:
-    """Return the description of a body or an answer: a struct, or a media type."""
+    """Return the part `content` of the OpenAPI description of a body or an answer, which is a struct or a media type.
+
+    `schema_of` has the schema of each struct by its `_key`. Without a body, the part is left out.
+    """
     if kind is None:
         return {}
     if isinstance(kind, str):

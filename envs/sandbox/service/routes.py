@@ -397,6 +397,7 @@ async def _run_in_session(call: ApiCall, body: RunInSession) -> SessionResult:
     session = call.work.session(_name(call))
 
     async def run() -> SessionResult:
+        """Run the command of the body in the session."""
         result = await session.run(from_wire(body.command), timeout=body.timeout)
         return SessionResult(result, session.restarts)
 

@@ -45,7 +45,7 @@ def make_app(service: Service) -> ASGIApp:
 
 
 def make_routes(service: Service) -> list[BaseRoute]:
-    """Return all routes that are behind the guard."""
+    """Return all routes that are behind the guard: those of the API, and the one of its OpenAPI document."""
     described = msgspec.json.encode(document(ENDPOINTS))
 
     async def describe(_: Request) -> Response:
