@@ -11,7 +11,9 @@ import msgspec
 import pytest
 
 from flash.config.tree import CheckpointConfig, Config
+from flash.foreign.forking import ForkServer
 from flash.run.node_loop import describe_cut, interrupt_on_signal
+from flash.run.processes.forked import JobProcess, ProcessOrder
 from flash.trainer.checkpoint_files import Manifest
 from tests.hub.test_hub import Driver, make_config
 
@@ -37,6 +39,27 @@ async def test_the_first_signal_is_answered_at_once_with_what_is_still_done(numb
             group.cancel_scope.cancel()
     assert driver.hub.progress.stopping == "interrupted"
     assert said == [f"interrupted: writing a checkpoint of version 0, for at most 60 s{again}"]
+
+
+class Asked(JobProcess):
+    """Exits with 1 if it ignores SIGINT."""
+
+    def run(self) -> None:
+        self.enter()
+        os._exit(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)
+
+
+def test_an_interrupt_reaches_the_processes_of_a_launcher_that_was_started_with_interrupts_ignored(
+    tmp_path: Path,
+) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = Asked(ForkServer("flash.run.processes.forked"), "hub", tmp_path, ProcessOrder(0), {})
+        process.start()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    process.join(60)
+    assert process.exitcode == 0
 
 
 def config_of(folder: Path, **checkpoint: str) -> Config:

@@ -12,6 +12,7 @@ these imports starts no server: all processes of its launch are forked from that
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from importlib import import_module
@@ -97,6 +98,9 @@ class JobProcess(ForkedProcess):
 
         `run` calls this first, in the new process.
         """
+        # Only the launcher sends signals to this process. A shell script starts background commands with SIGINT
+        # ignored, and then an interrupt that comes before the event loop runs would be lost.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         super().enter()
         os.setsid()
         use_own_resource_tracker()
