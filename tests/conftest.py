@@ -1,12 +1,13 @@
-"""What all tests share: the clock they run on, and the law that no test may block its event loop.
+"""Fixtures and hooks of all tests: the clock of async tests, the check for blocked event loops, and the schedule.
 
-An async test is marked `anyio`; it runs on the real clock, or, marked `virtual` too, on the virtual one, where waiting
-takes no time. A synchronous test reaches the virtual clock through `flash.simulate.clock.run_virtual`.
+An async test has the mark `anyio` and runs on the real clock. With the mark `virtual`, too, it runs on the virtual
+clock, where waiting takes no time. A synchronous test reaches the virtual clock through
+`flash.simulate.clock.run_virtual`.
 
-With several workers (`pytest -n 3`) the tests of a file stay together. Whole runs share one worker, tests of several
-hosts or jobs another, those of engines alone and what else imports vLLM a third, those that use containers a fourth,
-whole runs of which something dies a fifth, so that no more than one of each kind is under way; they begin first, since
-they take longest.
+Schedule for several workers (`pytest -n 3`): a worker runs all tests of a *group*, one after the other. A file is a
+group, except that the tests of several hosts or jobs are one group, the tests that import vLLM another, and the tests
+with containers a third. So no two tests that need the same network, container engine or import run at the same time.
+The groups that take longest begin first, so that all workers end at about the same time.
 """
 
 from __future__ import annotations
@@ -28,20 +29,21 @@ from flash.simulate.clock import VirtualLoop
 from tests.callbacks import around_callbacks
 
 BLOCKED_SECONDS = 0.5
-"""CPU time of one callback from which the loop counts as blocked. CPU, not wall time: a busy machine blocks nothing.
-Without garbage collection: its cost is that of every module the test session has imported, not of the callback."""
+"""CPU time of one callback, in seconds, from which the loop counts as blocked. It is not wall time, because a busy
+machine blocks nothing. Garbage collection is left out, because its time depends on the modules that other tests have
+imported."""
 
 MODELS = Path(__file__).parents[1] / "outputs" / "models"
-"""Of the checkout: where a run by its defaults has them too."""
+"""Folder of the models that tests fetch: the default folder of runs that start in the checkout."""
 
-FIRST = ("runs", "hosts", "containers", "engines", "deaths")
-"""Groups that workers take before all others."""
+FIRST = ("engines", "containers", "hosts", "tests/integration/", "tests/trainer/", "tests/envs/")
+"""Groups, and folders of groups, that workers take before all others, in this order."""
 
 IMPORT_VLLM = ("test_touched.py", "test_tokenizer_tools.py")
-"""Files whose tests import it, which takes five seconds of a processor, beside those that are named after it."""
+"""Files, beside the files with `vllm` in their names, whose tests import vLLM, which takes five seconds of CPU time."""
 
-# Examples are not timed: how long one takes says more about the machine than about the code. In CI they are the same at
-# each run of the same code, so that a change is judged by itself; elsewhere each run draws new ones.
+# Examples have no deadline, because the time of one depends more on the machine than on the code. In CI the same code
+# always gets the same examples, so that only a change of the code can make a test fail. Elsewhere they are random.
 settings.register_profile("flash", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("flash")
 
@@ -52,19 +54,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: (*FIRST, group_of(item.nodeid)).index(group_of(item.nodeid)))
+    items.sort(key=lambda item: rank_of(group_of(item.nodeid)))
 
 
 def group_of(nodeid: str) -> str:
-    """What a test is kept together with: see above."""
+    """Return the group of a test: a name, or the path of its file. One worker runs all tests of a group."""
     path = nodeid.partition("::")[0]
     if path.startswith(("tests/cluster/", "tests/integration/test_slurm")):
         return "hosts"
-    if path.startswith("tests/integration/"):
-        return "deaths" if "deaths" in path else "runs"
     if "vllm" in path or path.endswith(IMPORT_VLLM):
         return "engines"
     return "containers" if "/sandbox/" in path else path
+
+
+def rank_of(group: str) -> int:
+    """Return the place of a group in the order in which workers take groups."""
+    return next((place for place, first in enumerate(FIRST) if group.startswith(first)), len(FIRST))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -80,8 +85,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Look for garbage neither while modules are imported, which stay, nor in them later: a quarter of the time of the
-    one, a twentieth of that of the tests."""
+    """Collect no garbage while modules are imported, and never scan these modules later.
+
+    Modules stay until the end. Without this, the imports would take a third longer, and the tests a twentieth.
+    """
     gc.disable()
     try:
         return (yield)
@@ -92,7 +99,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.fixture
 def anyio_backend(request: pytest.FixtureRequest) -> str | tuple[str, dict[str, Any]]:
-    """asyncio, on the clock that the test's markers ask for."""
+    """Return the options of asyncio for the clock that the marks of the test ask for."""
     if request.node.get_closest_marker("virtual"):
         return "asyncio", {"loop_factory": VirtualLoop}
     return "asyncio"
@@ -100,7 +107,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> str | tuple[str, dict[str, 
 
 @pytest.fixture
 def imports(tmp_path: Path) -> Iterator[None]:
-    """What the test adds to the import path is gone after it, and so are the modules of its folder."""
+    """Restore the import path after the test, and forget the modules of the test's folder."""
     before = list(sys.path)
     yield
     sys.path[:] = before
@@ -111,9 +118,9 @@ def imports(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The folder of a small pretrained model that chats: as `flash fetch smollm2-135m` makes it, once per machine.
+    """Return the folder of a small pretrained chat model, which `flash fetch smollm2-135m` makes once per machine.
 
-    For tests that are marked `integration`, with a timeout of ten minutes where they may be the first to ask.
+    Only tests with the mark `integration` may use it. A test that may be the first needs a timeout of ten minutes.
     """
     from flash.config.models import PACKAGED
     from flash.config.tree import DeadlinesConfig
@@ -146,7 +153,7 @@ class _Collecting(threading.local):
 
 @contextmanager
 def blocking_callbacks() -> Generator[list[str]]:
-    """Gather the callbacks, of any event loop, that take too long."""
+    """Yield a list, to which callbacks of any event loop are added that take too long."""
     found: list[str] = []
     collecting = _Collecting()
 
