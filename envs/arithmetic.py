@@ -61,7 +61,9 @@ class Arithmetic(OneTurn):
 
     def __init__(self, options: ArithmeticOptions) -> None:
         self._low = 10 ** (options.digits - 1) if options.digits > 1 else 0
+        """Smallest operand."""
         self._high = 10**options.digits
+        """Upper bound of the operands, which no operand reaches."""
         self._operators = options.operators
         self._chat = options.template == "chat"
 

@@ -110,7 +110,10 @@ class CodeOptions(SplitOptions, frozen=True, kw_only=True, dict=True):
 
 
 class _Source(msgspec.Struct, frozen=True):
-    """Options that decide which rows there are. Environments that differ in other options share the rows."""
+    """Key of the rows that a process has read: the fields of `CodeOptions` that decide which rows there are.
+
+    Environments that differ in other options share the rows.
+    """
 
     path: str
     prompt_column: str | None
@@ -308,8 +311,11 @@ class Linear(msgspec.Struct, frozen=True):
     """
 
     x: int
+    """Coefficient of X."""
     y: int
+    """Coefficient of Y."""
     one: int
+    """Constant term."""
 
     @property
     def prompt(self) -> str:
@@ -321,7 +327,7 @@ class Linear(msgspec.Struct, frozen=True):
         return SolvedExample(self.prompt, PROGRAMS[language].format(f"{self.x}*x+{self.y}*y+{self.one}"))
 
     def cases(self, count: int, rng: random.Random) -> list[SuiteCase]:
-        """Draw hidden tests: inputs with their outputs."""
+        """Draw `count` hidden tests: inputs with their outputs."""
         drawn = [(rng.randint(2, MOST_INPUT), rng.randint(2, MOST_INPUT)) for _ in range(count)]
         return [SuiteCase(stdin=f"{x} {y}\n", stdout=str(self.x * x + self.y * y + self.one)) for x, y in drawn]
 

@@ -55,6 +55,7 @@ class Counting(OneTurn):
     def __init__(self, options: CountingOptions) -> None:
         self._options = options
         self._signs = _signs(options.longest + 1)
+        """Alphabet of the problems, in order."""
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
         """Return `count` training problems with answers to teach a small model, half with uniformly drawn lengths."""

@@ -55,7 +55,10 @@ class DatasetOptions(SplitOptions, frozen=True, kw_only=True):
 
 
 class _Source(msgspec.Struct, frozen=True):
-    """Options that decide which rows there are. Environments that differ in other options share the rows."""
+    """Key of the rows that a process has read: the fields of `DatasetOptions` that decide which rows there are.
+
+    Environments that differ in other options share the rows.
+    """
 
     path: str
     prompt_column: str | None

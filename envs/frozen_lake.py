@@ -164,10 +164,11 @@ class FrozenLake:
     def __init__(self, options: FrozenLakeOptions) -> None:
         self._options = options
         self._lake: Lake | None = None
-        """Lake of the game; None before `reset`."""
+        """Lake of the game; None before `reset` and after the end."""
         self._moves = 0
         """Number of moves so far."""
         self._chance = random.Random()
+        """Random numbers of the slips, from the seed of the episode."""
 
     @classmethod
     def check(cls, options: FrozenLakeOptions) -> None:

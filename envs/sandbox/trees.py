@@ -88,7 +88,7 @@ class _Packing:
             os.close(top)
 
     def entry(self, member: str, name: str, folder: int) -> None:
-        """Add the entry of this name in an open folder."""
+        """Add the entry `name` of the open folder `folder` as `member` of the archive. Links are not followed."""
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
         if stat.S_ISLNK(status.st_mode):
             info = self._info(member, status)
@@ -102,7 +102,7 @@ class _Packing:
             self.file(member, os.open(name, _READ | os.O_NOFOLLOW, dir_fd=folder))
 
     def file(self, member: str, descriptor: int) -> None:
-        """Add an open file."""
+        """Add an open file as `member` of the archive, and close it."""
         with open(descriptor, "rb") as content:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):

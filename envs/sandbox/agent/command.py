@@ -343,7 +343,7 @@ class Command:
             self.send_result(self.reply)
 
     def send_result(self, reply: object) -> None:
-        """Send the result as frames."""
+        """Send the result with `reply`, the function of the command's own call, or of a call that waited for a job."""
         assert self.ended_body is not None
         send_result(reply, self.ended_body, self.rings, self.streaming)
 

@@ -103,7 +103,10 @@ def link_of(here: int, name: str) -> "str | None":
 
 
 def step(here: int, name: str, make: bool = False) -> int:
-    """Close `here` and open a folder in it, its parent, or the root; with `make`, create it."""
+    """Follow one part of a path: close `here`, and open the folder `name` in it, its parent, or the root.
+
+    With `make`, a missing folder is created.
+    """
     try:
         there = os.open(name, PLACE, dir_fd=here)
     except FileNotFoundError:

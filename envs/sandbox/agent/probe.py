@@ -145,8 +145,9 @@ def kill_the_agent() -> None:
             raise OSError(errno.EPERM, "")
 
 
-def notify_on_release() -> None:
-    """Escape through control groups: the host runs a program when a group is empty."""
+def change_control_groups() -> None:
+    """Open a file of a control group for writing. With one, a program could lift its limits, or escape: the machine's
+    kernel runs the program of `release_agent` when a group is empty."""
     for folder, _, files in os.walk("/sys/fs/cgroup"):
         for name in files:
             if name in CONTROLS and os.access(os.path.join(folder, name), os.W_OK):
@@ -207,7 +208,7 @@ ATTEMPTS = {
     "set the core dump program": lambda: write("/proc/sys/kernel/core_pattern"),
     "send a system request": lambda: write("/proc/sysrq-trigger"),
     "change the kernel": lambda: write("/sys/kernel/uevent_helper"),
-    "change control groups": notify_on_release,
+    "change control groups": change_control_groups,
     "find the engine's socket": lambda: exists(ENGINE_SOCKETS),
     "open a raw socket": lambda: raw(socket.AF_INET, socket.SOCK_RAW),
     "open a packet socket": lambda: raw(socket.AF_PACKET, socket.SOCK_RAW),
@@ -243,7 +244,7 @@ def attempt(function: object) -> str:
 
 
 def content(*paths: str) -> str:
-    """Return the content of the first readable file."""
+    """Return the content of the first readable file; empty if none can be read."""
     for path in paths:
         try:
             with open(path) as file:

@@ -131,11 +131,10 @@ class Launcher:
 
 
 def forbid_writing_to_proc() -> bool:
-    """Forbid this thread, and the processes that it starts, to write to files in /proc. Returns False if that is not
-    possible.
+    """Forbid this thread, and the processes that it starts, to write to files in /proc. Returns False on failure.
 
-    Landlock only allows: so all other folders of the root are allowed. Without write access to /proc no program can
-    lower its OOM score.
+    Without write access to /proc no program can lower its OOM score. Landlock has only rules that allow, so there is
+    one for each folder of the root except /proc.
     """
     try:
         import _ctypes

@@ -142,7 +142,7 @@ class SandboxContainer:
         self.labels = {name: value for name, value in found.labels.items() if name not in own}
 
     async def why_gone(self) -> str:
-        """Return why the container does not run. The text is empty while it runs.
+        """Return why the container does not run, after the link to its agent broke. The text is empty while it runs.
 
         It is also empty while the engine cannot be reached, because the container may still run.
         """
