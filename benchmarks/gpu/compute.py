@@ -36,7 +36,10 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def mfu_rows(sizes: Sizes) -> list[Row]:
-    """Return the model FLOPs of a step over its time, as a share of the data sheet's peak and of one large product."""
+    """Return the rows of whole training steps: time, throughput, memory, and model FLOPs per second.
+
+    The FLOPs per second are shares of the peak in the card's data sheet, and of one large product on this card.
+    """
     from flash.trainer.performance import peak_flops
 
     with tempfile.TemporaryDirectory() as folder:
@@ -55,7 +58,10 @@ def mfu_rows(sizes: Sizes) -> list[Row]:
 
 
 def measure_steps(what: tuple[Sizes, str]) -> Measured:
-    """Measure steps of the model in a folder, after one that is not counted. It needs a process of its own."""
+    """Measure steps of the model in a folder, after one that is not counted. `what` are the sizes and the folder.
+
+    It runs in a process of its own, because it needs its own process group.
+    """
     import torch
 
     from flash.foreign.torch import single_process_group

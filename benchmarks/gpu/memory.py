@@ -73,7 +73,7 @@ def memory_rows(sizes: Sizes) -> list[Row]:
 
 
 def configured(case: Case) -> Config:
-    """Configure two steps whose micro-batches are as full as the row allows."""
+    """Return the configuration of two steps whose micro-batches are as full as their limit allows."""
     gpu, longest = case.sizes.gpu, case.sizes.length[1]
     config = step_config(case.folder, "bfloat16" if gpu else "float32", longest, 32, 2, gpu=gpu)
     tables: dict[str, Any] = msgspec.to_builtins(config)
@@ -84,7 +84,10 @@ def configured(case: Case) -> Config:
 
 
 def measured(case: Case) -> tuple[int, list[float]]:
-    """Return the most bytes of the card in two steps (0 without one), and loss, entropy and gradient norm of each."""
+    """Train two steps, and return the most bytes of the card, and loss, entropy and gradient norm of each step.
+
+    The bytes are 0 without a card. It runs in a process of its own.
+    """
     import torch
 
     from flash.foreign.torch import single_process_group

@@ -57,10 +57,10 @@ EFFICIENCY_GOAL = 0.95
 
 
 def job_rows(sizes: Sizes, model: Path | None) -> list[Row]:
-    """Measure the swaps of a run of the tiny model, or of a model in a folder.
+    """Measure the swaps of a whole run: of the tiny model, or of the model in the folder `model`.
 
     Raises:
-        CalledProcessError: the run failed; its output says why. A canary beyond its tolerance fails a run, too.
+        CalledProcessError: the run failed; its output has the reason. A canary beyond its tolerance fails a run, too.
     """
     workload, name, folder, dtype, size = TINY, "gpu-check-tiny", TINY_MODEL, "float32", 4
     overrides = [f"run.steps={sizes.swaps}", *([] if sizes.gpu else NO_GPU)]
@@ -128,7 +128,7 @@ def run_kind(kind: str, name: str, sizes: Sizes, overrides: list[str]) -> Measur
 
 
 def version_rows(case: str, run: Measured, sizes: Sizes) -> list[Row]:
-    """Return the number of versions of a run, and how far engine and trainer were apart."""
+    """Return the rows with the number of versions of a run, and with the differences between engine and trainer."""
     return [
         Row(case, "versions", "versions", run.summary["steps"], at_least=sizes.swaps),
         Row(case, "canary_error", "nats", max(row["canary_error"] for row in run.metrics)),
@@ -137,7 +137,9 @@ def version_rows(case: str, run: Measured, sizes: Sizes) -> list[Row]:
 
 
 def engine_rows(sizes: Sizes) -> list[Row]:
-    """Measure tokens per second through hub, scheduler and proxy, and of the same engine given all requests at once."""
+    """Measure tokens per second through hub, scheduler and proxy, and of the same engine that gets all requests at
+    once.
+    """
     make_missing_model(load(TINY, []))
     name = f"gpu-check-{sizes.shape.layers}x{sizes.shape.width}"
     model = random_model(MODELS / name, sizes.shape, tokenizer_of=TINY_MODEL)

@@ -33,7 +33,7 @@ class Shape(msgspec.Struct, frozen=True):
     vocabulary: int
 
     def config(self) -> Qwen3Config:
-        """Return the configuration of transformers."""
+        """Return the configuration of a Qwen3 model of this shape."""
         from transformers import Qwen3Config
 
         return Qwen3Config(
@@ -103,7 +103,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, *, gpu: bool, quick: bool) -> Self:
-        """Return the sizes for a card, or for two CPU cores."""
+        """Return the sizes for a card, or for two CPU cores. `quick` chooses the small sizes on a card, too."""
         if not gpu or quick:
             return cls(gpu=gpu)
         return cls(

@@ -25,13 +25,13 @@ Result = TypeVar("Result")
 
 
 def apart(call: Callable[[Any], Result], argument: Any) -> Result:
-    """Return the result of a call in a new process, whose memory and process group are its own."""
+    """Call a function in a new process, which has its own memory and process group, and return its result."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(call, argument).result()
 
 
 def save_random(what: tuple[Shape, str, Literal["float32", "bfloat16"], bool]) -> None:
-    """Save a model of a shape with random weights in a folder, in this dtype; made on the card if the last is true."""
+    """Save a model with random weights. `what` is its shape, its folder, its dtype, and True to make it on the card."""
     import torch
     from transformers import Qwen3ForCausalLM
 
@@ -45,7 +45,9 @@ def save_random(what: tuple[Shape, str, Literal["float32", "bfloat16"], bool]) -
 def step_config(
     folder: str, dtype: Literal["float32", "bfloat16"], longest: int, sequences: int, steps: int, *, gpu: bool
 ) -> Config:
-    """Configure steps of one minibatch with GRPO, on `sequences` answers of at most `longest` tokens."""
+    """Return the configuration of steps with one minibatch and GRPO, on `sequences` answers of at most `longest`
+    tokens.
+    """
     tables: dict[str, dict[str, Any]] = {
         "run": {"name": "gpu-check", "steps": steps},
         "model": {"path": folder, "dtype": dtype, "max_length": longest + 64},
@@ -60,7 +62,8 @@ def step_config(
 
 
 def random_shard(step: int, groups: int, answers: tuple[int, int], vocabulary: int) -> Shard:
-    """Make a batch of random answers, `answers` tokens long at least and at most, sampled by the version before."""
+    """Return a batch of random answers, sampled by the version before. `answers` are their smallest and largest
+    length."""
     rng = np.random.default_rng(step)
     version = max(step - 1, 0)
     trajectories = list[Trajectory]()

@@ -98,7 +98,7 @@ class Pool:
 
 
 async def run_cell(cell: Cell, folder: Path, core: int | None, python: str = sys.executable) -> str:
-    """Run one cell in a process, which ends with the caller; return the end of its error output."""
+    """Run one cell in a process, which ends with the caller. Returns the end of its error output."""
     command = [python, "-m", "benchmarks.offpolicy.harness", str(folder)]
     command += [] if core is None else ["--core", str(core)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -127,7 +127,7 @@ def grid(
     *,
     mixed: bool = False,
 ) -> list[Cell]:
-    """Make all cells, seed by seed, so that a part of the grid is a whole comparison."""
+    """Return all cells. They are ordered by seed, so that the first part of the grid is a whole comparison."""
     chosen = [
         method.within(budget) if budget else method for method in METHODS if method.key in methods for budget in budgets
     ]
@@ -140,14 +140,19 @@ def grid(
 
 
 def make_model(cell: Cell) -> None:
-    """Make the warm-started model, unless it is there: once, because workers that make it would disturb each other."""
+    """Make the warm-started model of all cells, unless it exists. Workers that made it at once would disturb each
+    other.
+    """
     from flash.run.models import make_missing_model
 
     make_missing_model(cell.config())
 
 
 class Comparison:
-    """Runs the cells that the options name, and reports them."""
+    """Runs the cells that the options name, and reports them. `python -m benchmarks.offpolicy` makes one.
+
+    `run_cell` and `make_model` are replaced by tests.
+    """
 
     def __init__(
         self,
@@ -160,7 +165,7 @@ class Comparison:
         self._results: list[Result] = []
 
     def measure(self, args: Args) -> list[Row]:
-        """Run the missing cells, then report all that have a result."""
+        """Run the cells that have no result yet, and return the rows of all cells that have one."""
         options = self._options
         setting = QUICK if args.quick else SETTING
         if options.learning_rate is not None:
@@ -193,7 +198,7 @@ class Comparison:
 
 
 def own_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the options that only this benchmark has; also return the other arguments."""
+    """Parse the options that only this benchmark has. Also returns the arguments that `benchmarks.form.main` parses."""
     known = [method.key for method in METHODS]
 
     def methods(text: str) -> list[str]:

@@ -118,7 +118,9 @@ class PodmanEngine:
         self.folder = Path(tempfile.mkdtemp(prefix="flash-podman.", dir="/var/tmp"))
         self._socket = self.folder / "podman.sock"
         self.url = f"unix://{self._socket}"
+        """Address of the service, the value for DOCKER_HOST."""
         self._options: list[str] = []
+        """Options of each Podman command, which name the storage; empty before `open`."""
         self._service: subprocess.Popen[bytes] | None = None
         # Podman leaves a copy of each imported image in its folder for temporary files.
         self._environment = os.environ | {"TMPDIR": str(self.folder)}
@@ -166,7 +168,7 @@ class PodmanEngine:
             time.sleep(LOOK_S)
 
     def kill(self) -> None:
-        """Kill the service with SIGKILL; its containers live on."""
+        """Kill the service with SIGKILL. Its containers live on. Tests of crashes use it."""
         if self._service is not None:
             self._service.send_signal(signal.SIGKILL)
             self._service.wait()
@@ -191,7 +193,7 @@ class PodmanEngine:
             print(f"{self.folder} could not be removed", flush=True)
 
     def processes(self) -> list[Process]:
-        """Find all processes of the engine except its service."""
+        """Return all processes of the engine, except its service."""
         own = (self._service.pid if self._service is not None else 0, os.getpid())
         found: list[Process] = []
         for entry in Path("/proc").glob("[0-9]*"):
@@ -236,7 +238,10 @@ class PodmanEngine:
 
 
 def _classify(proc: Path, folder: str) -> Process | None:
-    """Return what a process is to the engine with this folder; None if it belongs to another one."""
+    """Return a process as a part of the engine with this folder; None if it belongs to another engine.
+
+    `proc` is its folder under /proc.
+    """
     words = (proc / "cmdline").read_bytes().decode("utf-8", "replace").split("\0")
     command, pid = " ".join(words).strip(), int(proc.name)
     if not command:

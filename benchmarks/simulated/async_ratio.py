@@ -47,7 +47,10 @@ def measure(args: Args) -> list[Row]:
 
 
 def stragglers(args: Args) -> list[Row]:
-    """Simulate 1 % stragglers at α = η = 2."""
+    """Simulate a run at α = η = 2 in which 1 % of the answers are forty times longer, and return its rows.
+
+    They show that AReaL trains tokens that are far older than η, because it checks no age at training.
+    """
     config = workload(
         "rlvr_long",
         run={"steps": 30 if args.quick else 80},

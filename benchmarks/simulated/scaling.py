@@ -36,7 +36,11 @@ def measure(args: Args) -> list[Row]:
 
 
 def scale(kind: str, ratio: int, sizes: tuple[int, ...], quick: bool) -> list[Row]:
-    """Simulate one workload at one async ratio over all sizes."""
+    """Simulate one workload at one async ratio on each number of GPUs.
+
+    Returns a row with the throughput of each size, and a row with the scaling from the first size to the last. `kind`
+    is `long` or `short`, the lengths of answers.
+    """
     label = kind if ratio == 2 else f"{kind}, async ratio {ratio}"
     rows: list[Row] = []
     sync: list[float] = []

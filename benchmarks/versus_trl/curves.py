@@ -62,6 +62,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """A workload of the comparison."""
 
     title: str
+    """Name of the workload in the plot."""
     accuracy: float
     """Both systems are timed to this held-out accuracy."""
     goal: float
@@ -69,10 +70,10 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def seconds_to(points: Sequence[Point], accuracy: float) -> float:
-    """Return the seconds until the accuracy is first reached, NaN if it never is.
+    """Return the seconds until the accuracy is first reached; NaN if it never is.
 
-    Between two evaluations accuracy is taken to grow evenly: without that the answer would come in whole intervals
-    between evaluations, whose length differs between the systems.
+    Between two evaluations the accuracy is assumed to grow evenly. Otherwise the result would be a whole number of
+    intervals between evaluations, whose length differs between the systems.
     """
     if points[0].accuracy >= accuracy:
         return points[0].seconds
@@ -84,10 +85,11 @@ def seconds_to(points: Sequence[Point], accuracy: float) -> float:
 
 
 def rows(case: Case, name: str, ours: Curve, others: Sequence[Curve]) -> list[Row]:
-    """Compare our run with TRL's runs of the same seed; the goal is for the first of them.
+    """Compare a run of Flash with runs of other systems on the same seed, and return the rows.
 
-    A run of ours that does not reach the accuracy has a speed-up of 0; for one of TRL's that does not, the whole run
-    counts, which makes the speed-up a lower bound.
+    The goal is for the first of `others`. If Flash's run does not reach the accuracy, its speed-up is 0. If another
+    system's run does not reach it, the whole run counts, so the speed-up is a lower bound. `name` is the name of the
+    workload.
     """
     label = name + (f", seed {ours.seed}" if ours.seed else "")
     mine, out = seconds_to(ours.points, case.accuracy), list[Row]()
@@ -107,10 +109,11 @@ def rows(case: Case, name: str, ours: Curve, others: Sequence[Curve]) -> list[Ro
     return out
 
 
-def over_seeds(case: Case, name: str, rows: Sequence[Row]) -> list[Row]:
+def over_seeds(name: str, rows: Sequence[Row]) -> list[Row]:
     """Return the mean speed-up of several seeds over each system, with its 95 % interval (Student's t on logarithms).
 
-    A seed of ours that does not reach the accuracy makes the mean 0.
+    If a run of Flash does not reach the accuracy, the mean is 0. `name` is the name of the workload, and `rows` are its
+    rows from `rows`, for all seeds.
     """
     found: dict[str, list[Row]] = {}
     for row in rows:
@@ -133,7 +136,7 @@ def over_seeds(case: Case, name: str, rows: Sequence[Row]) -> list[Row]:
 
 
 def _facts(label: str, curve: Curve, accuracy: float) -> list[Row]:
-    """Return the figures of one run."""
+    """Return the rows about a single run. `accuracy` is the accuracy to which the run is timed."""
     end = curve.points[-1]
     figures = (
         (f"to_{accuracy:.0%}_s", "s", seconds_to(curve.points, accuracy)),
@@ -150,12 +153,12 @@ def _facts(label: str, curve: Curve, accuracy: float) -> list[Row]:
 
 
 def read(file: Path) -> list[Curve]:
-    """Read the curves of a file; none if there is no file."""
+    """Return the curves of a file; none if there is no file."""
     return msgspec.json.decode(file.read_bytes(), type=list[Curve]) if file.exists() else []
 
 
 def keep(file: Path, new: Sequence[Curve]) -> list[Curve]:
-    """Put curves into a file, where they replace older ones of the same runs; return all curves of the file."""
+    """Write curves into a file, where they replace earlier ones of the same runs. Returns all curves of the file."""
     known = {(curve.case, curve.seed, curve.system): curve for curve in [*read(file), *new]}
     curves = [known[key] for key in sorted(known)]
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -85,8 +85,11 @@ class Trained(msgspec.Struct, frozen=True):
     saved: list[tuple[int, Path]]
     """Steps whose weights were saved, with their files or folders."""
     samples: int
+    """Number of trained samples."""
     mean_tokens: float
+    """Mean tokens of an answer."""
     software: dict[str, str]
+    """Versions of the packages, by name."""
 
 
 def configured(case: str, seed: int, quick: bool, own: Sequence[str] = ()) -> tuple[Path, list[str], Config]:
@@ -101,12 +104,12 @@ def configured(case: str, seed: int, quick: bool, own: Sequence[str] = ()) -> tu
 
 
 def label(case: str, seed: int, quick: bool) -> str:
-    """Name the files of a run, without the system."""
+    """Return the name of a run, without the system, for its files."""
     return f"{case}{'-quick' if quick else ''}-{seed}"
 
 
 def train_trl(case: str, seed: int, quick: bool, choices: TrlChoices) -> Trained:
-    """Run GRPOTrainer in its own environment."""
+    """Run TRL's GRPOTrainer on a workload, in TRL's Python environment, and read the files that it leaves."""
     file, overrides, config = configured(case, seed, quick)
     out = OUT / f"trl-{label(case, seed, quick)}"
     shutil.rmtree(out, ignore_errors=True)
@@ -167,7 +170,7 @@ def measured(case: str, system: str, seed: int, quick: bool) -> Curve:
 
 
 def results(quick: bool) -> Path:
-    """Return the file of the curves."""
+    """Return the file in which curves are kept: quick runs have a file of their own."""
     return OUT / "quick.json" if quick else CURVES
 
 
@@ -178,7 +181,10 @@ def compare(
     args: Args,
     measured: Callable[[str, str, int, bool], Curve] = measured,
 ) -> list[Row]:
-    """Measure these cases; return the rows of all recorded runs, also of earlier calls."""
+    """Measure the named workloads, systems and seeds, and return the rows of all recorded runs, also of earlier calls.
+
+    Without `seeds`, it uses SEEDS, or seed 0 for a quick run. Tests replace `measured`.
+    """
     new = [
         measured(case, system, seed, args.quick)
         for case in cases
@@ -194,17 +200,20 @@ def compare(
             ours, *others = (kept.get((case, number, system)) for system in ("Flash", *OTHERS[case]))
             if ours is not None:
                 of_case += curves.rows(CASES[case], case, ours, [other for other in others if other is not None])
-        rows += [*curves.over_seeds(CASES[case], case, of_case), *of_case]
+        rows += [*curves.over_seeds(case, of_case), *of_case]
     return rows
 
 
 def draw(quick: bool, rows: Sequence[Row], picture: Path) -> None:
-    """Draw all recorded curves."""
+    """Draw all recorded curves into the file `picture`. The rows do not hold them."""
     curves.draw(curves.read(results(quick)), CASES, picture)
 
 
 def arguments(argv: Sequence[str]) -> tuple[list[str], list[str], list[int], list[str]]:
-    """Parse the cases, the systems and the seeds; also return the arguments that the form of all benchmarks handles."""
+    """Parse the options that only this benchmark has.
+
+    Returns the cases, the systems, the seeds, and the arguments that `benchmarks.form.main` parses.
+    """
     systems = ["Flash", *dict.fromkeys(system for case in CASES for system in OTHERS[case])]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--case", choices=[*CASES], action="append")

@@ -88,7 +88,7 @@ class Clock(TrainerCallback):
 
 
 def train(out: Path, choices: TrlChoices, config: Config) -> None:
-    """Train, and write weights and the report."""
+    """Train, and write weights and the report into the folder `out`."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     (out / "weights").mkdir(parents=True)
     scorer = Scorer(config)
@@ -105,7 +105,7 @@ def train(out: Path, choices: TrlChoices, config: Config) -> None:
 
 
 def build(config: Config, choices: TrlChoices, out: Path, clock: Clock, scorer: Scorer) -> GRPOTrainer:
-    """Make the trainer on the configuration's model, prompts and rewards."""
+    """Return TRL's trainer for the model, prompts and rewards of the configuration."""
     # As in Flash: master weights in float32, whatever the precision of the passes.
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     seeds = training_seeds(config)
@@ -123,7 +123,10 @@ def build(config: Config, choices: TrlChoices, out: Path, clock: Clock, scorer: 
 
 
 def warm_up(trainer: GRPOTrainer, config: Config, count: int) -> None:
-    """Generate answers to `count` held-out prompts, and discard them."""
+    """Generate answers to `count` held-out prompts before the clock starts, and discard them.
+
+    The first forward passes of a process are slower. Flash makes its first evaluation before its clock starts, too.
+    """
     seeds = (held_out_seeds(config) * count)[:count]
     tokenizer: Any = trainer.processing_class
     texts = [as_text(tokenizer, one) for one in prompts(config, seeds)]

@@ -236,6 +236,8 @@ def _console() -> Console:
     from rich.console import Console
 
     class Unwatched(Console):
+        """A console that reports a closed pipe as BrokenPipeError."""
+
         def on_broken_pipe(self) -> None:
             """Raise BrokenPipeError, so that the command ends as if by SIGPIPE. Rich would end it with exit code 1."""
             raise BrokenPipeError

@@ -346,6 +346,7 @@ class World:
         begun, commits = self._first_lease_at or 0.0, self.trainer.commits
         seconds = commits[-1] - begun
         skipped = 1 if len(commits) > 2 else 0
+        # The first step waits for the first samples, so rates leave it out.
         steady_s = commits[-1] - commits[0] if skipped else seconds
         steady = self.trainer.trained[skipped:]
         states, slot_s = self._measured

@@ -116,7 +116,7 @@ def test_the_speedup_of_several_seeds_is_their_mean_with_an_interval():
             [curve("TRL", (0, 0.2), (seconds, 0.6), seed=seed)],
         )
     ]
-    found = {row.metric: row for row in over_seeds(case, "long", made)}
+    found = {row.metric: row for row in over_seeds("long", made)}
     spread = 4.3027 * math.log(2) / math.sqrt(3)
     assert {row.case for row in found.values()} == {"long, 3 seeds, over TRL"}
     assert found["speedup"].ours == pytest.approx(4.0)
@@ -124,8 +124,8 @@ def test_the_speedup_of_several_seeds_is_their_mean_with_an_interval():
     assert found["speedup_low"].ours == pytest.approx(4 * math.exp(-spread))
     assert found["speedup_high"].ours == pytest.approx(4 * math.exp(spread))
     never = rows(case, "long", curve("Flash", (0, 0.2), (10, 0.5), seed=3), [curve("TRL", (0, 0.2), (9, 0.6), seed=3)])
-    assert over_seeds(case, "long", [*made, *never])[0].ours == 0.0
-    assert not over_seeds(case, "long", never)
+    assert over_seeds("long", [*made, *never])[0].ours == 0.0
+    assert not over_seeds("long", never)
 
 
 def test_a_file_of_curves_keeps_the_other_runs_and_replaces_the_same_one(tmp_path):
