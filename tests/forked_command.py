@@ -49,8 +49,8 @@ THREADS = "OMP_NUM_THREADS"
 class Imported(ForkServer):
     """The server that has imported everything, which all workers of a test session share.
 
-    The first process that needs the server starts it. Each process adds a line to a file, from which
-    later ones learn the address of the socket and the end of the pipe that keeps the server alive.
+    The first process that needs the server starts it. Each process adds a line to a file, from which later ones learn
+    the address of the socket and the end of the pipe that keeps the server alive.
     """
 
     def __init__(self) -> None:
@@ -76,6 +76,7 @@ class Imported(ForkServer):
             file.seek(0)
             if not any(self._join(*line.split()) for line in reversed(file.readlines())):
                 super().ensure_running()
+                util.Finalize(self, self._file.unlink, kwargs={"missing_ok": True}, exitpriority=0)
             file.write(f"{own._forkserver_address} /proc/{os.getpid()}/fd/{own._forkserver_alive_fd}\n")
 
     def _join(self, address: str, alive: str) -> bool:
