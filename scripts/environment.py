@@ -187,9 +187,21 @@ def make(install: Callable[[], None] = install) -> None:
 
 
 def main(make: Callable[[], None] = make) -> int:
-    """Make the environment, unless it is up to date. Returns the exit code 0."""
+    """Make the environment, unless it is up to date. Returns the exit code 0.
+
+    Raises:
+        InstallError: `.venv` is a symbolic link, or the environment cannot be made.
+    """
     if is_current():  # Checked before the lock, which fails in a folder that cannot be written.
         return 0
+    # An installation through the link would change the environment of another clone, and make its `flash` run the
+    # sources of this folder.
+    if commands.VENV.is_symlink():
+        raise InstallError(
+            f"{commands.VENV} is a symbolic link to {commands.VENV.resolve()}, which belongs to another folder. "
+            f"Remove the link (`rm {commands.VENV}`), and the same command makes an environment here; or call the "
+            "programs in its `bin` yourself, with PYTHONPATH set to this folder"
+        )
     with alone():
         if not is_current():
             make()

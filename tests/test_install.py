@@ -171,6 +171,14 @@ def test_a_current_environment_is_left_alone(scripts, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_an_environment_that_is_a_link_to_another_clones_is_refused_and_not_changed(scripts, tmp_path):
+    venv = scripts.commands.VENV
+    venv.rename(tmp_path / "other")
+    venv.symlink_to(tmp_path / "other")
+    with pytest.raises(scripts.environment.InstallError, match=r"is a symbolic link to .*other.*rm "):
+        scripts.environment.main(make=lambda: pytest.fail("installed through the link"))
+
+
 def test_an_old_python_is_refused_with_what_to_do(scripts, capsys):
     assert scripts.install.start(oldest=(4, 0)) == 1
     told = capsys.readouterr().err
