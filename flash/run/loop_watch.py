@@ -62,6 +62,8 @@ class Blocks:
         """Number of checks since the last heartbeat."""
         self._seen: Counter[str] = Counter()
         """Number of checks at each place since the last heartbeat."""
+        self._ran_s = 0.0
+        """Seconds of processor time that the loop's thread has used since the last heartbeat."""
         self._place = ""
         """Place that was reported for this interval; empty if it was not reported."""
         self.counts: Counter[str] = Counter()
@@ -74,15 +76,18 @@ class Blocks:
 
     def beats(self) -> None:
         """Handle a heartbeat: the loop is not blocked, and a new interval begins."""
-        self._looks, self._place = 0, ""
+        self._looks, self._ran_s, self._place = 0, 0.0, ""
         self._seen.clear()
 
-    def look(self, place: str) -> str | None:
+    def look(self, place: str, ran_s: float = TICK_S) -> str | None:
         """Do one check. Returns a message for people; None if there is nothing new to report.
 
-        `place` is the line that the loop's thread executes; empty if the loop waits for events.
+        Args:
+            place: line that the loop's thread executes; empty if the loop waits for events.
+            ran_s: seconds of processor time that the thread has used since the last check.
         """
         self._looks += 1
+        self._ran_s += ran_s
         if place:
             self._seen[place] += 1
         seconds = self._looks * TICK_S
@@ -106,6 +111,12 @@ class Blocks:
         advice = "the event loop's process can do nothing else meanwhile"
         if is_users(self._place):
             advice = "use plain `def`, which runs in a thread, or await"
+        # A thread that gets no processor stands at a line that is not to blame.
+        if self._ran_s < self._looks * TICK_S / 2:
+            advice += (
+                f". It used only {self._ran_s:.1f} s of processor time: if this line does not wait for anything, the "
+                "machine or other threads were too busy to let it run, and it is not to blame"
+            )
         return f"{self._place} blocked the event loop{times} for {BLOCKED_S:g} s: {advice}"
 
 
@@ -150,9 +161,9 @@ class WatchedLoop(asyncio.SelectorEventLoop):
 
         `tell` is called with each message for people, in the watching thread, because the loop's thread is blocked.
         """
-        threading.Thread(
-            target=self._watch, args=(threading.get_ident(), tell), name="flash loop watch", daemon=True
-        ).start()
+        thread = threading.get_ident()
+        clock = time.pthread_getcpuclockid(thread)
+        threading.Thread(target=self._watch, args=(thread, clock, tell), name="flash loop watch", daemon=True).start()
         self._beat()
 
     def close(self) -> None:
@@ -170,19 +181,22 @@ class WatchedLoop(asyncio.SelectorEventLoop):
                 self._slow_until = self.time() + SLOW_S
         self.call_later(TICK_S, self._beat)
 
-    def _watch(self, thread: int, tell: Callable[[str], None]) -> None:
-        """Check every TICK_S seconds which line the loop's thread executes. `thread` is the id of that thread.
+    def _watch(self, thread: int, clock: int, tell: Callable[[str], None]) -> None:
+        """Check every TICK_S seconds which line the loop's thread executes.
 
-        Stops the loop's clock when the loop is found to be blocked. Waits for the clock. Unblocked by the end of the
-        loop. Produces messages, with which it calls `tell`.
+        `thread` is the id of that thread, and `clock` the id of the clock of its processor time. Stops the loop's
+        clock when the loop is found to be blocked. Waits for the clock. Unblocked by the end of the loop. Produces
+        messages, with which it calls `tell`.
         """
+        ran = time.clock_gettime(clock)
         while not self._over.wait(TICK_S):
+            before, ran = ran, time.clock_gettime(clock)
             frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
             lines = lines_of(frame)
             # The loop waits in its own selector. A selector of user code, as in `subprocess.run`, counts as a block.
             waits = [file for file, _ in lines[-2:]] in ([], [base_events.__file__, selectors.__file__])
             with self._state:
-                message = self.blocks.look("" if waits else place_in(lines))
+                message = self.blocks.look("" if waits else place_in(lines), ran - before)
                 if self.blocks.blocked and self._stopped_at is None:
                     self._stopped_at = self.time()
             if message is not None:

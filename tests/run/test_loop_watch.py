@@ -35,6 +35,14 @@ def test_a_block_is_told_of_once_with_the_place_that_was_seen_most_and_what_to_d
     assert not blocks.blocked
 
 
+def test_a_line_whose_thread_got_no_processor_is_not_blamed_alone() -> None:
+    blocks = Blocks()
+    (told,) = [message for _ in range(LOOKS) if (message := blocks.look(USERS, ran_s=TICK_S / 10))]
+    assert told.startswith(f"{USERS} blocked the event loop for 1 s: use plain `def`")
+    assert "only 0.1 s of processor time" in told
+    assert "it is not to blame" in told
+
+
 def test_generated_code_at_the_bottom_of_the_stack_of_a_forked_process_is_not_named_as_the_users() -> None:
     place = place_in([("<string>", 1), (asyncio.__file__, 7)])
     assert place == f"{asyncio.__file__}:7"
@@ -88,6 +96,23 @@ def test_while_a_users_code_blocks_the_loop_no_deadline_passes_and_its_line_is_n
     assert 0 < lost < took
     assert passed == pytest.approx(took - lost, abs=0.5)
     assert [f"{__file__}:" in text and "blocked the event loop" in text for text in told] == [True]
+    assert "processor time" in told[0], "the line sleeps"
+
+
+@pytest.mark.may_block
+def test_a_line_that_computes_is_blamed_without_doubt() -> None:
+    told: list[str] = []
+
+    async def computes() -> None:
+        until = time.thread_time() + 4 * BLOCKED_S
+        while time.thread_time() < until:
+            pass
+
+    # The machine of the test may be busy itself, and the doubt is right then: half of the time must be its own.
+    begun, own = time.monotonic(), time.thread_time()
+    run_watched(told.append, computes)
+    if time.thread_time() - own > 0.9 * (time.monotonic() - begun):
+        assert ["processor time" in text for text in told] == [False]
 
 
 def test_tasks_that_swallow_their_cancellation_do_not_hold_the_end_of_the_loop() -> None:
