@@ -42,7 +42,7 @@ from flash.rollout.proxy import LLMProxy, ProxySettings
 from flash.rollout.reports import NodeReports
 from flash.rollout.scheduler import MAX_EPISODES, HubClient, HubLink, Scheduler, Wakeup
 from flash.rollout.supervisor import EnginePlace, EngineSupervisor
-from flash.samples.rules import ONE_KIND, ProblemKinds
+from flash.samples.rules import ONE_KIND, BufferRules, ProblemKinds
 from flash.waiting import deadline, rare_garbage_collection, unwrapped_group
 
 if TYPE_CHECKING:
@@ -241,7 +241,11 @@ class RolloutNode:
                 await self._env.prepare()
         if self._env.rehearsed:
             settings, seed = EpisodeSettings.of_run(config), config.run.seed
-            await rehearse(self._tokenizer, self._env.make, problems.kind_of, settings, run_seed=seed, now=self._now)
+            samplings = BufferRules.of(config, problems.domains).samplings()
+            make_env, kind_of = self._env.make, problems.kind_of
+            await rehearse(
+                self._tokenizer, make_env, kind_of, settings, samplings=samplings, run_seed=seed, now=self._now
+            )
         begin = self._now()
         await self._supervisor.start(config.deadlines.engine_start)
         self.start_s = self._now() - begin

@@ -26,7 +26,7 @@ from flash.rollout.episode.episode import EpisodePlayer, EpisodeProgress, Episod
 from flash.rollout.episode.phases import Phases
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.run.loop_watch import WatchedLoop
-from flash.samples.rules import ProblemKinds
+from flash.samples.rules import BufferRules, ProblemKinds
 from flash.types import Completion, Failure, Lease, Observation, Outcome, Task, Tool, VersionRun
 from flash.waiting import deadline
 
@@ -102,7 +102,10 @@ async def _played(config: Config, answers: Sequence[str], seed: int) -> Played:
         EpisodeSettings.of_run(config, problems.domains), max_length=ROOM, max_tokens=ROOM * config.rollout.max_branches
     )
     kind = env.kind_of(seed)
-    task = Task(0, 0, 0, seed, kind=kind, split="eval" if is_held_out(seed) else "train")
+    samplings = BufferRules.of(config, problems.domains).samplings()
+    split = "eval" if is_held_out(seed) else "train"
+    # An agent is told of this sampling, although nothing is sampled here.
+    task = Task(0, 0, 0, seed, kind=kind, split=split, sampling=samplings.get(kind, samplings[""]))
     async with sharing(config.run.name, close_s=config.deadlines.shutdown):
         with deadline(config.deadlines.env_reset, "the environment to be ready", "its `prepare`"):
             await env.prepare()
@@ -129,7 +132,10 @@ class _Answers:
 
     async def generate(self, request: ResponseRequest) -> Completion:
         if not self._left:
-            raise EnvError(f"the episode goes on after {self._count} answer(s): give more, or end it with `terminated`")
+            raise EnvError(
+                f"the episode goes on after {self._count} answer(s): give one answer for each response "
+                "that it asks for, or end it (an environment returns `terminated`; an agent returns its answer)"
+            )
         tokens = [*map(ord, self._left.pop(0)), END]
         request.on_tokens(tokens)
         return Completion(tokens, [0.0] * len(tokens), [VersionRun(0, len(tokens))], "stop")

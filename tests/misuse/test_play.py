@@ -15,6 +15,7 @@ from envs.programs import run_command
 from flash.config.tree import Config
 from flash.errors import ConfigError, EnvError
 from flash.rollout.episode.rehearsal import rehearse
+from flash.samples.tasks import PLAIN_FOR_ALL
 from tests.misuse import misbehaving as m
 from tests.rollout.test_episode import SETTINGS, CharTokenizer
 
@@ -61,7 +62,9 @@ async def test_the_first_turn_before_a_run_tells_whatever_is_raised(name: str) -
         return m.Misbehaving("step", m.raising(m.EXCEPTIONS[name]))
 
     with pytest.raises(ConfigError, match="the environment cannot be played"):
-        await rehearse(CharTokenizer(), make, str, SETTINGS, run_seed=0, now=anyio.current_time)
+        await rehearse(
+            *(CharTokenizer(), make, str, SETTINGS), samplings=PLAIN_FOR_ALL, run_seed=0, now=anyio.current_time
+        )
 
 
 @pytest.mark.anyio

@@ -11,6 +11,7 @@ from flash.environment.interface import HELD_OUT
 from flash.errors import ConfigError
 from flash.rollout.episode.rehearsal import PROBLEMS, rehearse
 from flash.samples.tasks import SEED_STRIDE
+from flash.sampling import Sampling
 from flash.simulate.clock import run_virtual
 from flash.types import Trajectory
 from tests.rollout.test_episode import SETTINGS, CharTokenizer
@@ -51,7 +52,10 @@ class Stage:
 def played(stage: Stage, run_seed: int = 0) -> Trajectory:
     async def go() -> Trajectory:
         return await rehearse(
-            CharTokenizer(), lambda kind: stage, str, SETTINGS, run_seed=run_seed, now=anyio.current_time
+            *(CharTokenizer(), lambda kind: stage, str, SETTINGS),
+            samplings={"": Sampling(temperature=0.7)},
+            run_seed=run_seed,
+            now=anyio.current_time,
         )
 
     return run_virtual(go)
@@ -66,6 +70,7 @@ def test_one_turn_of_the_first_training_problem_is_played_and_closed(endless: bo
     assert stage.actions == ["d"]
     assert stage.closed == 1
     assert trajectory.reward == 0.5
+    assert trajectory.task.sampling.temperature == 0.7, "an agent is told of the run's own"
 
 
 @pytest.mark.parametrize("place", ["reset", "step"])

@@ -75,7 +75,9 @@ def test_an_answer_may_be_longer_than_a_model_s() -> None:
 
 
 def test_an_episode_that_goes_on_after_the_last_answer_is_an_error() -> None:
-    with pytest.raises(flash.EnvError, match=r"the episode goes on after 1 answer\(s\): give more, or end it"):
+    with pytest.raises(
+        flash.EnvError, match=r"the episode goes on after 1 answer\(s\): give one answer for each response"
+    ):
         flash.play(make_config(Guess), ["0"])
 
 

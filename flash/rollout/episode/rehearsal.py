@@ -6,7 +6,7 @@ problem that can be played is enough, because an environment that fails only som
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -17,6 +17,7 @@ from flash.rollout.episode.episode import EpisodePlayer, EpisodeProgress, Episod
 from flash.rollout.episode.phases import Phases
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.samples.tasks import SEED_STRIDE
+from flash.sampling import Sampling
 from flash.types import Completion, Failure, Lease, Task, Trajectory, VersionRun
 
 PROBLEMS = 3
@@ -40,6 +41,7 @@ async def rehearse(
     kind_of: Callable[[int], str],
     settings: EpisodeSettings,
     *,
+    samplings: Mapping[str, Sampling],
     run_seed: int,
     now: Callable[[], float],
 ) -> Trajectory:
@@ -52,6 +54,8 @@ async def rehearse(
         make_env: makes an environment for a kind of problems.
         kind_of: returns the kind of the problem of a seed.
         settings: limits and deadlines of the run; only one turn is played.
+        samplings: sampling settings by kind, of which an agent is told; those under the empty name hold for all other
+            kinds.
         run_seed: the run's seed, from which the seeds of its training problems follow.
         now: returns the present time in Unix seconds.
 
@@ -63,7 +67,9 @@ async def rehearse(
     first = run_seed * SEED_STRIDE
     failures: list[Failure] = []
     for number in range(PROBLEMS):
-        task = Task(number, number, 0, first + number, kind=kind_of(first + number))
+        kind = kind_of(first + number)
+        sampling = samplings.get(kind, samplings[""])
+        task = Task(number, number, 0, first + number, kind=kind, sampling=sampling)
         played = await player.play(Lease(number, task, 0), EpisodeProgress())
         if isinstance(played, Trajectory):
             return played

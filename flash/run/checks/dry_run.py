@@ -10,6 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -32,6 +33,7 @@ from flash.run.fetch import described, source_of, why_not_there
 from flash.run.loop_watch import run_watched
 from flash.run.node_loop import limit_held_out_problems
 from flash.run.processes.supervisor import say
+from flash.samples.rules import BufferRules, ProblemKinds
 from flash.trainer.model import from_gguf
 from flash.trainer.model.tiny_model import is_current, save_tokenizer
 from flash.trainer.objective import try_objective
@@ -100,10 +102,19 @@ async def _play(config: Config, tokenizer: Tokenizer) -> tuple[Trajectory, list[
         with deadline(config.deadlines.env_reset, "the environment to be ready", "its `prepare`"):
             await env.prepare()
         settings, seed = EpisodeSettings.of_run(config), config.run.seed
-        played = await rehearse(tokenizer, env.make, env.kind_of, settings, run_seed=seed, now=anyio.current_time)
+        problems = ProblemKinds.of(config, env.kind_of, env.domains())
+        samplings = BufferRules.of(config, problems.domains).samplings()
+        first_turn = partial(
+            rehearse,
+            *(tokenizer, env.make, env.kind_of, settings),
+            samplings=samplings,
+            run_seed=seed,
+            now=anyio.current_time,
+        )
+        played = await first_turn()
         lines = await try_own_answer(config, env, played.task.seed)
         with suppress(ConfigError):  # this may fail sometimes: a run tries such a sample again
-            again = await rehearse(tokenizer, env.make, env.kind_of, settings, run_seed=seed, now=anyio.current_time)
+            again = await first_turn()
             lines += other_problem(played, again)
         await limit_held_out_problems(config, env, lambda line: lines.append(f"eval: {line}"))
         return played, lines
