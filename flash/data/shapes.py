@@ -161,6 +161,8 @@ def prompt_of(row: Row, column: str) -> str | tuple[Message, ...]:
         if row.values.get(name) not in (None, "", "[]", "{}", [], {}):
             raise ConfigError(f"{place} has {name!r}, which this environment does not show; leave the column out")
     if isinstance(value, str) and _messages_in(value) is None:
+        if not value.strip():
+            raise ConfigError(f"{place}: {column!r} is empty; expected a prompt, or leave the row out")
         (asked,) = _user_messages(row.values, value, column, place)
         return str(asked["content"])
     _check_choices(row.values, _messages(value, place, column, "user"), place)
@@ -185,7 +187,14 @@ def answer_of(row: Row, column: str) -> str:
     Raises:
         ConfigError: the column has no answer, or its number is infinite or NaN.
     """
-    return _answer(value_of(row, column), f"{row.place}: {column!r}")
+    place = f"{row.place}: {column!r}"
+    answer = _answer(value_of(row, column), place)
+    # An empty answer is a fault of the data. A verifier that looks for the answer in the completion always finds it.
+    if not answer.strip():
+        raise ConfigError(
+            f'{place} is empty; expected an answer, or leave the row out. Write "-" if the verifier needs no answer'
+        )
+    return answer
 
 
 def find_column(names: Sequence[str], given: str | None, usual: Sequence[str], option: str, file: str) -> str:

@@ -145,7 +145,8 @@ def _files(path: str) -> list[Path]:
     else:
         files = sorted(Path(name) for name in glob.glob(path, recursive=True))
         if not files:
-            raise ConfigError(f"there is no data set at {path}{_nearest(place)}")
+            where = "" if place.is_absolute() else f" in the working directory, {Path.cwd()}"
+            raise ConfigError(f"there is no data set at {path}{where}{_nearest(place)}")
     for file in files:
         if _kind(file) not in (*JSON_LINES, *SEPARATORS, ".parquet", ".arrow"):
             raise ConfigError(
@@ -289,7 +290,7 @@ def _json_list(file: Path, text: bytes) -> Iterator[Row]:
 def _decoded(line: bytes | msgspec.Raw, place: str) -> dict[str, Any]:
     """Return the object of one row. Raises ConfigError if the text is not a JSON object."""
     try:
-        return _decoder.decode(line)
+        row = _decoder.decode(line)
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise ConfigError(f"{place} is not UTF-8 text (byte {byte:#04x}); save the file as UTF-8") from error
@@ -305,6 +306,23 @@ def _decoded(line: bytes | msgspec.Raw, place: str) -> dict[str, Any]:
             f"{place} is not a JSON object on one line: {error}; expected one object in each line, or one list of "
             "objects in the file"
         ) from error
+    # The decoder keeps the last of several values of one name. The search for names is far cheaper than a second
+    # decoding, which is needed only if a nested object or a text has the name as well.
+    text = bytes(line)
+    if any(text.count(msgspec.json.encode(name)) > 1 for name in row):
+        _refuse_equal_names(text, place)
+    return row
+
+
+def _refuse_equal_names(text: bytes, place: str) -> None:
+    """Raise ConfigError if an object in a JSON text has two values of one name."""
+
+    def names_of(pairs: list[tuple[str, Any]]) -> None:
+        names = [name for name, _ in pairs]
+        if twice := next((name for at, name in enumerate(names) if name in names[:at]), None):
+            raise ConfigError(f"{place} has two values of {twice!r}; expected a name of its own for each")
+
+    json.loads(text, object_pairs_hook=names_of)
 
 
 def _csv_rows(file: Path, separator: str) -> Generator[Row]:

@@ -240,3 +240,26 @@ def test_one_message_lists_the_first_faults_and_counts_the_others() -> None:
     refuse_rows([])
     with pytest.raises(ConfigError, match=r"^row 0\nrow 1\nrow 2\nrow 3\nrow 4\n… and 2 more rows$"):
         refuse_rows([f"row {number}" for number in range(7)])
+
+
+@pytest.mark.parametrize("text", ['{"a": 1, "a": 2}', '{"b": {"a": 1, "a": 2}, "a": 3}', '[{"a": 1, "a": 2}]'])
+def test_two_values_of_one_name_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="row 1 has two values of 'a'"):
+        values(path)
+
+
+def test_a_name_may_also_be_in_a_nested_object_or_a_text(tmp_path: Path) -> None:
+    rows = [{"a": 1, "b": {"a": 2}, "c": ["a", {"a": 3}, {"a": 4}], "d": '{"a": 5, "a": 6}'}]
+    assert values(write(tmp_path / "rows.jsonl", rows)) == rows
+
+
+def test_a_data_set_that_is_missing_is_named_with_the_folder_that_was_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"no data set at train.jsonl in the working directory, {tmp_path}"):
+        column_names("train.jsonl")
+    with pytest.raises(ConfigError, match=f"no data set at {tmp_path}/train.jsonl$"):
+        column_names(f"{tmp_path}/train.jsonl")

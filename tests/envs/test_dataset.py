@@ -121,6 +121,15 @@ async def test_a_row_of_a_wrong_kind_is_named(tmp_path, row):
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("row", [{"prompt": " ", "answer": "a"}, {"prompt": "p", "answer": ""}])
+@pytest.mark.parametrize("verifier", ["envs.rewards.exact:exact_match", "tests.envs.rewards.verifiers:length"])
+async def test_an_empty_prompt_or_answer_is_refused(tmp_path, row, verifier):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "q", "answer": "a"}, row])
+    with pytest.raises(ConfigError, match=r"row 2: '(prompt|answer)' is empty"):
+        await prompts(path, [0], verifier=verifier)
+
+
+@pytest.mark.anyio
 async def test_the_answer_is_scored_by_the_verifier(tmp_path):
     path = write(tmp_path / "rows.jsonl", [{"prompt": f"q{i}", "answer": 42} for i in range(9)])
     env = env_of(path)
