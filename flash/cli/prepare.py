@@ -317,7 +317,9 @@ def _trainer(config: Config, memory: RankMemory) -> str:
         ("of the host", memory.host, "beside: what train.offload names"),
     ]
     lines = [f"  {name:11s} {size / GIB:8.1f} GiB  {about}".rstrip() for name, size, about in rows if size]
-    return "\n".join([f"each of {_ranks(config)} trainer ranks, at most", *lines, ""])
+    ranks = _ranks(config)
+    title = f"each of {ranks} trainer ranks" if ranks > 1 else "the trainer rank"
+    return "\n".join([f"{title}, at most", *lines, ""])
 
 
 def _remedy(paths: list[Path], overrides: list[str], config: Config, room: float) -> str:

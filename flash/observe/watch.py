@@ -182,12 +182,16 @@ def numbers(rows: Sequence[Row], evals: Sequence[Row], width: int) -> Table:
 
 
 def waits(rows: Sequence[Row]) -> Iterator[Text]:
-    """Yield bars of the waiting trainer and the idle engines, as mean shares of the time of these steps."""
+    """Yield bars of the waiting trainer and the idle engines, as shares of the time of the given last steps."""
     for column in WAITS:
-        values = [value for row in rows if (value := number(row, column.name)) is not None]
-        if values:
-            share = sum(values) / len(values)
-            yield Text(f"{column.label:14}{100 * share:4.0f} % {bar(share)}")
+        known = [
+            (value, number(row, "interval_s") or 0.0) for row in rows if (value := number(row, column.name)) is not None
+        ]
+        # The summary weights by time, too: a long step counts for more than a short one.
+        if seconds := sum(weight for _, weight in known):
+            share = sum(value * weight for value, weight in known) / seconds
+            steps = f"last {len(known)} steps" if len(known) > 1 else "last step"
+            yield Text(f"{column.label:14}{100 * share:4.0f} % {bar(share)}  {steps}")
 
 
 def counts(row: Row) -> Text:

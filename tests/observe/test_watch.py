@@ -63,6 +63,13 @@ def test_the_screen_shows_where_the_run_is_and_its_numbers(directory: RunDirecto
     assert "evaluation at step 5: " in text
 
 
+def test_a_long_step_counts_for_more_in_the_waits_than_a_short_one(directory: RunDirectory) -> None:
+    directory.append_metrics(metrics_row(0, interval_s=9.0, trainer_wait_share=0.1))
+    directory.append_metrics(metrics_row(1, interval_s=1.0, trainer_wait_share=0.9))
+    share, _, _, *steps = line_of(shown(Watched(directory)), "trainer waits")
+    assert (share, steps) == ("18", ["last", "2", "steps"])
+
+
 def test_a_run_that_is_silent_or_over_says_so(directory: RunDirectory) -> None:
     written(directory, 3)
     watched = Watched(directory)

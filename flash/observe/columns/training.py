@@ -272,7 +272,7 @@ OFF_POLICY = ColumnGroup(
     (
         Column(
             "ess",
-            "Kish's effective sample size of the weights w, as a share of the tokens. It is 100 % on policy",
+            "Kish's effective sample size of the weights w, as a share of the tokens. It is near 100 % on policy",
             "share",
             label="effective sample size",
             title="ess%",
@@ -294,12 +294,12 @@ OFF_POLICY = ColumnGroup(
         ),
         Column(
             "mismatch_kl",
-            "difference between engine and trainer in nats: the mean of −log w over the tokens of age 0. If there are "
-            "no such "
-            "tokens the mean is over all tokens, and the policy's own change counts too",
+            "mean difference between engine and trainer in nats, which may be negative: the mean of −log w over the "
+            "tokens of age 0. If there are no such tokens, the mean is over all tokens, and the policy's own change "
+            "counts too",
             "nats",
             ".1e",
-            label="engine from trainer",
+            label="engine-trainer difference",
             title="kl",
             chart="kl",
             worry="it grows: engine and trainer may compute different log-probs with equal weights. Without tokens of "
@@ -313,7 +313,7 @@ OFF_POLICY = ColumnGroup(
             "difference between engine and trainer with equal weights: the mean of w − 1 − log w over the tokens of "
             "age 0 only",
             form=".1e",
-            label="engine from trainer, age 0",
+            label="engine-trainer difference, equal weights",
             chart="mismatch",
             worry=f"it grows, or is above {MISMATCH:g}",
             helps='set `model.dtype = "float32"`, use the objective `tis`, or a filter of `algorithm.corrections` '
