@@ -38,8 +38,8 @@ class Kl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Pull of the policy towards a reference policy."""
 
     estimator: Estimator = "k3"
-    """Estimator of the KL, as in the table at the top of this file. k1: the log-ratio δ, refused in the loss. k2: half
-    the square of δ. k3: the estimator of GRPO, which is never negative."""
+    """Estimator of the [KL](algorithms.md#kl-to-a-reference-algorithmkl). k1: the log-ratio δ, refused in the loss. k2:
+    half the square of δ. k3: the estimator of GRPO, which is never negative."""
     coefficient: Annotated[float, Meta(gt=0)]
     """β, the factor of the estimate."""
     place: Literal["loss", "reward"] = "loss"

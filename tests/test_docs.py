@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+import envs.sandbox
+import flash
 from flash.config.objects import load_object
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +33,29 @@ def test_links_lead_somewhere() -> None:
     for page, text in TEXTS.items():
         links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
         assert [link for link in links if not (page.parent / link).exists()] == [], page.name
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page that both GitHub and the site make of its headings, and those that the page sets itself."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    plain = [re.sub(r"[^\w\s-]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", one)).lower() for one in headings]
+    # GitHub keeps each of several hyphens, and the site makes them one.
+    return {one.replace(" ", "-") for one in plain if not re.search("[- ]{2}", one)} | {
+        *re.findall(r'id="(.+?)"', text)
+    }
+
+
+def test_links_lead_to_a_heading() -> None:
+    there = {page.resolve(): anchors(text) for page, text in TEXTS.items()}
+    for page, text in TEXTS.items():
+        links = re.findall(r"\]\(((?!https?:)[^)#\s]*)#([^)\s]+)\)", text)
+        targets = [((page.parent / file).resolve() if file else page, anchor) for file, anchor in links]
+        assert [anchor for file, anchor in targets if anchor not in there.get(file, {anchor})] == [], page.name
+
+
+def test_every_public_name_is_on_the_page_of_the_python_interface() -> None:
+    text = TEXTS[ROOT / "docs" / "api.md"]
+    assert [name for module in (flash, envs.sandbox) for name in module.__all__ if f"`{name}`" not in text] == []
 
 
 def test_nobody_is_sent_to_an_index_that_does_not_have_flash() -> None:
