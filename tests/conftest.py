@@ -43,8 +43,9 @@ IMPORT_VLLM = ("test_touched.py", "test_tokenizer_tools.py")
 """Files, beside the files with `vllm` in their names, whose tests import vLLM, which takes five seconds of CPU time."""
 
 # Examples have no deadline, because the time of one depends more on the machine than on the code. In CI the same code
-# always gets the same examples, so that only a change of the code can make a test fail. Elsewhere they are random.
-settings.register_profile("flash", deadline=None, derandomize="CI" in os.environ)
+# always gets the same examples, so that only a change of the code can make a test fail. Elsewhere they are random, and
+# a few in each session are enough.
+settings.register_profile("flash", deadline=None, max_examples=40, derandomize="CI" in os.environ)
 settings.load_profile("flash")
 
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import anyio
 import httpx
-import openai
 import pytest
-from langchain_core.messages import HumanMessage
-from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
-from pydantic import SecretStr
 
 from flash.config.tree import ModelConfig
 from flash.rollout.engine import ResponseRequest
@@ -42,7 +38,9 @@ def sums(request: ResponseRequest, tokenizer: HarmonyTokenizer) -> list[int]:
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> HarmonyTokenizer:
-    """A synchronous one: to load it takes a while."""
+    """A synchronous fixture, because loading the tokenizer and importing the clients would block the event loop."""
+    # Not at the top of this file: every worker of the test session imports it, and one of them runs its tests.
+    import_module("langchain_openai")
     return HarmonyTokenizer(ModelConfig(path=FORM.save(tmp_path)))
 
 
@@ -68,6 +66,8 @@ def add(a: int, b: str = "") -> str:
 
 async def chats(base_url: str, api_key: str, task: str) -> str:
     """The official client's chat completions, the second answer streamed."""
+    import openai
+
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     tools: Any = [{"type": "function", "function": {**FUNCTION, "strict": True}}]
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
@@ -88,6 +88,8 @@ async def chats(base_url: str, api_key: str, task: str) -> str:
 
 async def responds(base_url: str, api_key: str, task: str) -> str:
     """Its responses: the first goes on with items, the second, a stream, with the name of the first."""
+    import openai
+
     tools: Any = [{"type": "function", **FUNCTION, "strict": True}]
     more: Any = {"model": "policy", "tools": tools, "instructions": "be brief"}
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
@@ -115,6 +117,11 @@ def returned(output: list[Any]) -> list[Any]:
 
 async def chains(base_url: str, api_key: str, task: str) -> str:
     """LangChain's chat model, with a tool bound to it."""
+    from langchain_core.messages import HumanMessage
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+    from pydantic import SecretStr
+
     adding, key = tool(add), SecretStr(api_key)
     messages: list[Any] = [HumanMessage(QUESTION)]
     async with httpx.AsyncClient() as connections:

@@ -28,9 +28,9 @@ answer is 1|answer is 1 |answer a |Answer: |Answer: 1. |**Answer:** |answer is n
 <answer>|</answer>|<answer>1|>|> |<|left |1 + 1 = 2|dollars|$5 |\$|\$1|€|€1|USD ||
 """.replace("\n", "").split("|")
 
-LENGTH = 20_000
+LENGTH = 10_000
 MOST_S = 0.5
-"""Processor seconds for one answer; quadratic patterns took 5 to 40."""
+"""Processor seconds for one answer; quadratic patterns took 1.2 to 10."""
 
 
 def texts() -> list[str]:

@@ -86,9 +86,9 @@ def every_schedule_comes_to_its_end(seed: int) -> None:
     assert not (waits and stale), "a token is stale though steps wait for it"
 
 
-@pytest.mark.parametrize("first", [0, 30, 60])
+@pytest.mark.parametrize("first", [0, 15, 30])
 def test_the_laws_hold_on_every_schedule(first: int) -> None:
-    for seed in range(first, first + 30):
+    for seed in range(first, first + 15):
         every_schedule_comes_to_its_end(seed)
 
 

@@ -12,11 +12,6 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from vllm.logprobs import FlatLogprobs
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
-from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
-from vllm.v1.outputs import LogprobsLists
 
 from flash.errors import EngineError
 from flash.foreign import vllm
@@ -34,8 +29,13 @@ def asked(sampling: Sampling) -> dict[str, Any]:
     return msgspec.structs.asdict(sampling) | {"stop": [], "stop_token_ids": [], "logit_bias": {}}
 
 
-def piece(drawn: int, likeliest: Sequence[int]) -> FlatLogprobs:
+# vllm is imported by the tests that need it, because every worker of the test session imports this file.
+
+
+def piece(drawn: int, likeliest: Sequence[int]) -> Any:
     """Return the log-probs of one position: the drawn token, then the most likely ones, which include it."""
+    from vllm.logprobs import FlatLogprobs
+
     flat, told = FlatLogprobs(), HOW.top_k + TIES
     ids = [*likeliest, *range(90, 90 + told - len(likeliest))]
     logprobs = [-1.0 - place if place < len(likeliest) else float("-inf") for place in range(told)]
@@ -80,6 +80,11 @@ def test_more_ties_than_were_asked_for_are_an_error(drawn: int) -> None:
 @pytest.mark.parametrize("done", [1, 2, 3])
 def test_a_text_that_ends_a_response_is_found_from_where_the_response_began(done: int) -> None:
     """Also from the middle of a letter."""
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+    from vllm.v1.outputs import LogprobsLists
+
     letters = pre_tokenizers.ByteLevel.alphabet()
     inner = Tokenizer(models.BPE({letter: place for place, letter in enumerate(letters)}, []))
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -107,6 +112,10 @@ def test_a_text_that_ends_a_response_is_found_from_where_the_response_began(done
 @pytest.mark.parametrize("interval", [1, 3])
 def test_of_the_likeliest_tokens_vllm_holds_those_in_no_piece_alone_and_no_texts(interval: int) -> None:
     """The most likely tokens of all running requests would not fit a node's memory, and their texts take too long."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+    from vllm.v1.outputs import LogprobsLists
+
     processor: Any = OutputProcessor(None, log_stats=False, stream_interval=interval)
     parameters = vllm.sampling_parameters(asked(HOW), 99, likeliest=2)
     queue: Any = RequestOutputCollector(parameters.output_kind, "r")

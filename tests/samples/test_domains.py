@@ -197,7 +197,7 @@ def test_samples_of_each_domain_have_its_temperature_also_after_a_replay_and_a_r
     assert again > old
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 10**6))
 def test_at_a_ratio_of_zero_the_same_problems_are_issued_in_whatever_order_groups_end(seed: int) -> None:
     draw = random.Random(seed)
@@ -392,7 +392,7 @@ def runs(draw: st.DrawFn) -> Timed:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30)
 @given(runs())
 def test_domains_of_any_speed_keep_their_shares_and_the_laws_and_every_run_ends(timed: Timed) -> None:
     timed.run()

@@ -334,4 +334,4 @@ class Incarnation(RuleBasedStateMachine):
 
 
 TestLaws = Incarnation.TestCase
-TestLaws.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestLaws.settings = settings(max_examples=60, stateful_step_count=50)

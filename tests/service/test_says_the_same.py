@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash.service.history import says_the_same
@@ -24,6 +24,7 @@ def calls(*arguments: str, name: str = "f", content: str = "", reasoning: str = 
     return Message("assistant", content, reasoning, made)
 
 
+@settings(max_examples=25)
 @given(st.dictionaries(st.text(), VALUES), st.booleans(), st.sampled_from([None, 2]))
 def test_arguments_that_a_client_wrote_again_are_the_same(value: dict[str, Any], ascii_only: bool, indent: Any) -> None:
     said = json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -93,10 +94,13 @@ def names(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize(("steps", "moments"), [(0, "float32"), (2, "float32"), (0, "bfloat16"), (2, "bfloat16")])
+@pytest.mark.parametrize(
+    ("tied", "steps", "moments"), [(True, 0, "float32"), (False, 2, "float32"), (True, 2, "bfloat16")]
+)
 def test_a_loaded_checkpoint_is_bit_equal_and_continues_identically(
-    model: Path, tmp_path: Path, steps: int, moments: str
+    tied_model: Path, untied_model: Path, tmp_path: Path, tied: bool, steps: int, moments: str
 ) -> None:
+    model = tied_model if tied else untied_model
     learning: dict[str, Any] = {"train": {"moments": moments}}
     original = trained(model, steps, **learning)
     path = checkpoint.save(tmp_path, original, kept(HUB), keep=2)
@@ -130,10 +134,10 @@ def test_what_muon_leaves_for_the_next_step_is_kept(tied_model: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(("had", "now"), [("float32", "bfloat16"), ("bfloat16", "float32")])
-def test_a_run_goes_on_with_its_moments_in_another_dtype(model: Path, tmp_path: Path, had: str, now: str) -> None:
-    original = trained(model, 2, train={"moments": had})
+def test_a_run_goes_on_with_its_moments_in_another_dtype(tied_model: Path, tmp_path: Path, had: str, now: str) -> None:
+    original = trained(tied_model, 2, train={"moments": had})
     path = checkpoint.save(tmp_path, original, kept(HUB), keep=2)
-    restored = trained(model, 1, train={"moments": now})
+    restored = trained(tied_model, 1, train={"moments": now})
     checkpoint.load(path, restored)
     for name, value in moments_of(restored).items():
         assert value.dtype == getattr(torch, now)
@@ -197,7 +201,7 @@ def test_a_run_must_have_as_many_critics_as_its_checkpoint(tied_model: Path, tmp
     assert all(torch.equal(value, before[name]) for name, value in extras_of(three).items())
 
 
-@pytest.mark.parametrize("tables", [{}, *KEPT.values()], ids=["policy", *KEPT])
+@pytest.mark.parametrize("tables", [{}, CRITICS], ids=["policy", "critics"])
 def test_saving_before_the_first_step_does_not_change_the_run(
     tied_model: Path, tmp_path: Path, tables: dict[str, Any]
 ) -> None:
@@ -235,13 +239,23 @@ def test_what_others_keep_beside_checkpoints_is_neither_chosen_nor_deleted(tmp_p
     assert names(tmp_path) == ["step-000010-best", "step-1000000", "step-x"]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "unfinished"])
-def test_a_damaged_or_unfinished_checkpoint_is_passed_over(tied_model: Path, tmp_path: Path, damage: str) -> None:
-    trainer = trained(tied_model, 1)
-    good = checkpoint.save(tmp_path, trainer, kept(HUB), keep=3)
+@pytest.fixture(scope="module")
+def two_checkpoints(tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trainer]:
+    """Return the folder of a run with the checkpoints of steps 1 and 2, and its trainer. Tests change copies of it."""
+    folder, trainer = tmp_path_factory.mktemp("two"), trained(tied_model, 1)
+    checkpoint.save(folder, trainer, kept(HUB), keep=3)
     train(trainer, 1)
-    bad = checkpoint.save(tmp_path, trainer, kept(HUB), keep=3)
-    assert checkpoint_files.newest_complete(tmp_path) == bad
+    checkpoint.save(folder, trainer, kept(HUB), keep=3)
+    return folder, trainer
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "unfinished"])
+def test_a_damaged_or_unfinished_checkpoint_is_passed_over(
+    two_checkpoints: tuple[Path, Trainer], tmp_path: Path, damage: str
+) -> None:
+    folder = Path(shutil.copytree(two_checkpoints[0], tmp_path / "run"))
+    good, bad = (folder / "checkpoints" / name for name in names(folder))
+    assert checkpoint_files.newest_complete(folder) == bad
     shard = next((bad / checkpoint.STATE).glob("__0_*"))
     if damage == "truncated":
         os.truncate(shard, shard.stat().st_size - 1)
@@ -249,8 +263,8 @@ def test_a_damaged_or_unfinished_checkpoint_is_passed_over(tied_model: Path, tmp
         shard.unlink()
     else:
         (bad / checkpoint_files.MANIFEST).unlink()
-    (tmp_path / "checkpoints" / ".tmp-step-000009").mkdir()
-    assert checkpoint_files.newest_complete(tmp_path) == good
+    (folder / "checkpoints" / ".tmp-step-000009").mkdir()
+    assert checkpoint_files.newest_complete(folder) == good
 
 
 def flip(file: Path) -> None:
@@ -262,13 +276,11 @@ def flip(file: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["weights", "hub", "manifest", "truncated"])
 def test_a_run_goes_on_from_the_newest_whole_checkpoint_and_says_which_file_of_a_newer_one_is_damaged(
-    tied_model: Path, tmp_path: Path, damage: str
+    two_checkpoints: tuple[Path, Trainer], tied_model: Path, tmp_path: Path, damage: str
 ) -> None:
-    trainer = trained(tied_model, 1)
-    good = checkpoint.save(tmp_path, trainer, kept(HUB), keep=3)
-    train(trainer, 1)
-    bad = checkpoint.save(tmp_path, trainer, kept(HUB), keep=3)
-    assert checkpoint_files.choose_checkpoint(tmp_path) == (bad, [])
+    folder = Path(shutil.copytree(two_checkpoints[0], tmp_path / "run"))
+    good, bad = (folder / "checkpoints" / name for name in names(folder))
+    assert checkpoint_files.choose_checkpoint(folder) == (bad, [])
     shard = next((bad / checkpoint.STATE).glob("__0_*"))
     if damage == "truncated":
         os.truncate(shard, shard.stat().st_size - 1)
@@ -276,18 +288,20 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_and_says_which_file_of_a
         (bad / checkpoint_files.MANIFEST).write_bytes(b"\xff{")
     else:
         flip(shard if damage == "weights" else bad / checkpoint_files.HUB_STATE)
-    chosen, (note,) = checkpoint_files.choose_checkpoint(tmp_path)
+    chosen, (note,) = checkpoint_files.choose_checkpoint(folder)
     assert chosen is not None
     assert chosen == good
     name = {"hub": checkpoint_files.HUB_STATE, "manifest": checkpoint_files.MANIFEST}.get(damage, shard.name)
     assert f"{name} is damaged" in note
     assert "goes on from step-000001, and the damaged checkpoint is kept as damaged-step-000002" in note
-    restored = trained(tied_model, 0)
-    checkpoint.load(chosen, restored)
-    train(restored, 1)
-    checkpoint.save(tmp_path, restored, kept(HUB), keep=1)
-    assert names(tmp_path) == ["damaged-step-000002", "step-000002"]
-    assert same_weights(restored, trainer)
+    assert names(folder) == ["damaged-step-000002", "step-000001"]
+    if damage == "weights":
+        restored = trained(tied_model, 0)
+        checkpoint.load(chosen, restored)
+        train(restored, 1)
+        checkpoint.save(folder, restored, kept(HUB), keep=1)
+        assert names(folder) == ["damaged-step-000002", "step-000002"]
+        assert same_weights(restored, two_checkpoints[1])
 
 
 def test_where_no_checkpoint_is_whole_the_run_is_refused_and_nothing_is_moved(tied_model: Path, tmp_path: Path) -> None:

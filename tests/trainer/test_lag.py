@@ -208,7 +208,7 @@ def test_a_checkpoint_from_before_the_option_stands_for_scheduled_rates(tied_mod
 def test_what_engine_and_trainer_disagree_on_does_not_hold_the_rate_down(untied_model: Path) -> None:
     """Disagreement is a constant part of the distance: a lower rate would only increase its share of the distance."""
     trainer = trainer_at(STEP, untied_model, algorithm={"lag": {}}, train=TRAIN | {"learning_rate": 1e-9})
-    rng = np.random.default_rng(0)
+    rng, reference = np.random.default_rng(0), reference_model(untied_model)
     scales = []
     for step in range(STEP, STEP + 12):
         shard = drifted(untied_model, step, step=step)
@@ -216,7 +216,7 @@ def test_what_engine_and_trainer_disagree_on_does_not_hold_the_rate_down(untied_
         for sample in shard.samples:
             # A rate of 1e-9 moves nothing, so all of the distance is disagreement. Its square is 1.5 times the budget.
             noise = 0.25 * rng.standard_normal(sample.trajectory.action_count)
-            logprobs = unpacked_logprobs(reference_model(untied_model), sample.trajectory).detach().numpy() - noise
+            logprobs = unpacked_logprobs(reference, sample.trajectory).detach().numpy() - noise
             one = replace(sample.trajectory, logprobs=logprobs.astype("<f4").tobytes())
             samples.append(replace(sample, trajectory=one))
         scales.append(trainer.train_step(replace(shard, samples=samples))["lag_scale"])

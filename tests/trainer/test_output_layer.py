@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -98,10 +99,15 @@ def random_grads(tokens: int) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 3 * ROW, 7 * ROW, 100 * ROW])
-@pytest.mark.parametrize("tokens", [0, 1, 7, 10])
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("change", [UNCHANGED, LogitChange(scale=0.4), LogitChange(scale=1.5, cap=2.0)])
+CHANGES = (UNCHANGED, LogitChange(scale=0.4), LogitChange(scale=1.5, cap=2.0))
+CHUNKED = [
+    # Every number of tokens is cut into every size of chunks. Every change of logits occurs with and without kept sets.
+    (tokens, chunk_bytes, at % 2 == 1, CHANGES[at % 3])
+    for at, (tokens, chunk_bytes) in enumerate(product((0, 1, 7, 10), (1, 3 * ROW, 7 * ROW, 100 * ROW)))
+]
+
+
+@pytest.mark.parametrize(("tokens", "chunk_bytes", "kept", "change"), CHUNKED)
 def test_any_chunking_gives_the_numbers_and_gradients_of_whole_logits(
     tokens: int, chunk_bytes: int, kept: bool, change: LogitChange
 ) -> None:
@@ -120,9 +126,9 @@ def test_any_chunking_gives_the_numbers_and_gradients_of_whole_logits(
         torch.testing.assert_close(given[name].grad, expected, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("hot", [0.3, 1.0, 1.7])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize(
+    ("hot", "bias", "kept"), [(0.3, True, False), (0.3, False, True), (1.0, False, False), (1.7, True, True)]
+)
 def test_gradients_are_the_finite_differences(hot: float, bias: bool, kept: bool) -> None:
     given = factors(4, bias=bias, hot=hot)
     sets = some_kept(given["target_T"]) if kept else None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -84,7 +86,13 @@ def write_model(folder: Path, *, tied: bool, **options: Any) -> Path:
 
 
 def reference_model(folder: Path) -> PreTrainedModel:
-    """Return the model in plain Hugging Face with eager attention, in float64."""
+    """Return a new copy of the model in plain Hugging Face with eager attention, in float64."""
+    return deepcopy(loaded_reference(folder))
+
+
+@lru_cache(maxsize=8)
+def loaded_reference(folder: Path) -> PreTrainedModel:
+    """Return the model of `reference_model`. Loading it takes longer than copying it."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
 
 
@@ -228,6 +236,12 @@ def trainer_at(version: int, model: Path, **tables: dict[str, Any]) -> Trainer:
     trainer = Trainer(make_config(model, **tables))
     trainer.version = version
     return trainer
+
+
+def frozen_at(version: int, model: Path, **tables: dict[str, Any]) -> Trainer:
+    """Return a new trainer whose steps change neither its weights nor the gradients of later steps."""
+    frozen = {"learning_rate": 1e-30, "betas": [0.0, 0.95], "max_grad_norm": 1e9, "max_tokens_per_microbatch": 64}
+    return trainer_at(version, model, **tables | {"train": frozen | tables.get("train", {})})
 
 
 def sampled_at(shard: Shard, *temperatures: float) -> Shard:

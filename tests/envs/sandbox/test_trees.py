@@ -76,7 +76,7 @@ PATHS = st.lists(NAMES, min_size=1, max_size=3).map("/".join)
 MEMBERS = st.lists(st.tuples(PATHS, st.sampled_from([FOLDER, LINK, LINK, FILE]), STEPS), max_size=5)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100)
 @given(MEMBERS)
 def test_no_link_of_a_tree_that_is_taken_leads_to_its_neighbours(members):
     with tempfile.TemporaryDirectory() as folder:
