@@ -34,7 +34,7 @@ from tests.trainer.trainer_cases import (
 STEP = 3
 HOST: dict[str, Any] = {"offload": ["weights"]}
 CASES: dict[str, dict[str, Any]] = {
-    "clipped": {"train": {"max_grad_norm": 0.1}},
+    "clipped, run again": {"train": {"max_grad_norm": 0.1, "activation_checkpointing": True}},
     "critic, reference and average": {
         "algorithm": {
             "objective": "decoupled_ppo", "options": {"proximal": "ewma"}, "advantage": "gae",
@@ -43,11 +43,11 @@ CASES: dict[str, dict[str, Any]] = {
         "critic": {},
         "train": {"minibatches": 2},
     },
-    "adapters": {"lora": {"rank": 4}, "algorithm": {"kl": {"coefficient": 0.3}}},
-    "adapters in bfloat16": {"lora": {"rank": 4}, "model": {"dtype": "bfloat16"}},
+    "adapters in bfloat16": {
+        "lora": {"rank": 4}, "model": {"dtype": "bfloat16"}, "algorithm": {"kl": {"coefficient": 0.3}},
+    },
     "moments in bfloat16": {"model": {"dtype": "bfloat16"}, "train": {"moments": "bfloat16"}},
     "muon": {"train": {"optimizer": "muon"}},
-    "run again": {"train": {"activation_checkpointing": True}},
 }  # fmt: skip
 
 

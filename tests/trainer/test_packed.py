@@ -58,19 +58,19 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return write_model(tmp_path_factory.mktemp("packed") / "model", tied=False, **options)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_log_probs_and_gradients_of_a_tree_are_those_of_its_sequences(folder: Path, seed: int) -> None:
     sequences = drawn_tree(np.random.default_rng(seed))
     batch = packed_batch(sequences, *MIXED)
     weight_T = torch.from_numpy(np.random.default_rng(seed + 1).normal(size=len(batch["before_T"]))).float()
+    with torch.no_grad():
+        expected_T, _ = one_by_one(reference_model(folder), sequences, *MIXED)
     grads: list[dict[str, Tensor]] = []
     for packed in (batch["sequences"], unshared(batch["sequences"])):
         model = sharded(folder)
         logp_T, entropy_T = token_logprobs(model, **batch | {"sequences": packed}, entropy_gradient=True)
         (logp_T @ weight_T + entropy_T @ weight_T.flip(0)).backward()
         grads.append({name: value.grad.full_tensor() for name, value in model.named_parameters()})
-        with torch.no_grad():
-            expected_T, _ = one_by_one(reference_model(folder), sequences, *MIXED)
         torch.testing.assert_close(logp_T.double(), expected_T, rtol=0, atol=2e-5)
     assert relative_error(*grads) < 1e-5
 
@@ -114,7 +114,7 @@ def _tokens(batch: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_sequences_one_after_the_other_attend_as_padded_ones(seed: int, window: int | None) -> None:
     sequences = [one.numpy() for one in drawn_tree(np.random.default_rng(seed))]
     layout = packed_row(in_one_row(sequences), torch.device("cpu")).layout
