@@ -93,7 +93,7 @@ def test_samples_come_back_as_they_were(directory: RunDirectory) -> None:
     assert read_samples(directory, 12, 3) == [other]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20)
 @given(text=st.text(), number=st.floats(), note=st.text())
 def test_any_text_and_number_comes_back(
     tmp_path_factory: pytest.TempPathFactory, text: str, number: float, note: str

@@ -16,9 +16,10 @@ TASKS = {path.stem: read_task(path) for path in sorted(SHIPPED.glob("*.toml"))}
 
 FORKED = """
 import io, os, sys
-for script in eval(sys.stdin.read()):
+for folder, script in eval(sys.stdin.read()):
     read, write = os.pipe()
     if os.fork() == 0:
+        os.chdir(folder)
         os.dup2(write, 1)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         sys.stdin, sys.stdout = io.StringIO(script), os.fdopen(1, "w", closefd=False)
@@ -32,32 +33,36 @@ for script in eval(sys.stdin.read()):
         print(ascii(output.read()))
     os.wait()
 """
-"""Runs scripts, each in a process that has imported nothing of the repository, and writes down what they show."""
+"""Program that prints the output of scripts. It runs each in a folder, in a process that has imported no file of it."""
 
 
-def results(folder: Path, task: SweTask, files: dict[str, str]) -> list[bool]:
-    """Which checks pass on these files."""
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    scripts = repr([check.run for check in task.checks])
+def results(folder: Path, task: SweTask, versions: dict[str, dict[str, str]]) -> dict[str, list[bool]]:
+    """Return for each version of the files which checks pass on it."""
+    for version, files in versions.items():
+        for name, text in files.items():
+            path = folder / version / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    scripts = [(str(folder / version), check.run) for version in versions for check in task.checks]
     command = [sys.executable, "-B", "-I", "-c", f"import sys; sys.path.insert(0, '')\n{FORKED}"]
-    done = subprocess.run(command, cwd=folder, input=scripts, capture_output=True, text=True, check=True)
-    shown = [eval(line) for line in done.stdout.splitlines()]
-    return [had.rstrip() == check.shows.rstrip() for had, check in zip(shown, task.checks, strict=True)]
+    done = subprocess.run(command, input=repr(scripts), capture_output=True, text=True, check=True)
+    shown = iter([eval(line) for line in done.stdout.splitlines()])
+    found = {version: [next(shown).rstrip() == check.shows.rstrip() for check in task.checks] for version in versions}
+    assert next(shown, None) is None
+    return found
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_is_broken_before_and_whole_with_its_solution_and_nothing_else_passes(name: str, tmp_path: Path) -> None:
     task = TASKS[name]
     broken = [check.broken for check in task.checks]
-    untouched = results(tmp_path / "untouched", task, task.files)
-    assert untouched == [not one for one in broken]
-    assert all(results(tmp_path / "solved", task, task.solved))
     ending = {file: f"import os\nprint('ok')\nos._exit(0)\n{text}" for file, text in task.files.items()}
-    assert not any(results(tmp_path / "ending", task, ending))
-    assert not any(results(tmp_path / "empty", task, dict.fromkeys(task.files, "")))
+    empty = dict.fromkeys(task.files, "")
+    found = results(tmp_path, task, {"untouched": task.files, "solved": task.solved, "ending": ending, "empty": empty})
+    assert found["untouched"] == [not one for one in broken]
+    assert all(found["solved"])
+    assert not any(found["ending"])
+    assert not any(found["empty"])
 
 
 def test_there_are_twenty_of_rising_difficulty_and_some_of_each_level_are_held_out() -> None:
