@@ -66,7 +66,7 @@ async def test_no_program_reaches_the_process_by_which_a_host_takes_over(bench, 
 async def test_a_sandbox_whose_programs_may_be_root_is_not_taken_over(bench):
     async with bench.sandbox(profile="compat") as first:
         assert (await first.run("true", timeout=LIMIT)).ok
-        with pytest.raises(SandboxError, match="ends with its host"):
+        with pytest.raises(SandboxError, match="ends with the process that controls it"):
             async with LocalSandbox(bench.backend, first.spec, adopt=first.container_id):
                 pass
         with anyio.fail_after(LIMIT):
