@@ -129,7 +129,7 @@ SHORT = {
     r"true or false": "boolean",
     r'"clipping", .* or "trainer_waits"': "alarms",
     r"number 0\.1 to 1e\+08": "seconds",
-    r'number, list of number or table with kind = "exponential".*': "distribution",
+    r'number, list of number or table with kind = "lognormal".*': "distribution",
 }
 """Abbreviations, by regular expression, of the descriptions that error messages have in whole words."""
 

@@ -16,9 +16,7 @@ from benchmarks.training import PINNED, Train, train
 SYNCHRONOUS = [
     "train.async_ratio=0",
     "rollout.seeded=false",
-    "rollout.queue_scheduling=false",
-    "rollout.replicate_prompts=false",
-    "rollout.env_async=false",
+    'rollout.barriers=["batch", "group", "turn"]',
 ]
 """Overrides of synchronous training without any technique."""
 MODES = {

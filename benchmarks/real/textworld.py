@@ -29,7 +29,7 @@ LOCK_STEP = "synchronous, lock-step"
 OWN, ASYNC, REDUNDANT = "synchronous, each on its own", "asynchronous", "asynchronous, redundant"
 """Names of the other modes."""
 MODES: Mapping[str, list[str]] = {
-    LOCK_STEP: ["train.async_ratio=0", "rollout.env_async=false"],
+    LOCK_STEP: ["train.async_ratio=0", 'rollout.barriers=["turn"]'],
     OWN: ["train.async_ratio=0"],
     ASYNC: ["train.async_ratio=1"],
     REDUNDANT: ["train.async_ratio=1", "rollout.extra_groups=1", "rollout.extra_per_group=1"],

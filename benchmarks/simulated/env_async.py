@@ -33,7 +33,7 @@ def measure(args: Args) -> list[Row]:
         if sigma in PUBLISHED:
             before, after = PUBLISHED[sigma]
             published = before / after
-            locked = ours(config, env_async=False).step_s
+            locked = ours(config, barriers=["turn"]).step_s
             rows.append(Row(f"{case}, lock-step", "step_s", "s", locked, before, peer=locked_s))
             rows.append(Row(f"{case}, on their own", "step_s", "s", report.step_s, after, peer=peer_s))
         rows += speedup(case, locked_s, report.step_s, peer_s, capacity_s(config, report), published)

@@ -29,7 +29,7 @@ def measure(args: Args) -> list[Row]:
         case = f"{prompts}x{samples}"
         shared_s = roll_flash(config, Rules(replicate=False)).step_s
         peer_s = roll_flash(config, Rules()).step_s
-        off, on = ours(config, replicate_prompts=False), ours(config)
+        off, on = ours(config, barriers=["group"]), ours(config)
         rows.append(Row(f"{case}, one request", "step_s", "s", off.step_s, before, peer=shared_s))
         rows.append(Row(f"{case}, replicated", "step_s", "s", on.step_s, after, peer=peer_s))
         rows += speedup(case, shared_s, on.step_s, peer_s, capacity_s(config, on), before / after)

@@ -29,7 +29,7 @@ def measure(args: Args) -> list[Row]:
         config = workload("queue_scheduling", run={"steps": steps}, train={"batch_size": groups * 8})
         batches_s = synchronous(config, Baseline(colocated=False, env_async=True, replicate=True)).step_s
         if extra == 0:
-            own_s = ours(config, queue_scheduling=False).step_s
+            own_s = ours(config, barriers=["batch"]).step_s
             known = BATCHES_S if groups == 8 else None
             rows.append(Row(f"{groups}x8, whole batches", "step_s", "s", own_s, known, peer=batches_s))
         case = f"{groups}x8, {extra} extra prompts"

@@ -159,10 +159,10 @@ def check_sampling(config: Config) -> Iterator[ConfigProblem]:
         message = "expected false without GPUs: vLLM's engine on the CPU does not report which experts it chose"
         yield ConfigProblem("rollout.routing_replay", message)
     members = rollout.group_size + rollout.extra_per_group
-    if not rollout.replicate_prompts and rollout.max_concurrent != "auto" and rollout.max_concurrent < members:
+    if "group" in rollout.barriers and rollout.max_concurrent != "auto" and rollout.max_concurrent < members:
         message = (
             f"expected at least the {members} samples of a group, which start together with "
-            f"rollout.replicate_prompts = false, got {rollout.max_concurrent}"
+            f'rollout.barriers = ["group"], got {rollout.max_concurrent}'
         )
         yield ConfigProblem("rollout.max_concurrent", message)
     if rollout.on_expire == "wait" and rollout.extra_groups:
@@ -255,12 +255,12 @@ def check_simulate(config: Config) -> Iterator[ConfigProblem]:
     simulate = config.simulate
     if simulate is None:
         return
-    gpus, serving, width = simulate.gpus, simulate.rollout_gpus, simulate.gpus_per_engine
+    gpus, serving, width = simulate.gpus, simulate.rollout_gpus, config.engine.tensor_parallel
     if serving >= gpus:
         message = f"expected fewer than simulate.gpus = {gpus}, so that some GPUs train, got {serving}"
         yield ConfigProblem("simulate.rollout_gpus", message)
     if serving % width:
-        message = f"expected a multiple of simulate.gpus_per_engine = {width}, got {serving}"
+        message = f"expected a multiple of engine.tensor_parallel = {width}, got {serving}"
         yield ConfigProblem("simulate.rollout_gpus", message)
     elif serving // width < simulate.nodes:
         message = f"expected at most one per engine: {serving // width}, got {simulate.nodes}"

@@ -112,6 +112,11 @@ REMOVED: dict[str, RemovedKey] = {
         f"algorithm.rhythm.{name}": RemovedKey(value, f"It is fixed at {value:g}, as algorithms/rhythm.py says")
         for name, value in RHYTHM.items()
     },
+    "rollout.share_drift": RemovedKey(1.0, "A domain may be one batch ahead of its share"),
+    **{
+        f"rollout.{name}": RemovedKey(True, f'rollout.barriers = ["{barrier}"] does what false did')
+        for name, barrier in (("queue_scheduling", "batch"), ("replicate_prompts", "group"), ("env_async", "turn"))
+    },
     "run.log_samples_mb": RemovedKey(1000, "Readable samples have at most 1 GB; run.log_samples chooses their number"),
     "tiny_model.tied": RemovedKey(True, "The embedding and the output layer of a tiny model share their weights"),
     "weights.canary_tokens": RemovedKey(32, "The test text has 32 tokens, or fewer if model.max_length is smaller"),
@@ -123,6 +128,7 @@ REMOVED: dict[str, RemovedKey] = {
         300, "A step of an engine has 300 s, or half of deadlines.generate if that is shorter"
     ),
     "deadlines.sink": RemovedKey(60, "Trackers and the sink have 60 s at the end of the run"),
+    "simulate.gpus_per_engine": RemovedKey(1, "engine.tensor_parallel is the number of GPUs per engine"),
     "alarms.window": RemovedKey(10, "A metric is averaged over 10 steps before it is compared with its limit"),
     "alarms.age": RemovedKey(
         None, "The age of trained tokens raises no alarm; train.max_token_age limits it, and metrics.jsonl has it"

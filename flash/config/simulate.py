@@ -130,24 +130,6 @@ class Limited(msgspec.Struct, frozen=True, kw_only=True):
         raise NotImplementedError
 
 
-class Exponential(Limited, frozen=True, kw_only=True, tag_field="kind", tag="exponential"):
-    """Exponential distribution, within limits."""
-
-    mean: PositiveFloat
-    """Mean before the limits."""
-
-    def quantile(self, u: float) -> float:
-        return -self.mean * math.log1p(-u)
-
-    def cdf(self, x: float) -> float:
-        return 0.0 if x <= 0 else -math.expm1(-x / self.mean)
-
-    def mean_below(self, x: float) -> float:
-        if math.isinf(x):
-            return self.mean
-        return 0.0 if x <= 0 else self.mean - (self.mean + x) * math.exp(-x / self.mean)
-
-
 class Normal(Limited, frozen=True, kw_only=True, tag_field="kind", tag="normal"):
     """Normal distribution, within limits."""
 
@@ -205,9 +187,9 @@ class Lognormal(Limited, frozen=True, kw_only=True, tag_field="kind", tag="logno
         return math.log(self.mean) - variance / 2, math.sqrt(variance)
 
 
-Distribution = float | Annotated[list[float], Meta(min_length=1)] | Exponential | Lognormal | Normal | Uniform
+Distribution = float | Annotated[list[float], Meta(min_length=1)] | Lognormal | Normal | Uniform
 """Value of a length or a time in the configuration: a number, a list of equally likely numbers, or a table."""
-Sampler = Values | Exponential | Lognormal | Normal | Uniform
+Sampler = Values | Lognormal | Normal | Uniform
 """Object that draws from a distribution. `draw` takes a number in (0, 1)."""
 
 
@@ -247,9 +229,8 @@ class SimulateConfig(Section, frozen=True):
     gpus: Positive = 16
     """Number of GPUs, of engines and trainers together."""
     rollout_gpus: Positive = 8
-    """Number of GPUs that run engines; the others train."""
-    gpus_per_engine: Positive = 1
-    """Number of GPUs per engine. The times below are those of a whole engine."""
+    """Number of GPUs that run engines, `engine.tensor_parallel` each; the others train. The times below are those of a
+    whole engine."""
     nodes: Positive = 1
     """Number of node loops among which the engines are divided."""
     step_s: NonNegativeFloat = 0.012

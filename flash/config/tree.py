@@ -19,7 +19,6 @@ from flash.config.section import (
     Deadline,
     LearningRate,
     NonNegative,
-    NonNegativeFloat,
     Penalty,
     Positive,
     Section,
@@ -139,9 +138,6 @@ class RolloutConfig(Section, frozen=True):
     """Number of batches, [in the order of issue](asynchrony.md#techniques), among which a step chooses its groups.
     1: strict order. None: a step may take any complete group. Set it to 2 if early steps contain too many short
     answers."""
-    share_drift: NonNegativeFloat = 1.0
-    """Number of batches by which a domain may be ahead of its share of the samples. A larger value waits less for slow
-    domains."""
     extra_groups: NonNegative = 0
     """Number of redundant groups in flight. In each step, up to this many groups are cancelled because their first
     tokens could become too old, and redundant groups take their places. 0: none."""
@@ -152,20 +148,16 @@ class RolloutConfig(Section, frozen=True):
     """Replace groups in which all samples have the same reward, since they give no advantage."""
     accuracy_bounds: tuple[float, float] | None = None
     """Replace groups with a mean reward outside of [low, high]. None: keep all."""
-    queue_scheduling: bool = True
-    """True: a finished sample frees its place for the next one at once. False: the samples of the next batch start only
-    when all samples of the last one have ended (for comparison)."""
-    replicate_prompts: bool = True
-    """True: the samples of a group are given to engines one by one. False: the samples of a group go to one node
-    together and wait for each other (for comparison)."""
+    barriers: list[Literal["batch", "group", "turn"]] = field(default_factory=list)
+    """Parts of sampling that [wait for each other](asynchrony.md#techniques), for comparison with synchronous systems.
+    `batch`: the samples of the next batch start only when all samples of the last one have ended. `group`: the samples
+    of a group go to one node together and wait for each other. `turn`: all episodes of a node generate together and
+    then step together. Empty: each sample goes on by itself."""
     max_branches: Positive = 16
     """Largest number of sequences (branches) of one agent episode. A request that would begin a further one is
     refused."""
     max_episode_tokens: Positive | None = None
     """Largest number of tokens of all branches of an episode. None: max_branches · model.max_length."""
-    env_async: bool = True
-    """True: episodes run independently. False: all episodes of a node generate together and then step together (for
-    comparison)."""
     temperature: Temperature = 1.0
     """Temperature of sampling. The trainer computes its log-probs at the same temperature."""
     top_k: TopK = 0

@@ -81,7 +81,7 @@ class LeaseReply(msgspec.Struct, frozen=True, tag=True):
     """Reply to `LeaseRequest`: the tasks that the node must run, empty if the long poll ended without any."""
 
     leases: list[Lease]
-    """New leases. Without `rollout.replicate_prompts`, whole groups are leased, which may be more than the requested
+    """New leases. With `group` in `rollout.barriers`, whole groups are leased, which may be more than the requested
     capacity."""
     done: bool
     """True if the run is over and no more tasks will come; the node may leave."""

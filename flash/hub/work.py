@@ -383,7 +383,7 @@ class NodeWork:
         self._leaving: set[int] = set()
         """Nodes that are leaving, and get no more leases."""
         rollout = self._config.rollout
-        unit = 1 if rollout.replicate_prompts else rollout.group_size + rollout.extra_per_group
+        unit = rollout.group_size + rollout.extra_per_group if "group" in rollout.barriers else 1
         self.holders = Holders()
         """Leases that each node holds, and leases that each node has to cancel."""
         self.shares = NodeShares(self.holders.held, unit)
@@ -515,7 +515,7 @@ class NodeWork:
         return able - self._leaving if self._leaving else able
 
     def _grant_next(self, node: int) -> list[Lease]:
-        """Grant a node the next task. If `rollout.replicate_prompts` is false, grant all members of the next group.
+        """Grant a node the next task. With `group` in `rollout.barriers`, grant all members of the next group.
 
         Evaluation tasks come first, one at a time in both cases. Returns an empty list if there is no task for this
         node: no engine of the node has a version, the run stops, the untrained policy is being evaluated, or the age
@@ -538,9 +538,9 @@ class NodeWork:
         if lease is None:
             return []
         self._metrics.sampling_began(self._now())
-        if self._config.rollout.replicate_prompts:
-            return [lease]
-        return [lease, *self._buffer.lease_rest(lease, versions, node)]
+        if "group" in self._config.rollout.barriers:
+            return [lease, *self._buffer.lease_rest(lease, versions, node)]
+        return [lease]
 
     # -- results come in ---------------------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ class ProxySettings(msgspec.Struct, frozen=True):
     the engine takes no new request. `beside`: an engine holds several versions of LoRA adapters, and a request ends
     under the version with which it began."""
     bind_groups: bool
-    """True if all requests of a group go to one engine (`rollout.replicate_prompts = false`, for comparison)."""
+    """True if all requests of a group go to one engine (`group` in `rollout.barriers`, for comparison)."""
     swap_s: float
     """Seconds in which aborted requests must leave an engine: before a swap (`abort`), and after the engine has
     died."""
@@ -74,7 +74,7 @@ class ProxySettings(msgspec.Struct, frozen=True):
         return ProxySettings(
             max_sequences=config.engine.max_sequences,
             swap="beside" if config.adapters > 1 else config.rollout.swap,
-            bind_groups=not config.rollout.replicate_prompts,
+            bind_groups="group" in config.rollout.barriers,
             swap_s=config.deadlines.swap,
             drain_s=config.deadlines.generate,
         )

@@ -249,7 +249,8 @@ class BufferRules(msgspec.Struct, frozen=True, kw_only=True):
     domains: dict[str, DomainSettings] = {}
     """Settings of each domain. Empty if there are no domains."""
     drift: float = 1.0
-    """Number of batches by which a domain may be ahead of its share."""
+    """Number of batches by which a domain may be ahead of its share. A larger value would wait less for slow domains,
+    and a smaller one would wait more often."""
     problems: str = ""
     """Fingerprint of the environment's set of problems; empty if unknown. If it has changed when a run is resumed, the
     unfinished groups of the earlier set are not continued."""
@@ -268,14 +269,11 @@ class BufferRules(msgspec.Struct, frozen=True, kw_only=True):
             on_expire=rollout.on_expire,
             fifo_window=rollout.fifo_window,
             extra_per_group=rollout.extra_per_group,
-            # With `replicate_prompts` each task of a group may go to another node.
-            whole_groups=not rollout.replicate_prompts,
-            # With `queue_scheduling` each group starts as soon as there is room for it.
-            waves=not rollout.queue_scheduling,
+            whole_groups="group" in rollout.barriers,
+            waves="batch" in rollout.barriers,
             filter=GroupFilter(rollout.drop_equal_rewards, rollout.accuracy_bounds),
             sampling=config.sampling,
             domains=dict(domains),
-            drift=rollout.share_drift,
             problems=fingerprint(config.env),
         )
 

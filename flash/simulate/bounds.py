@@ -185,7 +185,7 @@ def quantities(config: Config, ledger: Mapping[str, int]) -> Quantities:
 
     def fullest(gpus: int) -> float:
         """Return the most sequences per engine if this many GPUs serve engines: by places, samples and KV cache."""
-        engines = max(1, gpus // simulate.gpus_per_engine)
+        engines = max(1, gpus // config.engine.tensor_parallel)
         full = min(float(config.engine.max_sequences), in_flight / engines)
         if simulate.kv_tokens:
             full = min(full, simulate.kv_tokens / max(drawn.context, 1.0))
@@ -201,7 +201,7 @@ def quantities(config: Config, ledger: Mapping[str, int]) -> Quantities:
         `prefilled` is the number of tokens of its prompt and observations that are not cached.
         """
         engine_s = drawn.mean_tokens * token_s(running) / running + prefilled * simulate.prefill_s
-        return engine_s * simulate.gpus_per_engine
+        return engine_s * config.engine.tensor_parallel
 
     per_engine, per_engine_all = fullest(simulate.rollout_gpus), fullest(simulate.gpus)
     observed = drawn.prompt + drawn.observations

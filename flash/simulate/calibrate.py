@@ -125,7 +125,7 @@ def calibrate(run_dir: Path) -> Calibration:
     # A sample without turns is refused here, before `gather`, which needs at least one turn.
     workload = fit_workload(samples)
     hardware = placement(config)
-    engines = hardware["rollout_gpus"] // hardware["gpus_per_engine"]
+    engines = hardware["rollout_gpus"] // config.engine.tensor_parallel
     seen = sum(turn.tokens for sample in samples for turn in sample.turns)
     ledger = json.loads(directory.ledger.read_text()) if directory.ledger.is_file() else {}
     # Only trained samples are recorded. Discarded ones kept the engines busy, too.
@@ -162,15 +162,13 @@ def measured_step_s(rows: Sequence[Row]) -> float:
 def placement(config: Config) -> dict[str, int]:
     """Return the run's devices as keys of the `[simulate]` table.
 
-    In a run without GPUs, each engine and each trainer rank counts as one GPU.
+    In a run without GPUs, each worker process of an engine and each trainer rank counts as one GPU.
     """
-    width = config.engine.tensor_parallel if config.gpus_per_node else 1
     per_node = [config.engines_on(node) for node in range(config.cluster.nodes)]
-    serving = sum(per_node) * width
+    serving = sum(per_node) * config.engine.tensor_parallel
     return {
         "gpus": serving + config.trainer_world_size,
         "rollout_gpus": serving,
-        "gpus_per_engine": width,
         "nodes": sum(count > 0 for count in per_node),
     }
 

@@ -216,7 +216,7 @@ class World:
         self.hub = Hub(
             self.config, self._observer, now=self._now, recovered=recovered, persistence=Persistence(save_state)
         )
-        count = self.settings.rollout_gpus // self.settings.gpus_per_engine
+        count = self.settings.rollout_gpus // config.engine.tensor_parallel
         self.engines = [self.make_engine(index) for index in range(count)]
         self.meter = Meter(count, self._state, lambda index: self.engines[index].running, self._now)
         self.nodes = self._make_nodes()

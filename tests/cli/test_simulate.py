@@ -195,7 +195,7 @@ def test_a_folder_that_is_missing_is_named_before_anything_runs(run: Path, tmp_p
 @pytest.mark.parametrize(
     ("override", "complaint"),
     [
-        ("simulate.rollout_gpus=3", "expected a multiple of simulate.gpus_per_engine = 2"),
+        ("simulate.rollout_gpus=3", "expected a multiple of engine.tensor_parallel = 2"),
         ("simulate.nodes=2", "expected at most one per engine: 1"),
         ("simulate.response_tokens=long", 'expected a number, .*, got "long"; a distribution is no text any more'),
         ("rollout.max_new_tokens=9999", "expected at most 4095"),
@@ -204,7 +204,7 @@ def test_a_folder_that_is_missing_is_named_before_anything_runs(run: Path, tmp_p
 )
 def test_what_cannot_be_simulated_is_refused(run: Path, override: str, complaint: str):
     with pytest.raises(ConfigError, match=complaint):
-        simulate_command([run], ["simulate.gpus_per_engine=2", override])
+        simulate_command([run], ["engine.tensor_parallel=2", override])
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,10 @@ def test_prompts_that_never_leave_room_for_a_response_are_refused_before_anythin
 
 
 def test_a_distribution_may_be_cut_at_1_turn_and_at_certain_success(run: Path):
-    cut = ['simulate.turns={kind="exponential", mean=0.8}', 'simulate.success={kind="normal", mean=0.5, deviation=1}']
+    cut = [
+        'simulate.turns={kind="lognormal", mean=0.8, deviation=0.8}',
+        'simulate.success={kind="normal", mean=0.5, deviation=1}',
+    ]
     assert load([run], [*cut, "simulate.prompt_tokens=1"], simulated=True).simulate is not None
 
 

@@ -22,8 +22,6 @@ FORMS: list[Any] = [
     {"kind": "normal", "mean": 5, "deviation": 3, "low": 2, "high": 6},
     {"kind": "lognormal", "mean": 1000, "deviation": 1500, "high": 8192},
     {"kind": "lognormal", "mean": 20, "deviation": 40},
-    {"kind": "exponential", "mean": 5},
-    {"kind": "exponential", "mean": 5, "low": 1, "high": 9},
     {"kind": "uniform", "low": 5, "high": 15},
     [1, 2, 40],
     [40, 2, 1],
@@ -71,7 +69,7 @@ def test_listed_values_are_equally_likely() -> None:
     assert [draws.count(value) for value in (1, 2, 40)] == [100, 200, 100]
 
 
-KINDS = '"exponential", "lognormal", "normal" or "uniform"'
+KINDS = '"lognormal", "normal" or "uniform"'
 
 
 @pytest.mark.parametrize(

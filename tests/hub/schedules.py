@@ -100,10 +100,8 @@ def with_options(dice: random.Random, config: Config, calm: bool) -> Config:
         "quarantine": NEVER if calm or config.rollout.drop_equal_rewards else dice.choice([1, 2, 4, NEVER]),
         "on_expire": on_expire,
         "fifo_window": dice.choice([None, None, 1.0, 1.5]),
-        "share_drift": dice.choice([0.0, 0.5, 1.0]),
         "extra_groups": 0 if calm or on_expire == "wait" else dice.choice([0, 0, 1, 2]),
-        "queue_scheduling": dice.random() < 0.8,
-        "replicate_prompts": dice.random() < 0.7,
+        "barriers": [barrier for barrier, odds in (("batch", 0.2), ("group", 0.3)) if dice.random() < odds],
     }
     return msgspec.structs.replace(
         config,

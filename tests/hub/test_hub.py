@@ -152,7 +152,7 @@ async def test_the_leases_of_a_lost_node_go_to_another_and_its_cancels_are_forgo
 
 
 async def test_without_prompt_replication_a_group_goes_to_one_node_as_a_whole() -> None:
-    driver = Driver(make_config(replicate_prompts=False))
+    driver = Driver(make_config(barriers=["group"]))
     await driver.begin(0, 1)
     assert [lease.task.task_id for lease in await driver.lease(0, 1)] == [0, 1]
     assert [lease.task.task_id for lease in await driver.lease(1, 1)] == [2, 3]

@@ -782,8 +782,8 @@ def test_law_1_a_deadline_that_passes_while_an_observation_is_rendered_names_the
 @pytest.mark.parametrize(
     ("method", "outcome", "text"),
     [
-        ("generated", Outcome.ENGINE_ERROR, "waiting for the responses of other episodes; look at rollout.env_async"),
-        ("stepped", Outcome.ENV_TIMEOUT, "waiting for the environments of other episodes; look at rollout.env_async"),
+        ("generated", Outcome.ENGINE_ERROR, "waiting for the responses of other episodes; look at rollout.barriers"),
+        ("stepped", Outcome.ENV_TIMEOUT, "waiting for the environments of other episodes; look at rollout.barriers"),
     ],
 )
 def test_law_1_waiting_for_other_episodes_is_under_the_deadline_of_the_episode(

@@ -246,7 +246,7 @@ def test_the_samples_of_a_prompt_share_one_engine_when_prompts_are_not_replicate
     async def scenario() -> None:
         hub = FakeHub(12)
         fakes = [engine(), engine()]
-        await node_of(hub, fakes, rollout={"replicate_prompts": False}).run()
+        await node_of(hub, fakes, rollout={"barriers": ["group"]}).run()
         prompts = [{tuple(request.prompt) for request in fake.requests} for fake in fakes]
         assert not prompts[0] & prompts[1]
         assert all(prompts)

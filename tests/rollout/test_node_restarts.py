@@ -258,7 +258,7 @@ def test_laws_2_and_3_hold_whenever_engines_die(
         engines,
         run={"steps": 8},
         engine={"max_sequences": SLOTS, "max_restarts": 100},
-        rollout={"swap": swap, "replicate_prompts": replicate, "retries": 0, "breaker": 1000},
+        rollout={"swap": swap, "barriers": [] if replicate else ["group"], "retries": 0, "breaker": 1000},
         train={"async_ratio": alpha},
     )
 

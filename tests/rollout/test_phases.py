@@ -27,16 +27,16 @@ def config(**rollout: Any) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("switches", "expected"),
+    ("barriers", "expected"),
     [
-        ({}, type(None)),
-        ({"env_async": False}, LockStep),
-        ({"replicate_prompts": False}, GroupBarrier),
-        ({"env_async": False, "replicate_prompts": False}, LockStep),
+        ([], type(None)),
+        (["turn"], LockStep),
+        (["group"], GroupBarrier),
+        (["group", "turn"], LockStep),
     ],
 )
-def test_the_switches_choose_the_phases(switches: dict[str, bool], expected: type) -> None:
-    assert type(phases(config(**switches)).rule) is expected
+def test_the_barriers_choose_the_phases(barriers: list[str], expected: type) -> None:
+    assert type(phases(config(barriers=barriers)).rule) is expected
 
 
 class Crowd:

@@ -12,7 +12,7 @@ import pytest
 from flash.cli.simulate import predicted_step_s
 from flash.config.learning import TrainConfig
 from flash.config.load import dump, load
-from flash.config.simulate import Exponential, Lognormal, SimulateConfig, Uniform, sampler
+from flash.config.simulate import Lognormal, SimulateConfig, Uniform, sampler
 from flash.config.tree import ClusterConfig, Config, EngineConfig, EnvConfig, ModelConfig, RolloutConfig, RunConfig
 from flash.errors import ConfigError
 from flash.observe.observer import Wish
@@ -170,7 +170,7 @@ def test_a_simulated_run_is_predicted_from_what_it_left_behind(engines: int, alp
     truth = msgspec.structs.replace(
         TRUTH, gpus=engines + 2, rollout_gpus=engines, train_token_s=0.002, train_step_s=2.0,
         prompt_tokens=Uniform(low=40, high=120), response_tokens=Lognormal(mean=60, deviation=60, low=1, high=400),
-        turns=2, observation_tokens=Uniform(low=5, high=25), env_s=Exponential(mean=0.5),
+        turns=2, observation_tokens=Uniform(low=5, high=25), env_s=Lognormal(mean=0.5, deviation=0.5),
         reward_s=0.3, swap_s=0.4,
     )  # fmt: skip
     simulated = msgspec.structs.replace(

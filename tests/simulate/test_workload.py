@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import pytest
 
-from flash.config.simulate import Exponential, Lognormal, Normal, SimulateConfig
+from flash.config.simulate import Lognormal, Normal, SimulateConfig
 from flash.rollout.episode.episode import response_key
 from flash.simulate.environment import SimEnvironment, SimTokenizer
 from flash.simulate.workload import Workload, env_key, episode_of, turn_of
@@ -105,7 +105,7 @@ async def test_an_environment_takes_the_workloads_time_and_turns() -> None:
 @pytest.mark.anyio
 @pytest.mark.virtual
 async def test_members_of_a_group_meet_different_environments_and_the_same_problem() -> None:
-    workload, made = make(env_s=Exponential(mean=5)), Counter[int]()
+    workload, made = make(env_s=Lognormal(mean=5, deviation=5)), Counter[int]()
     shown: set[str] = set()
     seconds: set[float] = set()
     for _ in range(4):

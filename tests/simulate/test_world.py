@@ -137,7 +137,7 @@ def test_shares_of_engines_and_trainers_add_up_to_one() -> None:
     report = simulate(
         make(
             simulate={
-                "env_s": {"kind": "exponential", "mean": 1},
+                "env_s": {"kind": "lognormal", "mean": 1, "deviation": 1},
                 "turns": {"kind": "uniform", "low": 1, "high": 4},
                 "nodes": 2,
             }
@@ -264,10 +264,12 @@ spreads = st.sampled_from(
         40,
         {"kind": "lognormal", "mean": 60, "deviation": 90, "low": 1, "high": 900},
         [10, 20, 400],
-        {"kind": "exponential", "mean": 50},
+        {"kind": "normal", "mean": 50, "deviation": 40},
     ]
 )
-waits = st.sampled_from([0, {"kind": "exponential", "mean": 2}, {"kind": "normal", "mean": 5, "deviation": 4}])
+waits = st.sampled_from(
+    [0, {"kind": "lognormal", "mean": 2, "deviation": 2}, {"kind": "normal", "mean": 5, "deviation": 4}]
+)
 
 
 @given(

@@ -96,7 +96,7 @@ class World:
         self._train_gpus = self.settings.gpus if colocated else self.settings.gpus - self.settings.rollout_gpus
         self.engines = [
             PeerEngine(self.settings, config.engine.max_sequences, self.workload.response_tokens, NEVER)
-            for _ in range(gpus // self.settings.gpus_per_engine)
+            for _ in range(gpus // config.engine.tensor_parallel)
         ]
         self.router = Router(self.engines, limit, keep_partial=keep_partial)
         self.version = -1

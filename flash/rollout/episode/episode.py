@@ -330,9 +330,7 @@ class EpisodePlayer:
             EnvError: the environment raised another error, or returned something that is not allowed.
         """
         seed = state.task.seed
-        state.waits_for(
-            Outcome.ENGINE_ERROR, "the responses of other episodes", "rollout.env_async and replicate_prompts"
-        )
+        state.waits_for(Outcome.ENGINE_ERROR, "the responses of other episodes", "rollout.barriers")
         await self._phases.generated(state.lease)
         what = f"step {state.turn()} (seed {seed})"
         state.waits_for(Outcome.ENV_TIMEOUT, f"environment {what}", "the environment's class")
@@ -397,7 +395,7 @@ class EpisodePlayer:
         Raises:
             EngineError, DeadlineError: the response could not be sampled.
         """
-        state.waits_for(Outcome.ENV_TIMEOUT, "the environments of other episodes", "rollout.env_async")
+        state.waits_for(Outcome.ENV_TIMEOUT, "the environments of other episodes", "rollout.barriers")
         await self._phases.stepped(state.lease)
         state.waits_for(Outcome.ENGINE_ERROR, f"response {state.turn()} (seed {state.task.seed})", "the engines")
         transcript = state.transcript

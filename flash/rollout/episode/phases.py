@@ -1,11 +1,11 @@
 """Phases: when an episode may step its environment, and when it may request its next response.
 
-Normally an episode never waits for another one, because episodes are independent. Two switches of `[rollout]` make the
-episodes of a node wait for each other, so that the gain of independence can be measured:
+Normally an episode never waits for another one, because episodes are independent. Two values of `rollout.barriers`
+make the episodes of a node wait for each other, so that the gain of independence can be measured:
 
-    env_async = false          `LockStep`: no environment steps before all responses are complete, and no response is
-                               requested before all environments have stepped
-    replicate_prompts = false  `GroupBarrier`: environments of a group step when all its responses are complete
+    turn    `LockStep`: no environment steps before all responses are complete, and no response is requested before all
+            environments have stepped
+    group   `GroupBarrier`: environments of a group step when all its responses are complete
 
 `EpisodePlayer` reports each change of phase to `Phases` and waits there for permission. A rule decides which episodes
 may continue. Rules are pure state machines without tasks or clocks: each report returns the ids of the leases that may
@@ -111,14 +111,15 @@ class Phases:
 
 def phases(config: Config) -> Phases:
     """Return the phases that the configuration asks for; the episodes of one node share them."""
-    if not config.rollout.env_async:
-        # Lock-step also holds the responses of a group until all are complete, so it serves both switches.
+    barriers = config.rollout.barriers
+    if "turn" in barriers:
+        # Lock-step also holds the responses of a group until all are complete, so it serves both barriers.
         return Phases(LockStep())
-    return Phases() if config.rollout.replicate_prompts else Phases(GroupBarrier())
+    return Phases(GroupBarrier()) if "group" in barriers else Phases()
 
 
 class LockStep:
-    """Rule for `env_async = false`: all episodes of a node generate together, then step together.
+    """Rule for the barrier `turn`: all episodes of a node generate together, then step together.
 
     An episode *holds* a phase while it still has something to do in this phase. When the last holder is done, the phase
     changes: all waiting episodes are released, and all episodes that are alive hold the new phase. Invariant: while an
@@ -181,7 +182,7 @@ class LockStep:
 
 
 class GroupBarrier:
-    """Rule for `replicate_prompts = false`: the members of a group on a node wait for each other's responses.
+    """Rule for the barrier `group`: the members of a group on a node wait for each other's responses.
 
     A member waits before a step while another member that is alive has fewer responses. Invariant: the members with
     the fewest responses never wait.

@@ -18,9 +18,8 @@ def no_models(tmp_path, monkeypatch):
 def test_the_modes_of_a_workload_differ_in_nothing_but_what_is_compared(workload):
     synchronous, between, ours = (load([workload], [*PINNED, *overrides]) for overrides in MODES.values())
     assert (synchronous.train.async_ratio, between.train.async_ratio, ours.train.async_ratio) == (0, 0, 2)
-    for name in ("queue_scheduling", "replicate_prompts", "env_async"):
-        switches = [getattr(config.rollout, name) for config in (synchronous, between, ours)]
-        assert switches == [False, True, True]
+    barriers = [config.rollout.barriers for config in (synchronous, between, ours)]
+    assert barriers == [["batch", "group", "turn"], [], []]
     for section in ("model", "tiny_model", "env", "engine", "algorithm", "eval", "cluster"):
         assert getattr(synchronous, section) == getattr(between, section) == getattr(ours, section)
     assert synchronous.train.batch_size == ours.train.batch_size

@@ -24,10 +24,10 @@ from flash.errors import ConfigError
 def test_the_modes_differ_in_nothing_but_what_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     modes = {mode: load([WORKLOAD], [*PINNED, *overrides]) for mode, overrides in MODES.items()}
-    compared = [(one.train.async_ratio, one.rollout.env_async, one.rollout.extra_groups) for one in modes.values()]
-    assert compared == [(0, False, 0), (0, True, 0), (1, True, 0), (1, True, 1)]
+    compared = [(one.train.async_ratio, one.rollout.barriers, one.rollout.extra_groups) for one in modes.values()]
+    assert compared == [(0, ["turn"], 0), (0, [], 0), (1, [], 0), (1, [], 1)]
     for config in modes.values():
-        rollout = msgspec.structs.replace(config.rollout, env_async=True, extra_groups=0, extra_per_group=0)
+        rollout = msgspec.structs.replace(config.rollout, barriers=[], extra_groups=0, extra_per_group=0)
         train = msgspec.structs.replace(config.train, async_ratio=0)
         assert msgspec.structs.replace(config, rollout=rollout, train=train) == modes[OWN]
     assert check(modes[REDUNDANT]) == []
