@@ -95,7 +95,7 @@ def update(critic: Critic, parts: Sequence[Sequence[Sequenced]], total: int) -> 
 
 def critic_config(model: Path, *, train: dict[str, Any] | None = None, **critic: Any) -> Config:
     """Return a configuration in which the critic's gradient is never clipped."""
-    table = {"max_grad_norm": 1e9, "learning_rate": 1e-3} | critic
+    table = {"learning_rate": 1e-3} | critic
     return make_config(model, critic=table, train=train or {}, algorithm={"objective": "ppo"})
 
 

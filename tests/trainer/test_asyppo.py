@@ -54,7 +54,7 @@ def asyppo(
 ) -> Trainer:
     """Return a trainer whose critics differ."""
     table = {"objective": "asyppo", "gamma": GAMMA, "entropy_bonus": BETA} | algorithm
-    critic = {"path": str(small), "lam": LAM, "count": critics, "clip": None, "max_grad_norm": 1e9}
+    critic = {"path": str(small), "lam": LAM, "count": critics, "clip": None}
     trainer = trainer_at(3, model, algorithm=table, critic=critic, train=TRAIN | (train or {}))
     assert len(trainer.critics) == critics
     for index, one in enumerate(trainer.critics):

@@ -238,9 +238,9 @@ def test_a_minibatch_without_a_trained_token_changes_nothing(tied_model: Path) -
     assert critic_metrics([critic])["critic_loss"] == 0.0
 
 
-def test_the_gradient_is_clipped_to_the_critics_own_norm(tied_model: Path) -> None:
+def test_the_gradient_is_clipped_to_the_norm_of_the_training(tied_model: Path) -> None:
     sequences = random_sequences()
-    free, held = make_critic(tied_model), make_critic(tied_model, max_grad_norm=0.01)
+    free, held = make_critic(tied_model), make_critic(tied_model, train={"max_grad_norm": 0.01})
     for critic in (free, held):
         update(critic, [sequences], trained(sequences))
     norm = critic_metrics([free])["critic_grad_norm"]

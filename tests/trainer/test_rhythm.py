@@ -190,7 +190,7 @@ def test_a_response_of_several_blocks_is_seen_as_a_whole(kind: str) -> None:
     distance = torch.from_numpy(position_R)[:, None] - torch.arange(weights.shape[-1])
     counted = (distance >= 2) & (distance <= ROWS_PER_BLOCK + 10)
     fai = ((weights * counted).sum(1) / counted.sum(0).clamp(min=1))[:, torch.from_numpy(position_R)]
-    assert np.allclose(found.waad_NT, (weights * distance.clamp(max=4)).sum(-1).numpy(), rtol=1e-3, atol=1e-5)
+    assert np.allclose(found.waad_NT, (weights * distance.clamp(max=WINDOW)).sum(-1).numpy(), rtol=1e-3, atol=1e-5)
     assert np.allclose(found.influence_NT, fai.numpy(), rtol=1e-3, atol=1e-6)
     assert np.allclose(rhythm.tally[:-3], (weights * distance).sum((1, 2)).numpy(), rtol=1e-3)
 

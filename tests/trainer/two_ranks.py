@@ -108,12 +108,12 @@ CASES: dict[str, dict[str, Any]] = {
     "critics": {
         "split": "uneven", "aged": True,
         "algorithm": {"objective": "asyppo", "entropy_bonus": 0.2},
-        "critic": {"max_grad_norm": 1e9}, "train": {"updates_per_batch": 2},
+        "critic": {}, "train": {"updates_per_batch": 2},
     },
     "decoupled critics": {
         "split": "all on one", "aged": True,
         "algorithm": {"objective": "asyppo", "options": {"decoupled": True}, "staleness": {"kind": "linear"}},
-        "critic": {"count": 3, "max_grad_norm": 1e9}, "train": {"minibatches": 2},
+        "critic": {"count": 3}, "train": {"minibatches": 2},
     },
 }  # fmt: skip
 
