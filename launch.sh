@@ -9,9 +9,9 @@
 #
 # Trains a configuration:
 #
-#     ./launch.sh [CONFIG] [OVERRIDE…]              here; without CONFIG, examples/quickstart.toml
-#     sbatch --nodes=4 --gpus-per-node=8 launch.sh CONFIG [OVERRIDE…]
-#     sbatch --nodes=2 --gpus-per-node=8 launch.sh join RUN_DIR [OVERRIDE…]
+#     ./launch.sh [CONFIG] [KEY=VALUE…]              here; without CONFIG, examples/quickstart.toml
+#     sbatch --nodes=4 --gpus-per-node=8 launch.sh CONFIG [KEY=VALUE…]
+#     sbatch --nodes=2 --gpus-per-node=8 launch.sh join RUN_DIR [KEY=VALUE…]
 #
 # The script makes the environment first if it is missing or out of date. Under sbatch every node of the job runs
 # `flash train` once. A job that is preempted or reaches its time limit is stopped in order and requeued, and the run
@@ -106,7 +106,7 @@ run_on_slurm() {
 usage() {
     sed -n 's/^# \{0,1\}//; /^Trains a configuration/,/^set /{ /^set /q; p; }' "$root/launch.sh"
     echo
-    echo "CONFIG is a file such as examples/tiny.toml, OVERRIDE such as train.async_ratio=2: docs/configuration.md has them all."
+    echo "CONFIG is a file such as examples/tiny.toml, KEY=VALUE is a setting such as train.async_ratio=2: docs/configuration.md has them all."
     echo "Options are passed on to \`flash train\`, after \`join\` to \`flash join\`: docs/commands.md has them all."
     if [[ -x $root/.venv/bin/flash ]]; then
         echo "\`.venv/bin/flash COMMAND --help\` says more about the commands train, join and others."

@@ -102,7 +102,7 @@ def fresh(project):
 def test_help_needs_no_environment(fresh, arguments):
     done = launch(fresh / "launch.sh", *arguments)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "./launch.sh [CONFIG] [OVERRIDE…]" in done.stdout
+    assert "./launch.sh [CONFIG] [KEY=VALUE…]" in done.stdout
     assert "set -euo" not in done.stdout
     assert "docs/commands.md" in done.stdout
     assert not (fresh / "made.log").exists()

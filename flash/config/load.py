@@ -46,7 +46,7 @@ from flash.text import harmless
 
 DEEPEST = 64
 """Largest depth of nested tables and lists in a source. Only the options of environments may be nested freely."""
-OVERRIDE = "override"
+OVERRIDE = "setting"
 """Source name of keys that an override has set."""
 RECORDED = "config.toml"
 """Name of the file in which a run records its configuration."""
@@ -152,7 +152,7 @@ def _merged(files: Sequence[Path], overrides: Sequence[str]) -> tuple[dict[str, 
         _merge(merged, read, str(file), origins)
     for override in overrides:
         parsed = _parse_override(override)
-        _check_depth(parsed, f"override {show(override)}")
+        _check_depth(parsed, f"setting {show(override)}")
         _merge(merged, parsed, OVERRIDE, origins)
         key, _, value = (part.strip() for part in override.partition("="))
         if value == NONE:
@@ -326,7 +326,7 @@ def _parse_override(text: str) -> dict[str, Any]:
     key, equals, value = text.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
-        raise ConfigError(f"override `{text}`: expected `section.key=value`")
+        raise ConfigError(f"setting `{text}`: expected `section.key=value`")
     table: dict[str, Any] = {parts[-1]: parse_value(value.strip())}
     for part in reversed(parts[:-1]):
         table = {part: table}

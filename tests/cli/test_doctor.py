@@ -55,7 +55,7 @@ def test_a_wrong_configuration_is_missing_something_and_the_machine_is_looked_at
     assert "run.stepz" in said
     assert "\nok          machine " in said
     assert main(["doctor", config, "model.path=a--b"]) == 1
-    assert "`model.path` (override): there is no folder a--b here" in capsys.readouterr().out
+    assert "`model.path` (setting): there is no folder a--b here" in capsys.readouterr().out
 
 
 def test_containers_are_missing_only_where_the_environment_runs_programs_in_them(config: str) -> None:

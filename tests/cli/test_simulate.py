@@ -210,8 +210,8 @@ def test_what_cannot_be_simulated_is_refused(run: Path, override: str, complaint
 @pytest.mark.parametrize(
     ("override", "complaint"),
     [
-        ("env_s=-1", r"`simulate\.env_s` \(override\): expected at least 0, got -1"),
-        ("reset_s=[-1, 1]", r"`simulate\.reset_s\[0\]` \(override\): expected at least 0, got -1"),
+        ("env_s=-1", r"`simulate\.env_s` \(setting\): expected at least 0, got -1"),
+        ("reset_s=[-1, 1]", r"`simulate\.reset_s\[0\]` \(setting\): expected at least 0, got -1"),
         (
             'env_s={kind="normal", mean=-1, deviation=1}',
             r"`simulate\.env_s\.mean` .*: expected at least 0, got -1",
@@ -228,7 +228,7 @@ def test_negative_times_lengths_and_turns_are_refused_with_their_key(run: Path, 
 @pytest.mark.parametrize(
     ("override", "complaint"),
     [
-        ("success=2", r"`simulate\.success` \(override\): expected a probability from 0 to 1, got 2"),
+        ("success=2", r"`simulate\.success` \(setting\): expected a probability from 0 to 1, got 2"),
         ("success=[0.5, -1]", r"`simulate\.success\[1\]` .*: expected a probability from 0 to 1, got -1"),
         (
             'success={kind="uniform", low=0, high=3}',
@@ -248,7 +248,7 @@ def test_impossible_probabilities_and_counts_are_refused_with_their_key(run: Pat
 def test_prompts_that_never_leave_room_for_a_response_are_refused_before_anything_runs(run: Path):
     for prompts in ("4096", "[100000, 4096]", '{kind="uniform", low=5000, high=9000}'):
         expected = r"leaves no room in model\.max_length = 4096: .* at most 4095"
-        with pytest.raises(ConfigError, match=r"`simulate\.prompt_tokens` \(override\): " + expected):
+        with pytest.raises(ConfigError, match=r"`simulate\.prompt_tokens` \(setting\): " + expected):
             load([run], [f"simulate.prompt_tokens={prompts}"], simulated=True)
     assert load([run], ["simulate.prompt_tokens=[4095, 100000]"], simulated=True).model.max_length == 4096
 

@@ -54,28 +54,28 @@ def test_critics_and_a_reference_that_are_the_policys_file_are_its_folder() -> N
 
 REFUSED = {
     "model.fetch=smollm2-135": (
-        '`model.fetch` (override): expected "smollm2-135m", or a .gguf file, got "smollm2-135"; did you mean '
+        '`model.fetch` (setting): expected "smollm2-135m", or a .gguf file, got "smollm2-135"; did you mean '
         "`smollm2-135m`?"
     ),
     "tiny_model.layers=1": (
         "`model.fetch` (run.toml): [tiny_model] is there too, and both say how the model is made: leave one out"
     ),
     "model.max_length=8193 train.max_tokens_per_microbatch=9000": (
-        "`model.max_length` (override): expected at most 8192, the positions of smollm2-135m, got 8193"
+        "`model.max_length` (setting): expected at most 8192, the positions of smollm2-135m, got 8193"
     ),
     "model.path=owner/name": (
-        "`model.path` (override): owner/name may be a hub id: expected ./owner/name, or no model.fetch (`none`)"
+        "`model.path` (setting): owner/name may be a hub id: expected ./owner/name, or no model.fetch (`none`)"
     ),
     "model.path=gone.gguf model.fetch=none": (
-        "`model.path` (override): there is no file gone.gguf: expected a GGUF file"
+        "`model.path` (setting): there is no file gone.gguf: expected a GGUF file"
     ),
-    "model.fetch=gone.gguf": "`model.fetch` (override): there is no file gone.gguf: expected a GGUF file",
+    "model.fetch=gone.gguf": "`model.fetch` (setting): there is no file gone.gguf: expected a GGUF file",
     "model.path=./tiny.gguf": (
-        "`model.path` (override): expected the folder into which model.fetch is converted, or no model.fetch "
+        "`model.path` (setting): expected the folder into which model.fetch is converted, or no model.fetch "
         "(`none`), got the file ./tiny.gguf"
     ),
     "algorithm.objective=ppo algorithm.advantage=gae critic.path=other.gguf": (
-        "`critic.path` (override): other.gguf is a GGUF file (`flash fetch other.gguf` makes the folder ./other.hf of "
+        "`critic.path` (setting): other.gguf is a GGUF file (`flash fetch other.gguf` makes the folder ./other.hf of "
         "it): expected a Hugging Face model, or a hub id"
     ),
 }

@@ -60,41 +60,41 @@ def resolve(*overrides: str) -> Config:
         ),
         (
             ["rollout.group_size=1", "algorithm.advantage=turn"],
-            "`rollout.group_size` (override): expected at least 2: algorithm.advantage = 'turn' compares the samples",
+            "`rollout.group_size` (setting): expected at least 2: algorithm.advantage = 'turn' compares the samples",
         ),
         (
             ["rollout.group_size=1", "algorithm.advantage=leave_one_out"],
-            "`rollout.group_size` (override): expected at least 2: algorithm.advantage = 'leave_one_out'",
+            "`rollout.group_size` (setting): expected at least 2: algorithm.advantage = 'leave_one_out'",
         ),
         (
             ["rollout.group_size=1", "algorithm.objective=reinforce_pp", "algorithm.shaping=[{kind='length'}]"],
-            "`algorithm.shaping[0]` (override): compares the samples of a prompt, and rollout.group_size is 1",
+            "`algorithm.shaping[0]` (setting): compares the samples of a prompt, and rollout.group_size is 1",
         ),
-        (["algorithm.gamma=0.9"], "`algorithm.gamma` (override): 0.9 has no effect: algorithm.advantage = 'group'"),
+        (["algorithm.gamma=0.9"], "`algorithm.gamma` (setting): 0.9 has no effect: algorithm.advantage = 'group'"),
         (
             ["algorithm.kl={estimator='k1', coefficient=0.1}"],
-            "`algorithm.kl.estimator` (override): k1 in the loss has no effect, because its",
+            "`algorithm.kl.estimator` (setting): k1 in the loss has no effect, because its",
         ),
         (
             ["lora.rank=8", "parallel.tensor=2", "cluster.trainer_ranks=2"],
             (
-                "`parallel.tensor` (override): expected 1, as layers, rows and experts with adapters ([lora]) "
+                "`parallel.tensor` (setting): expected 1, as layers, rows and experts with adapters ([lora]) "
                 "cannot be divided among ranks, got"
             ),
         ),
         (
             ["lora.rank=8", "cluster.gpus_per_node=2", "model.dtype=float32"],
-            "`model.dtype` (override): expected bfloat16 or float16: vLLM's kernels for adapters ([lora])",
+            "`model.dtype` (setting): expected bfloat16 or float16: vLLM's kernels for adapters ([lora])",
         ),
         (
             ["lora.rank=8", "cluster.gpus_per_node=2", "weights.backend=nccl"],
-            "`weights.backend` (override): expected tcp or auto, which alone can transfer adapters ([lora]), got nccl",
+            "`weights.backend` (setting): expected tcp or auto, which alone can transfer adapters ([lora]), got nccl",
         ),
         (["algorithm.advantage=gae"], "`critic`: is missing: advantage 'gae' takes its values from a critic"),
-        (["critic={}"], "`critic` (override): has no effect: algorithm.advantage is 'group'"),
+        (["critic={}"], "`critic` (setting): has no effect: algorithm.advantage is 'group'"),
         (
             ["algorithm.advantage=gae", "critic.warmup_steps=100"],
-            "`critic.warmup_steps` (override): expected fewer than run.steps = 100, or the policy never learns",
+            "`critic.warmup_steps` (setting): expected fewer than run.steps = 100, or the policy never learns",
         ),
         (
             ["algorithm.objective=my_objectives_for_check:LogLinear", "train.async_ratio=0"],
@@ -102,63 +102,63 @@ def resolve(*overrides: str) -> Config:
         ),
         (
             ["algorithm.options.proximal=loglinear", "train.async_ratio=0"],
-            "`algorithm.options` (override): the log-linear proximal policy",
+            "`algorithm.options` (setting): the log-linear proximal policy",
         ),
         (
             ["algorithm.staleness={kind='linear'}", "train.async_ratio=0"],
-            "`algorithm.staleness` (override): has no effect: with train.async_ratio = 0 every age is 0",
+            "`algorithm.staleness` (setting): has no effect: with train.async_ratio = 0 every age is 0",
         ),
         (
             ["algorithm.lag.budget=0"],
-            "`algorithm.lag.budget` (override): expected a number above 0 and at most 100, got 0",
+            "`algorithm.lag.budget` (setting): expected a number above 0 and at most 100, got 0",
         ),
         (
             ["algorithm.shaping=[{kind='overlong', limit=70000, buffer=100}]"],
-            "`algorithm.shaping[0].limit` (override): expected at most 65536, the longest that the responses",
+            "`algorithm.shaping[0].limit` (setting): expected at most 65536, the longest that the responses",
         ),
         (
             ["rollout.max_turns=1", "algorithm.shaping=[{kind='overlong', limit=1025, buffer=100}]"],
-            "`algorithm.shaping[0].limit` (override): expected at most 1024, the longest that the responses",
+            "`algorithm.shaping[0].limit` (setting): expected at most 1024, the longest that the responses",
         ),
         (
             ["algorithm.objective=my_objectives_for_check:Choosy", "algorithm.options.size=3"],
-            "`algorithm.options` (override): size is too large",
+            "`algorithm.options` (setting): size is too large",
         ),
         (
             ["algorithm.teacher={path='./model'}", "algorithm.objective=ppo", "critic={}"],
-            "`critic` (override): has no effect: rewards do not count (algorithm.teacher.reward = false)",
+            "`critic` (setting): has no effect: rewards do not count (algorithm.teacher.reward = false)",
         ),
-        (["algorithm.teacher={}"], "`algorithm.teacher` (override): expected either path, a model that the"),
+        (["algorithm.teacher={}"], "`algorithm.teacher` (setting): expected either path, a model that the"),
         (
             ["algorithm.teacher={path='./model', url='http://host:8000'}"],
-            "`algorithm.teacher` (override): expected either",
+            "`algorithm.teacher` (setting): expected either",
         ),
-        (["algorithm.teacher={url='host:8000'}"], "`algorithm.teacher.url` (override): expected http://HOST:PORT of a"),
+        (["algorithm.teacher={url='host:8000'}"], "`algorithm.teacher.url` (setting): expected http://HOST:PORT of a"),
         (
             ["algorithm.teacher={url='http://h:1'}", "rollout.temperature=0.7"],
-            "`rollout.temperature` (override): is not supported by the server",
+            "`rollout.temperature` (setting): is not supported by the server",
         ),
         (
             ["algorithm.teacher={url='http://h:1'}", "rollout.top_k=5"],
-            "`rollout.top_k` (override): is not supported by",
+            "`rollout.top_k` (setting): is not supported by",
         ),
-        (["algorithm.teacher={path='./nothing'}"], "`algorithm.teacher.path` (override): the folder nothing does not"),
+        (["algorithm.teacher={path='./nothing'}"], "`algorithm.teacher.path` (setting): the folder nothing does not"),
         (
             ["algorithm.kl={coefficient=0.1, reference='./nothing'}"],
-            "`algorithm.kl.reference` (override): the folder nothing does not exist: expected a Hugging Face model, or",
+            "`algorithm.kl.reference` (setting): the folder nothing does not exist: expected a Hugging Face model, or",
         ),
         (
             ["algorithm.advantage=gae", "critic.path=model/nothing"],
-            "`critic.path` (override): the folder model/nothing does not exist",
+            "`critic.path` (setting): the folder model/nothing does not exist",
         ),
         (
             ["algorithm.options.ewma_decay=0.5"],
-            "`algorithm.options.ewma_decay` (override): has no effect: proximal is 'recompute'; expected 'ewma'",
+            "`algorithm.options.ewma_decay` (setting): has no effect: proximal is 'recompute'; expected 'ewma'",
         ),
         *(
             (
                 [f"algorithm.rhythm={{credit='{credit}', {name}={value}}}"],
-                f"`algorithm.rhythm.{name}` (override): {said}",
+                f"`algorithm.rhythm.{name}` (setting): {said}",
             )
             for credit, name, value, said in (
                 ("local", "nearest", 5, "5 has no effect: algorithm.rhythm.credit is 'local'; expected another"),
@@ -173,8 +173,8 @@ def resolve(*overrides: str) -> Config:
                 ("coupled", "depth", 1, "this table has no such option"),
             )
         ),
-        (["algorithm.rhythm={nearest=101}"], "`algorithm.rhythm` (override): expected nearest ≤ farthest = 100"),
-        (["algorithm.rhythm={layers=[]}"], "`algorithm.rhythm` (override): expected layers to name each layer once"),
+        (["algorithm.rhythm={nearest=101}"], "`algorithm.rhythm` (setting): expected nearest ≤ farthest = 100"),
+        (["algorithm.rhythm={layers=[]}"], "`algorithm.rhythm` (setting): expected layers to name each layer once"),
         (
             ["algorithm.rhythm={}", "rollout.max_new_tokens=10", "rollout.max_turns=1"],
             "`algorithm.rhythm.nearest`: expected fewer than 10, the longest that responses get",
@@ -185,11 +185,11 @@ def resolve(*overrides: str) -> Config:
         ),
         (
             ["algorithm.objective=asyppo", "critic.count=1"],
-            "`critic.count` (override): `asyppo` compares the values of critics: expected at least 2 of them, got 1",
+            "`critic.count` (setting): `asyppo` compares the values of critics: expected at least 2 of them, got 1",
         ),
         (
             ["algorithm.objective=asyppo", "algorithm.advantage=group"],
-            "`algorithm.advantage` (override): `asyppo` compares the values of critics, and advantage 'group' uses no",
+            "`algorithm.advantage` (setting): `asyppo` compares the values of critics, and advantage 'group' uses no",
         ),
         (
             ["algorithm.objective=asyppo", "critic={}", "rollout.group_size=1"],
@@ -197,72 +197,72 @@ def resolve(*overrides: str) -> Config:
         ),
         (
             ["algorithm.objective=ppo", "critic.count=9"],
-            "`critic.count` (override): the responses to a prompt are split among 9 critics, and there are 8 of them",
+            "`critic.count` (setting): the responses to a prompt are split among 9 critics, and there are 8 of them",
         ),
-        (["algorithm.objective=ppo", "critic.count=0"], "`critic.count` (override): expected an integer above 0"),
+        (["algorithm.objective=ppo", "critic.count=0"], "`critic.count` (setting): expected an integer above 0"),
         (
             ["algorithm.objective=ppo", "critic.target=mc"],
-            '`critic.target` (override): expected "lambda" or "monte_carlo", got "mc"',
+            '`critic.target` (setting): expected "lambda" or "monte_carlo", got "mc"',
         ),
         (
             ["algorithm.objective=asyppo", "critic={}", "algorithm.options.mask_lowest=1.0"],
-            "`algorithm.options.mask_lowest` (override): expected a number at least 0 and below 1, got 1",
+            "`algorithm.options.mask_lowest` (setting): expected a number at least 0 and below 1, got 1",
         ),
         (
             ["algorithm.objective=asyppo", "critic={}", "algorithm.options.filter_highest=0.3"],
-            "`algorithm.options.filter_highest` (override): has no effect: algorithm.entropy_bonus is 0",
+            "`algorithm.options.filter_highest` (setting): has no effect: algorithm.entropy_bonus is 0",
         ),
         (
             ["algorithm.objective=asyppo", "critic={}", "algorithm.options.proximal=loglinear"],
-            "`algorithm.options.proximal` (override): has no effect: decoupled is false; expected true beside it",
+            "`algorithm.options.proximal` (setting): has no effect: decoupled is false; expected true beside it",
         ),
         (
             ["algorithm.objective=asyppo", "critic={}", "algorithm.options={decoupled=true, ewma_decay=0.5}"],
-            "`algorithm.options.ewma_decay` (override): has no effect: proximal is 'recompute'; expected 'ewma'",
+            "`algorithm.options.ewma_decay` (setting): has no effect: proximal is 'recompute'; expected 'ewma'",
         ),
         (
             ["algorithm.objective=ppo", "critic={tiny_layers=1, path='./critic'}"],
-            "`critic.tiny_layers` (override): has no effect: without a [tiny_model] table no model is made",
+            "`critic.tiny_layers` (setting): has no effect: without a [tiny_model] table no model is made",
         ),
         (
             ["algorithm.objective=ppo", "critic.tiny_layers=1", "tiny_model={}"],
-            "`critic.tiny_layers` (override): needs a folder for the model: set critic.path",
+            "`critic.tiny_layers` (setting): needs a folder for the model: set critic.path",
         ),
         (
             ["algorithm.objective=ppo", "critic={tiny_layers=1, path='model'}", "tiny_model={}"],
-            "(override): needs a folder for the model: set critic.path, to another folder than model.path",
+            "(setting): needs a folder for the model: set critic.path, to another folder than model.path",
         ),
         (
             ["algorithm.objective=rloo", "train.async_ratio=0", "train.updates_per_batch=2"],
-            "`train.updates_per_batch` (override): 2 trains again on samples that are old after the first update",
+            "`train.updates_per_batch` (setting): 2 trains again on samples that are old after the first update",
         ),
-        (["train.updates_per_batch=0"], "`train.updates_per_batch` (override): expected an integer above 0"),
-        (["rollout.top_p=0.9"], "`rollout.top_p` (override): needs top_k, from 1 to 1024: the trainer can compute"),
-        (["rollout.min_p=0.1"], "`rollout.min_p` (override): needs top_k, from 1 to 1024"),
-        (["rollout.min_tokens=5"], "`rollout.min_tokens` (override): needs top_k, from 1 to 1024"),
-        (["rollout.logit_bias=[[5, 1.0]]"], "`rollout.logit_bias` (override): needs top_k, from 1 to 1024"),
+        (["train.updates_per_batch=0"], "`train.updates_per_batch` (setting): expected an integer above 0"),
+        (["rollout.top_p=0.9"], "`rollout.top_p` (setting): needs top_k, from 1 to 1024: the trainer can compute"),
+        (["rollout.min_p=0.1"], "`rollout.min_p` (setting): needs top_k, from 1 to 1024"),
+        (["rollout.min_tokens=5"], "`rollout.min_tokens` (setting): needs top_k, from 1 to 1024"),
+        (["rollout.logit_bias=[[5, 1.0]]"], "`rollout.logit_bias` (setting): needs top_k, from 1 to 1024"),
         (
             [f"rollout.logit_bias={[[token, 1.0] for token in range(1025)]}", "rollout.top_k=5"],
-            "`rollout.logit_bias` (override): an engine on a GPU crashes with more than 1024 entries: got 1025",
+            "`rollout.logit_bias` (setting): an engine on a GPU crashes with more than 1024 entries: got 1025",
         ),
         (
             [f"rollout.stop_token_ids={list(range(101))}"],
-            "`rollout.stop_token_ids` (override): an engine on a GPU crashes with more than 100 entries: got 101",
+            "`rollout.stop_token_ids` (setting): an engine on a GPU crashes with more than 100 entries: got 101",
         ),
-        (["rollout.repetition_penalty=1.1"], "`rollout.repetition_penalty` (override): needs top_k, from 1 to 1024"),
-        (["rollout.routing_replay=true"], "`rollout.routing_replay` (override): expected false without GPUs"),
-        (["rollout.top_k=2000"], "`rollout.top_k` (override): expected an integer from 0 to 1024, got 2000"),
-        (["rollout.top_p=0", "rollout.top_k=5"], "`rollout.top_p` (override): expected a number above 0"),
-        (["rollout.presence_penalty=0.5"], "`rollout.presence_penalty` (override): no such key: an engine counts"),
-        (["algorithm.branches=split"], "`algorithm.branches` (override): this key was removed. Each branch gets"),
-        (["rollout.session_s=2"], "`rollout.session_s` (override): this key was removed. The KV caches of"),
+        (["rollout.repetition_penalty=1.1"], "`rollout.repetition_penalty` (setting): needs top_k, from 1 to 1024"),
+        (["rollout.routing_replay=true"], "`rollout.routing_replay` (setting): expected false without GPUs"),
+        (["rollout.top_k=2000"], "`rollout.top_k` (setting): expected an integer from 0 to 1024, got 2000"),
+        (["rollout.top_p=0", "rollout.top_k=5"], "`rollout.top_p` (setting): expected a number above 0"),
+        (["rollout.presence_penalty=0.5"], "`rollout.presence_penalty` (setting): no such key: an engine counts"),
+        (["algorithm.branches=split"], "`algorithm.branches` (setting): this key was removed. Each branch gets"),
+        (["rollout.session_s=2"], "`rollout.session_s` (setting): this key was removed. The KV caches of"),
         (
             ["algorithm.entropy_target.nats=1"],
-            "`algorithm.entropy_target` (override): this key was removed. The coefficient of",
+            "`algorithm.entropy_target` (setting): this key was removed. The coefficient of",
         ),
         (
             ["rollout.top_k=20", "model.dtype=bfloat16", "model.head_dtype=model"],
-            "`rollout.top_k` (override): the trainer does not know which tokens it keeps with logits in bfloat16",
+            "`rollout.top_k` (setting): the trainer does not know which tokens it keeps with logits in bfloat16",
         ),
     ],
 )

@@ -90,8 +90,8 @@ def test_none_takes_a_value_or_an_optional_table_away(project):
 
 
 def test_none_unsets_a_text_key_and_a_required_key_is_then_missing():
-    assert complaint("model.path=none") == "`model.path` (override): is missing; expected text"
-    assert complaint("run.name=none").startswith("`run.name` (override): is missing; expected text")
+    assert complaint("model.path=none") == "`model.path` (setting): is missing; expected text"
+    assert complaint("run.name=none").startswith("`run.name` (setting): is missing; expected text")
     assert resolve('run.name="none"').run.name == "none"
     assert (
         resolve("track.project=none") == resolve("model.tool_parser=none") == resolve("observe.sink=none") == resolve()
@@ -111,54 +111,54 @@ CORRECTIONS = '"token_tis", "icepop", "sequence_mask" or "geometric"'
         (
             "algorithm.corrections=[{kind='tokentis'}]",
             (
-                f"`algorithm.corrections[0].kind` (override): expected {CORRECTIONS}, "
+                f"`algorithm.corrections[0].kind` (setting): expected {CORRECTIONS}, "
                 'got "tokentis"; did you mean `token_tis`?'
             ),
         ),
         (
             "algorithm.corrections=[{kind='geometric'}, {cap=2}]",
-            (f"`algorithm.corrections[1].kind` (override): expected {CORRECTIONS}, which is missing"),
+            (f"`algorithm.corrections[1].kind` (setting): expected {CORRECTIONS}, which is missing"),
         ),
         (
             "algorithm.corrections=[{kind='icepop', cap=2}]",
             (
-                '`algorithm.corrections[0].cap` (override): "icepop" has no such option; it belongs to "token_tis" '
+                '`algorithm.corrections[0].cap` (setting): "icepop" has no such option; it belongs to "token_tis" '
                 "(its options: `low`, `high`)"
             ),
         ),
         (
             "algorithm.corrections=[{kind='icepop', hihg=2}]",
             (
-                '`algorithm.corrections[0].hihg` (override): "icepop" has no such option; did you mean `high`? '
+                '`algorithm.corrections[0].hihg` (setting): "icepop" has no such option; did you mean `high`? '
                 "(its options: `low`, `high`)"
             ),
         ),
         (
             "algorithm.corrections=[{kind='icepop', low=-1}]",
-            "`algorithm.corrections[0].low` (override): expected a number at least 0, got -1",
+            "`algorithm.corrections[0].low` (setting): expected a number at least 0, got -1",
         ),
         (
             "algorithm.corrections=[{kind='icepop', low=7}]",
-            "`algorithm.corrections[0]` (override): expected low ≤ high, got 7 and 5",
+            "`algorithm.corrections[0]` (setting): expected low ≤ high, got 7 and 5",
         ),
         (
             "algorithm.corrections={kind='icepop'}",
             (
-                f"`algorithm.corrections` (override): expected a list, each item a table with kind = {CORRECTIONS}, "
+                f"`algorithm.corrections` (setting): expected a list, each item a table with kind = {CORRECTIONS}, "
                 "got a table"
             ),
         ),
         (
             "algorithm.staleness=linear",
             (
-                '`algorithm.staleness` (override): expected a table with kind = "none", "exponential" or "linear", '
+                '`algorithm.staleness` (setting): expected a table with kind = "none", "exponential" or "linear", '
                 'got "linear"'
             ),
         ),
         (
             "algorithm.staleness={kind='linear', decay=0.5}",
             (
-                '`algorithm.staleness.decay` (override): "linear" has no such option; it belongs to "exponential" '
+                '`algorithm.staleness.decay` (setting): "linear" has no such option; it belongs to "exponential" '
                 "(its options: none)"
             ),
         ),
@@ -169,7 +169,7 @@ CORRECTIONS = '"token_tis", "icepop", "sequence_mask" or "geometric"'
         (
             "algorithm.kl={coefficent=0.1}",
             (
-                "2 problems:\n  - `algorithm.kl.coefficent` (override): this table has no such option; "
+                "2 problems:\n  - `algorithm.kl.coefficent` (setting): this table has no such option; "
                 "did you mean `coefficient`? (its options: `estimator`, `coefficient`, `place`, `reference`, "
                 "`refresh`)\n"
                 "  - `algorithm.kl.coefficient`: is missing; expected a number above 0"
@@ -177,12 +177,12 @@ CORRECTIONS = '"token_tis", "icepop", "sequence_mask" or "geometric"'
         ),
         (
             "algorithm.kl={coefficient=0.1, estimator='k4'}",
-            '`algorithm.kl.estimator` (override): expected "k1", "k2" or "k3", got "k4"',
+            '`algorithm.kl.estimator` (setting): expected "k1", "k2" or "k3", got "k4"',
         ),
         (
             "algorithm.advantage=grup",
             (
-                '`algorithm.advantage` (override): expected "batch", "gae", "group", "group_mean", "leave_one_out" or '
+                '`algorithm.advantage` (setting): expected "batch", "gae", "group", "group_mean", "leave_one_out" or '
                 '"turn", got "grup"'
             ),
         ),

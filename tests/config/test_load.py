@@ -193,55 +193,55 @@ def test_an_empty_table_turns_an_optional_section_on():
 
 @pytest.mark.parametrize("override", ["train.batch_size", "=3", "train..batch_size=3", ""])
 def test_an_override_of_another_form_is_refused(override):
-    assert complaint(override) == f"override `{override}`: expected `section.key=value`"
+    assert complaint(override) == f"setting `{override}`: expected `section.key=value`"
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.batchsize=64", "`train.batchsize` (override): no such key; did you mean `train.batch_size`?"),
-        ("train.steps=9", "`train.steps` (override): no such key; did you mean `run.steps`?"),
-        ("run.samples=2", "`run.samples` (override): no such key; did you mean `eval.samples`?"),
-        ("eval.seed=2", "`eval.seed` (override): no such key; did you mean `run.seed` or `tiny_model.seed`?"),
-        ("trian.batch_size=64", "`trian` (override): no such key; did you mean `train`?"),
-        ("async_ratio=0", "`async_ratio` (override): no such key; did you mean `train.async_ratio`?"),
-        ("engine.zzzzz=0", "`engine.zzzzz` (override): no such key"),
-        ("train.batch_size=many", '`train.batch_size` (override): expected an integer above 0, got "many"'),
-        ("train.batch_size=8.0", "`train.batch_size` (override): expected an integer above 0, got 8.0"),
-        ("train.batch_size=true", "`train.batch_size` (override): expected an integer above 0, got true"),
-        ("train.max_token_age=1001", "`train.max_token_age` (override): expected an integer from 0 to 1000, got 1001"),
-        ("train.async_ratio=-1", "`train.async_ratio` (override): expected a number from 0 to 1000, got -1"),
+        ("train.batchsize=64", "`train.batchsize` (setting): no such key; did you mean `train.batch_size`?"),
+        ("train.steps=9", "`train.steps` (setting): no such key; did you mean `run.steps`?"),
+        ("run.samples=2", "`run.samples` (setting): no such key; did you mean `eval.samples`?"),
+        ("eval.seed=2", "`eval.seed` (setting): no such key; did you mean `run.seed` or `tiny_model.seed`?"),
+        ("trian.batch_size=64", "`trian` (setting): no such key; did you mean `train`?"),
+        ("async_ratio=0", "`async_ratio` (setting): no such key; did you mean `train.async_ratio`?"),
+        ("engine.zzzzz=0", "`engine.zzzzz` (setting): no such key"),
+        ("train.batch_size=many", '`train.batch_size` (setting): expected an integer above 0, got "many"'),
+        ("train.batch_size=8.0", "`train.batch_size` (setting): expected an integer above 0, got 8.0"),
+        ("train.batch_size=true", "`train.batch_size` (setting): expected an integer above 0, got true"),
+        ("train.max_token_age=1001", "`train.max_token_age` (setting): expected an integer from 0 to 1000, got 1001"),
+        ("train.async_ratio=-1", "`train.async_ratio` (setting): expected a number from 0 to 1000, got -1"),
         (
             "train.async_ratio=inf",
-            "`train.async_ratio` (override): expected a number from 0 to 1000, got Infinity, which is not",
+            "`train.async_ratio` (setting): expected a number from 0 to 1000, got Infinity, which is not",
         ),
         (
             "train.async_ratio=nan",
-            "`train.async_ratio` (override): expected a number from 0 to 1000, got NaN, which is not",
+            "`train.async_ratio` (setting): expected a number from 0 to 1000, got NaN, which is not",
         ),
         (
             "train.betas=[0.9]",
-            "`train.betas` (override): expected a list of 2: [a number at least 0 and below 1, a number",
+            "`train.betas` (setting): expected a list of 2: [a number at least 0 and below 1, a number",
         ),
         (
             "train.betas=[0.9, 1.0]",
-            "`train.betas` (override): expected a list of 2: [a number at least 0 and below 1, a",
+            "`train.betas` (setting): expected a list of 2: [a number at least 0 and below 1, a",
         ),
-        ("model.dtype=fp16", '`model.dtype` (override): expected "bfloat16", "float16" or "float32", got "fp16"'),
-        ("run.resume=yes", '`run.resume` (override): expected true or false, got "yes"'),
-        ("run.name=a b", "`run.name` (override): expected text matching ^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\\Z, got"),
-        ("run.name.x=1", "`run.name` (override): expected text matching ^[A-Za-z0-9_]"),
-        ("cluster.node_cpus=0", "`cluster.node_cpus` (override): expected a list, each item an integer at least 0"),
+        ("model.dtype=fp16", '`model.dtype` (setting): expected "bfloat16", "float16" or "float32", got "fp16"'),
+        ("run.resume=yes", '`run.resume` (setting): expected true or false, got "yes"'),
+        ("run.name=a b", "`run.name` (setting): expected text matching ^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\\Z, got"),
+        ("run.name.x=1", "`run.name` (setting): expected text matching ^[A-Za-z0-9_]"),
+        ("cluster.node_cpus=0", "`cluster.node_cpus` (setting): expected a list, each item an integer at least 0"),
         (
             "cluster.gpus_per_node=all",
-            '`cluster.gpus_per_node` (override): expected an integer from 0 to 1024 or "auto"',
+            '`cluster.gpus_per_node` (setting): expected an integer from 0 to 1024 or "auto"',
         ),
-        ("tiny_model=true", "`tiny_model` (override): expected a table, got true"),
+        ("tiny_model=true", "`tiny_model` (setting): expected a table, got true"),
         (
             'rollout.stop=[""]',
-            "`rollout.stop` (override): expected a list, each item non-empty text of at most 1000 characters, got",
+            "`rollout.stop` (setting): expected a list, each item non-empty text of at most 1000 characters, got",
         ),
-        ("env.options=3", "`env.options` (override): expected a table, got 3"),
+        ("env.options=3", "`env.options` (setting): expected a table, got 3"),
     ],
 )
 def test_a_wrong_key_or_value_names_its_path_what_was_expected_and_what_was_got(override, message):
@@ -251,7 +251,7 @@ def test_a_wrong_key_or_value_names_its_path_what_was_expected_and_what_was_got(
 @pytest.mark.parametrize("name", [".", "..", ".hidden", "-", "", "a/b", "/", "a\\b", "a\n", "a" * 129])
 def test_a_name_that_is_no_single_visible_folder_is_refused(name):
     """The run directory of `.` would be the output folder itself, which a new run moves aside."""
-    assert complaint(f"run.name={json.dumps(name)}").startswith("`run.name` (override): expected text matching")
+    assert complaint(f"run.name={json.dumps(name)}").startswith("`run.name` (setting): expected text matching")
 
 
 @pytest.mark.parametrize("name", ["a", "1", "_a", "2024-05.seed_3", "a.1", "a..b"])
@@ -267,7 +267,7 @@ def test_all_problems_are_named_at_once_with_the_file_of_each(project):
         "3 problems:",
         "  - `train.foo` (bad.toml): no such key",
         "  - `train.batch_size` (bad.toml): expected an integer above 0, got 0",
-        "  - `eval.problems` (override): expected an integer above 0 and at most 1000000, got []",
+        "  - `eval.problems` (setting): expected an integer above 0 and at most 1000000, got []",
     ]
 
 
@@ -308,41 +308,41 @@ def test_a_file_that_is_not_text_is_refused(project):
     [
         (
             ["train.max_token_age=1", "train.async_ratio=1.5"],
-            "`train.max_token_age` (override): expected a number of at least 2, ⌈train.async_ratio⌉, got 1",
+            "`train.max_token_age` (setting): expected a number of at least 2, ⌈train.async_ratio⌉, got 1",
         ),
         (
             ["train.max_token_age=2", "train.async_ratio=0"],
-            "`train.max_token_age` (override): expected none, got 2: with train.async_ratio = 0 every age is 0",
+            "`train.max_token_age` (setting): expected none, got 2: with train.async_ratio = 0 every age is 0",
         ),
         (
             ["train.batch_size=12"],
-            "`train.batch_size` (override): expected a multiple of rollout.group_size = 8, got 12",
+            "`train.batch_size` (setting): expected a multiple of rollout.group_size = 8, got 12",
         ),
         (
             ["train.minibatches=3"],
-            "`train.minibatches` (override): expected a divisor of the 32 groups of a batch, got 3",
+            "`train.minibatches` (setting): expected a divisor of the 32 groups of a batch, got 3",
         ),
         (
             ["train.batch_size=16", "train.minibatches=2", "cluster.trainer_ranks=9"],
-            "`train.batch_size` (override): 16 samples in 2 minibatches leave some of the 9 shards of the trainer",
+            "`train.batch_size` (setting): 16 samples in 2 minibatches leave some of the 9 shards of the trainer",
         ),
         (
             ["rollout.group_size=1"],
-            "`rollout.group_size` (override): expected at least 2: algorithm.advantage = 'group', which",
+            "`rollout.group_size` (setting): expected at least 2: algorithm.advantage = 'group', which",
         ),
         (
             ["rollout.on_expire=wait", "rollout.extra_groups=1"],
-            "`rollout.extra_groups` (override): expected 0: redundant groups become too old, which on_expire",
+            "`rollout.extra_groups` (setting): expected 0: redundant groups become too old, which on_expire",
         ),
-        (["algorithm.objective=gpro"], "`algorithm.objective` (override): expected `grpo`, "),
+        (["algorithm.objective=gpro"], "`algorithm.objective` (setting): expected `grpo`, "),
         (
             ["algorithm.objective=envs.arithmetic:Arithmetic"],
-            "`algorithm.objective` (override): `envs.arithmetic:Arithmetic` is not a subclass of",
+            "`algorithm.objective` (setting): `envs.arithmetic:Arithmetic` is not a subclass of",
         ),
-        (["algorithm.options.cliplow=0.1"], "`algorithm.options.cliplow` (override): Grpo has no such option;"),
+        (["algorithm.options.cliplow=0.1"], "`algorithm.options.cliplow` (setting): Grpo has no such option;"),
         (
             ["algorithm.objective=grpo", "algorithm.options.clip_low=-1"],
-            "`algorithm.options.clip_low` (override): expected a number from 0 to 1, got -1",
+            "`algorithm.options.clip_low` (setting): expected a number from 0 to 1, got -1",
         ),
         (
             ["algorithm.objective=my_module_for_config:Uncorrected"],
@@ -350,109 +350,109 @@ def test_a_file_that_is_not_text_is_refused(project):
         ),
         (
             ["env.path=envs.arithmetik:Arithmetic"],
-            "`env.path` (override): there is no module `envs.arithmetik`; did you",
+            "`env.path` (setting): there is no module `envs.arithmetik`; did you",
         ),
         (
             ["env.options.digit=2"],
-            "`env.options.digit` (override): Arithmetic has no such option; did you mean `digits`?",
+            "`env.options.digit` (setting): Arithmetic has no such option; did you mean `digits`?",
         ),
-        (["env.options.digits=two"], '`env.options.digits` (override): expected an integer, got "two"'),
-        (["env.options.digits=99"], "`env.options` (override): Arithmetic refuses them: digits must be"),
+        (["env.options.digits=two"], '`env.options.digits` (setting): expected an integer, got "two"'),
+        (["env.options.digits=99"], "`env.options` (setting): Arithmetic refuses them: digits must be"),
         (
             ["env.path=my_module_for_config:Refusing", "env.options={size=3}"],
             "`env.options.digits` (run.toml): Refusing has no such option",
         ),
         (
             ["env.path=my_module_for_config:Speechless"],
-            "`env.path` (override): `my_module_for_config:Speechless` is not",
+            "`env.path` (setting): `my_module_for_config:Speechless` is not",
         ),
-        (["env.path=math:pi"], "`env.path` (override): `math:pi` is not an environment: expected a class with reset,"),
+        (["env.path=math:pi"], "`env.path` (setting): `math:pi` is not an environment: expected a class with reset,"),
         (
             ["model.path=./nothing"],
-            "`model.path` (override): the folder nothing does not exist: expected a Hugging Face",
+            "`model.path` (setting): the folder nothing does not exist: expected a Hugging Face",
         ),
-        (["model.path=model/nothing"], "`model.path` (override): the folder model/nothing does not exist: expected"),
+        (["model.path=model/nothing"], "`model.path` (setting): the folder model/nothing does not exist: expected"),
         (["model.path=~/nothing"], "~/nothing does not exist (only shells read ~ as "),
         (
             ["model.tool_parser=hermez"],
-            "`model.tool_parser` (override): vLLM has no 'hermez'; it has apertus, ",
+            "`model.tool_parser` (setting): vLLM has no 'hermez'; it has apertus, ",
         ),
         (
             ["model.reasoning_parser=hermes"],
-            "`model.reasoning_parser` (override): vLLM has no 'hermes'; it has cohere_command3, ",
+            "`model.reasoning_parser` (setting): vLLM has no 'hermes'; it has cohere_command3, ",
         ),
-        (["model.path=run.toml"], "`model.path` (override): expected a folder, got the file run.toml"),
+        (["model.path=run.toml"], "`model.path` (setting): expected a folder, got the file run.toml"),
         (
             ["model.max_length=9000"],
-            "2 problems:\n  - `model.max_length` (override): expected at most 8192, the positions",
+            "2 problems:\n  - `model.max_length` (setting): expected at most 8192, the positions",
         ),
         (
             ["rollout.max_new_tokens=4096"],
-            "`rollout.max_new_tokens` (override): expected at most 4095 (model.max_length = 4096), got 4096",
+            "`rollout.max_new_tokens` (setting): expected at most 4095 (model.max_length = 4096), got 4096",
         ),
         (
             ["rollout.min_tokens=9", "rollout.max_new_tokens=8", "rollout.top_k=4"],
-            "`rollout.min_tokens` (override): expected at most rollout.max_new_tokens = 8, got 9",
+            "`rollout.min_tokens` (setting): expected at most rollout.max_new_tokens = 8, got 9",
         ),
         (
             ["rollout.stop_token_ids=[3, 500]"],
             (
-                "`rollout.stop_token_ids` (override): expected token ids below 500, the size of the vocabulary of "
+                "`rollout.stop_token_ids` (setting): expected token ids below 500, the size of the vocabulary of "
                 "./model, got 500"
             ),
         ),
         (
             ["rollout.logit_bias=[[501, 1], [3, 1]]", "rollout.top_k=4"],
             (
-                "`rollout.logit_bias` (override): expected token ids below 500, the size of the vocabulary of "
+                "`rollout.logit_bias` (setting): expected token ids below 500, the size of the vocabulary of "
                 "./model, got 501"
             ),
         ),
         (
             ["rollout.max_episode_tokens=4095"],
-            "`rollout.max_episode_tokens` (override): expected at least model.max_length = 4096, got 4095",
+            "`rollout.max_episode_tokens` (setting): expected at least model.max_length = 4096, got 4095",
         ),
         (
             ["train.max_tokens_per_microbatch=4095"],
-            "`train.max_tokens_per_microbatch` (override): expected at least model.max_length = 4096, got 4095",
+            "`train.max_tokens_per_microbatch` (setting): expected at least model.max_length = 4096, got 4095",
         ),
-        (["eval.samples=4"], "`eval.samples` (override): 4 greedy answers are all the same"),
-        (["cluster.trainer_nodes=2"], "`cluster.trainer_nodes` (override): expected at most cluster.nodes = 1, got 2"),
+        (["eval.samples=4"], "`eval.samples` (setting): 4 greedy answers are all the same"),
+        (["cluster.trainer_nodes=2"], "`cluster.trainer_nodes` (setting): expected at most cluster.nodes = 1, got 2"),
         (
             ["train.optimizer=muon", "train.moments=bfloat16"],
-            "`train.moments` (override): moments in bfloat16, or on the host without the weights, need AdamW",
+            "`train.moments` (setting): moments in bfloat16, or on the host without the weights, need AdamW",
         ),
         (
             ["cluster.gpus_per_node=8", "train.optimizer=muon", "train.offload=['moments']"],
-            "`train.offload` (override): moments in bfloat16, or on the host without the weights, need AdamW",
+            "`train.offload` (setting): moments in bfloat16, or on the host without the weights, need AdamW",
         ),
         (
             ["cluster.gpus_per_node=8", "train.offload=['activations']"],
-            "`train.offload` (override): `activations` offloads the inputs of layers that are computed again",
+            "`train.offload` (setting): `activations` offloads the inputs of layers that are computed again",
         ),
         (
             ["parallel.tensor=2"],
-            "`parallel.tensor` (override): expected a divisor of cluster.trainer_ranks = 1, got 2",
+            "`parallel.tensor` (setting): expected a divisor of cluster.trainer_ranks = 1, got 2",
         ),
         (
             ["cluster.trainer_ranks=2", "parallel.tensor=2", "algorithm.rhythm={credit='local'}"],
-            "`parallel.tensor` (override): expected 1, as algorithm.rhythm looks at all heads of a layer, got 2",
+            "`parallel.tensor` (setting): expected 1, as algorithm.rhythm looks at all heads of a layer, got 2",
         ),
         (
             ["cluster.trainer_ranks=2", "parallel.tensor=2", "parallel.context=2"],
-            "`parallel.context` (override): expected a divisor of cluster.trainer_ranks / parallel.tensor = 1, got 2",
+            "`parallel.context` (setting): expected a divisor of cluster.trainer_ranks / parallel.tensor = 1, got 2",
         ),
         (
             ["cluster.trainer_ranks=2", "parallel.context=2", "algorithm.rhythm={credit='local'}"],
-            "`parallel.context` (override): expected 1, as algorithm.rhythm looks at all heads of a layer, got 2",
+            "`parallel.context` (setting): expected 1, as algorithm.rhythm looks at all heads of a layer, got 2",
         ),
         (
             ["cluster.trainer_ranks=6", "parallel.tensor=2", "parallel.expert=3"],
-            "`parallel.expert` (override): expected a divisor of cluster.trainer_ranks = 6 and a multiple of parallel",
+            "`parallel.expert` (setting): expected a divisor of cluster.trainer_ranks = 6 and a multiple of parallel",
         ),
         (
             ["cluster.gpus_per_node=2", "cluster.trainer_ranks=3"],
-            "`cluster.trainer_ranks` (override): expected at most the 2 GPUs of a node, got 3",
+            "`cluster.trainer_ranks` (setting): expected at most the 2 GPUs of a node, got 3",
         ),
         (
             ["cluster.gpus_per_node=1"],
@@ -464,31 +464,31 @@ def test_a_file_that_is_not_text_is_refused(project):
         ),
         (
             ["cluster.gpus_per_node=1", "engine.share_gpus=true", "engine.count=2"],
-            "`engine.count` (override): 2 engines on 1 GPUs each need more than the 1 of a node",
+            "`engine.count` (setting): 2 engines on 1 GPUs each need more than the 1 of a node",
         ),
-        (["weights.backend=nccl"], "`weights.backend` (override): nccl needs GPUs"),
-        (["weights.backend=ipc"], "`weights.backend` (override): ipc needs GPUs"),
+        (["weights.backend=nccl"], "`weights.backend` (setting): nccl needs GPUs"),
+        (["weights.backend=ipc"], "`weights.backend` (setting): ipc needs GPUs"),
         (
             ["weights.backend=ipc", "cluster.gpus_per_node=2"],
-            "`weights.backend` (override): ipc needs engine.share_gpus = true",
+            "`weights.backend` (setting): ipc needs engine.share_gpus = true",
         ),
         (
             ["weights.backend=nccl", "cluster.gpus_per_node=1", "engine.share_gpus=true"],
-            "`weights.backend` (override): nccl cannot connect two processes on one GPU",
+            "`weights.backend` (setting): nccl cannot connect two processes on one GPU",
         ),
         (
             ["cluster.nodes=2", "cluster.gpus_per_node=1", "engine.share_gpus=true"],
             "`weights.backend`: ipc works only within one machine and cluster.nodes is 2: expected tcp",
         ),
-        (["cluster.node_cpus=[]"], "`cluster.node_cpus` (override): expected one or more of this machine's cores 0 to"),
-        (["cluster.trainer_cpus=[9999]"], "`cluster.trainer_cpus` (override): expected one or more of this machine's"),
+        (["cluster.node_cpus=[]"], "`cluster.node_cpus` (setting): expected one or more of this machine's cores 0 to"),
+        (["cluster.trainer_cpus=[9999]"], "`cluster.trainer_cpus` (setting): expected one or more of this machine's"),
         (
             ["env.path=my_module_for_config:Refusing", "tiny_model.layers=1"],
             "`my_module_for_config:Refusing` has no solved examples to teach a tiny model with: give it the methods",
         ),
         (
             ["run.resume=true"],
-            "`run.resume` (override): there is no run to continue: the folder outputs/a-run does not",
+            "`run.resume` (setting): there is no run to continue: the folder outputs/a-run does not",
         ),
     ],
 )
@@ -605,7 +605,7 @@ def test_law_6_staleness_without_a_correction_is_refused_unless_the_config_insis
 def test_what_is_nested_too_deep_to_be_walked_is_refused(project, override):
     file = project / "deep.toml"
     file.write_text(override)
-    for paths, overrides, source in ([file], [], str(file)), ([], [override], "override"):
+    for paths, overrides, source in ([file], [], str(file)), ([], [override], "setting"):
         with pytest.raises(ConfigError, match=f"^{source}.*: expected tables and lists at most 64 deep in one another"):
             load(paths, overrides)
 
@@ -630,7 +630,7 @@ def test_a_file_may_begin_with_a_byte_order_mark(project):
 
 def test_a_folder_of_modules_that_does_not_exist_is_refused_with_its_place(project):
     assert complaint(f'env.folders=["{project}", "/nope"]') == (
-        '`env.folders[1]` (override): expected a folder to import modules from, and "/nope" does not exist'
+        '`env.folders[1]` (setting): expected a folder to import modules from, and "/nope" does not exist'
     )
     assert resolve(f'env.folders=["{project}"]').env.folders == [str(project)]
 
@@ -709,7 +709,7 @@ def test_a_recorded_configuration_with_another_value_of_a_removed_key_is_read_wi
 
 
 def test_a_removed_key_in_an_override_is_refused_whatever_its_value():
-    assert complaint("algorithm.branches=same").startswith("`algorithm.branches` (override): this key was removed. ")
+    assert complaint("algorithm.branches=same").startswith("`algorithm.branches` (setting): this key was removed. ")
 
 
 def test_what_an_older_version_recorded_differs_only_by_what_the_user_changed(project):

@@ -381,7 +381,7 @@ def test_what_the_keys_say_and_what_would_stop_the_run_are_told_together(
     assert main(["train", str(file), *wrong, "--dry-run"]) == 2
     told = capsys.readouterr().err
     for key in ("train.batch_size", "model.path", "run.output_dir", "critic.path"):
-        assert told.count(f"  - `{key}` (override): ") == 1
+        assert told.count(f"  - `{key}` (setting): ") == 1
     assert main(["train", str(file), "train.batch_size=7", "--dry-run"]) == 2
     assert "2 problems:" in capsys.readouterr().err
 
