@@ -93,7 +93,7 @@ def test_blocks_of_rows_give_what_all_rows_give() -> None:
 )
 def test_the_multiplier_is_that_of_the_paper(options: dict[str, Any], response: list[int]) -> None:
     rhythm = Rhythm(**options)
-    for seed in range(5):
+    for seed in range(2):
         maps = random_maps(4, seed)
         waad, influence = signals(maps, response, rhythm)
         found = multiplier(rhythm, waad[:2].mean(0), influence[2:].mean(0), np.array(response))
