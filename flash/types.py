@@ -337,7 +337,11 @@ class BatchSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """The samples that a step trains, before they are split among the ranks."""
+    """The samples that a step trains, or the samples of one round of it, before they are split among the ranks.
+
+    A *round* is the samples of a step that the ranks train before they ask for more. A step has several rounds if the
+    ranks train the first groups while the other groups are still sampled (`train.stream`); otherwise it has one.
+    """
 
     step: int
     """Policy version that the trainer holds. Training on this batch makes version step + 1."""
@@ -348,6 +352,26 @@ class Batch(msgspec.Struct, frozen=True):
     earlier: list[BatchSample]
     """Samples that earlier steps have trained, of groups that are continued in this batch. Advantages compare the
     rewards of this batch with the rewards of these samples, too."""
+    rounds: list[int] = []
+    """Number of samples of each round, in order. Empty: the step has one round."""
+
+
+class Round(msgspec.Struct, frozen=True):
+    """Position of a round in the batch of its step. The default is the only round of a step."""
+
+    samples_before: int = 0
+    """Number of samples in earlier rounds of the step."""
+    groups_before: int = 0
+    """Number of groups in earlier rounds of the step."""
+    groups: int = 0
+    """Number of groups of the whole batch, without groups that earlier steps have trained in part. With 0, all groups
+    of the round count. The minibatch of each group follows from this number."""
+    last: bool = True
+    """True if no round of the step follows."""
+
+
+ONLY_ROUND = Round()
+"""Round of a step that has one round."""
 
 
 class ShardSample(msgspec.Struct, frozen=True, gc=False):
@@ -359,7 +383,7 @@ class ShardSample(msgspec.Struct, frozen=True, gc=False):
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """The part of a batch that one trainer rank trains, and the facts that it needs about the whole batch."""
+    """The part of one round that a trainer rank trains, and the facts that it needs about the whole round."""
 
     step: int
     """Policy version that the trainer holds. Training on this batch makes version step + 1."""
@@ -368,13 +392,15 @@ class Shard(msgspec.Struct, frozen=True):
     samples: list[ShardSample]
     """Samples that this rank trains."""
     batch: list[BatchSample]
-    """All samples of the batch, over all ranks."""
+    """All samples of the round, over all ranks."""
     total_tokens: int
-    """Number of trained action tokens over all ranks: the denominator of means over tokens."""
+    """Number of trained action tokens of the round over all ranks."""
     total_sequences: int
-    """Number of branches with at least one trained token over all ranks: the denominator of means over sequences."""
+    """Number of branches of the round with at least one trained token over all ranks."""
     earlier: list[BatchSample] = []
-    """Value of `Batch.earlier`, for all ranks."""
+    """Value of `Batch.earlier` for the groups of the round."""
+    round: Round = ONLY_ROUND
+    """Position of the round in its step."""
 
 
 class TokenUse(IntEnum):

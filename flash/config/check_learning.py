@@ -15,7 +15,8 @@ learns rows of a file and samples nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -27,7 +28,7 @@ from algorithms.staleness import NoStaleness
 from flash.ages import window
 from flash.config.decode import ConfigProblem, show
 from flash.config.learning import AlgorithmConfig
-from flash.config.objects import examine_options, load_objective
+from flash.config.objects import check_options, examine_options, load_objective
 from flash.config.section import faults_with_teacher
 from flash.config.tree import Config
 from flash.errors import ConfigError
@@ -417,6 +418,86 @@ def advise_algorithm(config: Config) -> Iterator[ConfigProblem]:
     if config.algorithm.entropy_bonus > HIGH_ENTROPY_BONUS:
         message = f"{config.algorithm.entropy_bonus:g} is likely to outweigh the rewards"
         yield ConfigProblem("algorithm.entropy_bonus", message)
+
+
+# -- streamed steps --------------------------------------------------------------------------------------------------
+
+
+class WholeBatch(NamedTuple):
+    """A setting for which a step needs its whole batch before its first backward pass, so that it is not streamed."""
+
+    setting: str
+    """Keys and values of the setting, as docs/asynchrony.md names them."""
+    reason: str
+    """Clause that says for what the whole batch is needed."""
+    applies: Callable[[Config, Objective], bool]
+    """True if the run has the setting. The objective is the configured one."""
+
+
+def _advantage_of(config: Config, objective: Objective) -> Advantage:
+    """Return the advantage estimator of a run with this objective."""
+    return config.algorithm.advantage or objective.advantage
+
+
+def _needs_start_weights(config: Config, objective: Objective) -> bool:
+    """Return True if the loss uses log-probs of the policy at the start of the step, before any minibatch's update."""
+    kl = config.algorithm.kl
+    return objective.proximal_policy == "recompute" or (kl is not None and kl.place == "reward")
+
+
+WHOLE_BATCH = (
+    WholeBatch(
+        'algorithm.advantage = "batch"',
+        "advantages are compared over the whole batch",
+        lambda config, objective: _advantage_of(config, objective) == "batch",
+    ),
+    WholeBatch(
+        'algorithm.advantage = "gae"',
+        "the critics learn from the whole batch at once",
+        lambda config, objective: _advantage_of(config, objective) == "gae",
+    ),
+    WholeBatch(
+        "algorithm.staleness",
+        "the weights of samples have mean 1 over the whole batch",
+        lambda config, objective: not isinstance(config.algorithm.staleness, NoStaleness),
+    ),
+    WholeBatch(
+        "algorithm.rhythm",
+        "heads are chosen by the attention in the whole batch",
+        lambda config, objective: config.algorithm.rhythm is not None,
+    ),
+    WholeBatch(
+        "an objective with `limits`, such as `m2po`",
+        "the objective computes a limit from all tokens of a minibatch",
+        lambda config, objective: objective.limits,
+    ),
+    WholeBatch(
+        "train.minibatches > 1, with a recomputed proximal policy or a KL in the reward",
+        "log-probs under the weights before the first update are needed for all samples",
+        lambda config, objective: config.train.minibatches > 1 and _needs_start_weights(config, objective),
+    ),
+    WholeBatch(
+        'rollout.on_expire = "wait"',
+        "a step may have to wait for a slow group instead of a complete one",
+        lambda config, objective: config.rollout.on_expire == "wait",
+    ),
+)
+"""All settings for which a step is not streamed although `train.stream` is set. docs/asynchrony.md has the same
+table."""
+
+
+def why_not_streamed(config: Config) -> str | None:
+    """Return the reason why the steps of a run wait for their whole batches, as a clause; None if they are streamed.
+
+    The hub asks when it starts, and a dry run shows the reason.
+    """
+    if not config.train.stream:
+        return "train.stream is false"
+    algorithm = config.algorithm
+    kind = load_objective(algorithm.objective)
+    objective = kind(**check_options(kind, algorithm.options, "algorithm.options"))
+    found = next((one for one in WHOLE_BATCH if one.applies(config, objective)), None)
+    return None if found is None else f"with {found.setting} {found.reason}"
 
 
 # -- [sft] -----------------------------------------------------------------------------------------------------------

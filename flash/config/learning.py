@@ -74,6 +74,9 @@ class TrainConfig(Section, frozen=True):
     offload: list[Literal["activations", "moments", "weights"]] = field(default_factory=list)
     """Training state that is kept in host memory instead of GPU memory. With `weights`, the weights, gradients and
     moments of all models stay on the host and are updated there, and each pass copies the weights to the GPU."""
+    stream: bool = False
+    """Begin a step while its batch is still sampled: train the groups that are complete, and update the weights when
+    the batch is whole. [Some settings](asynchrony.md#streamed-steps) need the whole batch first."""
     profile: str = ""
     """Steps that [torch's profiler](view.md#where-a-steps-time-goes) records: `FIRST:LAST`, both included, counted from
     0. Empty: none."""

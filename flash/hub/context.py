@@ -33,7 +33,7 @@ Signal = Literal["run", "batches", "engines", "versions", "backlog", "ranks"] | 
 """Name of a thing that may have changed:
 
 - `run`: the stage of the run (the event that it waits for), or its end.
-- `batches`: a batch may be formed or fetched now, or the start of an incarnation is known.
+- `batches`: a round may be formed or fetched now, or the start of an incarnation is known.
 - `engines`: the versions of engines.
 - `versions`: the published version.
 - `backlog`: work was postponed that `NodeWork.work_off_backlog` does.
@@ -85,9 +85,10 @@ class RunProgress:
         (`flash.hub.stages`)."""
         self.error: FlashError | None = None
         """Error that has ended the run; None if there is none."""
-        self.batch: Literal["none", "forming", "dealt"] = "none"
-        """State of the batch of the running step. `forming`: its groups are being collected. `dealt`: it was divided
-        among the ranks, which fetch their parts or train on them."""
+        self.batch: Literal["none", "forming", "open", "dealt"] = "none"
+        """State of the batch of the running step. `forming`: the groups of a round are being collected. `open`: rounds
+        were divided among the ranks, and others follow. `dealt`: all rounds were divided among the ranks, which fetch
+        their parts or train on them."""
         self._events: dict[Signal, anyio.Event] = {}
 
     async def until(self, signal: Signal, condition: Callable[[], bool]) -> None:
@@ -142,7 +143,8 @@ class RunProgress:
             raise PeerLostError("this hub is about to end")
 
     def interrupt(self) -> None:
-        """Interrupt the run. If a batch is dealt or is being formed, the ranks still train this step.
+        """Interrupt the run. If a batch is dealt, the ranks still train this step. The hub still deals groups that are
+        being collected. If the batch is not whole with them, the step is given up and its groups are kept.
 
         No other step begins. This wakes the requests that wait for a batch, for engines, or for the stage of the run.
         """

@@ -29,7 +29,8 @@ NO_MISBEHAVIOUR = {"loop_blocked_s": 0.0, "abandoned_calls": 0}
 
 
 class BranchCounts:
-    """Counts of the branches of a step's episodes. A branch is one of the token sequences of an episode.
+    """Counts of the branches of a step's episodes, and the end of their generation. A branch is one of the token
+    sequences of an episode.
 
     Sampled tokens, also called action tokens, are the tokens that the policy has generated.
     """
@@ -41,6 +42,8 @@ class BranchCounts:
         """Sampled tokens of all branches."""
         self._later_tokens = 0
         """Sampled tokens of all branches but the first of each episode."""
+        self._sampled_at = 0.0
+        """Unix seconds at which the last response of these episodes was complete."""
 
     def count(self, trajectories: Iterable[Trajectory]) -> Iterator[Trajectory]:
         """Yield each trajectory, and count its branches and sampled tokens on the way.
@@ -53,11 +56,19 @@ class BranchCounts:
             self._branches += len(trajectory.branches)
             self._tokens += trajectory.action_count
             self._later_tokens += sum(branch_tokens(trajectory)[1:]) if len(trajectory.branches) > 1 else 0
+            self._sampled_at = max([self._sampled_at, *(turn.start + turn.generate_s for turn in trajectory.turns)])
             yield trajectory
 
-    def metrics(self) -> dict[str, float]:
-        """Return the branches per episode, and the share of sampled tokens that are not in a first branch."""
+    def metrics(self, trained: Sequence[tuple[float, float]]) -> dict[str, float]:
+        """Return the branches per episode, the share of sampled tokens that are not in a first branch, and the share of
+        the training time that lay inside the generation of the same batch.
+
+        `trained`: start and end of each block of training in the step, in Unix seconds.
+        """
+        seconds = sum(stop - start for start, stop in trained)
+        inside = sum(max(0.0, min(stop, self._sampled_at) - start) for start, stop in trained)
         return {
+            "streamed_share": inside / seconds if seconds > 0 else 0.0,
             "branches": self._branches / max(self._episodes, 1),
             "branch_token_share": self._later_tokens / max(self._tokens, 1),
         }

@@ -330,19 +330,21 @@ class RanksRequest(Request[RanksReply], frozen=True, tag=True):
 
 
 class BatchReply(msgspec.Struct, frozen=True, tag=True):
-    """Reply to `BatchRequest`: one part of the rank's shard, or the end of training.
+    """Reply to `BatchRequest`: one part of the rank's shard of a round, or the end of training.
 
-    A long shard travels in several parts, one message each (`fetch_shard_blocking`). The facts about the whole batch
-    are in the first part.
+    A long shard travels in several parts, one message each (`fetch_shard_blocking`). The facts about the whole round
+    are in the first part. `Shard.round` says if another round follows.
     """
 
     shard: Shard | None
-    """Part of the shard. None ends training: the rank saves a checkpoint, and exports the model if `finished`."""
+    """Part of the shard. None ends training: the rank saves a checkpoint, and exports the model if `finished`. If the
+    rank has trained some rounds of the step, it drops their gradient."""
     finished: bool = False
     """True if the run has trained all of its steps; False if it was interrupted."""
     may_save: bool = True
     """True if the ranks may write a checkpoint after this step. False while they train earlier steps again, since the
-    hub's part of a checkpoint belongs to the version that the run has reached."""
+    hub's part of a checkpoint belongs to the version that the run has reached. With `shard` None also False if the
+    ranks have made some updates of a step that they cannot finish, and so hold weights between two versions."""
     parts_left: int = 0
     """Number of parts that follow this one."""
     must_save: bool = False
@@ -350,18 +352,21 @@ class BatchReply(msgspec.Struct, frozen=True, tag=True):
 
 
 class BatchRequest(RankRequest[BatchReply], frozen=True, tag=True):
-    """A trainer rank asks for one part of its shard of a step.
+    """A trainer rank asks for one part of its shard of a round.
 
-    The hub answers once enough groups are complete, or the run stops; all ranks get the same batch. The rank waits for
-    at most `flash.config.waits.batch_s`. A part that is requested again is sent again.
+    A round is the samples of a step that the ranks train before they ask for more; a step has one or several. The hub
+    answers once enough groups are complete for the round, or the run stops; all ranks get the same rounds. The rank
+    waits for at most `flash.config.waits.batch_s`. A part that is requested again is sent again.
     """
 
     step: int
     """Version that the rank holds, which is the number of the step to train."""
     activities: list[Activity]
-    """Activities of the rank since the last step; empty in requests for later parts."""
+    """Activities of the rank since the last round; empty in requests for later parts."""
     part: int = 0
     """Index of the part in the shard, from 0."""
+    round: int = 0
+    """Number of the round in the step, from 0."""
 
 
 class Commit(FirstRankRequest[Ack], frozen=True, tag=True):
@@ -376,6 +381,8 @@ class Commit(FirstRankRequest[Ack], frozen=True, tag=True):
     """Metrics of the step that the trainer measured."""
     seen: list[TrainedSample] = msgspec.field(default_factory=list)
     """Per-token findings for the few samples of the batch that the run shows to people."""
+    trained: list[tuple[float, float]] = msgspec.field(default_factory=list[tuple[float, float]])
+    """Start and end, in Unix seconds, of each block of time in which rank 0 trained a round."""
 
 
 class PublishRequest(FirstRankRequest[Ack], frozen=True, tag=True):
@@ -552,29 +559,29 @@ def dialect() -> str:
 # -- fetching a shard ------------------------------------------------------------------------------------------------
 
 
-async def fetch_shard(hub: HubCaller, rank: int, step: int, timeout: float) -> BatchReply:
-    """Fetch a rank's whole shard of a step, in parts. Each part may take `timeout` seconds. Simulations use this.
+async def fetch_shard(hub: HubCaller, rank: int, step: int, timeout: float, number: int = 0) -> BatchReply:
+    """Fetch a rank's whole shard of a round, in parts. Each part may take `timeout` seconds. Simulations use this.
 
     The shard travels in parts because a long one does not fit a frame, and because both ends would otherwise hold it
-    encoded and decoded at the same time.
+    encoded and decoded at the same time. `number` is the number of the round in the step.
     """
-    parts = [await hub.call(BatchRequest(rank, step, []), timeout)]
+    parts = [await hub.call(BatchRequest(rank, step, [], 0, number), timeout)]
     while parts[-1].parts_left:
-        parts.append(await hub.call(BatchRequest(rank, step, [], len(parts)), timeout))
+        parts.append(await hub.call(BatchRequest(rank, step, [], len(parts), number), timeout))
     return _join_parts(parts)
 
 
 def fetch_shard_blocking(
-    hub: BlockingHubCaller, rank: int, step: int, activities: list[Activity], timeout: float
+    hub: BlockingHubCaller, rank: int, step: int, number: int, activities: list[Activity], timeout: float
 ) -> BatchReply:
-    """Fetch a rank's whole shard of a step with blocking calls, each for at most `timeout` seconds.
+    """Fetch a rank's whole shard of a round with blocking calls, each for at most `timeout` seconds.
 
-    `activities` are the activities of the rank since the last step; they are sent with the first part. Trainer ranks
-    use this function; simulations use `fetch_shard`.
+    `number` is the number of the round in the step. `activities` are the activities of the rank since the last round;
+    they are sent with the first part. Trainer ranks use this function; simulations use `fetch_shard`.
     """
-    parts = [hub.call(BatchRequest(rank, step, activities), timeout)]
+    parts = [hub.call(BatchRequest(rank, step, activities, 0, number), timeout)]
     while parts[-1].parts_left:
-        parts.append(hub.call(BatchRequest(rank, step, [], len(parts)), timeout))
+        parts.append(hub.call(BatchRequest(rank, step, [], len(parts), number), timeout))
     return _join_parts(parts)
 
 

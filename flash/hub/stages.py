@@ -135,7 +135,7 @@ class RunStages:
             return Stage.REPEATING
         if self._progress.published is None:
             return Stage.FIRST_VERSION
-        if self._steps.training:
+        if self._steps.ranks_train:
             return Stage.STEP
         finished = self._progress.stopping == "finished"
         # Without an engine nothing goes on, except in a run that has trained all steps and has no evaluation left.
@@ -179,7 +179,7 @@ class RunStages:
         the phrase of that moment as unfinished.
         """
         stage, step = self._working_stage, self._progress.version
-        if stage is Stage.STEP:
+        if stage is Stage.STEP and self._progress.batch != "open":
             return f"finishing step {step} and writing a checkpoint"
         # In these stages the ranks have nothing new to save: they are only starting, train steps again that the run
         # keeps, or have saved everything.
@@ -209,7 +209,7 @@ class RunStages:
             return StartupPhase(STARTING_ENGINES)
         if answers := self._evaluations.progress:
             return StartupPhase("first evaluation", answers)
-        if self._steps.training:
+        if self._steps.ranks_train:
             return StartupPhase("first step")
         return StartupPhase("first batch", f"{self._complete_groups} groups")
 

@@ -1,10 +1,14 @@
 """The training steps: a batch is formed, dealt to the trainer ranks, trained, counted and published.
 
 `flash.hub.work.NodeWork.deliver` completes groups. When enough groups are complete, `TrainingSteps.batch` takes them
-from the sample buffer and deals the batch: it divides the samples into *shards*, one for each data rank. The ranks
-fetch their shards in parts, one message for each part (`fetch_shard_blocking`). Ranks that train the same samples
-together (a *data rank*) fetch the same shard. `commit` counts the step in the ledger, the totals of all samples and
-tokens. `publish` announces the new version to the engines.
+from the sample buffer and deals them: it divides the samples into *shards*, one for each data rank. The ranks fetch
+their shards in parts, one message for each part (`fetch_shard_blocking`). Ranks that train the same samples together (a
+*data rank*) fetch the same shard. A step has one *round*, or several if it begins before its batch is whole: when the
+ranks have trained a round, they ask for the next one, and after the last one they update the weights. `commit` counts
+the step in the ledger, the totals of all samples and tokens. `publish` announces the new version to the engines.
+
+Until `commit`, all rounds of the step stay here: ranks that start again get the same rounds. A hub that is lost before
+the batch is whole leaves the step's groups to the next hub as ready groups. So does an interrupt (`put_back`).
 
 An *incarnation* is the set of trainer ranks that run from one restart of the ranks to the next. After a restart the
 ranks may be *behind* the run: they hold an older version. The ranks then get the recorded batches of earlier steps, and
@@ -28,23 +32,32 @@ from flash.hub.nodes import WeightVersions
 from flash.hub.recovery import HubState
 from flash.hub.trainers import TrainerRanks
 from flash.hub.work import NodeWork
-from flash.samples.batches import gather, mean_metrics, sample_metrics, split_into_messages, split_into_shards
+from flash.samples.batches import (
+    gather,
+    join_rounds,
+    mean_metrics,
+    next_place,
+    sample_metrics,
+    split_into_messages,
+    split_into_shards,
+    split_rounds,
+)
 from flash.transport.frames import encoded_pieces
-from flash.types import Batch, Published, Shard
+from flash.types import ONLY_ROUND, Batch, Published, Round, Shard
 from flash.waiting import free_in_slices, run_in_slices
 
 
 class _RepeatedStep(msgspec.Struct):
     """A step that an incarnation of the ranks trains again. The batch of the step is read from the disk once for all
-    ranks."""
+    ranks, and has the same rounds as the first time."""
 
     incarnation: int
     step: int
     may_save: bool
     """True if a checkpoint may follow the step: it is the last step to train again, and the batch of the next step was
     not begun before the loss. This is decided when the first rank requests the step."""
-    shards: list[list[Shard]] = []
-    """Parts of each shard; empty while they are read."""
+    rounds: list[list[list[Shard]]] = []
+    """Parts of each shard of each round; empty while they are read."""
 
 
 class TrainingSteps:
@@ -70,8 +83,12 @@ class TrainingSteps:
         self._trainers = trainers
         self._incarnations = trainers.incarnations
         self._part_bytes = part_bytes
-        self._shards: list[list[Shard]] = []
-        """Parts of each shard of the running step, by data rank; empty between two steps."""
+        self._rounds: list[list[list[Shard]]] = []
+        """For each round of the running step: the parts of each shard, by data rank. Empty between two steps."""
+        self._batches: list[Batch] = []
+        """Samples of each round of the running step; empty if the batch is whole."""
+        self._place = ONLY_ROUND
+        """Position of the next round in the running step."""
         self._asking = 0
         """Number of ranks' requests that wait for a batch."""
         self._publishing = 0
@@ -90,13 +107,15 @@ class TrainingSteps:
         version."""
 
     @property
-    def training(self) -> bool:
-        """True if a batch was dealt to the ranks, and rank 0 has not reported yet that it is trained."""
-        return self._progress.batch == "dealt"
+    def ranks_train(self) -> bool:
+        """True if any rank trains a round, or rank 0 has not reported yet that the step is trained."""
+        if self._progress.batch == "dealt":
+            return True
+        return bool(self._rounds) and self._asking < self._config.trainer_world_size
 
     @property
     def ranks_wait_for_batch(self) -> bool:
-        """True if any rank waits for a batch."""
+        """True if any rank waits for a round."""
         return self._asking > 0
 
     @property
@@ -120,114 +139,154 @@ class TrainingSteps:
     # -- a batch is formed and dealt ---------------------------------------------------------------------------------
 
     async def batch(self, request: p.BatchRequest) -> p.BatchReply:
-        """Answer a rank with a part of its shard, or with the end of training. All ranks get the same batch.
+        """Answer a rank with a part of its shard of a round, or with the end of training.
 
-        Waits until a batch is dealt, or until the run has trained all steps or is interrupted. The signal `batches`
-        wakes this request. The first rank whose request finds enough complete groups forms the batch for all ranks. A
-        rank that is behind the run gets the recorded batch of its step instead. The rank's activities (bars on the
-        run's timeline) go to the observer.
+        All ranks get the same rounds. Waits until the round is dealt, or until the run has trained all steps or is
+        interrupted. The signal `batches` wakes this request. The first rank whose request finds enough complete groups
+        forms the round for all ranks. A rank that is behind the run gets the recorded batch of its step instead. The
+        rank's activities (bars on the run's timeline) go to the observer.
 
         Raises:
-            ContractError: the rank requests another step than the one that the ranks have to train, or a part that
-                its shard does not have.
+            ContractError: the rank requests another step than the one that the ranks have to train, a round that does
+                not follow, or a part that its shard does not have.
             FlashError: the recorded batch of an earlier step cannot be read, so the run ends.
         """
-        if request.step != self._progress.trainer_version:
+        progress, number = self._progress, request.round
+        if request.step != progress.trainer_version:
             raise ContractError(
                 f"rank {request.rank} asks for step {request.step}, but the ranks hold version "
-                f"{self._progress.trainer_version}"
+                f"{progress.trainer_version}"
             )
         self._observer.activities(request.activities)
         incarnation = self._incarnations.number
-        if self._progress.trainers_behind:
+        if progress.trainers_behind:
             return await self._repeat_step(request, incarnation)
         if self._snapshot == (incarnation, request.step):
             # A rank asks for a batch only after the whole checkpoint is written, which takes longer than the snapshot.
             self._checkpoint = self._snapshot
+        follows = number < len(self._rounds) + (progress.batch != "dealt")
+        if self._end_reply is None and not follows:
+            raise ContractError(
+                f"rank {request.rank} asks for round {number} of step {request.step}, which has {len(self._rounds)}"
+            )
         # The stage of the run depends on whether ranks wait here, so `run` is sent at both ends of the wait.
         self._asking += 1
-        self._progress.send("run")
+        progress.send("run")
         try:
-            # A batch that is being formed is still dealt if the run stops meanwhile.
-            while not self.training and (self._progress.stopping is None or self._progress.batch == "forming"):
-                await self._progress.until("batches", self._work.ranks_can_proceed)
-                if not self.training and self._progress.stopping is None:
-                    # This request forms the batch for all ranks. The other ranks must get the batch even if this rank
-                    # is lost meanwhile.
+            # A round that is being formed is still dealt if the run stops meanwhile.
+            while number == len(self._rounds) and (progress.stopping is None or progress.batch == "forming"):
+                await progress.until("batches", lambda: number < len(self._rounds) or self._work.ranks_can_proceed())
+                if number == len(self._rounds) and progress.stopping is None:
+                    # This request forms the round for all ranks. The other ranks must get it even if this rank is lost
+                    # meanwhile.
                     with anyio.CancelScope(shield=True):
-                        await self._form_batch()
+                        await self._form_round()
         finally:
             self._asking -= 1
-            self._progress.send("run")
-        if not self.training:
-            # The first request fixes the reply for all ranks. The export of the model is a collective, so an interrupt
-            # between their requests must not give them different replies.
-            if self._end_reply is None:
-                self._end_reply = p.BatchReply(None, finished=self._progress.stopping == "finished")
-            return self._end_reply
-        return self._part(self._shards, request, incarnation, may_save=True, must_save=self._save_after_this)
+            progress.send("run")
+        if number < len(self._rounds):
+            return self._part(self._rounds, request, incarnation, may_save=True, must_save=self._save_after_this)
+        # The first request fixes the reply for all ranks. The export of the model is a collective, so an interrupt
+        # between their requests must not give them different replies.
+        if self._end_reply is None:
+            self._end_reply = p.BatchReply(None, progress.stopping == "finished", may_save=not self._partly_updated)
+            if progress.batch == "open":
+                self._give_up_step()
+        return self._end_reply
 
-    async def _form_batch(self) -> None:
-        """Take the groups of the next step from the buffer and deal them. After the last step, close the buffer.
+    @property
+    def _partly_updated(self) -> bool:
+        """True if the ranks have made an update in the running step, although its batch is not whole yet."""
+        minibatches = self._config.train.minibatches
+        return self._place.groups_before * minibatches >= max(self._place.groups, 1)
+
+    def _give_up_step(self) -> None:
+        """Make the groups of a step ready again whose batch is not whole, because the run was interrupted."""
+        self._rounds, self._batches, self._place = [], [], ONLY_ROUND
+        self._progress.batch = "none"
+        self._buffer.put_back()
+        self._progress.send("backlog")
+
+    async def _form_round(self) -> None:
+        """Take groups of the step from the buffer and deal them. After the last step, close the buffer.
 
         Other requests are served meanwhile. If the buffer has too few complete groups after all, nothing changes, and
         the ranks wait on. At the end all waiting ranks are woken.
         """
-        self._progress.batch = "forming"
+        progress = self._progress
+        progress.batch = "forming"
         try:
-            if self._progress.version >= self._config.run.steps:
-                self._progress.stopping = "finished"
-                self._progress.send("run")
+            if progress.version >= self._config.run.steps:
+                progress.stopping = "finished"
+                progress.send("run")
                 self._buffer.close()
                 await self._work.tidy()
                 return
-            groups = self._buffer.next_batch(self._progress.version)
+            groups = self._buffer.next_round(progress.version)
             while groups is None and self._samples.backlog:
                 await self._work.tidy()
-                groups = self._buffer.next_batch(self._progress.version)
+                groups = self._buffer.next_round(progress.version)
             if groups is None:
                 return
-            # The batch has left the buffer. Its departure may withdraw leases that have become useless, and makes room
-            # for new leases.
+            is_whole = not self._samples.batches.open
+            # The groups have left the buffer. A whole batch may withdraw leases that have become useless, and makes
+            # room for new leases.
             self._work.pass_on_withdrawals()
             self._work.grant_leases()
-            min_version = self._contract.min_token_version(self._progress.version)
-            batch = gather(groups, self._progress.version, min_version)
-            shards = await self._split_batch(batch)
-            # This wait comes before any rank trains the batch: ranks that start again must get the same batch, even
-            # from the next hub.
-            await self._persistence.journal.written()
-            self._shards = shards
-            self._progress.batch = "dealt"
-            self._save_after_this, self._save_after_next = self._save_after_next, False
-            self._observer.batch(batch)
-            self._progress.stages_ended += 1
+            if not self._rounds and not is_whole:
+                self._place = Round(groups=self._contract.groups_per_batch)
+            place = msgspec.structs.replace(self._place, last=is_whole)
+            min_version = self._contract.min_token_version(progress.version)
+            batch = gather(groups, progress.version, min_version)
+            shards = await self._split(batch, place)
+            self._batches.append(batch)
+            if is_whole:
+                # This wait comes before any rank updates its weights: ranks that start again must get the same batch,
+                # even from the next hub.
+                await self._persistence.journal.written()
+                self._observer.batch(join_rounds(self._batches))
+                self._save_after_this, self._save_after_next = self._save_after_next, False
+                self._batches = []
+            self._place = next_place(batch, place, groups=place.groups)
+            self._rounds.append(shards)
+            progress.batch = "dealt" if is_whole else "open"
+            progress.stages_ended += 1
         finally:
-            if not self.training:
-                self._progress.batch = "none"
-            self._progress.send("run", "batches")
+            if progress.batch == "forming":
+                progress.batch = "open" if self._rounds else "none"
+            progress.send("run", "batches")
 
-    async def _split_batch(self, batch: Batch) -> list[list[Shard]]:
-        """Divide a batch into one shard per data rank, balanced by tokens, and each shard into parts of one message."""
-        shards = await run_in_slices(split_into_shards(batch, self._config.data_shards, self._config.train.minibatches))
+    async def _split(self, batch: Batch, place: Round) -> list[list[Shard]]:
+        """Divide a round into one shard per data rank, balanced by tokens, and each shard into parts of one message."""
+        minibatches = self._config.train.minibatches
+        shards = await run_in_slices(split_into_shards(batch, self._config.data_shards, minibatches, place))
         return [await run_in_slices(split_into_messages(shard, self._part_bytes)) for shard in shards]
 
     def _part(
-        self, shards: list[list[Shard]], request: p.BatchRequest, incarnation: int, *, may_save: bool, must_save: bool
+        self,
+        rounds: list[list[list[Shard]]],
+        request: p.BatchRequest,
+        incarnation: int,
+        *,
+        may_save: bool,
+        must_save: bool,
     ) -> p.BatchReply:
         """Return the reply with the requested part of the rank's shard. Notes when the rank has received the last part.
 
-        A step can be committed only after every rank has got its last part. `may_save` and `must_save` are fields of
-        the reply, about checkpoints.
+        A step can be committed only after every rank has got the last part of its last round. `may_save` and
+        `must_save` are fields of the reply, about checkpoints.
 
         Raises:
-            ContractError: the shard has no part of this number.
+            ContractError: the step has no such round, or the shard has no part of this number.
         """
-        parts = shards[self._config.parallel.data_shard(request.rank)]
+        if request.round >= len(rounds):
+            raise ContractError(f"rank {request.rank} asks for round {request.round} of the {len(rounds)} of its step")
+        parts = rounds[request.round][self._config.parallel.data_shard(request.rank)]
         if not 0 <= request.part < len(parts):
             raise ContractError(f"rank {request.rank} asks for part {request.part} of the {len(parts)} of its shard")
         left = len(parts) - 1 - request.part
-        if left == 0 and self._incarnations.is_current(incarnation):  # the incarnation may have ended meanwhile
+        is_last = left == 0 and parts[0].round.last
+        if is_last and self._incarnations.is_current(incarnation):  # the incarnation may have ended meanwhile
             self._incarnations.ranks[request.rank].fetched = True
         return p.BatchReply(parts[request.part], may_save=may_save, parts_left=left, must_save=must_save)
 
@@ -250,12 +309,16 @@ class TrainingSteps:
             may_save = request.step + 1 == progress.version and progress.batch == "none"
             repeated = self._repeated = _RepeatedStep(incarnation, request.step, may_save)
             try:
-                repeated.shards = await self._split_batch(await history.batch(request.step))
+                batch = await history.batch(request.step)
             except FlashError as error:
                 raise self._trainers.end_without_recovery(error) from error
+            # A resumed run may have a setting that needs the whole batch.
+            is_streamed = self._samples.rules.round is not None
+            rounds = split_rounds(batch) if is_streamed else [(batch, ONLY_ROUND)]
+            repeated.rounds = [await self._split(one, place) for one, place in rounds]
             progress.send("batches")
-        await progress.until("batches", lambda: bool(repeated.shards))
-        return self._part(repeated.shards, request, incarnation, may_save=repeated.may_save, must_save=False)
+        await progress.until("batches", lambda: bool(repeated.rounds))
+        return self._part(repeated.rounds, request, incarnation, may_save=repeated.may_save, must_save=False)
 
     # -- a step is counted -------------------------------------------------------------------------------------------
 
@@ -286,10 +349,10 @@ class TrainingSteps:
         """
         # These lists are emptied in slices below, because freeing all samples at once would block the event loop for as
         # long as all other work of this method takes. `entries` lists all samples of the batch; the first part of every
-        # shard has this list.
-        entries = list(self._shards[0][0].batch)
-        dealt = [list(part.samples) for parts in self._shards for part in parts]
-        self._shards, self._progress.batch = [], "none"
+        # shard has the samples of its round.
+        entries = [entry for shards in self._rounds for entry in shards[0][0].batch]
+        dealt = [list(part.samples) for shards in self._rounds for parts in shards for part in parts]
+        self._rounds, self._place, self._progress.batch = [], ONLY_ROUND, "none"
         self._buffer.commit(self._progress.version)
         self._progress.version += 1
         await self._work.tidy()
@@ -302,7 +365,7 @@ class TrainingSteps:
         self._observer.trained(request.step, request.seen)
         row = self._metrics.row(
             self._progress.version,
-            branches.metrics() | measures,
+            branches.metrics(request.trained) | measures,
             request.metrics,
             self._samples,
             list(self._fleet.engines()),

@@ -650,9 +650,9 @@ class NodeWork:
         self._samples.notes.clear()
 
     def ranks_can_proceed(self) -> bool:
-        """Return True if a rank that waits for its shard can form a batch, fetch it, or learn that the run stops.
+        """Return True if a rank that waits for its shard can form a round, fetch it, or learn that the run stops.
 
-        A shard is the part of a batch that one trainer rank trains. While another rank's request forms the batch, all
+        A shard is the part of a round that one trainer rank trains. While another rank's request forms the round, all
         ranks wait.
         """
         progress = self._progress
@@ -660,7 +660,7 @@ class NodeWork:
             return False
         if progress.batch == "dealt" or progress.stopping is not None:
             return True
-        return progress.version >= self._config.run.steps or self._buffer.has_batch(progress.version)
+        return progress.version >= self._config.run.steps or self._buffer.has_round(progress.version)
 
     # -- leases of previous hubs -------------------------------------------------------------------------------------
 
@@ -690,7 +690,7 @@ class NodeWork:
             self._buffer.revoke(left)
             # `revoke` queues the first tasks at once and leaves the rest to the backlog. Waiting ranks check again
             # whether a step is possible, because this also depends on the leases that are out
-            # (`SampleBuffer.has_batch`).
+            # (`SampleBuffer.has_round`).
             self._progress.send("batches", "backlog")
             self.grant_leases()
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from flash.config.check_learning import why_not_streamed
 from flash.config.decode import ConfigProblem, refuse
 from flash.config.load import dump, flat
 from flash.config.machine import trainer_threads
@@ -25,8 +26,9 @@ from flash.errors import ConfigError
 from flash.foreign.torch import single_process_group
 from flash.observe.rundir.recording import read_batch, recorded_steps
 from flash.observe.rundir.rundir import RunDirectory
-from flash.samples.batches import split_into_shards
+from flash.samples.batches import split_into_shards, split_rounds
 from flash.trainer.checkpoint_files import complete_checkpoints, damaged_checkpoints, read_manifest
+from flash.types import ONLY_ROUND
 from flash.waiting import run_to_end
 
 if TYPE_CHECKING:
@@ -169,8 +171,12 @@ def replay(
             checkpoint.load(planned.checkpoint, trainer)
         begun = {name: weight.clone() for name, weight in _weights(trainer).items()}
         for number in range(planned.first, planned.last):
-            (shard,) = run_to_end(split_into_shards(read_batch(folder, number), shards=1))
-            step({"step": number, **trainer.train_step(shard)})
+            batch = read_batch(folder, number)
+            rounds = split_rounds(batch) if why_not_streamed(config) is None else [(batch, ONLY_ROUND)]
+            for one, place in rounds:
+                (shard,) = run_to_end(split_into_shards(one, shards=1, place=place))
+                trainer.train_round(shard)
+            step({"step": number, **trainer.finish_step()})
             if trainer.version in planned.compared:
                 comparison(_compare(trainer, planned.compared[trainer.version], begun))
         if export is not None:

@@ -118,7 +118,7 @@ def on_this_machine(config: Config, *, steps: int, batch: int) -> Config:
     return replace(
         config,
         run=replace(config.run, steps=steps),
-        train=replace(config.train, batch_size=batch, async_ratio=0.0),
+        train=replace(config.train, batch_size=batch, async_ratio=0.0, stream=False),
         engine=replace(config.engine, share_gpus=True),
         weights=replace(config.weights, backend="tcp"),
         cluster=replace(config.cluster, nodes=1, trainer_nodes=1, trainer_ranks=1),

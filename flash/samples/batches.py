@@ -1,11 +1,12 @@
 """Makes a batch of a step's groups, splits it among the trainer ranks, and computes its metrics. Pure functions.
 
-`flash.hub.steps` gathers the groups of `SampleBuffer.next_batch` into a `Batch` and splits it into shards: a *shard* is
-the part of a batch that one trainer rank trains. (Ranks that compute the same sequences together get the same shard.)
-Each shard travels in parts, one message each. Shards have about equally many tokens, and each carries the denominators
-of the whole batch. Supervised fine-tuning and replays of recorded batches split their batches here, too.
+`flash.hub.steps` gathers the groups of `SampleBuffer.next_round` into a `Batch` and splits it into shards: a *shard* is
+the part of a round that one trainer rank trains. (Ranks that compute the same sequences together get the same shard.)
+Each shard travels in parts, one message each. Shards have about equally many tokens, and each carries the counts of the
+whole round. Supervised fine-tuning and replays of recorded batches split their batches here, too.
 
-A step may divide its batch into *minibatches*, after each of which the weights change. A group is in one minibatch.
+A step trains its batch in one *round*, or in several if the groups come while the ranks train. A step may also divide
+its batch into *minibatches*, after each of which the weights change. A group is in one round and in one minibatch.
 
 Functions that take long are generators. They yield after each slice of their work, so that the event loop can run other
 tasks in between (`flash.waiting.run_in_slices`), and return their result in the end.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -23,7 +25,7 @@ import msgspec
 
 from flash.branches import IntArray, count_trained_branches, sort_by_prefix
 from flash.samples.groups import Group
-from flash.types import Batch, BatchSample, Shard, ShardSample, Trajectory
+from flash.types import ONLY_ROUND, Batch, BatchSample, Round, Shard, ShardSample, Trajectory
 
 SAMPLES_PER_SLICE = 512
 """Number of samples that are split or measured in one slice. Each sample takes up to ten microseconds."""
@@ -46,29 +48,100 @@ def gather(groups: Sequence[Group], step: int, min_version: int) -> Batch:
     return Batch(step, min_version, trajectories, [entry for group in groups for entry in group.earlier])
 
 
-def minibatch_of(groups: Sequence[int], minibatches: int) -> dict[int, int]:
-    """Return the minibatch of each group, by the number of the group.
+def next_place(batch: Batch, place: Round, *, groups: int) -> Round:
+    """Return the place of the round after `batch`, whose own place is `place`, in a step of `groups` groups."""
+    before = len({trajectory.task.group_id for trajectory in batch.trajectories})
+    return Round(place.samples_before + len(batch.trajectories), place.groups_before + before, groups)
 
-    The hub and the trainer ranks compute this independently from the same batch, so the result must depend on nothing
-    else. `groups` has the group of each sample, in the order of the batch. Consecutive groups share a minibatch.
+
+def join_rounds(rounds: Sequence[Batch]) -> Batch:
+    """Return the whole batch of a step, whose rounds are given in order. `split_rounds` is the inverse."""
+    first, *others = rounds
+    if not others:
+        return first
+    return Batch(
+        first.step,
+        first.min_version,
+        [trajectory for batch in rounds for trajectory in batch.trajectories],
+        [entry for batch in rounds for entry in batch.earlier],
+        [len(batch.trajectories) for batch in rounds],
+    )
+
+
+def split_rounds(batch: Batch) -> list[tuple[Batch, Round]]:
+    """Return the rounds of a batch with their places, so that ranks that train the batch again make the same sums."""
+    if not batch.rounds:
+        return [(batch, ONLY_ROUND)]
+    earlier = {entry.group_id for entry in batch.earlier}
+    groups = len({trajectory.task.group_id for trajectory in batch.trajectories} - earlier)
+    rounds: list[tuple[Batch, Round]] = []
+    place, stop = Round(groups=groups), 0
+    for size in batch.rounds:
+        start, stop = stop, stop + size
+        trajectories = batch.trajectories[start:stop]
+        own = {trajectory.task.group_id for trajectory in trajectories}
+        known = [entry for entry in batch.earlier if entry.group_id in own]
+        one = Batch(batch.step, batch.min_version, trajectories, known)
+        rounds.append((one, msgspec.structs.replace(place, last=stop == len(batch.trajectories))))
+        place = next_place(one, place, groups=groups)
+    return rounds
+
+
+class MinibatchPlace(NamedTuple):
+    """Position of a round's groups among the minibatches of the step."""
+
+    number: int
+    """Number of the minibatch, from 0."""
+    ends: bool
+    """True if no later round has a group of the minibatch."""
+    share: float
+    """Share of the minibatch's groups that are in the round."""
+
+
+def minibatch_of(
+    groups: Sequence[int], minibatches: int, place: Round = ONLY_ROUND
+) -> tuple[dict[int, int], list[MinibatchPlace]]:
+    """Return the minibatch of each group of a round, by the number of the group, and the minibatches of the round.
+
+    The hub and the trainer ranks compute this independently from the same round, so the result must depend on nothing
+    else. Consecutive groups of the step share a minibatch.
+
+    Args:
+        groups: group of each sample of the round, in the order of the batch.
+        minibatches: number of minibatches of the step.
+        place: position of the round in its step.
     """
     ordered = list(dict.fromkeys(groups))
-    return {group: index * minibatches // len(ordered) for index, group in enumerate(ordered)}
+    total = max(place.groups or len(ordered), 1)
+
+    def minibatch_at(position: int) -> int:
+        # Groups that earlier steps have trained in part are not in `total`, so the last minibatch may be larger.
+        return min(position * minibatches // total, minibatches - 1)
+
+    found = {group: minibatch_at(place.groups_before + index) for index, group in enumerate(ordered)}
+    after = minibatches if place.last else minibatch_at(place.groups_before + len(ordered))
+    counts = Counter(found.values())
+    places = [
+        MinibatchPlace(number, number < after, min(count * minibatches / total, 1.0))
+        for number, count in sorted(counts.items())
+    ]
+    return found, places
 
 
 def split_into_shards(
-    batch: Batch, shards: int, minibatches: int = 1, slice_size: int = SAMPLES_PER_SLICE
+    batch: Batch, shards: int, minibatches: int = 1, place: Round = ONLY_ROUND, slice_size: int = SAMPLES_PER_SLICE
 ) -> Generator[None, None, list[Shard]]:
-    """Split a batch into shards that have about the same number of tokens to compute in each minibatch.
+    """Split a round into shards that have about the same number of tokens to compute in each minibatch.
 
-    Every sample is in exactly one shard, and every shard has the facts and the denominators of the whole batch.
-    Tokens with which several samples of a shard begin count once, because a trainer rank computes them once. Each
-    minibatch is balanced on its own, because the ranks wait for each other at its end.
+    Every sample is in exactly one shard, and every shard has the facts and the counts of the whole round. Tokens with
+    which several samples of a shard begin count once, because a trainer rank computes them once. Each minibatch is
+    balanced on its own, because the ranks wait for each other at its end.
 
     Args:
-        batch: the batch.
+        batch: the samples of the round.
         shards: number of shards.
         minibatches: number of minibatches of the step.
+        place: position of the round in its step.
         slice_size: number of samples after which this generator yields.
     """
     # Collect facts about each sample, and the denominators of the loss.
@@ -83,7 +156,7 @@ def split_into_shards(
     # Assign the samples, by their indices, to shards.
     assigned = [list(range(len(entries)))]
     if shards > 1:
-        minibatch = minibatch_of([entry.group_id for entry in entries], minibatches)
+        minibatch, _ = minibatch_of([entry.group_id for entry in entries], minibatches, place)
         members: list[list[int]] = [[] for _ in range(minibatches)]
         for index, entry in enumerate(entries):
             members[minibatch[entry.group_id]].append(index)
@@ -100,6 +173,7 @@ def split_into_shards(
             total_tokens=tokens,
             total_sequences=sequences,
             earlier=batch.earlier,
+            round=place,
         )
         for indices in assigned
     ]

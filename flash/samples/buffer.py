@@ -1,14 +1,16 @@
 """SampleBuffer: leases training tasks, takes their results, and forms the batch of each step.
 
-The hub calls `lease` when a node has room, `deliver` with each result, `next_batch` when a trainer rank asks for a
-step, and `commit` when the step is trained. Each call decides, records an event in the journal, and then applies it to
-the `SampleStore`, which holds the state. A *group* is the tasks about one problem, which are its *members*.
+The hub calls `lease` when a node has room, `deliver` with each result, `next_round` when a trainer rank asks for groups
+of a step, and `commit` when the step is trained. Each call decides, records an event in the journal, and then applies
+it to the `SampleStore`, which holds the state. A *group* is the tasks about one problem, which are its *members*.
 
 - *Admission* (`flash.samples.tasks.Admission`): a task is leased only to a node with an engine whose version is new
   enough by the age contract, which bounds how many versions old a trained token may be.
 - *Redundancy*: a group may have more members than it needs. When enough are done, the others are withdrawn. There may
   also be more groups than needed. In each step, up to `rollout.extra_groups` groups that are too slow may leave.
-- *Choice* (`choose`): a step takes groups of which enough members are done, groups with the oldest tokens first.
+- *Choice* (`choose`): a step takes groups of which enough members are done, groups with the oldest tokens first. While
+  too few groups are complete for a whole batch, a step may take these and wait for the others (`RoundSize`): it would
+  take them anyway. Each such part of a batch is a *round*; else a step has one round.
 - *Age*: tokens that are too old are left out of the loss, or their task starts again (`rollout.on_expire`). Finished
   members that would get too old while they wait for the rest of their group are trained before the rest.
 
@@ -36,6 +38,7 @@ from flash.samples.journal import (
     Issued,
     Journal,
     Leased,
+    PutBack,
     Revoked,
     SliceDone,
     Taken,
@@ -82,6 +85,8 @@ class SampleBuffer:
         journal.record(Began(step, settings))
         # The store is made after the event is recorded, because a replay makes one at this event, too.
         self.samples = SampleStore(settings, source, step=step, state=state, lease_ids=lease_ids)
+        self._taken = 0
+        """Number of groups of the running step in rounds that `next_round` has returned."""
 
     def _record_and_apply(self, event: Event) -> None:
         self.journal.record(event)
@@ -179,57 +184,83 @@ class SampleBuffer:
 
     # -- batches -----------------------------------------------------------------------------------------------------
 
-    def has_batch(self, version: int) -> bool:
-        """Return True if the batch of this step is formed, or if `next_batch` could form it now.
+    def has_round(self, version: int) -> bool:
+        """Return True if `next_round` could return groups of the step that trains version `version` now.
 
         False while a backlog is left. The hub calls this after each result, to wake the trainer ranks that wait for a
-        batch, and for each waiting rank when it is woken. The call changes nothing.
+        round, and for each waiting rank when it is woken. The call changes nothing.
+        """
+        if self.samples.backlog:
+            return False
+        return self._round_taken(version) or self._choose(version) is not None
+
+    def next_round(self, version: int) -> list[Group] | None:
+        """Return the groups of the next round of the step that trains version `version`.
+
+        The batch of the step is whole if `samples.batches.open` is False afterwards. The groups leave the pool in
+        slices: if `None` is returned and there is a backlog, the caller calls `do_slice` and then this function again.
+        If there is no backlog, too few groups are complete.
         """
         samples = self.samples
         if samples.backlog:
-            return False
-        return samples.batches.step == version or self._choose(version) is not None
-
-    def next_batch(self, version: int) -> list[Group] | None:
-        """Return the groups of the step that trains version `version`. Further calls return the same groups.
-
-        The first call that finds enough groups takes them out of the pool. This is done in slices: if `None` is
-        returned and there is a backlog, the caller calls `do_slice` and then this function again. If there is no
-        backlog, too few groups are complete.
-        """
-        samples = self.samples
-        if not samples.backlog and samples.batches.step != version and (chosen := self._choose(version)) is not None:
+            return None
+        if not self._round_taken(version) and (chosen := self._choose(version)) is not None:
+            groups, is_open = chosen
             if samples.contract.max_age == 0:
                 # A synchronous run must give the same batches if it is repeated. So groups are sorted by problem and
                 # not by number, which depends on which of several groups was replaced first.
-                chosen.sort(key=lambda group_id: samples.pool[group_id].members[0].task.seed)
-            self._record_and_apply(Taken(version, chosen))
-        if samples.backlog or samples.batches.step != version:
+                groups.sort(key=lambda group_id: samples.pool[group_id].members[0].task.seed)
+            self._taken = self._taken_of(version)
+            self._record_and_apply(Taken(version, groups, is_open))
+        if samples.backlog or not self._round_taken(version):
             return None
-        return list(samples.batches.training.values())
+        found = list(samples.batches.training.values())[self._taken :]
+        self._taken += len(found)
+        return found
 
-    def _choose(self, version: int) -> list[int] | None:
-        """Return the numbers of the groups of a step; None if the step has to wait.
+    def _taken_of(self, version: int) -> int:
+        """Return the number of groups that the step of this version has taken out of the pool."""
+        return len(self.samples.batches.training) if self.samples.batches.step == version else 0
+
+    def _round_taken(self, version: int) -> bool:
+        """Return True if groups of the step are taken that `next_round` has not returned yet."""
+        return self._taken < self._taken_of(version)
+
+    def _choose(self, version: int) -> tuple[list[int], bool] | None:
+        """Return the numbers of the groups of a step's next round, and True if more rounds follow. None: it has to
+        wait.
 
         The list is empty if a previous hub had formed the batch of this step: `SampleStore` then takes that batch.
         """
         samples, window = self.samples, self.samples.rules.fifo_window
         if version in samples.batches.formed:
-            return []
+            return [], False
         before = None
         if window is not None:
             # With `rollout.fifo_window`, only groups at the places of the next `window` batches may be chosen.
             end = math.floor((version + window) * samples.contract.groups_per_batch + SLACK)
             before = samples.admission.places.first_at(end)
-        groups = (samples.contract, version, samples.pool.eligible, samples.pool.counts.begun)
-        limits = samples.domains.limits(samples.quarantined)
+        if samples.batches.step == version and not samples.batches.open:
+            return None
+        missing = samples.contract.groups_per_batch - self._taken_of(version)
+        groups = (samples.contract, version, missing, samples.pool.eligible, samples.pool.counts.begun)
+        limits = samples.domains.limits(samples.quarantined, missing)
         chosen = choose(*groups, before=before, wait=samples.rules.on_expire == "wait", limits=limits)
         if chosen is None and not samples.leases.out and not self.available(version):
             # No task is leased or can be leased, so no further group will become complete. For example, groups that a
             # previous hub began under other settings have taken all places. With the limits of domains, or while it
             # waits for other groups, the step would wait forever.
-            return choose(*groups, before=before, wait=False)
-        return chosen
+            chosen = choose(*groups, before=before, wait=False)
+        if chosen is not None:
+            return chosen, False
+        if samples.rules.round is None:
+            return None
+        # All these groups will be in the batch. Of groups that are not complete, more members may still finish.
+        pool = samples.pool
+        eligible = pool.eligible.first(missing, before, limits)
+        ready = [group_id for some in eligible.values() for group_id in some if pool.is_ready(group_id)]
+        tokens = sum(map(pool.counts.tokens_of, ready))
+        return (ready, True) if ready and samples.rules.round.reached(len(ready), tokens) else None
 
     def commit(self, version: int) -> None:
         """Count the groups of the step that trained `version` as trained. The counting may leave a backlog.
@@ -237,9 +268,16 @@ class SampleBuffer:
         Raises:
             ContractError: no batch of this step was taken, or a task or a token is unaccounted for.
         """
-        if not self.samples.batches.training or self.samples.batches.step != version:
+        batches = self.samples.batches
+        if not batches.training or batches.open or batches.step != version:
             raise ContractError(f"step {version} was committed, but no batch was formed for it")
+        self._taken = 0
         self._record_and_apply(Committed(version, self.samples.counts))
+
+    def put_back(self) -> None:
+        """Make the groups of the running step ready again, because the run ends before its batch is whole."""
+        self._taken = 0
+        self._record_and_apply(PutBack())
 
     def close(self) -> None:
         """Withdraw all groups that are left after the last step. Their tokens count as discarded."""
@@ -249,6 +287,7 @@ class SampleBuffer:
 def choose(
     contract: AgeContract,
     step: int,
+    size: int,
     eligible: EligibleGroups,
     begun: Mapping[int, Sequence[int]],
     *,
@@ -256,7 +295,7 @@ def choose(
     wait: bool,
     limits: Mapping[str, int] | None = None,
 ) -> list[int] | None:
-    """Return the numbers of the groups of a step, oldest tokens first; None while the step has to wait.
+    """Return the numbers of the groups that make a step's batch whole, oldest tokens first; None while it has to wait.
 
     If enough groups are eligible, the step takes them and does not wait for slower groups. There are two exceptions:
     `before` or `limits` may leave too few groups, and with `wait` another group may have to come first.
@@ -266,6 +305,7 @@ def choose(
     Args:
         contract: the run's age contract.
         step: the version that is trained.
+        size: number of groups that the batch still needs.
         eligible: the groups that may be trained.
         begun: by the oldest version of a group's tokens: the number of groups, complete or not, that have begun and
             that no step has taken yet, and how many of these are not complete.
@@ -274,8 +314,8 @@ def choose(
             are too old.
         limits: largest number of groups of each kind of problem; kinds without an entry have no limit.
     """
-    chosen = eligible.first(contract.groups_per_batch, before, limits)
-    if chosen is None or (wait and not _all_in_time(contract, step + 1, begun, chosen)):
+    chosen = eligible.first(size, before, limits)
+    if sum(map(len, chosen.values())) < size or (wait and not _all_in_time(contract, step + 1, begun, chosen)):
         return None
     return [group_id for groups in chosen.values() for group_id in groups]
 

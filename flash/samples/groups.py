@@ -323,7 +323,8 @@ class GroupPool:
     def copies(self) -> list[Group]:
         """Return copies of all groups, which do not change when the groups change. Forgets the copies made ahead."""
         copies, self._copies = self._copies, {}
-        return [copies.get(group_id) or group.copy() for group_id, group in self._groups.items()]
+        # Groups that a step has put back are at the end of the pool, and belong to their place in the order of issue.
+        return [copies.get(group_id) or group.copy() for group_id, group in sorted(self._groups.items())]
 
 
 class GroupCount(NamedTuple):
@@ -393,6 +394,10 @@ class PoolCounts:
     def oldest(self, group_id: int) -> int | None:
         """Return the oldest version that a token of a group can have; None if no member is leased or done."""
         return self._groups[group_id].oldest
+
+    def tokens_of(self, group_id: int) -> int:
+        """Return the number of action tokens of a group's finished members."""
+        return self._groups[group_id].tokens
 
     def _add(self, group: GroupCount, times: int) -> None:
         """Add the count of a group to the sums. With `times` = -1 the count is subtracted."""
@@ -529,16 +534,13 @@ class EligibleGroups:
         if not self._groups[oldest]:
             del self._groups[oldest]
 
-    def first(
-        self, size: int, before: int | None, limits: Mapping[str, int] | None = None
-    ) -> dict[int, Sequence[int]] | None:
-        """Return the numbers of the first `size` groups, by the oldest version of their tokens.
+    def first(self, size: int, before: int | None, limits: Mapping[str, int] | None = None) -> dict[int, Sequence[int]]:
+        """Return the numbers of the first groups, at most `size`, by the oldest version of their tokens.
 
-        Groups with older tokens come first; among groups of one version, lower numbers come first. None if there are
-        fewer than `size` groups.
+        Groups with older tokens come first; among groups of one version, lower numbers come first.
 
         Args:
-            size: number of groups to return.
+            size: largest number of groups to return.
             before: only groups with a smaller number may be returned. None: groups of any number.
             limits: largest number of groups of each kind. A kind without an entry has no limit.
         """
@@ -558,8 +560,8 @@ class EligibleGroups:
                     if (kind := self._keys[group_id][1]) in left:
                         left[kind] -= 1
             if size == 0:
-                return found
-        return None
+                break
+        return found
 
 
 class FormedGroup(msgspec.Struct, gc=False):
@@ -579,9 +581,12 @@ class FormedBatches:
 
     def __init__(self, formed: Iterable[FormedGroup] = ()) -> None:
         self.step: int | None = None
-        """The running step, from the choice of its batch until its commit. None between steps."""
+        """The running step, from the choice of its first groups until its commit. None between steps."""
+        self.open = False
+        """True if the batch of the running step is not whole yet: more rounds follow (`Taken.open`)."""
         self.training: dict[int, Group] = {}
-        """Groups, or parts of groups, that the running step trains, by number."""
+        """Groups, or parts of groups, that the running step trains, by number, in the order in which they were
+        taken."""
         self.formed: dict[int, dict[int, Group]] = {}
         """Groups of the batches that a previous hub had formed and that this hub has not taken yet: by step, in the
         order of steps, then by number."""

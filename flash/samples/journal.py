@@ -88,12 +88,14 @@ class SliceDone(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class Taken(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """The batch of a step was chosen."""
+    """The batch of a step, or the next groups of a batch that is not whole yet, were chosen."""
 
     step: int
     groups: list[int]
     """Numbers of the groups of the batch. Empty if a previous hub had formed the batch of this step. Groups of which an
     earlier step has trained a part are not listed; their finished members join the batch in addition."""
+    open: bool = False
+    """True if the batch is not whole with these groups."""
 
 
 class Committed(msgspec.Struct, frozen=True, array_like=True, tag=8):
@@ -109,7 +111,11 @@ class Closed(msgspec.Struct, frozen=True, array_like=True, tag=9):
     """The last step was committed, and all remaining groups were withdrawn."""
 
 
-Event = Began | Issued | Leased | Delivered | DeliveredLate | Revoked | SliceDone | Taken | Committed | Closed
+class PutBack(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """The run was interrupted before the batch of a step was whole. The groups that were taken are ready again."""
+
+
+Event = Began | Issued | Leased | Delivered | DeliveredLate | Revoked | SliceDone | Taken | Committed | Closed | PutBack
 
 
 def apply(store: SampleStore, event: Event) -> None:
@@ -134,7 +140,9 @@ def apply(store: SampleStore, event: Event) -> None:
         case SliceDone():
             store.backlog.do_slice()
         case Taken():
-            store.take(event.step, event.groups)
+            store.take(event.step, event.groups, is_open=event.open)
+        case PutBack():
+            store.put_back()
         case Committed():
             store.commit(event.step)
         case Closed():
@@ -295,10 +303,11 @@ class Replay:
         """
         if (store := self._store) is None:
             return None
-        # Finish the backlog, because `snapshot` must not have a backlog.
-        while store.backlog:
-            with suppress(BreakerError):
-                store.backlog.do_slice()
+        self._finish_backlog(store)
+        if store.batches.open:
+            # The ranks have not made a version of these groups, so the next hub may choose them again.
+            store.put_back()
+            self._finish_backlog(store)
         undone = [(formed, oldest) for formed, oldest in self._counted if formed.step >= until]
         self._counted = [(formed, oldest) for formed, oldest in self._counted if formed.step < until]
         for formed, oldest in undone:
@@ -307,3 +316,9 @@ class Replay:
         store.batches = FormedBatches([*(formed for formed, _ in undone), *store.batches.all_groups()])
         store.check()
         return store.snapshot()
+
+    def _finish_backlog(self, store: SampleStore) -> None:
+        """Do all postponed work, which a snapshot must not have."""
+        while store.backlog:
+            with suppress(BreakerError):
+                store.backlog.do_slice()

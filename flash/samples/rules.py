@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from flash.ages import SLACK, last_step, max_age, version_of, window
+from flash.config.check_learning import why_not_streamed
 from flash.config.decode import examine
 from flash.config.section import faults_with_teacher, sampling_faults
 from flash.config.tree import Config, RolloutConfig
@@ -39,6 +40,10 @@ hard, would never reach its share, and would so hold the other domains back."""
 FILTERED_GROUPS = 16
 """Smallest limit of a domain's groups that are filtered out in a row, in groups. For a small share of a small batch,
 `FILTERED_BATCHES` alone would give a limit of one or two groups."""
+ROUNDS = 8
+"""Number of rounds of a streamed step whose groups have too few tokens to fill a micro-batch on each rank. More rounds
+leave less work for the time after the last sample. But each round costs an exchange between the ranks, and fills its
+last micro-batches badly."""
 
 
 class AgeContract(msgspec.Struct, frozen=True):
@@ -222,6 +227,31 @@ ONE_KIND = ProblemKinds(_unnamed, MappingProxyType({}))
 """Problems of an environment without kinds: all are of one kind, whose name is empty, and there are no domains."""
 
 
+class RoundSize(msgspec.Struct, frozen=True):
+    """Least size of a round: the complete groups with which a step begins or goes on while its batch is not whole.
+
+    A round has at least `least` groups and, in addition, `groups` groups or `tokens` tokens.
+    """
+
+    least: int
+    """Number of groups with which each data shard (the ranks that train the same samples) gets a sample."""
+    groups: int
+    """Number of groups that are enough: a batch has `ROUNDS` rounds of this size."""
+    tokens: int
+    """Number of sampled tokens that are enough: they fill a micro-batch on each data shard."""
+
+    @classmethod
+    def of(cls, config: Config) -> RoundSize:
+        """Return the least size of a round of a run with this configuration."""
+        least = math.ceil(config.data_shards / config.rollout.group_size)
+        groups = math.ceil(config.groups_per_batch / ROUNDS)
+        return cls(least, max(least, groups), config.data_shards * config.train.max_tokens_per_microbatch)
+
+    def reached(self, groups: int, tokens: int) -> bool:
+        """Return True if so many groups with so many sampled tokens make a round."""
+        return groups >= self.groups or (groups >= self.least and tokens >= self.tokens)
+
+
 class BufferRules(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a `SampleBuffer` beside the age contract, from `[rollout]` and the environment."""
 
@@ -254,6 +284,8 @@ class BufferRules(msgspec.Struct, frozen=True, kw_only=True):
     problems: str = ""
     """Fingerprint of the environment's set of problems; empty if unknown. If it has changed when a run is resumed, the
     unfinished groups of the earlier set are not continued."""
+    round: RoundSize | None = None
+    """Least size of a round of a streamed step. None: a step waits for its whole batch."""
 
     @classmethod
     def of(cls, config: Config, domains: Mapping[str, DomainSettings] = ONE_KIND.domains) -> BufferRules:
@@ -275,6 +307,7 @@ class BufferRules(msgspec.Struct, frozen=True, kw_only=True):
             sampling=config.sampling,
             domains=dict(domains),
             problems=fingerprint(config.env),
+            round=None if why_not_streamed(config) is not None else RoundSize.of(config),
         )
 
     def filter_of(self, kind: str) -> GroupFilter:
@@ -387,15 +420,16 @@ class DomainShares:
         total = 1 + sum(counted.values())  # With the next group.
         return max(shares, key=lambda name: shares[name] * total - counted[name])
 
-    def limits(self, quarantined: Collection[str]) -> dict[str, int] | None:
+    def limits(self, quarantined: Collection[str], missing: int | None = None) -> dict[str, int] | None:
         """Return the largest number of groups of each domain that the next step may take. None without domains.
 
-        Domains in `quarantined` have no entry, and so no limit.
+        Domains in `quarantined` have no entry, and so no limit. `missing` is the number of groups that the step has not
+        taken yet; None: all of its groups.
         """
         if not self._weights:
             return None
         shares = self._shares(quarantined)
-        total = self._batch + sum(map(self._turns, shares))
+        total = (self._batch if missing is None else missing) + sum(map(self._turns, shares))
         return {
             name: max(0, math.floor(share * total + self._max_ahead + SLACK) - self._turns(name))
             for name, share in shares.items()
@@ -441,6 +475,11 @@ class DomainShares:
         # The count of filtered groups in a row is reset here, and not when the filter keeps a group. A reset at that
         # time would depend on the order in which groups end, and a synchronous run could not be repeated.
         self.totals.filtered.pop(name, None)
+
+    def put_back(self, name: str) -> None:
+        """Undo `trained` for a group that a step has taken and will not train."""
+        self._add(self._alive, name, 1)
+        self._add(self.totals.trained, name, -1)
 
     # -- metrics -----------------------------------------------------------------------------------------------------
 

@@ -461,13 +461,19 @@ class SampleStore:
             )
         self._breaker.filtered(group.kind)
 
-    def take(self, step: int, group_ids: Sequence[int]) -> None:
-        """Put the batch of a step into training, in slices, and decide about the age of the groups that stay.
+    def take(self, step: int, group_ids: Sequence[int], *, is_open: bool) -> None:
+        """Put groups of a step into training, in slices. If they make its batch whole, decide about the age of the
+        groups that stay.
 
-        The batch has the groups with the numbers `group_ids`, and the late parts of partly trained groups. But if a
-        previous hub had formed a batch for this step that was not trained, that batch is taken instead.
+        The last round has the groups with the numbers `group_ids`, and the late parts of partly trained groups. But if
+        a previous hub had formed a batch for this step that was not trained, that batch is taken instead.
+
+        Args:
+            step: the version that the step trains.
+            group_ids: numbers of the groups.
+            is_open: True if the batch is not whole with these groups. All of them must be complete.
         """
-        self.batches.step = step
+        self.batches.step, self.batches.open = step, is_open
         if step in self.batches.formed:
             # Decisions about ages were made when this batch was formed the first time.
             formed = self.batches.formed[step]
@@ -475,17 +481,33 @@ class SampleStore:
                 lambda group_id: self.batches.add_to_step(self.batches.take_formed(step, group_id)), formed
             )
             return
-        groups = (*group_ids, *self.pool.late_groups())
+        groups = (*group_ids, *([] if is_open else self.pool.late_groups()))
         for group_id in group_ids:
             self._count_ended(self.pool[group_id])
             self.domains.trained(self.pool[group_id].kind)
         # The groups are taken in slices. A result that arrives meanwhile must not make a chosen group wait again.
         self.pool.mark_chosen(groups)
         self.backlog.add(lambda group_id: self.batches.add_to_step(self.pool.take(group_id)), groups)
-        if step + 1 > self.admission.next_step:
+        if not is_open and step + 1 > self.admission.next_step:
             self.admission.next_step = step + 1
             self._withdrawable = self.contract.extra_groups
             self._decide_all_by_age()
+
+    def put_back(self) -> None:
+        """Put the groups of the running step back among the ready groups. The step ends without being trained.
+
+        This happens only before the batch of the step is whole. So each of its groups is complete and was taken whole.
+        """
+        assert self.batches.open, "a whole batch is trained"
+        self.batches.step, self.batches.open = None, False
+        self.backlog.add(self._put_back, self.batches.training)
+
+    def _put_back(self, group_id: int) -> None:
+        """Make a group of the running step ready again. The backlog calls this after `put_back`."""
+        group = self.batches.remove_from_step(group_id)
+        self.domains.put_back(group.kind)
+        self.pool.put_waiting(group)
+        self.pool.mark_ready(group)
 
     def commit(self, step: int) -> None:
         """Count the groups of the running step as trained in the ledger, in slices. The step is over.

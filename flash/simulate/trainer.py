@@ -1,8 +1,8 @@
 """SimTrainer: the protocol and the timing of a trainer rank, without a model.
 
-publish version 0 → request a batch → sleep for the time of training → commit → publish → … → goodbye. It is the only
-rank: more GPUs for training only make it faster. A commit tells the hub that a step is trained. To publish is to offer
-a new policy version to the engines.
+publish version 0 → request a round → sleep for the time of training → … → commit → publish → … → goodbye. A round is a
+part of a step's batch, or all of it. The trainer is the only rank: more GPUs for training only make it faster. A commit
+tells the hub that a step is trained. To publish is to offer a new policy version to the engines.
 """
 
 from __future__ import annotations
@@ -75,39 +75,49 @@ class SimTrainer:
         that there is no further shard.
         """
         await self._publish()
-        while (shard := await self._next_shard()) is not None:
-            start, seconds = self._now(), self._seconds(shard)
-            await self.work(seconds)
-            self._record("train", start)
-            self._count(shard)
-            metrics = {"trainer_wait_s": self._waited, "trainer_step_s": seconds}
-            await self._hub.call(p.Commit(shard.step, metrics), timeout=self._config.deadlines.request)
-            self.commits.append(self._now())
-            self.trained.append(Trained.of(shard))
-            self._version += 1
-            await self.committed()
+        while await self._train():
             await self._publish()
         await self._hub.call(p.Goodbye(0, []), timeout=waits.leaving_s(self._config))
 
+    async def _train(self) -> bool:
+        """Train the rounds of a step as they come, and commit the step. Returns False when the run ends."""
+        waited_s, shards, trained = 0.0, list[Shard](), list[tuple[float, float]]()
+        while not shards or not shards[-1].round.last:
+            start = self._now()
+            reply = await fetch_shard(self._hub, 0, self._version, waits.batch_s(self._config), len(shards))
+            waited_s += self._now() - start
+            self._record("batch", start)
+            if reply.shard is None:
+                return False
+            shards.append(reply.shard)
+            start = self._now()
+            await self.work(self._seconds(reply.shard))
+            self._record("train", start)
+            trained.append((start, self._now()))
+        metrics = {"trainer_wait_s": waited_s, "trainer_step_s": sum(stop - start for start, stop in trained)}
+        commit = p.Commit(self._version, metrics, trained=trained)
+        await self._hub.call(commit, timeout=self._config.deadlines.request)
+        self.commits.append(self._now())
+        for shard in shards:
+            self._count(shard)
+        counts = [Trained.of(shard) for shard in shards]
+        self.trained.append(Trained(sum(one.samples for one in counts), sum(one.tokens for one in counts)))
+        self._version += 1
+        await self.committed()
+        return True
+
     async def work(self, seconds: float) -> None:
-        """Sleep for the time of a step."""
+        """Sleep for the time of a round."""
         await anyio.sleep(seconds)
 
     async def committed(self) -> None:
         """Do nothing. Called after a commit, before its version is published, where a real rank saves checkpoints."""
 
     def _seconds(self, shard: Shard) -> float:
-        """Return the seconds of a training step on a shard."""
+        """Return the seconds of training on a shard. The update of the weights belongs to the last round of a step."""
         tokens = sum(sample.trajectory.length for sample in shard.samples)
-        return self._settings.train_step_s + tokens * self._settings.train_token_s / self._train_gpus
-
-    async def _next_shard(self) -> Shard | None:
-        """Request the samples of the next step and wait for them. Returns None when the run ends."""
-        start = self._now()
-        reply = await fetch_shard(self._hub, 0, self._version, waits.batch_s(self._config))
-        self._waited = self._now() - start
-        self._record("batch", start)
-        return reply.shard
+        update_s = self._settings.train_step_s if shard.round.last else 0.0
+        return update_s + tokens * self._settings.train_token_s / self._train_gpus
 
     async def _publish(self) -> None:
         """Publish the present version without weights. The hub replies when the engines have loaded the one before."""
@@ -121,7 +131,7 @@ class SimTrainer:
         self.activities.append(Activity("trainer 0", name, start, self._now()))
 
     def _count(self, shard: Shard) -> None:
-        """Count the samples of a step by length, and its tokens by age."""
+        """Count the samples of a round by length, and its tokens by age."""
         for sample in shard.samples:
             if sample.trajectory.trained_tokens(shard.min_version):
                 self.lengths[sample.trajectory.action_count] += 1

@@ -1,7 +1,8 @@
-"""Runs one trainer rank: it publishes a version, fetches a shard from the hub, trains it, commits it, and repeats this.
+"""Runs one trainer rank: it publishes a version, fetches shards from the hub, trains them, commits, and repeats this.
 
 `flash.run.trainer_rank` builds a `TrainerLoop` and calls `run`. The hub is the process that holds the samples and the
-progress of the run. A version is the weights after a step. A shard is the part of a step's batch that this rank trains.
+progress of the run. A version is the weights after a step. A shard is the part of a round that this rank trains, and a
+round is a part of a step's batch, or all of it. The ranks train the first rounds while others are still sampled.
 The loop is the same after a restart, when steps are trained a second time: the hub decides which shard comes next.
 Publishing, training and checkpoints are collectives (ranks exchange data), so all ranks make the same calls in the same
 order. Rank 0 speaks to the hub for all ranks: it commits (reports) the steps, announces the versions, and asks the hub
@@ -67,7 +68,7 @@ class TrainerLoop:
         self._saved_version = -1
 
     def run(self) -> None:
-        """Train one shard after another, until the hub ends training for all ranks.
+        """Train one step after another, until the hub ends training for all ranks.
 
         Each wait is for a reply of the hub. The hub notices a rank, node or engine that is late, and ends the wait. The
         timeouts here are longer, and end only a wait for a hub that is gone. At the end the rank takes part in a
@@ -81,26 +82,7 @@ class TrainerLoop:
         config, trainer, hub = self._config, self._trainer, self._hub
         # Engines that start, or start again, need the weights before they can sample for the first batch.
         self._publish()
-        while True:
-            self._profiler.begin_step(trainer.version)
-            did, self._activities = self._activities, []
-            with self._timed("wait") as waited:
-                reply = p.fetch_shard_blocking(hub, self._rank, trainer.version, did, waits.batch_s(config))
-            if (shard := reply.shard) is None:  # the hub ends training
-                break
-            with self._timed("train") as trained:
-                self._meter.begin()
-                metrics = trainer.train_step(shard)
-                metrics |= self._meter.finish(trainer.flops)
-            # Commit the step: every rank has the same metrics, and one report is enough.
-            if self._rank == 0:
-                metrics |= {
-                    "trainer_wait_s": waited[0],
-                    "trainer_step_s": trained[0],
-                    "version_bytes": self._published_bytes,
-                }
-                # `shown` has the numbers of the few samples that the run's pages show.
-                hub.call(p.Commit(shard.step, metrics, trainer.shown), config.deadlines.hub)
+        while (reply := self._train()).shard is not None:
             self._publish()
             # `may_save` is False while the ranks train earlier steps again: the hub's state belongs to a later version
             # then, and the two parts of a checkpoint must be of one version. `must_save` is True if the hub asks for a
@@ -117,6 +99,45 @@ class TrainerLoop:
         # The hub replies when the last evaluation is over, or at once after an interrupt. Until then an engine may
         # start and load the last version from rank 0.
         hub.call(p.Goodbye(self._rank, self._activities), waits.leaving_s(config))
+
+    def _train(self) -> p.BatchReply:
+        """Train the rounds of one step as they come, and commit the step. A collective. Returns the last reply.
+
+        A reply without a shard ends training. Rounds of a step that were trained before it are dropped.
+        """
+        config, trainer, hub = self._config, self._trainer, self._hub
+        self._profiler.begin_step(trainer.version)
+        self._meter.begin()
+        number, waited_s, metrics = 0, 0.0, dict[str, float]()
+        trained: list[tuple[float, float]] = []
+        while True:
+            did, self._activities = self._activities, []
+            with self._timed("wait") as waited:
+                reply = p.fetch_shard_blocking(hub, self._rank, trainer.version, number, did, waits.batch_s(config))
+            waited_s += waited[0]
+            if (shard := reply.shard) is None:  # the hub ends training
+                trainer.give_up_step()
+                return reply
+            start = time.time()
+            with self._timed("train") as busy:
+                trainer.train_round(shard)
+                if shard.round.last:
+                    metrics = trainer.finish_step()
+                    metrics |= self._meter.finish(trainer.flops, waited_s)
+            trained.append((start, start + busy[0]))
+            number += 1
+            if shard.round.last:
+                break
+        # Commit the step: every rank has the same metrics, and one report is enough.
+        if self._rank == 0:
+            metrics |= {
+                "trainer_wait_s": waited_s,
+                "trainer_step_s": sum(stop - start for start, stop in trained),
+                "version_bytes": self._published_bytes,
+            }
+            # `shown` has the numbers of the few samples that the run's pages show.
+            hub.call(p.Commit(shard.step, metrics, trainer.shown, trained), config.deadlines.hub)
+        return reply
 
     def _publish(self) -> None:
         """Gather the weights, publish them as a version, and announce it to the hub. A collective.

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from flash.ages import young_enough
 from flash.branches import Int64Array, sort_by_prefix, split_branches
 from flash.errors import ContractError
-from flash.samples.batches import minibatch_of
+from flash.samples.batches import MinibatchPlace, minibatch_of
 from flash.sampling import PLAIN, Routes, Sampling, join_routes
 from flash.types import Shard, ShardSample, Trajectory
 from flash.waiting import run_to_end
@@ -256,16 +256,17 @@ DUMMY = MicroBatch(
 the same collectives as the other ranks."""
 
 
-def split_minibatches(shard: Shard, minibatches: int) -> list[list[ShardSample]]:
-    """Return this rank's samples of each minibatch, the part of a batch for one optimizer update; a list may be empty.
+def split_minibatches(shard: Shard, minibatches: int) -> list[tuple[MinibatchPlace, list[ShardSample]]]:
+    """Return the minibatches of a round, each with this rank's samples. The list of samples may be empty.
 
-    Every rank assigns a group to the same minibatch, and all samples of a group are in one minibatch.
+    A minibatch is the part of a batch for one optimizer update. Every rank assigns a group to the same minibatch, and
+    all samples of a group are in one minibatch.
     """
-    place = minibatch_of([entry.group_id for entry in shard.batch], minibatches)
-    parts: list[list[ShardSample]] = [[] for _ in range(minibatches)]
+    number_of, places = minibatch_of([entry.group_id for entry in shard.batch], minibatches, shard.round)
+    parts: dict[int, list[ShardSample]] = {place.number: [] for place in places}
     for sample in shard.samples:
-        parts[place[shard.batch[sample.index].group_id]].append(sample)
-    return parts
+        parts[number_of[shard.batch[sample.index].group_id]].append(sample)
+    return [(place, parts[place.number]) for place in places]
 
 
 @dataclass(frozen=True)

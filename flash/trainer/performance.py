@@ -176,7 +176,7 @@ class StepMeter:
             torch.cuda.reset_peak_memory_stats()
         self._begun = time.perf_counter()
 
-    def finish(self, flops: float) -> dict[str, float]:
+    def finish(self, flops: float, waited_s: float = 0.0) -> dict[str, float]:
         """Return `memory_gib`, and `mfu` if the peak of every rank's card is known. A collective of all ranks.
 
         On a CPU the memory is the memory of the process at this moment, not its largest value in the step.
@@ -184,9 +184,10 @@ class StepMeter:
         Args:
             flops: the FLOPs of the step on the samples of this rank. Ranks of one data shard have the same samples, so
                 only one of them is counted.
+            waited_s: seconds since `begin` in which this rank waited for samples. They do not count.
         """
         # A step ends by reading metrics from the GPU, so the GPU has finished all work of the step by now.
-        seconds = time.perf_counter() - self._begun
+        seconds = time.perf_counter() - self._begun - waited_s
         memory = torch.cuda.max_memory_allocated() if self._cuda else resident_bytes()
         own = [float(memory), seconds, flops if self._mesh.leads_shard else 0.0, self._peak]
         row = torch.tensor(own, dtype=torch.float64, device=self._mesh.device)

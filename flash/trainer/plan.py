@@ -45,6 +45,7 @@ from flash.ages import age_of, young_enough
 from flash.config.learning import AlgorithmConfig
 from flash.config.tree import Config
 from flash.errors import ContractError
+from flash.samples.batches import MinibatchPlace
 from flash.trainer.mesh import TrainerMesh, raise_on_all_ranks
 from flash.trainer.objective import Method
 from flash.trainer.packing import DUMMY, BoolArray, MicroBatch, pack, split_minibatches
@@ -57,8 +58,11 @@ BY_TURN: tuple[Advantage, ...] = ("turn", "gae")
 
 @dataclass(frozen=True)
 class MinibatchPlan:
-    """Input of one optimizer update on this rank. All ranks have equally many micro-batches."""
+    """Input on this rank of one optimizer update, or of the part of it that is in one round. All ranks have equally
+    many micro-batches."""
 
+    place: MinibatchPlace
+    """Number of the minibatch, and whether it ends with this round."""
     micro_batches: list[MicroBatch]
     shard_tokens: list[int]
     """[W]: trained tokens of each data shard."""
@@ -134,14 +138,17 @@ class Credit:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Input of one step, on which all ranks agree before they start."""
+    """Input of one round of a step, on which all ranks agree before they start."""
 
     minibatches: list[MinibatchPlan]
     credit: Credit
     tokens: int
     """Tokens of prompts and responses, over all ranks."""
-    shared_token_share: float
-    """Share of the tokens that are not computed again, because several sequences of one micro-batch begin with them."""
+    packed_tokens: int
+    """Tokens of all packed sequences, over all ranks."""
+    computed_tokens: int
+    """Number of `packed_tokens` that are computed. The others are not computed again, because several sequences of one
+    micro-batch begin with them."""
     age_histogram: list[int]
     """Number of trained tokens of age 0, 1, … (in versions), over all ranks."""
     critic_B: np.ndarray
@@ -161,10 +168,10 @@ class StepPlan:
 def plan_step(
     shard: Shard, config: Config, method: Method, version: int, mesh: TrainerMesh, *, share_rows: bool
 ) -> StepPlan:
-    """Pack this rank's shard, check its tokens, and exchange counts with the other ranks, in one collective.
+    """Pack this rank's shard of a round, check its tokens, and exchange counts with the other ranks, in one collective.
 
     Args:
-        shard: the samples of this rank, and facts about the whole batch.
+        shard: the samples of this rank, and facts about the whole round.
         config: the run's configuration.
         method: the estimator, the critics and the other parts of the method.
         version: the version that the trainer holds.
@@ -181,14 +188,15 @@ def plan_step(
     train, fault = config.train, ""
     # Number of possible ages, from 0 to the age of the oldest trained version. It is equal on all ranks.
     ages = max(age_of(max(shard.min_version, 0), shard.step) + 1, 1)
-    packed: list[list[MicroBatch]] = [[] for _ in range(train.minibatches)]
+    parts = split_minibatches(shard, train.minibatches)
+    packed: list[list[MicroBatch]] = [[] for _ in parts]
     histogram = np.zeros(ages, dtype=np.int64)
     credit: Credit | None = None
     critic_B = assign_critics([entry.group_id for entry in shard.batch], method.critics, config.run.seed)
     try:
         packed = [
             pack(part, min_version=shard.min_version, max_tokens=train.max_tokens_per_microbatch, share_rows=share_rows)
-            for part in split_minibatches(shard, train.minibatches)
+            for _, part in parts
         ]
         age_T = _checked_ages(shard, version, [micro for micros in packed for micro in micros], config)
         histogram = np.bincount(age_T, minlength=ages)
@@ -212,9 +220,10 @@ def plan_step(
     assert credit is not None, "without a fault there is credit"
 
     # Make the plan of each minibatch from the rows of all data shards, and check the totals against the hub's.
-    grid = rows[:, 4 + ages :].reshape(len(rows), train.minibatches, 3 + method.critics).numpy()
+    grid = rows[:, 4 + ages :].reshape(len(rows), len(parts), 3 + method.critics).numpy()
     minibatches = [
         MinibatchPlan(
+            place=place,
             # Micro-batches of one masked token (`DUMMY`) are added until every rank has equally many, because each pass
             # is a collective. Each minibatch gets at least one, so that every rank has the same names of statistics.
             micro_batches=micros + [DUMMY] * (max(int(grid[:, index, 0].max()), 1) - len(micros)),
@@ -222,7 +231,7 @@ def plan_step(
             total_sequences=int(grid[:, index, 2].sum()),
             critic_tokens=grid[:, index, 3:].sum(0).tolist(),
         )
-        for index, micros in enumerate(packed)
+        for index, ((place, _), micros) in enumerate(zip(parts, packed, strict=True))
     ]
     total_tokens = sum(minibatch.total_tokens for minibatch in minibatches)
     total_sequences = sum(minibatch.total_sequences for minibatch in minibatches)
@@ -232,8 +241,7 @@ def plan_step(
             f"dealt {shard.total_tokens} in {shard.total_sequences}"
         )
     _, tokens, packed_tokens, computed_tokens, *age_counts = rows[:, : 4 + ages].sum(0).tolist()
-    shared = 1 - computed_tokens / max(packed_tokens, 1)
-    return StepPlan(minibatches, credit, tokens, shared, age_counts, critic_B)
+    return StepPlan(minibatches, credit, tokens, packed_tokens, computed_tokens, age_counts, critic_B)
 
 
 def _checked_ages(shard: Shard, version: int, micro_batches: Sequence[MicroBatch], config: Config) -> np.ndarray:

@@ -292,50 +292,81 @@ class StepStatistics:
         return metrics | self._kind_metrics() | self._ratios.reduce()
 
 
-def batch_metrics(shard: Shard, plan: StepPlan) -> dict[str, float]:
-    """Return the metrics of a batch that do not depend on a forward pass: tokens, ages and rewards.
+class BatchCounts:
+    """Numbers of a step's batch that do not depend on a forward pass: tokens, ages and rewards. A step adds each round.
 
-    The metrics come from facts about the whole batch and from the counts in `plan`, which are over all ranks, so this
-    is no collective.
+    The numbers come from facts about the whole round and from the counts in its plan, which are over all ranks, so no
+    collective is needed.
     """
-    reward_B = plan.credit.reward_B
-    counts = np.array(plan.age_histogram, dtype=np.float64)
-    share = counts / max(counts.sum(), 1.0)
-    ages = np.flatnonzero(counts)
-    actions = sum(entry.tokens for entry in shard.batch)
-    return {
-        "tokens": float(plan.tokens),
-        "shared_token_share": plan.shared_token_share,
-        "masked_old_share": 1 - shard.total_tokens / actions if actions else 0.0,
-        "age_mean": float(share @ np.arange(len(share))),
-        "age_max": float(ages.max()) if ages.size else 0.0,
-        **{f"age_{age}": float(share[age]) for age in ages},
-        "reward_mean": float(reward_B.mean()),
-        "reward_std": float(reward_B.std()),
-    }
+
+    def __init__(self) -> None:
+        self._rewards: list[np.ndarray] = []
+        self._tokens = self._packed = self._computed = self._actions = self._trained = 0
+        self._ages: list[int] = []
+
+    def add(self, shard: Shard, plan: StepPlan) -> None:
+        """Add one round."""
+        self._rewards.append(plan.credit.reward_B)
+        self._tokens += plan.tokens
+        self._packed += plan.packed_tokens
+        self._computed += plan.computed_tokens
+        self._actions += sum(entry.tokens for entry in shard.batch)
+        self._trained += shard.total_tokens
+        # Every round of a step has the same oldest version, and so equally many ages.
+        before = self._ages or [0] * len(plan.age_histogram)
+        self._ages = [sum(counts) for counts in zip(before, plan.age_histogram, strict=True)]
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the batch."""
+        reward_B = np.concatenate(self._rewards)
+        counts = np.array(self._ages, dtype=np.float64)
+        share = counts / max(counts.sum(), 1.0)
+        ages = np.flatnonzero(counts)
+        return {
+            "tokens": float(self._tokens),
+            "shared_token_share": 1 - self._computed / max(self._packed, 1),
+            "masked_old_share": 1 - self._trained / self._actions if self._actions else 0.0,
+            "age_mean": float(share @ np.arange(len(share))),
+            "age_max": float(ages.max()) if ages.size else 0.0,
+            **{f"age_{age}": float(share[age]) for age in ages},
+            "reward_mean": float(reward_B.mean()),
+            "reward_std": float(reward_B.std()),
+        }
 
 
 class ShownTokens:
     """Keeps numbers for the tokens of the few samples that a run shows on its pages.
 
     The numbers are log-prob, entropy, advantage and use (`TokenUse`: trained, clipped, rejected or too old). Training
-    computes all of these anyway, so they need no forward pass of their own. A step calls `add` for each micro-batch,
-    and then `gather`.
+    computes all of these anyway, so they need no forward pass of their own. A step calls `begin_round` for each round,
+    `add` for each micro-batch of the round, and `gather` at its end.
+
+    `count` is the number of samples to show: the first samples of the batch that have a token to train.
     """
 
-    def __init__(self, shard: Shard, count: int) -> None:
-        """Choose the first `count` samples of the batch with a token to train, and keep those in this rank's shard."""
+    def __init__(self, count: int) -> None:
         self._count = count
-        # Index in the batch of each chosen sample. Every rank chooses the same samples, and shows the ones that are in
-        # its shard.
-        places = set(
-            samples_to_show((young_enough(entry.oldest_version, shard.min_version) for entry in shard.batch), count)
-        )
-        self._shown = {one.index: one.trajectory for one in shard.samples if one.index in places}
-        self._places = np.array(sorted(self._shown), dtype=np.int64)
+        self._left = count
+        """Number of samples that later rounds may add."""
+        self._first = 0
+        """Index in the batch of the first sample of the present round."""
+        self._places = np.zeros(0, dtype=np.int64)
+        """Indices in the present round of the shown samples of this rank's shard."""
+        self._shown: dict[int, Trajectory] = {}
+        """Shown samples of this rank's shards, by their index in the batch."""
         # Each entry is a sequence: the index of its sample in the batch, the number of the sample's action tokens
         # before the sequence, and the sequence's numbers, [4, B].
         self._parts: list[tuple[int, int, Tensor]] = []
+
+    def begin_round(self, shard: Shard) -> None:
+        """Choose the samples of a round. Every rank chooses the same, and shows the ones that are in its shard."""
+        trained = (young_enough(entry.oldest_version, shard.min_version) for entry in shard.batch)
+        places = samples_to_show(trained, self._left)
+        self._left -= len(places)
+        self._first = shard.round.samples_before
+        own = {one.index: one.trajectory for one in shard.samples if one.index in set(places)}
+        self._places = np.array(sorted(own), dtype=np.int64)
+        self._shown |= {self._first + index: trajectory for index, trajectory in own.items()}
 
     def add(self, micro: MicroBatch, tokens: PackedTokens, start_T: Tensor, entropy_T: Tensor, loss: TokenLoss) -> None:
         """Add one micro-batch. Call this only in the first training pass over it, so that each token is added once.
@@ -364,10 +395,11 @@ class ShownTokens:
         for index, begin, end in zip(micro.index_S[found_S].tolist(), begins, ends, strict=True):
             # The action tokens of a sample are in the order of its tokens, not in the order of time. So count the
             # tokens of the turns that precede this sequence's first turn in that order.
-            spans, turn = self._shown[index].action_spans, int(micro.turn_T[begin])
-            start = spans_by_turn(self._shown[index])[turn].start
+            shown = self._shown[self._first + index]
+            spans, turn = shown.action_spans, int(micro.turn_T[begin])
+            start = spans_by_turn(shown)[turn].start
             place = sum(span.stop - span.start for span in spans if span.stop <= start)
-            self._parts.append((index, place, rows_4T[:, begin:end]))
+            self._parts.append((self._first + index, place, rows_4T[:, begin:end]))
 
     def gather(self, mesh: TrainerMesh) -> list[TrainedSample]:
         """Return the shown samples of all ranks on data shard 0, and an empty list on other data shards.

@@ -1,14 +1,18 @@
 """Trains one batch: takes a shard of trajectories, and makes new weights and metrics.
 
-`flash.trainer.loop` calls `Trainer.train_step`, which does this:
+`flash.trainer.loop` calls `Trainer.train_round` for each round of a step, and then `Trainer.finish_step`:
 
     plan_step         pack the shard, check the ages of its tokens, exchange counts with the other ranks
     loss_inputs       forward passes of other models and critics, then token advantages; no gradient
-    for each minibatch, `updates_per_batch` times:
+    for each minibatch of the round:
         _backward     forward and backward pass of each micro-batch (`flash.trainer.objective.token_loss`)
-        _update       one optimizer update (`flash.trainer.optimizer.apply_gradient`)
+        _update       one optimizer update (`flash.trainer.optimizer.apply_gradient`), if the minibatch ends
 
-Version n is the weights after n steps. A *shard* is the part of a batch that this rank trains. A *minibatch* is the
+`finish_step` makes the other passes of `updates_per_batch`, and the metrics. A *round* is a part of a batch whose
+samples are complete; without `train.stream` a step has one round, the whole batch. A minibatch may lie in several
+rounds. Its gradient is the sum over them, so it is the same for all divisions into rounds.
+
+Version n is the weights after n steps. A *shard* is the part of a round that this rank trains. A *minibatch* is the
 part of a batch for one update, over all ranks. A *micro-batch* is the part of a minibatch for one pass on one rank. A
 *correction* weights or rejects tokens by the ratio of the policy to the policy that sampled them.
 
@@ -26,7 +30,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal
 
@@ -38,8 +42,9 @@ from transformers import PreTrainedModel
 from algorithms.base import PackedTokens
 from algorithms.sequences import token_weights
 from flash.ages import age_of
+from flash.config.check_learning import why_not_streamed
 from flash.config.tree import Config
-from flash.errors import ConfigError
+from flash.errors import ConfigError, ContractError
 from flash.trainer.critic import Critic, critic_batch, critic_metrics
 from flash.trainer.mesh import TrainerMesh, to_device, trainer_mesh
 from flash.trainer.model.adapters import empty_policy, fill_policy, fingerprint_of
@@ -71,7 +76,7 @@ from flash.trainer.references import (
     update_average,
 )
 from flash.trainer.rhythm import RhythmPass
-from flash.trainer.statistics import ShownTokens, StepStatistics, batch_metrics
+from flash.trainer.statistics import BatchCounts, ShownTokens, StepStatistics
 from flash.types import Shard, TrainedSample
 
 NO_BOUNDS = (-math.inf, math.inf)
@@ -168,6 +173,10 @@ class Trainer:
         """Number of optimizer updates left out so far because their gradient was not finite."""
         self.flops = 0.0
         """Model FLOPs of the last step on the samples of this rank, as `ModelArithmetic` counts them."""
+        self._running: _RunningStep | None = None
+        """Step whose rounds are being trained; None between two steps."""
+        self._why_whole = why_not_streamed(config)
+        """Reason why a step must not have several rounds, as a clause; None if it may."""
         self.shown: list[TrainedSample] = []
         """On rank 0: the samples of the last step that the run shows, token by token."""
 
@@ -182,79 +191,135 @@ class Trainer:
         return kl is not None and kl.refresh is not None
 
     def train_step(self, shard: Shard) -> dict[str, float]:
-        """Train on one batch and make the next version. A collective.
+        """Train on a batch that has one round, and make the next version. A collective. Returns the metrics.
 
-        While the critics warm up, the policy keeps its weights, but its version is still counted up.
+        Raises:
+            ContractError: as `train_round` and `finish_step`.
+        """
+        self.train_round(shard)
+        return self.finish_step()
+
+    def train_round(self, shard: Shard) -> None:
+        """Train on one round of a step: add its gradient, and update the policy after each minibatch that ends with it.
+
+        A collective. The caller passes the rounds of a step in order, and then calls `finish_step`. While the critics
+        warm up, the policy keeps its weights, but its version is still counted up.
+
+        Raises:
+            ContractError: the round has tokens of a version that this step may not train, other counts than it claims,
+                or a number that is not finite; a gradient is not finite and train.on_nonfinite is "stop"; or the method
+                needs the whole batch, and this is only a part of it. The version does not change then.
+        """
+        # Most calls below are collectives, so no branch here may depend on data that a single rank holds.
+        config, is_part = self._config, shard.round.samples_before > 0 or not shard.round.last
+        if is_part and (why := self._why_whole) is not None:
+            raise ContractError(f"step {shard.step}: a part of a batch was dealt, and steps need all of it: {why}")
+        # Plan first: this raises an error that any rank finds on every rank, and gives all ranks equally many
+        # micro-batches.
+        plan = plan_step(shard, config, self._method, self.version, self.mesh, share_rows=self._share_rows)
+        step = self._running = self._running or _RunningStep(config, self.mesh)
+        step.counts.add(shard, plan)
+        step.shown.begin_round(shard)
+        # Compute the inputs of the loss before an update of this round, because they describe the weights at the start
+        # of the step. Methods for which later rounds would come too late for this are not streamed.
+        step.rhythm = self._rhythm_in_training()
+        inputs = iter(self.loss_inputs(plan, rhythm=None if step.rhythm else self.rhythm))
+        parts = [
+            _Part(minibatch, list(islice(inputs, len(minibatch.micro_batches))), plan.critic_B)
+            for minibatch in plan.minibatches
+        ]
+        step.bounds = self._bounds(plan, [one for part in parts for one in part.inputs])
+        for part in parts:
+            minibatch = step.minibatch = step.minibatch or _RunningMinibatch.begin(part.plan)
+            self._train_part(step, minibatch, part, shard.step)
+            if part.plan.place.ends:
+                step.minibatch = None
+                self._end_minibatch(step, minibatch)
+        passes = config.train.updates_per_batch
+        step.flops += passes * self._arithmetic.flops(plan.micro_batches, backward=not self._warming_up)
+        if not shard.round.last and self.mesh.device.type == "cuda":
+            # Otherwise this rank would ask for the next round long before it can train it, and get few groups.
+            torch.cuda.synchronize()
+
+    def finish_step(self) -> dict[str, float]:
+        """Make the other passes over the batch, and the next version, after the last round of a step. A collective.
 
         Returns:
             The metrics over all ranks, which are equal on each rank.
 
         Raises:
-            ContractError: the batch has tokens of a version that this step may not train, other counts than it claims,
-                or a number that is not finite; or a gradient is not finite and train.on_nonfinite is "stop". The
-                version does not change then.
+            ContractError: a gradient is not finite and train.on_nonfinite is "stop".
         """
-        # Most calls below are collectives, so no branch here may depend on data that a single rank holds.
-        config = self._config
-        # Plan first: this raises an error that any rank finds on every rank, and gives all ranks equally many
-        # micro-batches.
-        plan = plan_step(shard, config, self._method, self.version, self.mesh, share_rows=self._share_rows)
-        # Compute the inputs of the loss before the first update, because they describe the weights at the start of the
-        # step.
-        training_rhythm = self._rhythm_in_training(plan)
-        inputs = iter(self.loss_inputs(plan, rhythm=None if training_rhythm else self.rhythm))
-        minibatches = [
-            (minibatch, list(islice(inputs, len(minibatch.micro_batches)))) for minibatch in plan.minibatches
-        ]
-        bounds = self._bounds(plan, [one for _, minibatch_inputs in minibatches for one in minibatch_inputs])
-        rate = learning_rate(config.train, config.run.steps, self.version)
-        statistics, norms = StepStatistics(self.mesh), list[float]()
-        shown = ShownTokens(shard, config.run.log_samples)
-        passes = config.train.updates_per_batch
-        # Train all minibatches in order, `passes` times.
-        for index, (minibatch, minibatch_inputs) in enumerate(minibatches * passes):
-            # Compute the limit before the backward passes, each of which needs the limit of the whole minibatch.
-            limit = self._limit(minibatch, minibatch_inputs, shard.step, updated=index > 0)
-            kept = [
-                self._backward(
-                    micro,
-                    micro_inputs,
-                    minibatch,
-                    step=shard.step,
-                    limit=limit,
-                    bounds=bounds,
-                    rhythm=training_rhythm,
-                    statistics=statistics,
-                    shown=shown if index < len(minibatches) else None,
-                )
-                for micro, micro_inputs in zip(minibatch.micro_batches, minibatch_inputs, strict=True)
-            ]
-            # Call this after the backward passes, because they decide which tokens are rejected, and before the update,
-            # because it divides by the share.
-            share = self._kept_share(minibatch, kept)
-            statistics.end_minibatch(share)
-            self._train_critics(minibatch, minibatch_inputs, plan.critic_B)
-            if not self._warming_up:
-                norms.append(self._update(rate, share, trained=minibatch.total_tokens > 0 and share > 0))
+        config, step = self._config, self._running
+        assert step is not None, "a step has at least one round"
+        assert step.minibatch is None, "the last round of a step ends its last minibatch"
+        passes, minibatches = config.train.updates_per_batch, step.minibatches
+        for _ in range(passes - 1):
+            for trained in minibatches:
+                minibatch = trained.again()
+                for part in trained.parts:
+                    self._train_part(step, minibatch, part, self.version)
+                self._end_minibatch(step, minibatch)
         # Finish: count up the version, and gather the metrics.
-        self.flops = passes * self._arithmetic.flops(plan.micro_batches, backward=not self._warming_up)
+        self._running, self.flops = None, step.flops
         # Metrics are reduced once per step, so that ranks need not wait for each other between minibatches.
-        metrics = batch_metrics(shard, plan) | statistics.metrics(len(plan.minibatches), passes)
+        metrics = step.counts.metrics() | step.statistics.metrics(len(minibatches), passes)
         if self.critics:
             metrics |= critic_metrics(self.critics) | {"critic_warmup": float(self._warming_up)}
         if self.lag is not None:
             metrics |= self.lag.finish(self.version)
+        rate = learning_rate(config.train, config.run.steps, self.version)
         self._finish_version()
-        self.shown = shown.gather(self.mesh)
+        self.shown = step.shown.gather(self.mesh)
         if self.rhythm is not None:
             metrics |= self.rhythm.report(self.mesh)
-        finite = [norm for norm in norms if math.isfinite(norm)]
+        finite = [norm for norm in step.norms if math.isfinite(norm)]
         return metrics | {
             "grad_norm": sum(finite) / len(finite) if finite else 0.0,
             "learning_rate": rate,
             "skipped_steps": float(self.skipped_steps),
             **({"loss_scale": self.scale.value} if self.scale.active else {}),
         }
+
+    def give_up_step(self) -> None:
+        """Drop the gradient of a step whose other rounds will not come, because the run ends."""
+        self._running = None
+        self.optimizer.zero_grad()
+
+    def _train_part(self, step: _RunningStep, minibatch: _RunningMinibatch, part: _Part, version: int) -> None:
+        """Add the gradient of the part of a minibatch that is in one round. A collective. `version` is trained."""
+        # Compute the limit before the backward passes, each of which needs the limit of the whole minibatch.
+        limit = self._limit(part.plan, part.inputs, version, updated=step.updates > 0)
+        minibatch.add(part)
+        minibatch.kept += [
+            self._backward(
+                micro,
+                micro_inputs,
+                minibatch,
+                step=version,
+                limit=limit,
+                bounds=step.bounds,
+                rhythm=step.rhythm,
+                statistics=step.statistics,
+                shown=None if minibatch.repeated else step.shown,
+            )
+            for micro, micro_inputs in zip(part.plan.micro_batches, part.inputs, strict=True)
+        ]
+
+    def _end_minibatch(self, step: _RunningStep, minibatch: _RunningMinibatch) -> None:
+        """Update the critics and the policy, once all parts of a minibatch are trained. A collective."""
+        # Call this after the backward passes, because they decide which tokens are rejected, and before the update,
+        # because it divides by the share.
+        share = self._kept_share(minibatch)
+        step.statistics.end_minibatch(share)
+        for part in minibatch.parts if self.critics else ():
+            self._train_critics(part.plan, part.inputs, part.critic_B)
+        if not self._warming_up:
+            rate = learning_rate(self._config.train, self._config.run.steps, self.version)
+            step.norms.append(self._update(rate, share, trained=minibatch.tokens > 0 and share > 0))
+        step.updates += 1
+        if not minibatch.repeated:
+            step.minibatches.append(minibatch if self._config.train.updates_per_batch > 1 else minibatch.emptied())
 
     def loss_inputs(self, plan: StepPlan, *, rhythm: RhythmPass | None) -> list[LossInputs]:
         """Return the inputs of the loss that are computed before the policy changes, per micro-batch. A collective.
@@ -276,7 +341,7 @@ class Trainer:
             plan.micro_batches,
             models,
             device,
-            start=self._needs_start(plan),
+            start=self._needs_start,
             rhythm=rhythm,
             served_teacher=config.algorithm.teacher is not None and self._teacher is None,
         )
@@ -312,29 +377,33 @@ class Trainer:
             )
         return inputs
 
-    def _needs_start(self, plan: StepPlan) -> bool:
-        """Return True if the policy's log-probs at the start of the step need a forward pass of their own.
+    @property
+    def _single_update(self) -> bool:
+        """True if a step makes one update, so that its training pass has the weights of the step's start."""
+        return self._config.train.minibatches * self._config.train.updates_per_batch == 1
 
-        A method needs these log-probs if they are the proximal policy's, or for a KL in the reward.
+    @property
+    def _needs_start(self) -> bool:
+        """True if the policy's log-probs at the start of the step need a forward pass of their own.
+
+        A method needs these log-probs if they are the proximal policy's, or for a KL in the reward. With a single
+        update, the training pass computes those of the proximal policy itself.
         """
         divergence = self._config.algorithm.kl
-        # With a single update, the training pass has the weights of the start, so it computes these log-probs itself.
-        several_updates = len(plan.minibatches) * self._config.train.updates_per_batch > 1
-        recomputes = self._method.proximal == "recompute" and several_updates
+        recomputes = self._method.proximal == "recompute" and not self._single_update
         return recomputes or (divergence is not None and divergence.place == "reward")
 
-    def _rhythm_in_training(self, plan: StepPlan) -> RhythmPass | None:
+    def _rhythm_in_training(self) -> RhythmPass | None:
         """Return the rhythm if the training pass itself can observe the attention, which saves a forward pass.
 
         None if there is no rhythm, or if a forward pass before training must observe the attention. The training pass
         can do so if the heads to observe are already chosen, and if it is the only pass. Then it has the weights at the
         start of the step, and no pass before it needs the multiplied advantages, as `_limit` would.
         """
-        updates = len(plan.minibatches) * self._config.train.updates_per_batch
-        if self.rhythm is None or not self.rhythm.settled or self._objective.limits or updates > 1:
+        if self.rhythm is None or not self.rhythm.settled or self._objective.limits or not self._single_update:
             return None
         # Activation checkpointing would observe each layer twice.
-        other_pass = self._config.train.activation_checkpointing or self._needs_start(plan)
+        other_pass = self._config.train.activation_checkpointing or self._needs_start
         return None if other_pass else self.rhythm
 
     @torch.no_grad()
@@ -434,7 +503,7 @@ class Trainer:
         self,
         micro: MicroBatch,
         inputs: LossInputs,
-        minibatch: MinibatchPlan,
+        minibatch: _RunningMinibatch,
         *,
         step: int,
         limit: float,
@@ -450,7 +519,7 @@ class Trainer:
         Args:
             micro: the micro-batch.
             inputs: the inputs of its loss, which were computed before the policy changed.
-            minibatch: the minibatch of the micro-batch, whose counts divide the loss.
+            minibatch: the minibatch of the micro-batch, whose assumed counts divide the loss.
             step: the version that is trained.
             limit: number that the objective computed from all trained tokens of the minibatch (`_limit`).
             bounds: range of the critics' disagreement that the objective computed from the whole batch (`_bounds`).
@@ -480,8 +549,8 @@ class Trainer:
                 loss.mask_T,
                 tokens.sequence_T,
                 tokens.sequences,
-                total_tokens=minibatch.total_tokens,
-                total_sequences=minibatch.total_sequences,
+                total_tokens=minibatch.assumed_tokens,
+                total_sequences=minibatch.assumed_sequences,
                 # The aggregation `constant` divides each sequence by this number of tokens.
                 constant=self._config.rollout.max_new_tokens,
             )
@@ -500,24 +569,21 @@ class Trainer:
         kept_S.index_add_(0, tokens.sequence_T, loss.mask_T.long())
         return torch.stack([kept_S.sum(), kept_S.count_nonzero()])
 
-    def _kept_share(self, minibatch: MinibatchPlan, kept: Sequence[Tensor]) -> float:
-        """Return the share of the loss's denominator that no correction rejected, over all ranks.
+    def _kept_share(self, minibatch: _RunningMinibatch) -> float:
+        """Return the loss's real denominator as a share of the one that the backward passes divided by.
 
-        A correction decides by the log-probs of the training pass itself. So the share is known only after the backward
-        pass, and the caller divides the gradient by the share. Tokens of truncated samples, which `mask_truncated`
-        leaves out, count as rejected. The share is 1 if nothing can be rejected; otherwise this is a collective.
-
-        Args:
-            minibatch: the minibatch.
-            kept: results of `_backward` for its micro-batches on this rank.
+        They differ for two reasons. The number of tokens was only assumed when the first part of the minibatch was
+        trained. And a correction decides by the log-probs of the training pass itself, so the tokens that it rejects
+        are known only afterwards; tokens of truncated samples, which `mask_truncated` leaves out, count as rejected.
+        The caller divides the gradient by the share. If anything can be rejected, this is a collective.
         """
-        algorithm = self._config.algorithm
-        if not algorithm.mask_truncated and not any(correction.rejects for correction in algorithm.corrections):
-            return 1.0
-        tokens, sequences = self.mesh.gather_rows(torch.stack(list(kept)).sum(0)).sum(0).tolist()
-        if self._method.aggregation == "token_mean":
-            return tokens / max(minibatch.total_tokens, 1)
-        return sequences / max(minibatch.total_sequences, 1)
+        algorithm, by_tokens = self._config.algorithm, self._method.aggregation == "token_mean"
+        tokens, sequences = minibatch.tokens, minibatch.sequences
+        if algorithm.mask_truncated or any(correction.rejects for correction in algorithm.corrections):
+            tokens, sequences = self.mesh.gather_rows(torch.stack(minibatch.kept).sum(0)).sum(0).tolist()
+        if by_tokens:
+            return tokens / max(minibatch.assumed_tokens, 1)
+        return sequences / max(minibatch.assumed_sequences, 1)
 
     def _update(self, rate: float, share: float, *, trained: bool) -> float:
         """Make one update of the policy, and return the gradient's norm before clipping. A collective.
@@ -564,6 +630,86 @@ class Trainer:
                 if own.return_T is not None and own.value_MT is not None  # always, in a run with critics
             ]
             critic.update(batches, total_tokens)
+
+
+@dataclass
+class _Part:
+    """The part of a minibatch that is in one round."""
+
+    plan: MinibatchPlan
+    inputs: list[LossInputs]
+    """Inputs of the loss of each micro-batch."""
+    critic_B: np.ndarray
+    """Number of the critic that learns from each sample of the round."""
+
+
+@dataclass
+class _RunningMinibatch:
+    """A minibatch whose parts are being trained.
+
+    The loss is a mean over all tokens, or sequences, of the minibatch, whose number is not known before its last part
+    is there. So the backward passes divide by an assumed number, and `Trainer._kept_share` corrects the sum.
+    """
+
+    assumed_tokens: int
+    assumed_sequences: int
+    repeated: bool = False
+    """True in the passes over a batch after the first one."""
+    tokens: int = 0
+    """Trained tokens of the parts so far, over all ranks."""
+    sequences: int = 0
+    """Sequences of the parts so far that have a trained token, over all ranks."""
+    kept: list[Tensor] = field(default_factory=list[Tensor])
+    """Results of `Trainer._backward` for each micro-batch of this rank."""
+    parts: list[_Part] = field(default_factory=list[_Part])
+
+    @classmethod
+    def begin(cls, plan: MinibatchPlan) -> _RunningMinibatch:
+        """Return a minibatch that begins with this part."""
+        if plan.place.ends:
+            return cls(plan.total_tokens, plan.total_sequences)
+
+        def assumed(count: int) -> int:
+            # A power of two changes no digit of a gradient. It is near the final number, so that float16 can hold it.
+            return 2 ** round(math.log2(max(count, 1) / plan.place.share))
+
+        return cls(assumed(plan.total_tokens), assumed(plan.total_sequences))
+
+    def add(self, part: _Part) -> None:
+        """Count the next part."""
+        self.tokens += part.plan.total_tokens
+        self.sequences += part.plan.total_sequences
+        self.parts.append(part)
+
+    def again(self) -> _RunningMinibatch:
+        """Return this minibatch for another pass, without its parts. The counts are known now."""
+        return _RunningMinibatch(self.tokens, self.sequences, repeated=True)
+
+    def emptied(self) -> _RunningMinibatch:
+        """Return this minibatch without its samples, for a step that makes no other pass over them."""
+        return replace(self, kept=[], parts=[])
+
+
+class _RunningStep:
+    """State of a step from its first round to its end."""
+
+    def __init__(self, config: Config, mesh: TrainerMesh) -> None:
+        self.counts = BatchCounts()
+        self.statistics = StepStatistics(mesh)
+        self.shown = ShownTokens(config.run.log_samples)
+        self.rhythm: RhythmPass | None = None
+        """Rhythm that the training pass observes, if it does."""
+        self.bounds = NO_BOUNDS
+        """Result of `Trainer._bounds`, which is computed from the whole batch."""
+        self.minibatch: _RunningMinibatch | None = None
+        """Minibatch that has begun and has not ended; None if there is none."""
+        self.minibatches: list[_RunningMinibatch] = []
+        """Minibatches that have ended."""
+        self.norms: list[float] = []
+        """Gradient norm of each update."""
+        self.updates = 0
+        """Number of minibatches that were trained, in all passes."""
+        self.flops = 0.0
 
 
 def _share_rows(

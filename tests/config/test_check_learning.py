@@ -2,9 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from flash.config.check_learning import WHOLE_BATCH, why_not_streamed
 from flash.config.load import load
 from flash.config.tree import Config
 from flash.errors import ConfigError
@@ -318,3 +321,31 @@ def test_a_correction_by_weight_makes_up_for_an_objective_that_has_none() -> Non
         with pytest.raises(ConfigError, match="does not correct for"):
             resolve(*rloo, *insufficient)
     resolve(*rloo, "algorithm.corrections=[{kind='token_tis'}]")
+
+
+def test_the_settings_that_need_the_whole_batch_are_in_the_docs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "asynchrony.md").read_text()
+    for one in WHOLE_BATCH:
+        assert one.reason in page
+        assert one.setting.replace("`", "") in page.replace("`", "")
+
+
+@pytest.mark.parametrize(
+    ("tables", "reason"),
+    [
+        ({}, None),
+        ({"train": {"stream": False}}, "train.stream is false"),
+        ({"algorithm": {"objective": "m2po"}}, "a limit from all tokens of a minibatch"),
+        ({"algorithm": {"objective": "reinforce_pp"}}, "advantages are compared over the whole batch"),
+        ({"algorithm": {"staleness": {"kind": "linear"}}}, "mean 1 over the whole batch"),
+        ({"train": {"minibatches": 2}}, "under the weights before the first update"),
+        ({"rollout": {"on_expire": "wait"}}, "wait for a slow group"),
+    ],
+)
+def test_a_step_is_streamed_unless_a_setting_needs_the_whole_batch(tables: dict[str, Any], reason: str | None) -> None:
+    base: dict[str, Any] = {"run": {"name": "test"}, "model": {"path": "fake"}, "env": {"path": "fake:Fake"}}
+    config = msgspec.convert(base | {"train": {"stream": True}} | tables, Config)
+    if "train" in tables:
+        config = msgspec.convert(base | {"train": {"stream": True} | tables["train"]}, Config)
+    found = why_not_streamed(config)
+    assert found == reason or (found is not None and reason is not None and reason in found)

@@ -22,14 +22,15 @@ class Ranks:
         """Version that the ranks hold: the hub has acknowledged its commit."""
         self.published = -1
         self.may_save = True
-        self._shards: dict[int, Shard] = {}
+        self._rounds: list[dict[int, Shard]] = []
+        """Shards of the running step, by round and rank."""
 
     @property
     def shards(self) -> list[Shard]:
-        """Shards of the running step, one per data rank. All ranks of a tensor group have the same shard."""
+        """Shards of the running step, round by round, one per data rank. A tensor group has the same shard."""
         groups = [range(first, first + self._tensor) for first in range(0, self.world, self._tensor)]
-        assert all(self._shards[rank] == self._shards[group[0]] for group in groups for rank in group)
-        return [self._shards[group[0]] for group in groups]
+        assert all(of[rank] == of[group[0]] for of in self._rounds for group in groups for rank in group)
+        return [of[group[0]] for of in self._rounds for group in groups]
 
     async def publish(self, hub: Hub) -> None:
         made = Published(self.version, "tcp", b"", Canary([0, 0], [-1.0]))
@@ -37,15 +38,18 @@ class Ranks:
         self.published = self.version
 
     async def fetch(self, hub: Hub, dice: random.Random) -> bool:
-        """Let all ranks without a shard ask for it. Returns False if the hub has ended training."""
-        for rank in dice.sample(range(self.world), self.world):
-            if rank not in self._shards:
-                reply = await hub.handle(p.BatchRequest(rank, self.version, []))
+        """Let all ranks fetch the rounds of a step. Returns False if the hub has ended training."""
+        while not self._rounds or not self._rounds[-1][0].round.last:
+            shards: dict[int, Shard] = {}
+            for rank in dice.sample(range(self.world), self.world):
+                reply = await hub.handle(p.BatchRequest(rank, self.version, [], 0, len(self._rounds)))
                 if reply.shard is None:
+                    self._rounds, self.may_save = [], reply.may_save
                     return False
-                self._shards[rank], self.may_save = reply.shard, reply.may_save
+                shards[rank], self.may_save = reply.shard, reply.may_save
                 if dice.random() < 0.3:
                     await anyio.lowlevel.checkpoint()
+            self._rounds.append(shards)
         return True
 
     async def leave(self, hub: Hub) -> None:
@@ -57,4 +61,4 @@ class Ranks:
     async def commit(self, hub: Hub) -> None:
         await hub.handle(p.Commit(self.version, {}))
         self.version += 1
-        self._shards = {}
+        self._rounds = []

@@ -106,7 +106,7 @@ def with_options(dice: random.Random, config: Config, calm: bool) -> Config:
     return msgspec.structs.replace(
         config,
         rollout=msgspec.structs.replace(config.rollout, **rollout),
-        train=msgspec.structs.replace(config.train, async_ratio=alpha, max_token_age=bound),
+        train=msgspec.structs.replace(config.train, async_ratio=alpha, max_token_age=bound, stream=dice.random() < 0.7),
     )
 
 

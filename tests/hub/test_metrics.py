@@ -15,7 +15,7 @@ from tests.samples.cases import lease_all, make_buffer, trajectory
 
 
 def commit(buffer: SampleBuffer, metrics: StepMetrics, version: int) -> dict[str, float]:
-    assert buffer.next_batch(version) is not None
+    assert buffer.next_round(version) is not None
     buffer.commit(version)
     return metrics.row(version + 1, {}, {}, buffer.samples, [], now=float(version))
 
@@ -79,7 +79,7 @@ def test_a_step_that_a_resumed_run_takes_before_anything_runs_has_its_own_interv
     times = {"trainer_step_s": 3.0, "trainer_wait_s": 100.0}
 
     def step(version: int, now: float) -> list[float | None]:
-        assert buffer.next_batch(version) is not None
+        assert buffer.next_round(version) is not None
         buffer.commit(version)
         row = metrics.row(version + 1, {}, times, buffer.samples, [], now=now)
         return [row.get(name) for name in ("interval_s", "trainer_wait_share", "tokens_per_second")]

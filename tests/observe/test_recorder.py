@@ -86,7 +86,7 @@ def test_rows_are_of_the_samples_that_the_ledger_books_as_trained(tmp_path: Path
                 *recent, old = lease_all(buffer, 2)
                 finish_all(buffer, recent, 2)
                 finish_all(buffer, [old], 0)
-            groups = buffer.next_batch(step)
+            groups = buffer.next_round(step)
             assert groups is not None
             samples += sum(len(group.trajectories()) for group in groups)
             recorder.batch(gather(groups, step, step - 1))

@@ -84,9 +84,9 @@ class Incarnation:
 
     async def step(self) -> None:
         step = self.version
-        if not self.buffer.has_batch(step):
+        if not self.buffer.has_round(step):
             finish_all(self.buffer, lease_all(self.buffer, step), step)
-        groups = self.buffer.next_batch(step)
+        groups = self.buffer.next_round(step)
         assert groups is not None
         self.recorder.batch(gather(groups, step, max(0, step - 1)))
         self.buffer.commit(step)

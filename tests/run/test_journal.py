@@ -60,7 +60,7 @@ class Incarnation:
 
     def step(self, step: int) -> None:
         self.deliver(100, step)
-        assert self.buffer.next_batch(step) is not None
+        assert self.buffer.next_round(step) is not None
         self.buffer.commit(step)
 
     def checkpoint(self, version: int) -> Path:

@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 
 from flash.branches import TOKENS_PER_SLICE, sort_by_prefix
-from flash.samples.batches import gather, split_into_messages, split_into_shards
+from flash.samples.batches import (
+    gather,
+    join_rounds,
+    minibatch_of,
+    next_place,
+    split_into_messages,
+    split_into_shards,
+    split_rounds,
+)
 from flash.samples.groups import Group, Member
-from flash.types import Batch, BatchSample, Shard, Span, Task, Trajectory, Turn, VersionRun
+from flash.types import Batch, BatchSample, Round, Shard, Span, Task, Trajectory, Turn, VersionRun
 from flash.waiting import run_to_end
 from tests.samples.cases import trajectory
 
@@ -130,3 +138,29 @@ def test_a_group_of_many_branches_is_dealt_in_slices() -> None:
     )
     slices = list(split_into_shards(Batch(0, 0, [whole, one], []), 2))
     assert len(slices) > 2 * branches * length // TOKENS_PER_SLICE
+
+
+def test_a_batch_in_rounds_is_split_into_the_same_rounds_again() -> None:
+    sizes = [2, 1, 3]
+    dealt: list[Batch] = []
+    places: list[Round] = []
+    place = Round(groups=6)
+    for number, size in enumerate(sizes):
+        first = sum(sizes[:number])
+        groups = [group_of(group_id, [[VersionRun(2, 2)]] * 2, []) for group_id in range(first, first + size)]
+        dealt.append(gather(groups, 3, 2))
+        places.append(msgspec.structs.replace(place, last=number == len(sizes) - 1))
+        place = next_place(dealt[-1], place, groups=6)
+    whole = join_rounds(dealt)
+    assert whole.rounds == [4, 2, 6]
+    assert split_rounds(whole) == list(zip(dealt, places, strict=True))
+    assert join_rounds(dealt[:1]) is dealt[0]
+
+
+def test_minibatches_lie_in_rounds_as_in_the_whole_batch() -> None:
+    whole, _ = minibatch_of([0, 0, 1, 2, 3, 3], 2)
+    first, begun = minibatch_of([0, 0, 1, 2], 2, Round(groups=4, last=False))
+    second, ended = minibatch_of([3, 3], 2, Round(samples_before=4, groups_before=3, groups=4))
+    assert first | second == whole == {0: 0, 1: 0, 2: 1, 3: 1}
+    assert begun == [(0, True, 1.0), (1, False, 0.5)]
+    assert ended == [(1, True, 0.5)]

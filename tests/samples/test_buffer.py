@@ -39,7 +39,7 @@ def test_admission_never_exceeds_what_the_last_step_needs() -> None:
 def test_a_lease_goes_only_to_an_engine_whose_version_leaves_it_room() -> None:
     buffer = make_buffer(alpha=0)
     finish_all(buffer, lease_all(buffer, 0), 0)
-    assert buffer.next_batch(0) is not None
+    assert buffer.next_round(0) is not None
     buffer.commit(0)
     assert buffer.lease([0]) is None
     lease = buffer.lease([1])
@@ -50,7 +50,7 @@ def test_a_lease_goes_only_to_an_engine_whose_version_leaves_it_room() -> None:
 def test_the_floor_of_a_lease_is_the_slowest_engine_of_the_node_that_admission_allows() -> None:
     buffer = make_buffer(alpha=1)
     finish_all(buffer, lease_all(buffer, 0), 0)
-    buffer.next_batch(0)
+    buffer.next_round(0)
     buffer.commit(0)
     lease = buffer.lease([0, 2, 3])
     assert lease is not None
@@ -61,10 +61,10 @@ def test_no_sample_starts_on_an_engine_whose_tokens_the_next_step_could_not_trai
     buffer = make_buffer(alpha=1, batch=2, retries=5)
     leases = lease_all(buffer, 0)
     finish_all(buffer, leases[:2], 0)
-    buffer.next_batch(0)
+    buffer.next_round(0)
     buffer.commit(0)
     finish_all(buffer, lease_all(buffer, 1), 1)
-    buffer.next_batch(1)  # from here on the next step is 2, which trains versions 1 and 2
+    buffer.next_round(1)  # from here on the next step is 2, which trains versions 1 and 2
     buffer.deliver(leases[2].lease_id, fail(leases[2]))
     assert buffer.lease([0]) is None
     again = buffer.lease([0, 1])
@@ -153,7 +153,7 @@ def test_without_queue_scheduling_a_batch_starts_only_when_the_last_one_is_home(
 def test_a_batch_never_waits_for_a_straggler_while_enough_groups_are_complete() -> None:
     buffer = make_buffer(alpha=1)
     finish_all(buffer, lease_all(buffer, 0)[1:], 0)
-    chosen = buffer.next_batch(0)
+    chosen = buffer.next_round(0)
     assert chosen is not None
     assert [group.group_id for group in chosen] == [1, 2]
 
@@ -162,9 +162,9 @@ def test_with_a_window_of_one_batch_groups_are_trained_in_the_order_of_issue() -
     buffer = make_buffer(alpha=1, fifo_window=1)
     leases = lease_all(buffer, 0)
     finish_all(buffer, leases[1:], 0)
-    assert buffer.next_batch(0) is None
+    assert buffer.next_round(0) is None
     finish_all(buffer, leases[:1], 0)
-    chosen = buffer.next_batch(0)
+    chosen = buffer.next_round(0)
     assert chosen is not None
     assert [group.group_id for group in chosen] == [0, 1]
 
@@ -174,7 +174,7 @@ def test_the_groups_with_the_oldest_tokens_are_trained_first() -> None:
     for lease in lease_all(buffer, 0):
         version = 0 if lease.task.group_id in (3, 4) else 1
         buffer.deliver(lease.lease_id, trajectory(lease.task, version))
-    chosen = buffer.next_batch(1)
+    chosen = buffer.next_round(1)
     assert chosen is not None
     assert [group.group_id for group in chosen] == [3, 4]
 
@@ -187,7 +187,7 @@ def test_mask_tokens_older_than_the_contract_are_left_out_and_booked_as_stale() 
     for lease in lease_all(buffer, 1)[:2]:
         mixed = [VersionRun(0, 2), VersionRun(1, 3)]
         buffer.deliver(lease.lease_id, trajectory(lease.task, 1, 5, versions=mixed))
-    chosen = buffer.next_batch(1)
+    chosen = buffer.next_round(1)
     assert chosen is not None
     shard = run_to_end(split_into_shards(gather(chosen, 1, 1), shards=1))[0]
     assert shard.total_tokens == 6
@@ -199,7 +199,7 @@ def test_mask_tokens_older_than_the_contract_are_left_out_and_booked_as_stale() 
 def test_mask_a_wholly_stale_group_is_given_up_and_its_place_goes_to_a_fresh_one() -> None:
     buffer = make_buffer(alpha=0, batch=2, steps=2, extra_groups=1)
     finish_all(buffer, lease_all(buffer, 0), 0)
-    assert buffer.next_batch(0) is not None
+    assert buffer.next_round(0) is not None
     assert buffer.samples.ledger.given_up == {Outcome.STALE: 2}
     buffer.commit(0)
     assert len(lease_all(buffer, 1)) == 4
@@ -210,10 +210,10 @@ def test_requeue_what_outgrows_the_window_is_withdrawn_and_starts_again_in_its_p
     buffer = make_buffer(alpha=1, batch=4, group=2, on_expire="requeue", steps=20)
     old = lease_all(buffer, 0)
     finish_all(buffer, old[:5], 0)  # groups 0 and 1, and the first member of group 2
-    buffer.next_batch(0)
+    buffer.next_round(0)
     buffer.commit(0)
     finish_all(buffer, lease_all(buffer, 1), 1)
-    chosen = buffer.next_batch(1)  # step 2 will train no token of version 0: group 2 and 3 have outgrown the window
+    chosen = buffer.next_round(1)  # step 2 will train no token of version 0: group 2 and 3 have outgrown the window
     assert chosen is not None
     assert [group.group_id for group in chosen] == [4, 5]
     assert buffer.samples.leases.to_cancel == [lease.lease_id for lease in old[5:]]
@@ -230,10 +230,10 @@ def test_requeue_what_outgrows_the_window_is_withdrawn_and_starts_again_in_its_p
 def test_mask_lets_the_same_samples_go_on() -> None:
     buffer = make_buffer(alpha=1, batch=4, group=2, on_expire="mask", steps=20)
     finish_all(buffer, lease_all(buffer, 0)[:5], 0)
-    buffer.next_batch(0)
+    buffer.next_round(0)
     buffer.commit(0)
     finish_all(buffer, lease_all(buffer, 1), 1)
-    assert buffer.next_batch(1) is not None
+    assert buffer.next_round(1) is not None
     assert buffer.samples.leases.to_cancel == []
 
 
@@ -241,13 +241,13 @@ def test_wait_holds_a_step_back_until_no_straggler_would_outgrow_the_window() ->
     buffer = make_buffer(alpha=1, batch=2, group=1, on_expire="wait")
     old = lease_all(buffer, 0)  # 4 samples, all to be trained by steps 0 and 1
     finish_all(buffer, old[:2], 0)
-    assert buffer.next_batch(0) is not None
+    assert buffer.next_round(0) is not None
     buffer.commit(0)
     finish_all(buffer, lease_all(buffer, 1), 1)
     assert buffer.samples.pool.ready_groups == 2
-    assert buffer.next_batch(1) is None
+    assert buffer.next_round(1) is None
     finish_all(buffer, old[2:], 0)
-    chosen = buffer.next_batch(1)
+    chosen = buffer.next_round(1)
     assert chosen is not None
     assert [group.group_id for group in chosen] == [2, 3]
 
@@ -256,10 +256,10 @@ def test_mask_does_not_hold_the_same_step_back() -> None:
     buffer = make_buffer(alpha=1, batch=2, group=1, on_expire="mask")
     old = lease_all(buffer, 0)
     finish_all(buffer, old[:2], 0)
-    buffer.next_batch(0)
+    buffer.next_round(0)
     buffer.commit(0)
     finish_all(buffer, lease_all(buffer, 1), 1)
-    assert buffer.next_batch(1) is not None
+    assert buffer.next_round(1) is not None
 
 
 # -- failures --------------------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def test_a_group_whose_prompt_is_too_long_is_given_up_at_once_and_as_a_whole() -
     assert set(buffer.samples.ledger.given_up) == {Outcome.TOO_LONG}
     assert first.task.group_id not in buffer.samples.pool
     finish_all(buffer, lease_all(buffer, 0), 0)
-    assert buffer.next_batch(0) is not None, "another group comes in its place"
+    assert buffer.next_round(0) is not None, "another group comes in its place"
 
 
 def test_an_infrastructure_failure_is_retried_within_its_budget_and_then_given_up_without_a_reward() -> None:
@@ -302,7 +302,7 @@ def test_an_infrastructure_failure_is_retried_within_its_budget_and_then_given_u
     assert buffer.samples.ledger.given_up == {Outcome.ENV_ERROR: 1}
     assert buffer.samples.ledger.retried == {Outcome.ENV_ERROR: 1}
     finish_all(buffer, lease_all(buffer, 0), 0)
-    chosen = buffer.next_batch(0)
+    chosen = buffer.next_round(0)
     assert chosen is not None
     assert [len(group.trajectories()) for group in chosen] == [1, 2]
 
@@ -343,7 +343,7 @@ def test_a_kind_of_environment_that_keeps_failing_goes_into_quarantine_and_the_o
     fresh = lease_all(buffer, 0)
     assert {lease.task.kind for lease in fresh} == {"good"}
     finish_all(buffer, fresh, 0)
-    assert buffer.next_batch(0) is not None
+    assert buffer.next_round(0) is not None
     buffer.commit(0)
     assert buffer.samples.ledger.given_up == {Outcome.ENV_ERROR: 4}
 
@@ -377,7 +377,7 @@ def test_a_run_that_is_resumed_tries_what_was_in_quarantine_again() -> None:
     again = resumed(buffer, 0, **options)
     assert "in quarantine and are tried again: 'a', 'b'" in again.samples.notes[0]
     finish_all(again, lease_all(again, 0), 0)
-    assert again.next_batch(0) is not None
+    assert again.next_round(0) is not None
     again.commit(0)
 
 
@@ -398,7 +398,7 @@ def test_no_group_is_of_two_sets_of_problems(on_expire: str) -> None:
 
 
 def gathered(buffer: SampleBuffer, step: int) -> list[Group]:
-    groups = buffer.next_batch(step)
+    groups = buffer.next_round(step)
     assert groups is not None
     buffer.commit(step)
     return groups
@@ -425,7 +425,7 @@ def test_the_first_finishers_of_a_group_win_and_the_others_are_withdrawn_at_once
     assert len(leases) == 4
     finish_all(buffer, [leases[3], leases[1]], 0)
     assert buffer.samples.leases.to_cancel == [leases[0].lease_id, leases[2].lease_id]
-    chosen = buffer.next_batch(0)
+    chosen = buffer.next_round(0)
     assert chosen is not None
     assert [t.task.sample_index for t in chosen[0].trajectories()] == [1, 3]
     buffer.deliver(leases[0].lease_id, fail(leases[0], Outcome.CANCELLED, tokens=5))
@@ -449,7 +449,7 @@ def test_redundant_groups_are_started_on_top_and_the_last_one_home_is_cancelled_
     leases = lease_all(buffer, 0)
     assert len(leases) == 6
     finish_all(buffer, leases[1:], 0)
-    assert buffer.next_batch(0) is not None
+    assert buffer.next_round(0) is not None
     assert buffer.samples.leases.to_cancel == [leases[0].lease_id]
     buffer.deliver(leases[0].lease_id, fail(leases[0], Outcome.CANCELLED, tokens=9))
     buffer.commit(0)
@@ -463,10 +463,10 @@ def test_no_more_groups_are_cancelled_for_their_age_than_are_redundant() -> None
     old = lease_all(buffer, 0)
     assert len(old) == 5
     finish_all(buffer, old[:2], 0)
-    buffer.next_batch(0)
+    buffer.next_round(0)
     buffer.commit(0)
     finish_all(buffer, lease_all(buffer, 1), 1)
-    buffer.next_batch(1)  # three samples of version 0 still run, and step 2 trains none of it
+    buffer.next_round(1)  # three samples of version 0 still run, and step 2 trains none of it
     assert buffer.samples.leases.to_cancel == [old[2].lease_id]
 
 
@@ -474,7 +474,7 @@ def test_the_end_of_the_run_books_what_redundancy_left_over() -> None:
     buffer = make_buffer(alpha=0, batch=2, group=2, extra_groups=1, steps=1)
     leases = lease_all(buffer, 0)
     finish_all(buffer, leases[:3], 0)
-    buffer.next_batch(0)
+    buffer.next_round(0)
     buffer.commit(0)
     buffer.close()
     assert buffer.samples.in_flight == 0
@@ -552,7 +552,7 @@ def test_under_a_lower_ratio_a_step_waits_for_no_sample_that_may_only_go_out_aft
     assert (again.samples.pool.ready_groups, again.samples.leases.out, lease_all(again, 0)) == (2, {}, [])
     for step in range(2):
         finish_all(again, lease_all(again, step), step)
-        assert again.next_batch(step) is not None
+        assert again.next_round(step) is not None
         again.commit(step)
     assert len(lease_all(again, 2)) > 0
 
@@ -562,13 +562,13 @@ def test_under_a_lower_ratio_what_is_too_old_for_the_first_step_makes_room_for_w
     options: dict[str, Any] = {"batch": 2, "group": 2, "on_expire": on_expire}
     buffer = make_buffer(alpha=2, **options)
     finish_all(buffer, lease_all(buffer, 0), 0)
-    buffer.next_batch(0)
+    buffer.next_round(0)
     buffer.commit(0)
     again = resumed(buffer, 1, alpha=0, **options)
-    assert again.next_batch(1) is None
+    assert again.next_round(1) is None
     assert again.samples.ledger.discarded_tokens == {Outcome.STALE: 12}
     finish_all(again, lease_all(again, 1), 1)
-    chosen = again.next_batch(1)
+    chosen = again.next_round(1)
     assert chosen is not None
     assert [group.trained_tokens(1) for group in chosen] == [6]
     again.samples.check()
@@ -581,13 +581,13 @@ def test_resumed_under_another_bound_of_tokens_the_next_step_trains_by_that(boun
     first, second = lease_all(buffer, 0)
     finish_all(buffer, [first], 0)
     for step in range(3):
-        assert buffer.next_batch(step) is not None
+        assert buffer.next_round(step) is not None
         buffer.commit(step)
         finish_all(buffer, lease_all(buffer, step + 1)[:1], step + 1)
     runs = [VersionRun(0, 4), VersionRun(1, 3), VersionRun(2, 2)]
     buffer.deliver(second.lease_id, trajectory(second.task, 0, 9, versions=runs))
     again = resumed(buffer, 3, **options, max_token_age=bound)
-    assert again.next_batch(3) is not None
+    assert again.next_round(3) is not None
     (group,) = again.samples.batches.training.values()
     before = again.samples.ledger.trained_tokens
     again.commit(3)
@@ -598,13 +598,13 @@ def test_resumed_under_another_bound_of_tokens_the_next_step_trains_by_that(boun
 def test_members_that_had_no_place_at_their_last_chance_are_not_trained_without_a_recent_token() -> None:
     buffer = make_buffer(alpha=2, batch=8, group=4)
     finish_all(buffer, lease_all(buffer, 0)[:-1], 0)
-    buffer.next_batch(0)
+    buffer.next_round(0)
     buffer.commit(0)
     again = resumed(buffer, 1, alpha=1, batch=8, group=4)
     for step in range(1, 3):
         leases = [lease for lease in lease_all(again, step) if lease.task.group_id != 5]
         finish_all(again, leases, step)
-        chosen = again.next_batch(step)
+        chosen = again.next_round(step)
         assert chosen is not None
         assert all(group.trained_tokens(step - 1) > 0 for group in chosen)
         again.commit(step)
@@ -616,14 +616,14 @@ def test_a_group_that_comes_home_without_a_recent_token_leaves(on_expire: str) -
     old = lease_all(buffer, 0)
     for step in range(2):
         finish_all(buffer, [lease for lease in old if lease.task.group_id == step], 0)
-        assert buffer.next_batch(step) is not None
+        assert buffer.next_round(step) is not None
         buffer.commit(step)
     late = [lease for lease in old if lease.task.group_id > 1]
     finish_all(buffer, late, 0)
     assert buffer.samples.pool.ready_groups == 0
-    assert buffer.next_batch(2) is None
+    assert buffer.next_round(2) is None
     finish_all(buffer, lease_all(buffer, 2), 2)
-    groups = buffer.next_batch(2)
+    groups = buffer.next_round(2)
     assert groups is not None
     assert all(group.trained_tokens(1) for group in groups)
     buffer.samples.check()
@@ -631,11 +631,11 @@ def test_a_group_that_comes_home_without_a_recent_token_leaves(on_expire: str) -
 
 def test_a_late_part_of_a_group_without_a_recent_token_leaves() -> None:
     buffer, late = with_a_straggler()
-    assert buffer.next_batch(1) is not None
+    assert buffer.next_round(1) is not None
     buffer.commit(1)
     finish_all(buffer, lease_all(buffer, 2), 2)
     buffer.deliver(late.lease_id, trajectory(late.task, 0, 6))
-    groups = buffer.next_batch(2)
+    groups = buffer.next_round(2)
     assert groups is not None
     assert [group.group_id for group in groups] == [4, 5]
     assert buffer.samples.ledger.given_up == {Outcome.STALE: 1}
@@ -653,7 +653,7 @@ def test_dealing_gives_every_sample_to_one_rank_and_balances_tokens(lengths: lis
         token_ids = np.arange(100 * index, 100 * index + length + 2, dtype="<i4").tobytes()
         made = msgspec.structs.replace(trajectory(lease.task, 0, tokens=length), token_ids=token_ids)
         buffer.deliver(lease.lease_id, made)
-    groups = buffer.next_batch(0)
+    groups = buffer.next_round(0)
     assert groups is not None
     shards = run_to_end(split_into_shards(gather(groups, 0, 0), ranks))
     assert sorted(sample.index for shard in shards for sample in shard.samples) == list(range(len(lengths)))
@@ -672,7 +672,7 @@ def with_a_straggler(**rules: Any) -> tuple[SampleBuffer, Lease]:
     old = lease_all(buffer, 0)
     finish_all(buffer, [lease for lease in old if lease.task.group_id != 1][:8], 0)
     finish_all(buffer, [lease for lease in old if lease.task.group_id == 1][:3], 0, reward=0.5)
-    chosen = buffer.next_batch(0)
+    chosen = buffer.next_round(0)
     assert chosen is not None
     assert [group.group_id for group in chosen] == [0, 2]
     buffer.commit(0)
@@ -686,7 +686,7 @@ def test_members_at_their_last_chance_are_trained_without_the_straggler_of_their
 ) -> None:
     """With a larger `max_token_age` the late member keeps its first tokens, and no step waits for it."""
     buffer, late = with_a_straggler(max_token_age=bound)
-    chosen = buffer.next_batch(1)
+    chosen = buffer.next_round(1)
     assert chosen is not None
     assert [(group.group_id, len(group.trajectories())) for group in chosen] == [(1, 3), (3, 4)]
     buffer.commit(1)
@@ -694,7 +694,7 @@ def test_members_at_their_last_chance_are_trained_without_the_straggler_of_their
     finish_all(buffer, lease_all(buffer, 2), 2)
     mixed = [VersionRun(0, 4), VersionRun(2, 2)]
     buffer.deliver(late.lease_id, trajectory(late.task, 2, 6, reward=1.0, versions=mixed))
-    later = buffer.next_batch(2)
+    later = buffer.next_round(2)
     assert later is not None
     assert [group.group_id for group in later] == [4, 5, 1], "it comes on top of the step's own groups"
     shard = run_to_end(split_into_shards(gather(later, 2, 2 - (bound or 1)), shards=1))[0]
@@ -714,15 +714,15 @@ def test_who_completes_a_group_that_is_chosen_already_beats_the_others_of_it(hom
     finish_all(buffer, [lease for lease in old if lease.task.group_id < 4], 0)
     late = [lease for lease in old if lease.task.group_id == 7]
     finish_all(buffer, late[:7], 0)
-    while buffer.next_batch(0) is None:
+    while buffer.next_round(0) is None:
         buffer.do_slice()
     buffer.commit(0)
     finish_all(buffer, [lease for lease in old if 4 <= lease.task.group_id < 7], 0)
     while buffer.do_slice():
         pass
-    assert buffer.next_batch(1) is None, "what was chosen is being gathered"
+    assert buffer.next_round(1) is None, "what was chosen is being gathered"
     finish_all(buffer, late[7 : 7 + home], 0)
-    while (groups := buffer.next_batch(1)) is None:
+    while (groups := buffer.next_round(1)) is None:
         buffer.do_slice()
     assert [(group.group_id, len(group.trajectories())) for group in groups] == [(4, 8), (5, 8), (6, 8), (7, 8)]
     while buffer.do_slice():
@@ -736,7 +736,7 @@ def test_who_completes_a_group_that_is_chosen_already_beats_the_others_of_it(hom
 
 def test_a_straggler_of_a_trained_group_that_fails_for_good_takes_no_place_with_it() -> None:
     buffer, late = with_a_straggler(retries=0)
-    buffer.next_batch(1)
+    buffer.next_round(1)
     buffer.commit(1)
     before = len(lease_all(buffer, 2))
     buffer.deliver(late.lease_id, fail(late))
@@ -748,7 +748,7 @@ def test_a_straggler_of_a_trained_group_that_fails_for_good_takes_no_place_with_
 def test_synchronous_training_never_splits_a_group() -> None:
     buffer = make_buffer(alpha=0, batch=8, group=4)
     finish_all(buffer, lease_all(buffer, 0)[1:], 0)
-    assert buffer.next_batch(0) is None
+    assert buffer.next_round(0) is None
 
 
 def test_a_group_of_which_too_much_is_missing_waits() -> None:
@@ -757,9 +757,9 @@ def test_a_group_of_which_too_much_is_missing_waits() -> None:
     two_of_four = make_buffer(alpha=1, batch=4, group=4, steps=20)
     old = lease_all(two_of_four, 0)
     finish_all(two_of_four, [*old[:2], *old[4:]], 0)
-    assert two_of_four.next_batch(0) is not None
+    assert two_of_four.next_round(0) is not None
     two_of_four.commit(0)
-    assert two_of_four.next_batch(1) is None
+    assert two_of_four.next_round(1) is None
 
 
 def test_law_2_tokens_that_a_sample_lost_on_its_way_are_booked_as_generated_and_discarded() -> None:

@@ -219,7 +219,7 @@ def test_at_a_ratio_of_zero_the_same_problems_are_issued_in_whatever_order_group
                 buffer.deliver(lease.lease_id, trajectory(task, version, reward=float(bool(differs))))
                 if dice.random() < 0.5 or not out:
                     out += lease_all(buffer, version)
-            taken = buffer.next_batch(version)
+            taken = buffer.next_round(version)
             assert taken is not None
             steps.append((sorted(problems), [group.members[0].task.seed for group in taken]))
             buffer.commit(version)
@@ -271,14 +271,14 @@ def test_a_step_does_not_wait_for_the_slow_domain_until_the_drift_is_used_up() -
                 slow.append(lease)
             else:
                 buffer.deliver(lease.lease_id, trajectory(lease.task, version))
-        if not buffer.has_batch(version):
+        if not buffer.has_round(version):
             break
-        assert buffer.next_batch(version) is not None
+        assert buffer.next_round(version) is not None
         buffer.commit(version)
     assert version == 2, "a batch ahead and a group: 4 of 4 and 4 of 8, and 1 of 12 too many"
     for lease in slow:
         buffer.deliver(lease.lease_id, trajectory(lease.task, version))
-    assert buffer.has_batch(version)
+    assert buffer.has_round(version)
 
 
 class Timed:
@@ -331,13 +331,13 @@ class Timed:
         self.tidy()
 
     def step(self) -> bool:
-        if not self.buffer.has_batch(self.version):
+        if not self.buffer.has_round(self.version):
             return False
         if not self.drift and not self.buffer.samples.leases.out and not self.buffer.available(self.version):
             self.crowded = True
-        groups = self.buffer.next_batch(self.version)
+        groups = self.buffer.next_round(self.version)
         self.tidy()
-        groups = groups or self.buffer.next_batch(self.version)
+        groups = groups or self.buffer.next_round(self.version)
         assert groups is not None
         oldest = self.version - math.ceil(self.alpha)
         for group in groups:
@@ -425,7 +425,7 @@ def test_a_step_takes_what_is_left_of_a_domain_in_quarantine_whatever_versions_i
         for lease in [each for each in [*leases, *lease_all(buffer, 1)] if each.lease_id in buffer.samples.leases.out]:
             buffer.deliver(lease.lease_id, Failure(lease.task, Outcome.REWARD_ERROR, "boom", 0))
     assert "in quarantine" in buffer.samples.notes[-1]
-    groups = buffer.next_batch(1)
+    groups = buffer.next_round(1)
     assert groups is not None
     assert [group.group_id for group in groups] == [0, 1, 2]
 
@@ -436,7 +436,7 @@ def test_a_step_of_what_another_mixture_has_begun_waits_for_no_domain_that_has_n
         before.deliver(lease.lease_id, trajectory(lease.task, 0))
     buffer = buffer_of(rules(a=1, b=50), groups=3, alpha=0, drift=0, state=before.samples.snapshot())
     assert lease_all(buffer, 0) == []
-    assert buffer.next_batch(0) is not None
+    assert buffer.next_round(0) is not None
     buffer.commit(0)
     assert {lease.task.kind for lease in lease_all(buffer, 1)} == {"b"}
 
@@ -458,7 +458,7 @@ def test_a_solved_domain_neither_ends_a_run_that_drops_equal_rewards_nor_takes_i
     buffer = buffer_of(domains, groups=4, alpha=1, steps=12)
     issued: Counter[str] = Counter()
     for step in range(12):
-        while (groups := buffer.next_batch(step)) is None:
+        while (groups := buffer.next_round(step)) is None:
             leases = lease_all(buffer, step)
             issued.update(lease.task.kind for lease in leases)
             for lease in leases:
@@ -492,7 +492,7 @@ def test_shares_count_anew_when_a_domain_comes_out_of_quarantine() -> None:
     journal = MemoryJournal()
     buffer = buffer_of(domains, groups=2, alpha=0, journal=journal)
     for step in range(3):
-        while buffer.next_batch(step) is None:
+        while buffer.next_round(step) is None:
             for lease in lease_all(buffer, step):
                 bad = Failure(lease.task, Outcome.ENV_ERROR, "boom", 1)
                 buffer.deliver(lease.lease_id, bad if lease.task.kind == "a" else trajectory(lease.task, step))

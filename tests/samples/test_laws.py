@@ -193,7 +193,7 @@ class Incarnation(RuleBasedStateMachine):
     @precondition(lambda self: not self.training and self.version < STEPS)
     @rule()
     def take(self) -> None:
-        groups = self.buffer.next_batch(self.version)
+        groups = self.buffer.next_round(self.version)
         # What was chosen may still be gathered: other things happen meanwhile.
         self.taking = groups is None and bool(self.buffer.samples.backlog)
         if groups is None:
@@ -328,7 +328,7 @@ class Incarnation(RuleBasedStateMachine):
 
     def can_take(self) -> bool:
         twin = self.twin()
-        while (groups := twin.next_batch(self.version)) is None and twin.samples.backlog:
+        while (groups := twin.next_round(self.version)) is None and twin.samples.backlog:
             twin.do_slice()
         return groups is not None
 

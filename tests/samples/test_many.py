@@ -110,14 +110,14 @@ def test_the_choice_by_counts_is_that_of_looking_at_every_group(
             eligible.put(group.group_id, oldest, group.kind)
     contract = AgeContract(alpha, size * 2, 2, 10)
     expected = patient(contract, step, groups, before, wait, most)
-    assert choose(contract, step, eligible, counts.begun, before=before, wait=wait, limits=most) == expected
+    assert choose(contract, step, size, eligible, counts.begun, before=before, wait=wait, limits=most) == expected
     assert counts.in_flight == sum(group.alive for group in groups)
     assert counts.tokens == sum(t.action_count for group in groups for t in group.trajectories())
     for group in groups:
         counts.forget(group.group_id)
         eligible.remove(group.group_id)
     assert (counts.in_flight, counts.tokens, counts.begun) == (0, 0, {})
-    assert eligible.first(1, None) is None
+    assert eligible.first(1, None) == {}
 
 
 def test_chores_are_done_in_order_a_slice_at_a_time() -> None:
@@ -153,7 +153,7 @@ def test_a_batch_is_the_same_however_it_is_gathered(at_once: int | None) -> None
     leases = lease_all(buffer, 0)
     finish_all(buffer, leases[2:], 0)
     slices = 0
-    while (groups := buffer.next_batch(0)) is None:
+    while (groups := buffer.next_round(0)) is None:
         assert buffer.samples.backlog
         buffer.do_slice()
         slices += 1
@@ -172,11 +172,11 @@ def test_a_window_in_order_of_issue_follows_the_places_of_returned_groups() -> N
     buffer = make_buffer(alpha=2, batch=4, group=2, retries=0, fifo_window=1.0)
     leases = lease_all(buffer, 0)
     finish_all(buffer, leases[4:8], 0)
-    assert buffer.next_batch(0) is None
+    assert buffer.next_round(0) is None
     for lease in leases[:2]:
         buffer.deliver(lease.lease_id, Failure(lease.task, Outcome.ENV_ERROR, "boom", 0))
     finish_all(buffer, leases[2:4], 0)
-    groups = buffer.next_batch(0)
+    groups = buffer.next_round(0)
     assert groups is not None
     assert [group.group_id for group in groups] == [1, 2]
 
@@ -204,12 +204,12 @@ def test_the_leases_of_a_lost_node_go_back_a_slice_at_a_time_and_no_batch_is_for
     buffer.revoke([lease.lease_id for lease in leases[8:]])
     slices = 0
     while buffer.samples.backlog:
-        assert not buffer.has_batch(0)
+        assert not buffer.has_round(0)
         buffer.samples.check()
         buffer.do_slice()
         slices += 1
     assert slices == 8
-    assert buffer.has_batch(0)
+    assert buffer.has_round(0)
     assert [lease.task for lease in lease_all(buffer, 0)] == [lease.task for lease in leases[8:]]
 
 

@@ -92,7 +92,7 @@ class Incarnation:
 
     def train(self) -> None:
         if not self.training:
-            groups = self._buffer.next_batch(self.version)
+            groups = self._buffer.next_round(self.version)
             if groups is not None:
                 self.training, self.batches[self.version] = True, {group.group_id for group in groups}
         else:
@@ -172,7 +172,7 @@ def test_a_run_goes_on_from_any_version_since_the_checkpoint_however_often_its_h
 
 def one_step(buffer: SampleBuffer, step: int) -> None:
     finish_all(buffer, lease_all(buffer, step), step)
-    assert buffer.next_batch(step) is not None
+    assert buffer.next_round(step) is not None
 
 
 def test_what_was_trained_since_the_checkpoint_is_trained_again_in_the_same_batches_and_booked_once() -> None:
@@ -181,7 +181,7 @@ def test_what_was_trained_since_the_checkpoint_is_trained_again_in_the_same_batc
     batches: list[list[int]] = []
     for step in range(3):
         finish_all(buffer, lease_all(buffer, step), step)
-        groups = buffer.next_batch(step)
+        groups = buffer.next_round(step)
         assert groups is not None
         batches.append([group.group_id for group in groups])
         if step < 2:
@@ -192,8 +192,8 @@ def test_what_was_trained_since_the_checkpoint_is_trained_again_in_the_same_batc
     assert (again.samples.ledger.issued, again.samples.ledger.trained) == (buffer.samples.ledger.issued, 0)
     assert again.samples.ledger.generated_tokens == buffer.samples.ledger.generated_tokens
     for step, expected in enumerate(batches):
-        assert again.has_batch(step)
-        groups = again.next_batch(step)
+        assert again.has_round(step)
+        groups = again.next_round(step)
         assert groups is not None
         assert [group.group_id for group in groups] == expected
         assert again.lease([step]) is None, "what was generated is generated again"
@@ -216,7 +216,7 @@ def test_under_a_lower_ratio_no_batch_is_trained_again_of_which_less_would_count
     again = void(make(alpha=0, state=state, step=1, incarnation=1, **options))
     for step in range(1, 4):
         finish_all(again, lease_all(again, step), step)
-        groups = again.next_batch(step)
+        groups = again.next_round(step)
         assert groups is not None
         assert [group.trained_tokens(step) for group in groups] == [6, 6]
         again.commit(step)
@@ -226,7 +226,7 @@ def test_under_a_lower_ratio_no_batch_is_trained_again_of_which_less_would_count
     # Under the same ratio they are the same batches.
     state = replayed(None, 0, journal.events).state(until=1)
     same = void(make(alpha=2, state=state, step=1, incarnation=1, **options))
-    assert [group.group_id for group in same.next_batch(1) or []] == [2, 3]
+    assert [group.group_id for group in same.next_round(1) or []] == [2, 3]
 
 
 def test_a_batch_of_former_problems_that_is_put_together_anew_begins_nothing() -> None:
@@ -246,7 +246,7 @@ def test_a_batch_of_former_problems_that_is_put_together_anew_begins_nothing() -
 
 
 def trained(buffer: SampleBuffer, step: int) -> None:
-    assert buffer.next_batch(step) is not None
+    assert buffer.next_round(step) is not None
     buffer.commit(step)
     while buffer.do_slice():
         pass
@@ -263,7 +263,7 @@ def test_what_the_versions_have_sampled_that_a_run_goes_back_from_is_trained_by_
     state = replayed(None, 0, journal.events).state(until=1)
     again = void(make(alpha=0, state=state, step=1, incarnation=1, **options))
     for step in range(1, 5):
-        while (groups := again.next_batch(step)) is None:
+        while (groups := again.next_round(step)) is None:
             finish_all(again, lease_all(again, step), step)
         assert [group.newest_version for group in groups] == [step, step]
         again.commit(step)
@@ -330,7 +330,7 @@ def test_after_the_breaker_has_ended_a_run_it_can_be_resumed_and_counts_anew() -
     leases = lease_all(again, 0)
     again.deliver(leases[0].lease_id, Failure(leases[0].task, Outcome.ENV_ERROR, "boom", 1))
     finish_all(again, leases[1:], 0)
-    assert again.next_batch(0) is not None
+    assert again.next_round(0) is not None
     again.samples.check()
 
 

@@ -37,7 +37,7 @@ def test_a_group_that_is_trained_in_parts_counts_once() -> None:
         if lease is not late:
             buffer.deliver(lease.lease_id, trajectory(lease.task, 0, reward=float(lease.lease_id % 2)))
     for version in (0, 1):
-        assert buffer.next_batch(version) is not None
+        assert buffer.next_round(version) is not None
         buffer.commit(version)
         buffer.do_slice()
     cursor = buffer.samples.source.cursor

@@ -188,10 +188,10 @@ def test_minibatches_keep_groups_whole_on_all_ranks() -> None:
     places: dict[int, set[int]] = {}
     for rank in ranks:
         parts = split_minibatches(rank, 2)
-        assert sum(map(len, parts)) == len(rank.samples)
-        for place, part in enumerate(parts):
+        assert sum(len(part) for _, part in parts) == len(rank.samples)
+        for place, part in parts:
             for sample in part:
-                places.setdefault(sample.trajectory.task.group_id, set()).add(place)
+                places.setdefault(sample.trajectory.task.group_id, set()).add(place.number)
     assert places == {0: {0}, 1: {0}, 2: {1}, 3: {1}}
 
 

@@ -17,12 +17,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 from flash.branches import count_trained_branches
 from flash.config.tree import Config
 from flash.foreign.forking import ForkedProcess, ForkServer
+from flash.samples.batches import split_into_shards, split_rounds
 from flash.sampling import Kept, Sampling
 from flash.trainer import checkpoint, checkpoint_files, step
 from flash.trainer.model.model import published_parameters
 from flash.trainer.model.packed import takes_packed_rows
 from flash.trainer.model.packing_check import use_own_attention
-from flash.types import Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
+from flash.types import Batch, Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
+from flash.waiting import run_to_end
 from tests.branching import joined
 
 VOCABULARY = 40
@@ -277,6 +279,20 @@ def partly_kept(shard: Shard) -> Shard:
 def part_of(shard: Shard, indices: list[int]) -> Shard:
     """Return the shard of a rank that has these samples."""
     return msgspec.structs.replace(shard, samples=[shard.samples[index] for index in indices])
+
+
+def rounds_of(shard: Shard, sizes: list[int], shards: int = 1, minibatches: int = 1) -> list[list[Shard]]:
+    """Return the shards of each round of a complete batch, as the hub deals them. A round has `sizes` samples."""
+    trajectories = [sample.trajectory for sample in shard.samples]
+    batch = Batch(shard.step, shard.min_version, trajectories, shard.earlier, sizes)
+    return [run_to_end(split_into_shards(one, shards, minibatches, place)) for one, place in split_rounds(batch)]
+
+
+def train_in_rounds(trainer: step.Trainer, rounds: list[Shard]) -> dict[str, float]:
+    """Train a step in rounds, and return its metrics."""
+    for shard in rounds:
+        trainer.train_round(shard)
+    return trainer.finish_step()
 
 
 class Rank(ForkedProcess):

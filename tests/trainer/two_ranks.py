@@ -30,6 +30,8 @@ from tests.trainer.trainer_cases import (
     make_config,
     part_of,
     random_shard,
+    rounds_of,
+    train_in_rounds,
     weights_of,
 )
 
@@ -103,6 +105,11 @@ CASES: dict[str, dict[str, Any]] = {
             ("uneven", "coupled", "batch"), ("all on one", "local", "first"), ("even", "global", "batch")
         )
     },
+    "rounds": {"rounds": [4, 3, 1, 5], "aged": True, "algorithm": {"corrections": [{"kind": "icepop", "low": 0.5}]}},
+    "rounds, adapters and minibatches": {
+        "rounds": [4, 4, 5], "aged": True, "lora": {"rank": 4}, "train": {"minibatches": 2},
+        "algorithm": {"options": {"proximal": "ewma"}, "kl": {"coefficient": 0.3}},
+    },
     "supervised": {"split": "uneven", "algorithm": {"objective": "algorithms.objectives.reinforce:Supervised"}},
     "critic": {"split": "uneven", "aged": True, "algorithm": {"objective": "ppo"}, "critic": {}},
     "critics": {
@@ -120,6 +127,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def case_config(model: Path, case: dict[str, Any]) -> Any:
     train = {"learning_rate": 1e-3, "max_grad_norm": 1e9, "max_tokens_per_microbatch": 40, "async_ratio": 2.0}
+    train |= {"stream": "rounds" in case}
     tables = {"train": train | case.get("train", {}), "algorithm": case.get("algorithm", {})}
     if "teacher" in tables["algorithm"]:
         tables["algorithm"] = tables["algorithm"] | {"teacher": case["algorithm"]["teacher"] | {"path": str(model)}}
@@ -142,7 +150,14 @@ def gradients(model: Path, names: Sequence[str], rank: int) -> dict[str, Any]:
     for name in names:
         case = CASES[name]
         trainer = Trainer(case_config(model, case))
-        metrics = trainer.train_step(part_of(case_batch(trainer, case), SPLITS[case["split"]][rank]))
+        batch = case_batch(trainer, case)
+        if "rounds" in case:
+            minibatches = case.get("train", {}).get("minibatches", 1)
+            metrics = train_in_rounds(
+                trainer, [shards[rank] for shards in rounds_of(batch, case["rounds"], 2, minibatches)]
+            )
+        else:
+            metrics = trainer.train_step(part_of(batch, SPLITS[case["split"]][rank]))
         results[name] = {
             "metrics": metrics,
             "gradient": gradient_of(trainer),

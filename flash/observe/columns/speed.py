@@ -56,6 +56,12 @@ SPEED = ColumnGroup(
             tracker_name="perf/train_time",
         ),
         Column(
+            "streamed_share",
+            "share of `trainer_step_s` in which samples of the same batch were still being generated (`train.stream`)",
+            "share",
+            label="trained while sampling",
+        ),
+        Column(
             "trainer_wait_s",
             "seconds of `interval_s` in which the trainer waited for a batch",
             "s",

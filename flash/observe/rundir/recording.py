@@ -52,6 +52,8 @@ class RecordingHead(msgspec.Struct, frozen=True):
     """`Batch.earlier` of the batch."""
     format: Literal[3]
     """`FORMAT`. An older Flash must refuse the file: it would assume that each token was sampled from all tokens."""
+    rounds: list[int] = []
+    """`Batch.rounds` of the batch."""
 
 
 def write_batch(folder: Path, batch: Batch) -> None:
@@ -66,7 +68,9 @@ def write_batch(folder: Path, batch: Batch) -> None:
     aside = file.with_name(file.name + ".tmp")
     try:
         with aside.open("wb") as out:
-            head = RecordingHead(batch.step, batch.min_version, len(batch.trajectories), batch.earlier, FORMAT)
+            head = RecordingHead(
+                batch.step, batch.min_version, len(batch.trajectories), batch.earlier, FORMAT, batch.rounds
+            )
             frame = bytearray()
             for record in (head, *batch.trajectories):
                 append_frame(frame, record)
@@ -106,7 +110,7 @@ def read_batch(folder: Path, step: int) -> Batch:
         raise RecordingError(f"{file} is the batch of another step: it was recorded as that of step {head.step}")
     if head.trajectories != len(trajectories):
         raise RecordingError(f"{file} is damaged: it holds {len(trajectories)} of {head.trajectories} trajectories")
-    return Batch(head.step, head.min_version, trajectories, head.earlier)
+    return Batch(head.step, head.min_version, trajectories, head.earlier, head.rounds)
 
 
 def step_named(name: str) -> int | None:

@@ -17,6 +17,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from flash.config.check_learning import why_not_streamed
 from flash.config.machine import count_gpus
 from flash.config.models import is_hub_id, other_models
 from flash.config.tree import Config
@@ -52,6 +53,9 @@ def dry_run(config: Config) -> list[str]:
     """
     try_objective(config)
     lines = [f"objective: {config.algorithm.objective} gives finite losses and gradients"]
+    if config.train.stream:
+        why = why_not_streamed(config)
+        lines.append("steps: streamed" if why is None else f"steps: wait for their whole batches, because {why}")
     if (present := count_gpus()) < config.gpus_per_node:
         lines.append(
             f"machine: {present} NVIDIA GPUs here, where cluster.gpus_per_node = {config.gpus_per_node}: the run "
