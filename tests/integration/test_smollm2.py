@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import anyio
 import pytest
 import torch
 
 from flash.cli.main import main
-from flash.config.load import load
-from flash.config.tree import ModelConfig
+from flash.config.load import dump, load
+from flash.config.tree import Config, ModelConfig
 from flash.rollout.engine import ResponseRequest
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.rollout.vllm.engine import VLLMEngine
@@ -19,6 +20,7 @@ from flash.sampling import Sampling
 from flash.trainer.model.canary import MIN_TOLERANCE
 from flash.trainer.model.model import load_model
 from flash.types import Completion, Message
+from tests.forked_command import ForkedCommand
 from tests.integration.whole_run import REPOSITORY, Run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
@@ -100,11 +102,31 @@ def test_an_agent_is_trained_on_it_with_the_defaults_and_what_is_exported_says_t
             said = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=24, do_sample=False)
         expected.append(said[0, len(prompt) :].tolist())
     assert "Paris" in tokenizer.decode(expected[0])
-    assert anyio.run(greedy, VLLMEngine(config, 0, []), prompts) == expected
+    output = tmp_path / "said.json"
+    (tmp_path / "config.toml").write_text(dump(config))
+    words = ("-c", GREEDY, str(tmp_path / "config.toml"), json.dumps(prompts), str(output))
+    with (tmp_path / "greedy.txt").open("wb") as file:
+        engine = ForkedCommand(words, output=file.fileno(), folder=REPOSITORY, variables=os.environ)
+    assert engine.wait(200) == 0, (tmp_path / "greedy.txt").read_text()
+    assert json.loads(output.read_text()) == expected
 
 
-async def greedy(engine: VLLMEngine, prompts: Sequence[list[int]]) -> list[list[int]]:
-    """What a vLLM engine says at temperature 0."""
+GREEDY = f"""
+import anyio, json, sys
+from pathlib import Path
+from flash.config.load import load
+from {__name__} import greedy
+
+_, config, prompts, output = sys.argv
+said = anyio.run(greedy, load([Path(config)], []), json.loads(prompts))
+Path(output).write_text(json.dumps(said))
+"""
+"""Program that writes the responses of an engine at temperature 0 into a file."""
+
+
+async def greedy(config: Config, prompts: Sequence[list[int]]) -> list[list[int]]:
+    """Return the responses of a new vLLM engine at temperature 0."""
+    engine = VLLMEngine(config, 0, [])
     said: list[list[int]] = []
     await engine.start()
     try:
