@@ -72,7 +72,8 @@ def dry_run(config: Config) -> list[str]:
     (turn,) = played.turns
     prompt = played.action_spans[0].start
     lines.append(f"environment: {config.env.path} shows {prompt} tokens: {_short(turn.observation)}")
-    lines.append(f"environment: {_short(turn.action)} as the answer gets reward {turn.reward:g}")
+    stand_in = "the prompt's last token in place of a model's answer"
+    lines.append(f"environment: {_short(turn.action)} ({stand_in}) gets reward {turn.reward:g}")
     lines += own
     if config.observe.sink is not None:
         lines.append(f"sink: {config.observe.sink} takes what it will be called with")
