@@ -168,7 +168,10 @@ class AgentRun:
 
     @property
     def failure(self) -> str:
-        """Reason of the agent's failure, as the end of a sentence; empty if the agent has answered."""
+        """Reason of the agent's failure, as the end of a sentence; empty if the agent has answered.
+
+        Only for an agent that has ended: a running agent has not returned anything yet.
+        """
         error: BaseException | None = self._run.error
         if isinstance(error, asyncio.CancelledError):
             return ": it was cancelled from within"
@@ -250,7 +253,7 @@ class Agent:
         """Start the agent with the task of this seed, and return the agent's first request as the observation.
 
         Raises:
-            EnvError: the agent ended before its first request.
+            EnvError: the agent ended, or rewarded itself, before its first request.
         """
         self._tasks = wrap(self._make_tasks())
         task = _as_text(check_reset_result(await self._tasks.reset(seed))[0])
@@ -262,6 +265,8 @@ class Agent:
         self._run = AgentRun(self._agent(), (self._endpoint.url, self._key, task), self._session)
         self._pending = await self._next_request()
         if self._pending is None:
+            if self._session.reward is not None:  # The agent itself may still run.
+                raise EnvError("the agent ended its episode with a reward before it had asked anything")
             raise EnvError(f"the agent ended before it had asked anything{self._run.failure}")
         return self._pending.observation, {}
 
@@ -280,15 +285,16 @@ class Agent:
         return await self._judge_answer()
 
     def _answer(self, action: str) -> PolicyAnswer:
-        """Return the policy's last response in the form that the agent gets. Also counts the tool calls in it.
+        """Return the policy's last response as the endpoint sends it to the agent.
 
-        The text ends before the first stop text of the request. Only the first call is returned if the request forbids
-        parallel calls. A request in plain text, without chat messages, has no calls.
+        Also counts its tool calls, and notes in `_cut` if a limit on tokens cut it off. The text ends before the first
+        stop text of the request. Only the first tool call is returned if the request forbids parallel tool calls. A
+        request in plain text, without chat messages, has no tool calls.
         """
         assert self._pending is not None
         request, response = self._pending.call.request, self._episode.last
         self._cut = response.cut
-        scored = self._episode.scored() if request.logprobs else None
+        logprobs = self._episode.scored() if request.logprobs else None
         if isinstance(self._pending.observation, str):
             content, stop = before_stop(action, request.stop)
             message = Message(ASSISTANT, content)
@@ -300,7 +306,7 @@ class Agent:
             self._malformed += spoken.malformed + sum(not is_well_formed(call, request.tools) for call in calls)
             if not request.parallel:
                 message = msgspec.structs.replace(message, tool_calls=calls[:1])
-        return PolicyAnswer(message, response.cut, response.prompt_tokens, response.tokens, scored, stop)
+        return PolicyAnswer(message, response.cut, response.prompt_tokens, response.tokens, logprobs, stop)
 
     def _with_counts(self, info: Info) -> Info:
         """Return the info with the counts of tool calls among its metrics, if the policy has called a tool."""

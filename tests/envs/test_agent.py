@@ -306,6 +306,20 @@ def test_an_agent_may_end_its_episode_with_a_reward_of_its_own_where_the_run_all
     assert given == [{"object": "episode.reward", "reward": -0.25}, 401]
 
 
+async def rewards_before_it_asks(base_url: str, api_key: str, task: str) -> str:
+    async with NODE.client(base_url, api_key) as client:
+        await client.post("episode/reward", json={"reward": 1.0})
+    await anyio.sleep_forever()
+    return ""
+
+
+def test_an_agent_that_rewards_itself_before_it_asks_is_told_so() -> None:
+    env = make(f"{__name__}:rewards_before_it_asks", own_reward=True)
+    played = run_virtual(lambda: play(env, says("fine")))
+    assert not isinstance(played, Trajectory)
+    assert "ended its episode with a reward before it had asked anything" in str(played)
+
+
 async def may_not(base_url: str, api_key: str, task: str) -> str:
     await asks_once(base_url, api_key, task)
     async with NODE.client(base_url, api_key) as client:
