@@ -65,7 +65,7 @@ def pack(source: Path, sink: IO[bytes], limits: TreeLimits) -> None:
 
 
 class _Packing:
-    """Archive that is being packed for a sandbox."""
+    """State of one call of `pack`: the archive, and the number of its entries so far."""
 
     def __init__(self, archive: tarfile.TarFile, limits: TreeLimits) -> None:
         self._archive = archive
@@ -134,7 +134,7 @@ def unpack(source: IO[bytes], target: Path, limits: TreeLimits, *, what: str = "
     An archive of one file may replace a file. `what` names the transfer in error messages.
 
     Raises:
-        SandboxLimitError: the archive is too large or damaged, or tries to leave the tree.
+        SandboxLimitError: the archive is too large or damaged, names an entry twice, or tries to leave the tree.
         SandboxFileError: the target exists or cannot be written.
     """
     try:
@@ -178,7 +178,7 @@ class _Bounded:
 
 
 class _Unpacking:
-    """Archive that is being unpacked into a new folder."""
+    """State of one call of `unpack`: the new folder, and the entries of the archive so far."""
 
     def __init__(self, root: Path, limits: TreeLimits, what: str) -> None:
         self._root = root
@@ -203,7 +203,7 @@ class _Unpacking:
         with tarfile.open(fileobj=_Bounded(source, self._what), mode="r:") as archive:  # type: ignore[arg-type]
             for count, member in enumerate(archive, start=1):
                 single = member.name == FILE_MEMBER and count == 1 and member.isreg()
-                self._one(archive, member, self._root / "file" if single else self._place(member.name))
+                self._unpack_entry(archive, member, self._root / "file" if single else self._place(member.name))
                 archive.members = []  # type: ignore[attr-defined]  # else the archive keeps every member
                 if single:
                     break
@@ -243,8 +243,11 @@ class _Unpacking:
             raise SandboxLimitError(f"the {self._what} has an entry with the name {name!r}")
         return self._root.joinpath(*parts)
 
-    def _one(self, archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
-        """Unpack one entry as `path`. Links are only remembered. Raises SandboxLimitError for what no tree may have."""
+    def _unpack_entry(self, archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
+        """Unpack one entry as `path`. A link is only recorded, and `run` creates it at the end.
+
+        Raises SandboxLimitError for an entry that a tree may not have, and for a path that was used before.
+        """
         if not member.isdir():
             self._count()
         folder = path if member.isdir() else path.parent
@@ -253,8 +256,7 @@ class _Unpacking:
         if member.issym():
             if os.path.isabs(member.linkname) or "\0" in member.linkname:
                 raise SandboxLimitError(f"the link {member.name} leads out of the {self._what}: {member.linkname}")
-            if path in self._links or os.path.lexists(path):
-                raise SandboxLimitError(f"the {self._what} has {member.name} twice")
+            self._check_new(path)
             self._links[path] = member.linkname
         elif member.isreg():
             self._file(archive, member, path)
@@ -273,8 +275,14 @@ class _Unpacking:
             path = path.parent
         for folder in reversed(missing):
             self._count()
+            self._check_new(folder)
             folder.mkdir()
             self._folders.add(folder)
+
+    def _check_new(self, path: Path) -> None:
+        """Raise SandboxLimitError if an earlier entry of the archive has this path."""
+        if path in self._links or os.path.lexists(path):
+            raise SandboxLimitError(f"the {self._what} has {path.relative_to(self._root)} twice")
 
     def _count(self) -> None:
         """Count one entry. Raises SandboxLimitError if there are too many."""
@@ -283,16 +291,19 @@ class _Unpacking:
             raise SandboxLimitError(f"the {self._what} has more than {self._limits.entries} entries")
 
     def _file(self, archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
-        """Write the content of one file. Only the permission bits that a download needs are taken over."""
+        """Write the content of one file. Of its mode, only the bits 0o755 are taken over; its owner may always write.
+
+        Raises SandboxLimitError if the file is sparse, too large or cut off, or if its path was used before.
+        """
         if member.sparse is not None:  # type: ignore[attr-defined]
             # The archive holds few bytes of a sparse file that claims to be huge. Archives of our agent have none.
             raise SandboxLimitError(f"{member.name} is a sparse file")
         self._bytes += member.size
         if member.size < 0 or self._bytes > self._limits.total:
             raise SandboxLimitError(f"the {self._what} has more than {self._limits.total} bytes")
+        self._check_new(path)
         content = archive.extractfile(member)
         assert content is not None
-        # Exclusive: an archive that names a file twice must not write into the first one.
         with content, path.open("xb") as file:
             left = member.size
             while piece := content.read(min(COPY_BYTES, left)):

@@ -96,8 +96,24 @@ def test_no_link_of_a_tree_that_is_taken_leads_to_its_neighbours(members):
 def test_a_refusal_says_what_it_was_and_of_what(tmp_path):
     with pytest.raises(SandboxLimitError, match="hard is a second name of other"):
         unpack(archive(("hard", HARD, "other")), tmp_path / "target", LIMITS)
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        [("twice", LINK, "x"), ("twice", LINK, "y")],
+        [("twice", FILE, ""), ("twice", FILE, "")],
+        [("twice", FILE, ""), ("twice", FOLDER, "")],
+        [("twice", FOLDER, ""), ("twice", FILE, "")],
+        [("twice", FILE, ""), ("twice/inside", FILE, "")],
+        [("twice", FILE, ""), ("twice", LINK, "x")],
+        [("twice", LINK, "x"), ("twice", FILE, "")],
+        [("twice", LINK, "x"), ("twice/inside", FILE, "")],
+    ],
+)
+def test_an_archive_that_names_an_entry_twice_is_refused_as_such(tmp_path, members):
     with pytest.raises(SandboxLimitError, match="the upload has twice twice"):
-        unpack(archive(("twice", LINK, "x"), ("twice", LINK, "y")), tmp_path / "target", LIMITS, what="upload")
+        unpack(archive(*members), tmp_path / "target", LIMITS, what="upload")
 
 
 def test_a_bomb_of_zeros_is_stopped(tmp_path):
