@@ -118,15 +118,16 @@ async def _pool(stack: AsyncExitStack) -> SandboxProvider:
     """Open a pool over this machine's engine. Everything that it needs is closed with `stack`."""
     from envs.sandbox.engines.docker import DockerBackend
     from envs.sandbox.pool.local_host import open_engine_host
-    from envs.sandbox.pool.ownership import Identity, OwnerLock, runtime_folder
+    from envs.sandbox.pool.ownership import Identity, OwnerLock
     from envs.sandbox.pool.pool import open_pool
+    from envs.sandbox.user_folder import user_folder
 
     backend = await stack.enter_async_context(DockerBackend())
     # The engine is asked before anything else: a pool would wait for an engine that does not answer.
     await backend.info()
     service = uuid4().hex
     # The lock has a new name each time, so no other process ever takes it and it can be removed with this pool.
-    path = runtime_folder() / f"{service}.lock"
+    path = user_folder() / f"{service}.lock"
     stack.callback(path.unlink, missing_ok=True)
     lock = stack.enter_context(OwnerLock(path))
     host = await stack.enter_async_context(open_engine_host(backend, Identity.of(service, lock)))

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import os
 import socket
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -29,7 +28,8 @@ from typing import Any
 
 import msgspec
 
-from flash.errors import SandboxRefusedError
+from envs.sandbox.user_folder import user_folder
+from flash.errors import ConfigError, SandboxRefusedError
 
 DEFAULTS = ("/etc/containers/seccomp.json", "/usr/share/containers/seccomp.json")
 """Paths of the default filter, in the format that Docker and Podman share."""
@@ -145,18 +145,17 @@ def podman_filter(families: Sequence[int]) -> Path:
     """Write the filter to a file, unless it is there already, and return its path. Podman reads it at each start.
 
     Raises:
-        SandboxRefusedError: there is no default filter, or another user can write to the folder of the file.
+        SandboxRefusedError: there is no default filter, or `user_folder` cannot be used.
     """
     content = filter_text(families)
     if content is None:
         raise SandboxRefusedError(
             f"Podman's system call filter is at none of {', '.join(DEFAULTS)}; install golang-github-containers-common"
         )
-    folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"flash-sandbox-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    info = folder.lstat()
-    if info.st_uid != os.getuid() or not folder.is_dir() or folder.is_symlink() or info.st_mode & 0o022:
-        raise SandboxRefusedError(f"{folder} belongs to somebody else, or others may write to it; remove it")
+    try:
+        folder = user_folder()
+    except ConfigError as error:
+        raise SandboxRefusedError(str(error)) from error
     target = folder / f"seccomp-{hashlib.sha256(content).hexdigest()[:16]}.json"
     if not target.exists():
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:

@@ -8,7 +8,7 @@ lock file shows if it still runs: the kernel releases the lock when the process 
 containers and snapshots of an engine that have no owner any more, whichever service created them.
 `envs.sandbox.pool.local_host.LocalHost` calls it at each check of its engine.
 
-Conservation: every container with our service's label is known to its host, or removed at the host's next check.
+Law: every container with our service's label is known to its host, or removed at the host's next check.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import fcntl
 import logging
 import os
 import struct
-import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -51,7 +50,7 @@ class Labels(msgspec.Struct, frozen=True):
     sandbox_id: str = msgspec.field(name="box")
     """Id of the sandbox that the container is."""
     service: str
-    """Name of the service that created it; unchanged by a restart of that service."""
+    """Id of the service that created it; unchanged by a restart of that service."""
     deadline: float
     """Unix time after which the container must not exist."""
     lock: str
@@ -144,23 +143,6 @@ def owner_alive(labels: Labels, this_machine: str) -> OwnerAlive:
 def _whole_file(kind: int) -> bytes:
     """Return a `struct flock` for a lock of this kind on a whole file."""
     return struct.pack(_FLOCK, kind, os.SEEK_SET, 0, 0, 0)
-
-
-def runtime_folder() -> Path:
-    """Return the folder of the lock files of this user's pools. Created on first use, readable by this user only.
-
-    Raises:
-        ConfigError: another user owns the folder, or others may write there.
-    """
-    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    folder = Path(base) / f"flash-sandbox-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise ConfigError(
-            f"{folder} belongs to somebody else, or others may write there; remove it, or set XDG_RUNTIME_DIR"
-        )
-    return folder
 
 
 class OwnerLock:
