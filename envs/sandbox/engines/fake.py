@@ -53,6 +53,8 @@ class EngineFaults(msgspec.Struct):
     """Seconds that `start` waits first."""
     create_delay: float = 0.0
     """Seconds that `create` waits first."""
+    delete_delay: float = 0.0
+    """Seconds that `delete` waits first."""
 
 
 class FakeContainer:
@@ -224,6 +226,7 @@ class FakeContainers:
                 _kill(pid)
 
     async def delete(self, container_id: str) -> None:
+        await anyio.sleep(self._faults.delete_delay)
         if self._faults.delete is not None:
             raise self._faults.delete
         container = await self.inspect(container_id)

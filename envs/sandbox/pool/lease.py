@@ -306,7 +306,10 @@ class LeasedSandbox(Sandbox):
             case "queued" | "starting":
                 return "starting"
             case "ready":
-                return self.lease.sandbox.state if self.lease.sandbox else "starting"
+                state = self.lease.sandbox.state if self.lease.sandbox else "starting"
+                # A lost sandbox that is replaced has not ended for its holder. The lease stays `ready` until the lost
+                # container is removed.
+                return "starting" if state == "lost" and self.lease.order.on_lost == "recreate" else state
             case "failed":
                 return "lost"
             case "closed":

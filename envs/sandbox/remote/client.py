@@ -98,9 +98,9 @@ TREE_S = 600.0
 RETRY_S = 1.0
 """Seconds between two attempts to renew a lease."""
 STATE_S = 5.0
-"""Seconds that the service has to report the state of a sandbox that a call reported as lost."""
+"""Seconds that a call with a loss waits in total for the service's report about the sandbox, before it raises."""
 NOTICE_S = 1.0
-"""Seconds in which the service itself notices such a loss: a call may notice it first."""
+"""Seconds for which the service may delay this report until the lease has ended. A call may notice a loss earlier."""
 
 
 class SandboxClient:
@@ -121,17 +121,12 @@ class SandboxClient:
         Raises:
             ConfigError: the address or the token cannot be used.
         """
-        self._http = HttpClient(url, token, verify)
+        self.http = HttpClient(url, token, verify)
         """HTTP connection to the service."""
         self._stack = AsyncExitStack()
         """Everything that the end of the block closes."""
         self._tasks: TaskGroup
         """Tasks that renew leases, and those of `in_background`. Set by `__aenter__`."""
-
-    @property
-    def http(self) -> HttpClient:
-        """HTTP connection to the service."""
-        return self._http
 
     async def __aenter__(self) -> Self:
         """Connect to the service.
@@ -315,11 +310,10 @@ class RemoteSandbox(Sandbox):
     # ---- lifecycle
 
     async def renew(self) -> None:
-        """Renew the lease until it ends, and record its end.
+        """Renew the lease until it ends, and record its end as the state `lost` or `closed`.
 
-        Consumes the service's responses. Waits for the end of the sandbox. Unblocked by it, or when the lease has run
-        out because no renewal was answered: the service may then have ended the sandbox. Produces the state `lost` or
-        `closed`.
+        `SandboxClient.attach` starts this in a task. It returns when the service reports the end of the sandbox. It
+        also returns if no renewal was answered until the lease has run out: the service may have ended the sandbox.
         """
         renewed = anyio.current_time()
         while self._state == "ready":
@@ -406,10 +400,10 @@ class RemoteSandbox(Sandbox):
                             pass  # `Alive`, which only keeps the connection from being silent.
             raise SandboxLostError(f"the stream of {self.path} ended without a result")
         except (httpx.HTTPError, msgspec.DecodeError) as error:
-            await self._refresh_state()
+            await self._record_end_after_loss()
             raise SandboxLostError(f"the stream of {self.path} broke: {error}") from error
         except SandboxLostError:
-            await self._refresh_state()
+            await self._record_end_after_loss()
             raise
 
     async def start(
@@ -500,7 +494,7 @@ class RemoteSandbox(Sandbox):
         try:
             return await self.http.ask("POST", f"{self.path}/{path}", answer, body=body, seconds=seconds, key=key)
         except SandboxLostError:
-            await self._refresh_state()
+            await self._record_end_after_loss()
             raise
         except anyio.get_cancelled_exc_class():
             with anyio.move_on_after(CANCEL_S, shield=True):
@@ -511,14 +505,16 @@ class RemoteSandbox(Sandbox):
             self._client.in_background(self._cancel, key)
             raise
 
-    async def _refresh_state(self) -> None:
-        """Ask the service for the sandbox's state after a loss that a call has reported, and record an end.
+    async def _record_end_after_loss(self) -> None:
+        """Ask the service if the sandbox has ended, after a call reported a loss, and record its end.
 
         Otherwise a caller that looks at `state` after the error would still find `ready`, until `renew` notices the
-        loss. Does nothing if the service does not answer.
+        loss. Does nothing if the service does not answer within `STATE_S`.
         """
-        with suppress(SandboxError):
-            info = await self.http.ask("GET", f"{self.path}/end", Info, query={"wait": NOTICE_S}, seconds=STATE_S)
+        # The own bound is needed: `ask` alone repeats the request for `REPEAT_S` if the service is gone.
+        with anyio.move_on_after(STATE_S), suppress(SandboxError):
+            info = await self.http.ask("GET", f"{self.path}/end", Info, query={"wait": NOTICE_S}, seconds=NOTICE_S)
+            # The lease fails only once the lost container is removed, so `info.state` may still be `ready`.
             if info.sandbox_state in ("lost", "closed"):
                 self._end(info.sandbox_state)
 
@@ -551,7 +547,8 @@ class RemoteSession:
     async def run(self, command: str, *, timeout: float) -> Result:
         check_timeout(timeout)
         body = RunInSession(command=to_wire(command), timeout=timeout)
-        answer = await self._sandbox.call_once(f"{self._path}/run", SessionResult, body, timeout)
+        # The agent lets the command wait for earlier ones for `timeout` seconds, and then run for as long.
+        answer = await self._sandbox.call_once(f"{self._path}/run", SessionResult, body, 2 * timeout)
         self._restarts = answer.restarts
         return answer.result
 

@@ -72,20 +72,19 @@ class ApiCall:
         """Variable parts of the path, by name."""
         return self.request.path_params
 
-    @property
-    def lease(self) -> SandboxLease:
-        """Lease that the path names. Raises ProblemError if the caller may not use it."""
-        return self.service.lease(self.path["id"], self.token)
+    def renewed_lease(self) -> SandboxLease:
+        """Renew the lease that the path names, and return it. Raises ProblemError if the caller may not use it."""
+        return self.service.renewed_lease(self.path["id"], self.token)
 
     @property
     def sandbox(self) -> Sandbox:
-        """Sandbox of the lease."""
-        return self.service.pool.handle(self.lease)
+        """Sandbox of the lease, which this renews."""
+        return self.service.pool.handle(self.renewed_lease())
 
     @property
     def work(self) -> LeaseWork:
-        """Sessions, jobs and calls of the lease."""
-        return self.service.work(self.lease)
+        """Sessions, jobs and calls of the lease, which this renews."""
+        return self.service.work(self.renewed_lease())
 
     @property
     def key(self) -> str:

@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from envs.sandbox.api import Chunk, Exec, JobStatus, Output, Result, Snapshot, StreamName
+from envs.sandbox.pool.lease import SandboxLease
 from envs.sandbox.protocol import (
     BINARY,
     NDJSON,
@@ -84,9 +85,18 @@ _JOB = _SANDBOX + "/jobs/{job}"
 async def _order(call: ApiCall, body: SandboxOrder, wait: Wait = 0.0) -> Info:
     """Order a sandbox. `wait` holds the answer back until it is ready; otherwise ask for it again by its id."""
     lease = call.service.order(body, call.token, call.key)
-    with anyio.move_on_after(wait):
+    lease.renew()  # An order that is sent again with its key finds the same lease.
+    with anyio.move_on_after(_held(lease, wait)):
         await lease.settled()
     return call.service.info(lease)
+
+
+def _held(lease: SandboxLease, wait: float) -> float:
+    """Return the seconds for which an answer about a lease is held back: `wait`, but at most half of `lease_s`.
+
+    The holder cannot renew the lease while it waits, so a longer wait would let the lease run out.
+    """
+    return min(wait, lease.lease_s / 2)
 
 
 @API.add("GET", "/v1/sandboxes")
@@ -97,19 +107,18 @@ async def _list(call: ApiCall) -> SandboxList:
 
 @API.add("GET", _SANDBOX)
 async def _show(call: ApiCall, wait: Wait = 0.0) -> Info:
-    """Show one sandbox. `wait` holds the answer back while it is queued or starting."""
-    lease = call.lease
-    with anyio.move_on_after(wait):
+    """Show one sandbox, and renew its lease. `wait` holds the answer back while it is queued or starting."""
+    lease = call.renewed_lease()
+    with anyio.move_on_after(_held(lease, wait)):
         await lease.settled()
-    lease.renew()
     return call.service.info(lease)
 
 
 @API.add("GET", _SANDBOX + "/end")
 async def _ended(call: ApiCall, wait: Wait = 0.0) -> Info:
     """Renew the lease. `wait` holds the answer back until the sandbox has ended."""
-    lease = call.lease
-    with anyio.move_on_after(wait):
+    lease = call.renewed_lease()
+    with anyio.move_on_after(_held(lease, wait)):
         await lease.done.wait()
     return call.service.info(lease)
 
@@ -117,19 +126,19 @@ async def _ended(call: ApiCall, wait: Wait = 0.0) -> Info:
 @API.add("POST", _SANDBOX + "/renew")
 async def _renew(call: ApiCall) -> Info:
     """Renew the lease."""
-    return call.service.info(call.lease)
+    return call.service.info(call.renewed_lease())
 
 
 @API.add("DELETE", _SANDBOX)
 async def _close(call: ApiCall) -> None:
     """End a sandbox, and wait until it is removed."""
-    await call.service.pool.release(call.lease)
+    await call.service.pool.release(call.renewed_lease())
 
 
 @API.add("POST", _SANDBOX + "/snapshot", status=201)
 async def _snapshot(call: ApiCall) -> Snapshot:
     """Keep the files of a sandbox as a snapshot."""
-    return await call.service.snapshot(call.lease)
+    return await call.service.snapshot(call.renewed_lease())
 
 
 @API.add("GET", "/v1/snapshots")
@@ -160,7 +169,7 @@ async def _forget(call: ApiCall) -> None:
 @API.add("POST", _SANDBOX + "/fork", status=201, keyed=True)
 async def _fork(call: ApiCall, body: Fork) -> SandboxList:
     """Start more sandboxes with the same files. They end with this one at the latest."""
-    lease = call.lease
+    lease = call.renewed_lease()
 
     async def fork() -> SandboxList:
         forks = await call.service.pool.fork(lease, body.count)
@@ -445,7 +454,7 @@ async def _start_job(call: ApiCall, body: Exec) -> JobInfo:
 async def _poll(call: ApiCall, wait: Wait = 0.0) -> JobStatus:
     """Show the state of a job. `wait` holds the answer back while the job runs."""
     job = call.work.job(call.path["job"])
-    if wait:
+    if wait := _held(call.renewed_lease(), wait):
         with anyio.move_on_after(wait):
             await job.wait(wait + 1.0)
     return await job.poll()

@@ -3,9 +3,9 @@
 `flash sandbox serve` opens it over a pool with `open_service`, and `envs.sandbox.service.web.make_app` puts the routes
 in front.
 
-`LeaseWork` holds the sessions, jobs and calls that the clients of one lease have open. All of them end with the lease.
-A call with an idempotency key is carried out once, in a task of the service. If the client's connection broke, it sends
-the call again and gets the same answer.
+`LeaseWork` holds the sessions, jobs and calls that the clients of one lease have open. When the lease ends, its
+sessions are closed, and its jobs and calls end with the sandbox. A call with an idempotency key is carried out once, in
+a task of the service. If the client's connection broke, it sends the call again and gets the same answer.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ _WHOLE_ID = re.compile(r"(sha256:)?[0-9a-f]{64}", re.IGNORECASE)
 """Complete id of an image."""
 
 
-class _Answer:
-    """Answer to a call with an idempotency key, which may still be in progress."""
+class _KeyedCall:
+    """A call with an idempotency key, in progress or ended, and its result."""
 
-    def __init__(self, digest: bytes) -> None:
+    def __init__(self, digest: bytes = b"") -> None:
         self.digest = digest
-        """Digest of the call's path and body."""
+        """Digest of the call's path and body; empty if the call was cancelled before it arrived."""
         self.done = anyio.Event()
         """Event that is set when there is a result or an error."""
         self.scope = anyio.CancelScope()
-        """Cancel scope around the call."""
+        """Cancel scope around the call, for `cancel_call`."""
         self.result: Any = None
         """Value that the call returned."""
         self.error: FlashError | ProblemError | None = None
@@ -83,14 +83,14 @@ class LeaseWork:
         """Task group of the service, in which sessions are held and calls are carried out."""
         self._sessions: dict[str, Session] = {}
         """Open sessions by their names."""
-        self._closing: dict[str, anyio.Event] = {}
-        """Event for each session, that asks its task to close it."""
-        self._closed: dict[str, anyio.Event] = {}
-        """Event for each session that is open or being opened, set when it is closed."""
+        self._close_asked: dict[str, anyio.Event] = {}
+        """For each session, the event by which `close_session` asks its task to close it."""
+        self._ended: dict[str, anyio.Event] = {}
+        """For each session that is open or being opened, the event that is set when it is closed."""
         self._jobs: dict[str, Job] = {}
         """Background jobs by their ids, oldest first."""
-        self._answers: dict[str, _Answer] = {}
-        """Answers by idempotency key, oldest first."""
+        self._calls: dict[str, _KeyedCall] = {}
+        """Calls by idempotency key, oldest first."""
 
     # ---- sessions
 
@@ -102,11 +102,11 @@ class LeaseWork:
             SandboxRefusedError: too many sessions are open.
             SandboxError: the session cannot be opened.
         """
-        if name in self._closed:
+        if name in self._ended:
             raise SandboxBusyError(f"a session {name!r} is open already; close it, or use another name")
-        if len(self._closed) >= SESSIONS_OPEN:
+        if len(self._ended) >= SESSIONS_OPEN:
             raise SandboxRefusedError(f"{SESSIONS_OPEN} sessions are open; close one")
-        self._closing[name], self._closed[name] = anyio.Event(), anyio.Event()
+        self._close_asked[name], self._ended[name] = anyio.Event(), anyio.Event()
         outcome = await self._tasks.start(self._hold_session, name)
         if isinstance(outcome, FlashError | ProblemError):
             raise outcome
@@ -125,7 +125,7 @@ class LeaseWork:
                 started = True
                 task_status.started(session)
                 await _first_of(
-                    self._closing[name].wait, self._lease.done.wait, *([sandbox.wait_ended] if sandbox else ())
+                    self._close_asked[name].wait, self._lease.done.wait, *([sandbox.wait_ended] if sandbox else ())
                 )
         except FlashError as error:
             if not started:
@@ -136,8 +136,8 @@ class LeaseWork:
                 task_status.started(_failed())
         finally:
             self._sessions.pop(name, None)
-            self._closing.pop(name)
-            self._closed.pop(name).set()
+            self._close_asked.pop(name)
+            self._ended.pop(name).set()
 
     def session(self, name: str) -> Session:
         """Return the open session of this name. Raises ProblemError if there is none."""
@@ -152,8 +152,8 @@ class LeaseWork:
 
     async def close_session(self, name: str) -> None:
         """Close a session and wait until it is closed. Does nothing if none is open."""
-        if (closed := self._closed.get(name)) is not None:
-            self._closing[name].set()
+        if (closed := self._ended.get(name)) is not None:
+            self._close_asked[name].set()
             await closed.wait()
 
     # ---- jobs
@@ -184,27 +184,30 @@ class LeaseWork:
             SandboxBusyError: too many calls with keys are in progress.
             SandboxError: the call failed.
         """
-        answer = self._answers.get(key)
+        answer = self._calls.get(key)
         if answer is None:
-            if sum(not each.done.is_set() for each in self._answers.values()) >= CALLS_OPEN:
+            if sum(not each.done.is_set() for each in self._calls.values()) >= CALLS_OPEN:
                 raise SandboxBusyError(f"{CALLS_OPEN} calls are in progress in this sandbox; wait for some of them")
-            answer = self._answers[key] = _Answer(digest)
+            answer = self._calls[key] = _KeyedCall(digest)
             self._tasks.start_soon(self._carry_out, answer, call)
-        elif answer.digest != digest:
+        elif answer.digest not in (digest, b""):
             raise SandboxRefusedError(f"the idempotency key {key!r} was used for another call; use a new one")
         await answer.done.wait()
         if answer.error is not None:
             raise answer.error
         return answer.result
 
-    async def _carry_out(self, answer: _Answer, call: Callable[[], Awaitable[Any]]) -> None:
-        """Carry out a call in a task of the service, and store its answer."""
+    async def _carry_out(self, answer: _KeyedCall, call: Callable[[], Awaitable[Any]]) -> None:
+        """Carry out the call of `once` in a task of its own, which goes on when the client disconnects.
+
+        Stores the result or the error, and wakes all callers of `once`.
+        """
         try:
             with answer.scope:
                 answer.result = await call()
             if answer.scope.cancelled_caught:
-                answer.error = SandboxRefusedError("the call was cancelled by its caller")
-        except FlashError as error:
+                answer.error = _cancelled()
+        except (FlashError, ProblemError) as error:
             answer.error = error
         except Exception:  # the boundary of a call: a bug ends this call, not the service
             _log.exception("a call failed")
@@ -215,22 +218,36 @@ class LeaseWork:
 
     def knows_call(self, key: str) -> bool:
         """Return True if a call with this key was begun, and its answer was not dropped."""
-        return key in self._answers
+        return key in self._calls
 
     async def cancel_call(self, key: str) -> None:
-        """Cancel a call and wait for its end. Its command is killed."""
-        if (answer := self._answers.get(key)) is not None:
-            answer.scope.cancel()
-            await answer.done.wait()
+        """Cancel a call and wait for its end. Its command is killed.
+
+        A call that has not arrived yet is refused when it arrives. A client that is cancelled closes the connection of
+        the call, and its cancellation on another connection may overtake the call.
+        """
+        answer = self._calls.get(key)
+        if answer is None:
+            answer = self._calls[key] = _KeyedCall()
+            answer.error = _cancelled()
+            answer.done.set()
+            self._drop_old()
+        answer.scope.cancel()
+        await answer.done.wait()
 
     def _drop_old(self) -> None:
         """Drop the oldest answers beyond `ANSWERS_KEPT` and `ANSWERS_KEPT_BYTES`. Called at the end of each call."""
-        finished = [(key, answer) for key, answer in reversed(self._answers.items()) if answer.done.is_set()]
+        finished = [(key, answer) for key, answer in reversed(self._calls.items()) if answer.done.is_set()]
         size = 0
         for place, (key, answer) in enumerate(finished):
-            size += _output(answer.result)
+            size += _output_bytes(answer.result)
             if place >= ANSWERS_KEPT or (place and size > ANSWERS_KEPT_BYTES):
-                del self._answers[key]
+                del self._calls[key]
+
+
+def _cancelled() -> SandboxRefusedError:
+    """Return the error for a client that asks for the result of a call which was cancelled."""
+    return SandboxRefusedError("the call was cancelled (DELETE .../calls/KEY)")
 
 
 def _failed() -> ProblemError:
@@ -251,7 +268,7 @@ async def _first_of(*waits: Callable[[], Awaitable[object]]) -> None:
             tasks.start_soon(wait, each)
 
 
-def _output(result: object) -> int:
+def _output_bytes(result: object) -> int:
     """Return the bytes of output in the answer to a call."""
     if isinstance(result, SessionResult):
         result = result.result
@@ -322,8 +339,8 @@ class Service:
         if names_snapshot(image) and token != ADMIN and (kept is None or kept.token != token):
             raise SandboxRefusedError(f"token {token} has no snapshot {image!r}; GET /v1/snapshots lists those it has")
 
-    def lease(self, id: str, token: str) -> SandboxLease:
-        """Return the lease with this id, and renew it.
+    def renewed_lease(self, id: str, token: str) -> SandboxLease:
+        """Renew the lease with this id, and return it.
 
         Each request about a sandbox shows that its holder still lives.
 

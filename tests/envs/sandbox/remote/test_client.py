@@ -8,10 +8,11 @@ import anyio
 import msgspec
 import pytest
 
-from envs.sandbox.api import Chunk, Result
+from envs.sandbox.api import Chunk, Exec, Result
 from envs.sandbox.engines.fake import FakeBackend
 from envs.sandbox.pool.lease import LeaseOrder
 from envs.sandbox.pool.local_host import open_maker
+from envs.sandbox.protocol import Info
 from envs.sandbox.remote.client import SandboxClient, certificate_check
 from envs.sandbox.remote.http import REPEAT_S
 from flash.errors import (
@@ -20,6 +21,7 @@ from flash.errors import (
     SandboxClosedError,
     SandboxFileError,
     SandboxLostError,
+    SandboxRefusedError,
     SandboxTimeoutError,
 )
 from tests.envs.sandbox.services import SPEC, TOKEN, running
@@ -196,6 +198,53 @@ async def test_a_lost_sandbox_is_told_and_made_again(tmp_path):
             with pytest.raises(SandboxLostError):
                 await sandbox.run("sleep 60", timeout=60)
         assert (await sandbox.run("echo new", timeout=10)).stdout == b"new\n"
+
+
+async def test_a_sandbox_that_is_replaced_slowly_does_not_end_for_its_client(tmp_path):
+    async with running(tmp_path) as world, world.client.acquire(SPEC, on_lost="recreate") as sandbox:
+        [id] = world.backend.containers.kept
+        world.backend.faults.delete_delay = 2.5
+        await world.backend.containers.kill(id)
+        with pytest.raises(SandboxLostError):
+            await sandbox.run("true", timeout=10)
+        assert sandbox.state == "ready"
+        world.backend.faults.delete_delay = 0.0
+        assert (await sandbox.run("echo new", timeout=10)).stdout == b"new\n"
+
+
+async def test_a_queued_command_of_a_session_has_its_own_timeout_after_the_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr("envs.sandbox.remote.http.MARGIN_S", 0.5)
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox, sandbox.session() as session:
+        results = []
+
+        async def run(command: str) -> None:
+            results.append((await session.run(command, timeout=3)).stdout)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run, "sleep 2; echo first")
+            await anyio.sleep(0.3)
+            tasks.start_soon(run, "sleep 2.5; echo second")
+        assert results == [b"first\n", b"second\n"]
+
+
+async def test_a_call_that_was_cancelled_before_it_arrives_is_not_carried_out(tmp_path):
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
+        path, http = f"/v1/sandboxes/{sandbox.sandbox_id}", world.client.http
+        await http.ask("DELETE", f"{path}/calls/k", type(None))
+        body = Exec(command="touch ran", timeout=10)
+        with pytest.raises(SandboxRefusedError, match="was cancelled"):
+            await http.ask("POST", f"{path}/run", Result, body=body, key="k")
+        assert (await sandbox.run("ls", timeout=10)).stdout == b""
+
+
+async def test_a_lease_does_not_run_out_while_its_holder_is_held_waiting(tmp_path):
+    async with running(tmp_path) as world:
+        lease = world.pool.order(LeaseOrder(spec=SPEC, owner="x", token="admin", lease_s=1.0))
+        await world.pool.wait_ready(lease, 10)
+        for _ in range(3):
+            info = await world.client.http.ask("GET", f"/v1/sandboxes/{lease.id}/end", Info, query={"wait": 20})
+            assert info.state == "ready"
+        await world.pool.release(lease)
 
 
 async def test_a_client_knows_of_a_loss_when_its_call_has_said_so(tmp_path):

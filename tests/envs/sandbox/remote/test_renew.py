@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from envs.sandbox.protocol import Info
-from envs.sandbox.remote.client import LEASE_S, RENEW_S, RemoteSandbox
+from envs.sandbox.remote.client import LEASE_S, RENEW_S, STATE_S, RemoteSandbox
 from envs.sandbox.remote.http import MARGIN_S, REPEAT_S
 from flash.errors import SandboxClosedError, SandboxLostError, SandboxTimeoutError
 from tests.envs.sandbox.services import SPEC
@@ -57,6 +57,20 @@ async def unknown(seconds: float) -> Info:
     raise SandboxClosedError("there is no sandbox x")
 
 
+async def silent_after_a_loss(seconds: float) -> Info:
+    await anyio.sleep_forever()
+    return INFO
+
+
+async def test_a_call_that_was_lost_with_its_service_raises_soon():
+    sandbox = sandbox_of(unreachable, silent_after_a_loss)
+    begin = anyio.current_time()
+    with pytest.raises(SandboxLostError):
+        await sandbox.call_once("run", Info, INFO, 10.0)
+    assert anyio.current_time() - begin <= REPEAT_S + STATE_S
+    assert sandbox.state == "ready"
+
+
 class Service:
     """What a sandbox needs of its client. The service behaves in one way after the other, and keeps to the last."""
 
@@ -64,7 +78,7 @@ class Service:
         self.http = self
         self._behaviours = list(behaviours)
 
-    async def ask(self, method: str, path: str, answer: type, *, query: Any, seconds: float) -> Info:
+    async def ask(self, method: str, path: str, answer: type, *, seconds: float, **_: Any) -> Info:
         behaviour = self._behaviours.pop(0) if len(self._behaviours) > 1 else self._behaviours[0]
         return await behaviour(seconds)
 
