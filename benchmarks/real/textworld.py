@@ -88,7 +88,7 @@ def accuracy(runs: Sequence[Measured], which: int) -> Interval:
     """Return the share of held-out games that were won in one evaluation of each run, over the games of all runs."""
     found = [(row["samples"], row["mean_reward"]) for run in runs for row in [run.evals[which]]]
     won, played = (round(sum(count)) for count in zip(*((n * mean, n) for n, mean in found), strict=True))
-    return mean_interval([1.0] * won + [0.0] * (played - won))
+    return mean_interval([1.0] * won + [0.0] * (played - won), binary=True)
 
 
 def _of_mode(mode: str, runs: Sequence[Measured], reached: Interval) -> list[Row]:

@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, Self
 
@@ -39,7 +39,7 @@ ANSWER_S = 60.0
 REMOVE_S = 20.0
 """Longest wait for the storage to be removed."""
 LOOK_S = 0.05
-"""Seconds between two looks at either: no event announces them."""
+"""Seconds between two checks if a service answers or if the storage is removed: no event reports either."""
 COMMAND_S = 300.0
 """Longest wait for one Podman command; removing many containers takes a while on a slow disk."""
 
@@ -68,9 +68,11 @@ def engine() -> Generator[str]:
         finally:
             # A second ctrl-C must not stop the clean-up after the first.
             before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-            podman.close()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            try:
+                podman.close()
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
 
 
 async def ensure_image(kept: Images, name: str = IMAGE) -> None:
@@ -102,9 +104,9 @@ class Process(msgspec.Struct, frozen=True):
 
     pid: int
     kind: Kind
-    """`agent` is the first process of a container, `inside` another one in it, `engine` is Podman itself."""
+    """`agent`: first process of a container. `inside`: another process in it. `engine`: a Podman command."""
     command: str
-    """Beginning of its command line."""
+    """Beginning of the process's command line."""
 
 
 class PodmanEngine:
@@ -112,9 +114,11 @@ class PodmanEngine:
 
     Args:
         exec_delay_s: seconds for which the `conmon` of an exec stays after its end; None: Podman's default of 300 s.
+        command_s: longest wait for one Podman command, in seconds.
     """
 
-    def __init__(self, exec_delay_s: int | None = None) -> None:
+    def __init__(self, exec_delay_s: int | None = None, *, command_s: float = COMMAND_S) -> None:
+        self._command_s = command_s
         self.folder = Path(tempfile.mkdtemp(prefix="flash-podman.", dir="/var/tmp"))
         self._socket = self.folder / "podman.sock"
         self.url = f"unix://{self._socket}"
@@ -175,12 +179,17 @@ class PodmanEngine:
             self._service = None
 
     def close(self) -> None:
-        """Remove containers, processes, mounts and files."""
+        """Remove the containers, end the service and all other processes of the engine, and remove its files.
+
+        Mounts and files are removed within REMOVE_S; the name of a folder that is left is printed. It may be called
+        before `open`.
+        """
         if self._options:
-            self._podman(self._options, "rm", "--all", "--force", "--time", "0")
+            with suppress(subprocess.TimeoutExpired):  # the lines below end the containers' processes too
+                self._podman(self._options, "rm", "--all", "--force", "--time", "0")
         self.kill()
         end = time.monotonic() + REMOVE_S
-        # What Podman runs after the end of a container may still use the storage, and make it again.
+        # Processes that Podman starts after the end of a container may create the folder again, so this repeats.
         while self.folder.exists() and time.monotonic() < end:
             for each in self.processes():
                 send_kill(each.pid)
@@ -225,13 +234,17 @@ class PodmanEngine:
                 return False
 
     def _podman(self, options: Sequence[str], *words: str) -> subprocess.CompletedProcess[bytes]:
-        """Run a command of Podman to its end, on the storage that `options` name."""
+        """Run a command of Podman to its end, on the storage that `options` name.
+
+        Raises:
+            subprocess.TimeoutExpired: the command took longer than `command_s`.
+        """
         return subprocess.run(
             ["podman", *options, *words],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             env=self._environment,
-            timeout=COMMAND_S,
+            timeout=self._command_s,
             check=False,
             start_new_session=True,
         )

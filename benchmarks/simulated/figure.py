@@ -1,12 +1,13 @@
 """Rows and plots that the benchmarks of simulated runs have in common.
 
-A figure compares four numbers for each case: the published one, a peer's rules, Flash's own code, and a bound that no
-schedule exceeds. The last three come from the same simulation of the same workload. Speed-ups are over the same
-simulated baseline.
+A figure compares four numbers for each case: the published one, a peer's rules, Flash's own code, and the speed
+that no schedule can exceed. The last three come from the same simulation of the same workload. Speed-ups are over the
+same simulated baseline.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,14 +15,16 @@ from typing import Any
 
 from benchmarks.form import Row
 
-CLOSE = 0.15
+LARGEST_ERROR = 0.15
 """Goal: largest difference of a simulated peer from the published figure, as a share of it."""
-TIE = 0.99
+LEAST_SHARE_OF_PEER = 0.99
 """Goal of our speed as a share of the peer's: below 1, because the order of events differs where both do the same."""
 NAMES = {"reference": "published", "peer": "ROLL Flash rules", "ours": "ours", "bound": "bound"}
 """Name in the legend of each field of a row."""
 COLORS = {"reference": "#8c8c8c", "peer": "#d98032", "ours": "#2f6fb0", "bound": "#9ac29a"}
 """Colour of each field of a row."""
+MARKS = "os^D"
+"""Shapes of the points of the lines of `lines`, in the notation of matplotlib."""
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------
@@ -33,9 +36,20 @@ def speedup(
     """Return the speed-up over a baseline, and the error of the peer's rules against the published speed-up."""
     peer = baseline_s / peer_s
     bound = None if bound_s is None else baseline_s / bound_s
-    rows = [Row(case, "speedup", "x", baseline_s / ours_s, published, at_least=TIE * peer, peer=peer, bound=bound)]
+    rows = [
+        Row(
+            case,
+            "speedup",
+            "x",
+            baseline_s / ours_s,
+            published,
+            at_least=LEAST_SHARE_OF_PEER * peer,
+            peer=peer,
+            bound=bound,
+        )
+    ]
     if published is not None:
-        rows.append(Row(case, "reproduction_error", "share", abs(peer / published - 1), at_most=CLOSE))
+        rows.append(Row(case, "reproduction_error", "share", abs(peer / published - 1), at_most=LARGEST_ERROR))
     return rows
 
 
@@ -50,7 +64,7 @@ def bars(title: str, unit: str, metric: str = "speedup") -> Callable[[Sequence[R
         chosen = [row for row in rows if row.metric == metric]
         figure, axes = _canvas(title)
         columns = [name for name in NAMES if any(getattr(row, name) is not None for row in chosen)]
-        width = 0.8 / len(columns)
+        width = 0.8 / max(len(columns), 1)
         for i, name in enumerate(columns):
             places = [j + (i - (len(columns) - 1) / 2) * width for j in range(len(chosen))]
             heights = [getattr(row, name) or 0.0 for row in chosen]
@@ -64,7 +78,11 @@ def bars(title: str, unit: str, metric: str = "speedup") -> Callable[[Sequence[R
 
 
 def lines(title: str, across: str, unit: str, metric: str) -> Callable[[Sequence[Row], Path], None]:
-    """Return a plot of one metric over the number in the case. Cases that differ in more are lines of their own."""
+    """Return a plot of one metric over a number: the first number in `row.case`.
+
+    The text after the first comma of `row.case` names the line to which the row belongs. Published numbers are points
+    without a line.
+    """
 
     def plot(rows: Sequence[Row], file: Path) -> None:
         """Draw the rows to a file."""
@@ -79,11 +97,12 @@ def lines(title: str, across: str, unit: str, metric: str) -> Callable[[Sequence
                 value = getattr(row, name)
                 if value is not None:
                     series.setdefault((name, rest), []).append((float(number[0]), value))
-        marks = dict(zip(dict.fromkeys(rest for _, rest in series), "os^D", strict=False))
+        marks = dict(zip(dict.fromkeys(rest for _, rest in series), itertools.cycle(MARKS), strict=False))
         for (name, rest), points in series.items():
             label = f"{NAMES[name]}, {rest}" if rest else NAMES[name]
             style = {"reference": "none", "bound": "--"}.get(name, "-")
-            axes.plot(*zip(*points, strict=True), style, marker=marks[rest], ms=4, color=COLORS[name], label=label)
+            look = {"linestyle": style, "marker": marks[rest], "ms": 4, "color": COLORS[name]}
+            axes.plot(*zip(*points, strict=True), label=label, **look)
         axes.set_xlabel(across)
         axes.set_ylabel(unit)
         _save(figure, axes, file)
@@ -92,7 +111,7 @@ def lines(title: str, across: str, unit: str, metric: str) -> Callable[[Sequence
 
 
 def _canvas(title: str) -> tuple[Any, Any]:
-    """Return an empty figure and its axes."""
+    """Return an empty figure and its axes, with the title and the note that it is simulated. `_save` closes it."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -110,7 +129,8 @@ def _save(figure: Any, axes: Any, file: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.grid(axis="y", alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=7, frameon=False)
+    if axes.get_legend_handles_labels()[0]:  # matplotlib warns about a legend without entries
+        axes.legend(fontsize=7, frameon=False)
     figure.tight_layout()
     figure.savefig(file)
     pyplot.close(figure)

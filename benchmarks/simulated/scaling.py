@@ -11,7 +11,7 @@ import math
 
 from benchmarks.form import Args, Row, main
 from benchmarks.simulated.configure import capacity_s, ours, workload
-from benchmarks.simulated.figure import CLOSE, lines
+from benchmarks.simulated.figure import LARGEST_ERROR, lines
 from benchmarks.simulated.peers.roll_flash import Rules, roll_flash
 from benchmarks.simulated.peers.synchronous import Rules as Baseline
 from benchmarks.simulated.peers.synchronous import synchronous
@@ -88,7 +88,7 @@ def scale(kind: str, ratio: int, sizes: tuple[int, ...], quick: bool) -> list[Ro
         )
     )
     if published is not None and ratio == 2:
-        rows.append(Row(case, "reproduction_error", "share", abs(peer_scaling / published - 1), at_most=CLOSE))
+        rows.append(Row(case, "reproduction_error", "share", abs(peer_scaling / published - 1), at_most=LARGEST_ERROR))
     if sync:
         rows.append(Row(f"{case}, synchronous", "scaling", "x", sync[-1] / sync[0]))
     return rows

@@ -45,7 +45,7 @@ def accuracy(config: Config, model: Any, tokenizer: Any) -> Interval:
     answers: list[str] = []
     for start in range(0, len(shown), BATCH):
         answers += generate(config, model, tokenizer, shown[start : start + BATCH])
-    return mean_interval(rewards(config, seeds, answers))
+    return mean_interval(rewards(config, seeds, answers), binary=True)
 
 
 def generate(config: Config, model: Any, tokenizer: Any, shown: list[Prompt]) -> list[str]:

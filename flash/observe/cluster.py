@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -287,6 +288,10 @@ class ClusterFile:
         """Last write; None before the first one."""
         self._warned = False
         """True if a failed write was reported."""
+        self._ended = False
+        """True after `end`; `show` writes nothing any more."""
+        self._lock = threading.Lock()
+        """Guards `_ended` and `_writing`: `end` runs in a thread, while the event loop still calls `show`."""
         earlier: Cluster | None = None
         with suppress(RunDirectoryError):  # If the file cannot be written either, `show` returns a warning.
             earlier = read_cluster(directory)
@@ -304,21 +309,30 @@ class ClusterFile:
         self._tally.event(text, self._now())
 
     def show(self, hub: HubNow) -> str:
-        """Write a new state, unless one is being written. Returns a warning at the first write that failed, else ''."""
-        self._hub = hub
-        if self._writing is not None and not self._writing.done():
-            return ""
-        failed = None if self._writing is None else self._writing.exception()
-        self._writing = self._writer.submit(_write, self._path, self._content())
+        """Write a new state, unless one is being written or the run has ended.
+
+        Returns a warning at the first write that failed, else an empty text.
+        """
+        with self._lock:
+            # A later state has no end of the run, so it would show an ended run as a live one.
+            if self._ended:
+                return ""
+            self._hub = hub
+            if self._writing is not None and not self._writing.done():
+                return ""
+            failed = None if self._writing is None else self._writing.exception()
+            self._writing = self._writer.submit(_write, self._path, self._content())
         if failed is None or self._warned:
             return ""
         self._warned = True
         return f"the state of the cluster cannot be written: {failed}"
 
     def end(self, ended: Literal["finished", "interrupted", "failed"], error: str = "") -> None:
-        """Write the last state, and wait until it is written."""
+        """Write the last state with the end of the run, and wait until it is written. May be called in any thread."""
         if error:
             self.failed("run_failed", error)
+        with self._lock:
+            self._ended = True
         if self._writing is not None:
             # This waits for the write in progress, so that an older state cannot replace the last one.
             self._writing.exception()

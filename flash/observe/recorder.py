@@ -62,7 +62,7 @@ class Recorder:
         self._console = Console(config)
         self._alarms = Alarms(config.alarms.off)
         self.stopped: AlarmError | None = None
-        """Alarm that ends the run early; None if there is none. The process of the run raises it at its end."""
+        """Alarm that ends the run early; None if there is none. The process of the run raises it after `finish`."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
         """Thread that writes batches, readable samples and `cluster.json`, one after the other."""
         self.batches = Batches(config, self.directory, tokenizer, self._writer)
@@ -83,7 +83,7 @@ class Recorder:
         Without an error, an earlier failed write of samples is raised.
         """
         try:
-            if error is None:
+            if error is None or error is self.stopped:  # `finish` has recorded the alarm as the end of the run
                 self.batches.written()
             else:
                 cause = first_error(error) if isinstance(error, BaseExceptionGroup) else error

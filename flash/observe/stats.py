@@ -1,8 +1,6 @@
 """Means and best-of-k of evaluations, with confidence intervals. Pure functions.
 
-The hub uses them for the rows of evaluations, and `flash evaluate`, `flash compare` and benchmarks for their results.
-
-Legend: n samples, G problems (clusters), p the mean of 0/1 values, z and t the 97.5 % quantiles.
+The hub uses them for the rows of evaluations; `flash eval`, `flash compare` and benchmarks use them for their results.
 """
 
 from __future__ import annotations
@@ -14,11 +12,11 @@ from typing import NamedTuple
 _Z = 1.959963984540054
 """97.5 % quantile of the normal distribution."""
 _T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
-"""Student's t, 97.5 % quantile, for 1 to 9 degrees of freedom; above, a series is exact enough."""
+"""Student's t, 97.5 % quantile, for 1 to 9 degrees of freedom. From 10 on, a series is exact enough."""
 
 
 class Interval(NamedTuple):
-    """A mean and its 95 % confidence interval."""
+    """A mean and its 95 % confidence interval, from `low` to `high`."""
 
     mean: float
     low: float
@@ -56,65 +54,85 @@ def best_of(values: Sequence[float], k: int) -> float:
     for below, value in zip(range(n - 1, -1, -1), sorted(values, reverse=True), strict=True):
         best += weight * value
         weight *= (below - k + 1) / below if below else 0.0
-    return best
+    # The weights add up to 1 only up to rounding, and the interval of equal values depends on their exact equality.
+    return min(max(best, min(values)), max(values))
 
 
 def best_of_each(answers: Sequence[Sequence[float]]) -> list[BestOf]:
     """Return `best_of` for k = 1, 2, 4, … and the largest number of answers.
 
-    Each k is a mean over the problems with at least k answers.
+    `answers` has the rewards of each problem's answers. Each k is a mean over the problems with at least k answers. If
+    all rewards are 0 or 1, all intervals are Wilson's, and that of k = 1 is `mean_interval` of the single answers.
     """
     most = max(map(len, answers), default=0)
     binary = all(value in (0, 1) for values in answers for value in values)
     found: list[BestOf] = []
     for k in sorted({1 << power for power in range(most.bit_length())} | {most} - {0}):
-        interval = mean_interval([best_of(values, k) for values in answers if len(values) >= k])
+        enough = [values for values in answers if len(values) >= k]
+        mean, variance = _clustered_mean([best_of(values, k) for values in enough], range(len(enough)))
+        # No more than this number of estimates from separate answers can be made.
+        separate = sum(map(len, enough)) // k
         if binary:
-            interval = Interval(interval.mean, max(0.0, interval.low), min(1.0, interval.high))
+            interval = _wilson(mean, _effective_size(mean, variance, problems=len(enough), most=separate))
+        else:
+            interval = _students_t(mean, variance, len(enough))
         found.append(BestOf(k, interval))
     return found
 
 
-def mean_interval(values: Sequence[float], problems: Sequence[int] | None = None) -> Interval:
+def mean_interval(values: Sequence[float], problems: Sequence[int] | None = None, *, binary: bool = False) -> Interval:
     """Return the mean of `values` with its 95 % confidence interval.
 
-    `problems[i]` is the problem that sample i answers. Answers to one problem are not independent, so the interval is
-    that of a cluster sample. If `problems` is None, each value has its own problem.
+    The interval is Student's t over problems, and infinite for one problem. With `binary` it is Wilson's score interval
+    (Wilson 1927), with the effective sample size under clustering (Korn & Graubard 1998). Without values, mean and
+    interval are NaN.
 
-    If all values are 0 or 1, the interval is Wilson's score interval (Wilson 1927), with the effective sample size
-    under clustering (Korn & Graubard 1998). Otherwise it is Student's t over problems, and infinite for one problem.
-    Without values, mean and interval are NaN.
+    Args:
+        values: rewards of single answers, or one number for each independent case, such as a run.
+        problems: `problems[i]` is the problem that `values[i]` answers. Answers to one problem depend on each other, so
+            the interval is that of a cluster sample. If it is None, each value has its own problem.
+        binary: True if `values` are outcomes of single answers, each 0 or 1. Means must not set it, even if all are 1.
+    """
+    if not values:
+        return Interval(math.nan, math.nan, math.nan)
+    problems = range(len(values)) if problems is None else problems
+    mean, variance = _clustered_mean(values, problems)
+    count = len(set(problems))
+    if binary:
+        return _wilson(mean, _effective_size(mean, variance, problems=count, most=len(values)))
+    return _students_t(mean, variance, count)
+
+
+def _clustered_mean(values: Sequence[float], problems: Sequence[int]) -> tuple[float, float]:
+    """Return the mean of `values` and its variance, which is infinite for a single problem.
+
+    The variance is that of a mean over clusters of unequal size (linearised ratio estimator); a problem is a cluster.
     """
     n = len(values)
-    if n == 0:
-        return Interval(math.nan, math.nan, math.nan)
-    problems = range(n) if problems is None else problems
     assert len(problems) == n, "one problem per value"
     mean = math.fsum(values) / n
     residuals: dict[int, float] = {}
+    """Sum of the residuals of each problem."""
     for problem, value in zip(problems, values, strict=True):
         residuals[problem] = residuals.get(problem, 0.0) + value - mean
-    clusters = len(residuals)
-    variance = math.inf
-    if clusters > 1:
-        squares = math.fsum(residual * residual for residual in residuals.values())
-        variance = squares / (n * n) * clusters / (clusters - 1)
-    if all(value in (0, 1) for value in values):
-        return _wilson(mean, _effective_size(mean, variance, n, clusters))
-    half = _t_quantile(clusters - 1) * math.sqrt(variance) if clusters > 1 else math.inf
-    return Interval(mean, mean - half, mean + half)
+    count = len(residuals)
+    if count == 1:
+        return mean, math.inf
+    squares = math.fsum(residual * residual for residual in residuals.values())
+    return mean, squares / (n * n) * count / (count - 1)
 
 
-def _effective_size(p: float, variance: float, n: int, clusters: int) -> float:
-    """Return the number of independent samples that would have this variance; between G and n.
+def _effective_size(p: float, variance: float, *, problems: int, most: int) -> float:
+    """Return the number of independent 0/1 samples whose mean p would have this variance.
 
-    If all values agree, their variance is 0 and does not show the effect of clusters. Each problem then counts once.
+    It lies between the number of problems and `most`, the number of samples. If all values agree, their variance is 0
+    and does not show how strongly the answers to one problem depend on each other. Each problem then counts once.
     """
-    if clusters == n:
-        return n
+    if problems == most:
+        return most
     if p in (0, 1):
-        return clusters
-    return max(clusters, min(n, p * (1 - p) / variance)) if variance > 0 else n
+        return problems
+    return max(problems, min(most, p * (1 - p) / variance)) if variance > 0 else most
 
 
 def _wilson(p: float, n: float) -> Interval:
@@ -122,6 +140,12 @@ def _wilson(p: float, n: float) -> Interval:
     centre = (p + _Z * _Z / (2 * n)) / (1 + _Z * _Z / n)
     half = _Z / (1 + _Z * _Z / n) * math.sqrt(p * (1 - p) / n + _Z * _Z / (4 * n * n))
     return Interval(p, max(0.0, centre - half), min(1.0, centre + half))
+
+
+def _students_t(mean: float, variance: float, problems: int) -> Interval:
+    """Return Student's t interval of a mean over independent problems."""
+    half = _t_quantile(problems - 1) * math.sqrt(variance) if problems > 1 else math.inf
+    return Interval(mean, mean - half, mean + half)
 
 
 def _t_quantile(degrees: int) -> float:

@@ -66,8 +66,10 @@ class EvalRound:
         """
         groups = self._rewards.values()
         flat = [reward for answers in groups for reward in answers]
+        binary = all(reward in (0, 1) for reward in flat)
         # The samples of a problem depend on each other, so the interval is computed over problems.
-        interval = mean_interval(flat, [problem for problem, answers in self._rewards.items() for _ in answers])
+        problems = [problem for problem, answers in self._rewards.items() for _ in answers]
+        interval = mean_interval(flat, problems, binary=binary)
         complete = [answers for answers in groups if len(answers) == self._samples]
         return {
             "step": self.version,
@@ -78,7 +80,7 @@ class EvalRound:
             "high": interval.high,
             "k": self._samples,
             "best_of_k": math.fsum(map(max, complete)) / len(complete) if complete else math.nan,
-            "binary": float(all(reward in (0, 1) for reward in flat)),
+            "binary": float(binary),
             "problems": len(self._rewards),
             "samples": len(flat),
             "missing": self.missing,

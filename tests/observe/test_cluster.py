@@ -92,6 +92,17 @@ def test_while_a_picture_is_written_the_next_ones_are_left_out_and_the_loop_goes
     assert kept.hub.version == 99
 
 
+def test_a_state_after_the_end_of_the_run_does_not_replace_the_end(directory: RunDirectory) -> None:
+    with ThreadPoolExecutor(1) as writer:
+        file = ClusterFile(directory, writer, lambda: NOW)
+        file.end("finished")
+        assert file.show(hub_now(NOW)) == ""
+        writer.submit(int).result()
+    kept = read_cluster(directory)
+    assert kept is not None
+    assert kept.ended == "finished"
+
+
 def test_that_it_cannot_be_written_is_told_once_and_ends_nothing(directory: RunDirectory) -> None:
     directory.cluster.mkdir()
     with ThreadPoolExecutor(1) as writer:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from flash.config.tree import Config
-from flash.errors import RunDirectoryError
+from flash.errors import AlarmError, RunDirectoryError
 from flash.observe.cluster import read_cluster
 from flash.observe.recorder import Recorder
 from flash.observe.rundir.batches import Batches
@@ -204,6 +204,20 @@ def test_an_alarm_is_told_and_wants_what_the_configuration_says(
     assert len(warnings) == 1
     assert warnings[0].endswith(f"(the last 2 steps){follows}")
     assert str(recorder.stopped).endswith("; alarms.stop names `nonfinite`, --resume goes on") == (wish == "stop")
+
+
+def test_an_alarm_that_is_raised_after_the_end_does_not_make_the_run_a_failed_one(tmp_path: Path) -> None:
+    recorder = make_recorder(tmp_path, Slow(), alarms={"stop": ["nonfinite"]})
+    recorder.step(metrics_row(0, loss=None))
+    recorder.step(metrics_row(1, loss=None))
+    stopped = recorder.stopped
+    assert stopped is not None
+    recorder.finish({"issued": 0}, {}, interrupted=True)
+    with pytest.raises(AlarmError), recorder:
+        raise stopped
+    kept = read_cluster(recorder.directory)
+    assert kept is not None
+    assert (kept.ended, kept.failures) == ("interrupted", [])
 
 
 def test_nothing_is_wanted_after_the_last_step(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from flash.observe.stats import best_of, best_of_each, difference, mean_interval
 
 def test_interval_of_binary_rewards_solves_the_score_equation() -> None:
     """Wilson's bounds are the rates for which the observed mean is exactly 1.96 standard errors away."""
-    interval = mean_interval([1] * 37 + [0] * 91)
+    interval = mean_interval([1] * 37 + [0] * 91, binary=True)
     assert interval.mean == pytest.approx(37 / 128)
     for bound in (interval.low, interval.high):
         assert abs(interval.mean - bound) == pytest.approx(1.959964 * math.sqrt(bound * (1 - bound) / 128), rel=1e-6)
@@ -19,22 +19,23 @@ def test_interval_of_binary_rewards_solves_the_score_equation() -> None:
 
 
 def test_interval_of_a_perfect_score_stays_below_certainty() -> None:
-    interval = mean_interval([1] * 20)
+    interval = mean_interval([1] * 20, binary=True)
     assert interval.high == pytest.approx(1.0)
     assert 0.8 < interval.low < 0.9
 
 
 def test_repeating_an_answer_of_the_same_problem_adds_no_confidence() -> None:
-    once = mean_interval([1, 0, 1, 1, 0, 0, 1, 1])
+    once = mean_interval([1, 0, 1, 1, 0, 0, 1, 1], binary=True)
     thrice = mean_interval(
-        [v for v in [1, 0, 1, 1, 0, 0, 1, 1] for _ in range(3)], [p for p in range(8) for _ in "abc"]
+        [v for v in [1, 0, 1, 1, 0, 0, 1, 1] for _ in range(3)], [p for p in range(8) for _ in "abc"], binary=True
     )
     assert thrice.mean == once.mean
     assert thrice.high - thrice.low == pytest.approx(once.high - once.low, rel=0.1)
 
 
 def test_perfect_scores_count_each_problem_once() -> None:
-    assert mean_interval([1] * 40, [sample % 10 for sample in range(40)]) == mean_interval([1] * 10)
+    perfect = mean_interval([1] * 40, [sample % 10 for sample in range(40)], binary=True)
+    assert perfect == mean_interval([1] * 10, binary=True)
 
 
 @pytest.mark.parametrize("degrees", [1, 2, 5, 9, 10, 15, 40, 200])
@@ -55,7 +56,7 @@ def test_clustered_interval_covers_the_true_mean_at_its_rate() -> None:
     for _ in range(400):
         rates = [generator.choice((0.05, 0.9)) for _ in range(60)]
         values = [int(generator.random() < rates[problem]) for problem in problems]
-        interval = mean_interval(values, problems)
+        interval = mean_interval(values, problems, binary=True)
         covered += interval.low <= 0.475 <= interval.high
     assert 0.92 <= covered / 400 <= 0.98
 
@@ -99,14 +100,31 @@ def test_best_of_each_counts_problems_with_enough_answers() -> None:
     assert best_of_each([]) == []
 
 
+def test_perfect_answers_have_one_interval_for_each_k() -> None:
+    found = best_of_each([[1.0] * 10 for _ in range(20)])
+    assert [one.k for one in found] == [1, 2, 4, 8, 10]
+    assert {one.interval for one in found} == {mean_interval([1] * 20, binary=True)}
+
+
+def test_the_best_of_one_answer_has_the_interval_of_the_evaluation() -> None:
+    answers = [[1, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 1], [1, 1, 0, 1]]
+    problems = [problem for problem in range(4) for _ in range(4)]
+    flat = mean_interval([value for values in answers for value in values], problems, binary=True)
+    assert best_of_each(answers)[0].interval == pytest.approx(flat)
+
+
+def test_means_of_runs_have_students_interval_also_if_they_are_0_or_1() -> None:
+    assert mean_interval([1.0, 1.0, 1.0]) == (1.0, 1.0, 1.0)
+
+
 def test_the_interval_of_a_difference_adds_the_limits_in_squares() -> None:
     """Newcombe 1998, table II, example a: 56/70 − 48/80 = 0.2000 (0.0524 to 0.3339)."""
-    found = difference(mean_interval([1] * 48 + [0] * 32), mean_interval([1] * 56 + [0] * 14))
+    found = difference(mean_interval([1] * 48 + [0] * 32, binary=True), mean_interval([1] * 56 + [0] * 14, binary=True))
     assert found == pytest.approx((0.2, 0.0524, 0.3339), abs=5e-5)
 
 
 def test_the_difference_to_oneself_holds_zero() -> None:
-    interval = mean_interval([1] * 48 + [0] * 32)
+    interval = mean_interval([1] * 48 + [0] * 32, binary=True)
     found = difference(interval, interval)
     assert found.mean == 0
     assert found.low < 0 < found.high

@@ -1,11 +1,14 @@
 """ROLL Flash's rules for tasks of one turn, on the simulated engines of `benchmarks.simulated.peers.world`.
 
+ROLL Flash is the asynchronous mode of Alibaba's ROLL framework (paper: "Part II: ROLL Flash"). A prompt's candidates
+are one group. Each candidate is a task, which makes one request to an engine.
+
 Admission per prompt, cumulative: B + ⌈αB⌉ at the first step, B more at each later one; a filtered prompt is replaced.
 With `extra_prompts`, so many more than a batch are kept running all the time. The candidates of a prompt are requests
 of their own, at most 128 at once on an engine. A batch takes prompts by the step in which they began, oldest first, and
-waits for each older step before a newer one. At each step: no new request begins, prompts older than ⌈α⌉ steps are
-dropped, running requests are aborted and waited for (queued ones still run to their end), all engines are updated
-together and lose their cache, then everything goes on.
+waits for each older step before a newer one. At each step no new request begins, running requests are aborted and
+waited for (queued ones still run to their end), and all engines are updated together and lose their cache. Then
+generation goes on, and prompts older than ⌈α⌉ steps are dropped.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     replicate: bool = True
     """Candidates are placed one by one; off: the candidates of a prompt share an engine."""
     extra_prompts: int | None = None
-    """Prompts kept running beyond a batch; None: only as many are admitted as the steps need."""
+    """At least a batch plus this many prompts run at all times; None: no such minimum."""
     colocated: bool = False
     """Generation and training take turns on all GPUs; only without asynchrony."""
     limit: int = ENGINE_LIMIT
@@ -52,7 +55,9 @@ class Cohort:
 
     def __init__(self) -> None:
         self.running: dict[int, anyio.CancelScope] = {}
+        """Scopes of the prompts that are being played, by group id."""
         self.finished: list[list[Finished]] = []
+        """Groups that passed the filter and that no batch has taken yet."""
         self._changed = anyio.Event()
 
     def change(self) -> None:
@@ -76,9 +81,11 @@ class RollFlash:
         self._rules = rules
         self._cohorts: dict[int, Cohort] = {}
         self._step = -1
+        """Current step; −1 before the first one."""
         self._admitted = 0
-        """Prompts that the steps so far may use."""
+        """Prompts that may have been started so far, over all steps; filtered and dropped ones do not count."""
         self._completed = 0
+        """Prompts that passed the filter, also if a batch has taken them; without those that `_drop` removed."""
         self._assignments = itertools.cycle(range(len(world.engines)))
 
     async def run(self) -> PeerReport:
@@ -112,7 +119,7 @@ class RollFlash:
         self._admit()
 
     def _drop(self, oldest: int) -> None:
-        """Forget the prompts of the steps before `oldest`, running or finished; others take their places."""
+        """Forget the prompts of the steps before `oldest`, running or finished. `_admit` then starts others."""
         for step in [step for step in self._cohorts if step < oldest]:
             cohort = self._cohorts.pop(step)
             self._completed -= len(cohort.finished)
@@ -120,7 +127,7 @@ class RollFlash:
                 scope.cancel()
 
     def _admit(self) -> None:
-        """Start as many prompts as the rules allow. Called after each event that changes their number."""
+        """Start as many prompts as the rules allow. Called at each step and when a prompt ends."""
         running = sum(len(cohort.running) for cohort in self._cohorts.values())
         extra = self._rules.extra_prompts
         most = 0 if extra is None else self._world.groups_per_batch + extra
@@ -135,12 +142,13 @@ class RollFlash:
         """Play all candidates of a prompt, and keep the group for a batch unless dynamic filtering drops it."""
         group: list[Finished] = []
         assigned = None if self._rules.replicate else next(self._assignments)
-        with cohort.running[tasks[0].group_id] as scope:
+        with cohort.running[tasks[0].group_id]:
             async with anyio.create_task_group() as candidates:
                 for task in tasks:
                     candidates.start_soon(self._candidate, task, assigned, group)
         del cohort.running[tasks[0].group_id]
-        if scope.cancelled_caught:
+        # A prompt that was just ending is not cancelled, so `cancelled_caught` does not tell that its step was dropped.
+        if cohort not in self._cohorts.values():
             return
         if not self._world.is_filtered_out(group):
             cohort.finished.append(group)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import msgspec
 import pytest
 
+from benchmarks.form import Row
+from benchmarks.simulated.figure import COLORS, bars, lines
 from benchmarks.simulated.peers import roll_agentic as agentic
 from benchmarks.simulated.peers.areal import Rules as ArealRules
 from benchmarks.simulated.peers.areal import areal, capacity
-from benchmarks.simulated.peers.roll_flash import Cohort, roll_flash
+from benchmarks.simulated.peers.roll_flash import Cohort, RollFlash, roll_flash
 from benchmarks.simulated.peers.roll_flash import Rules as RollRules
 from benchmarks.simulated.peers.router import PeerEngine, Response, Router
 from benchmarks.simulated.peers.synchronous import Rules as SyncRules
 from benchmarks.simulated.peers.synchronous import synchronous
-from benchmarks.simulated.peers.world import Finished, make_workload
+from benchmarks.simulated.peers.world import Finished, World, make_workload
 from flash.config.simulate import SimulateConfig
 from flash.config.tree import Config
 from flash.rollout.episode.episode import response_key
@@ -99,6 +103,26 @@ def test_the_candidates_of_one_request_share_an_engine() -> None:
 
 
 # -- ROLL Flash ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("passes", range(12))
+def test_a_prompt_that_ends_while_its_step_is_dropped_is_not_counted(passes: int) -> None:
+    """Ending a prompt takes several passes of the event loop; in each of them its step may be dropped."""
+    config = make_config()
+
+    async def scenario() -> None:
+        async with anyio.create_task_group() as prompts:
+            run = RollFlash(World(config, colocated=False), RollRules(extra_prompts=0))
+            await run._world.publish()
+            run._advance(0, prompts)
+            await anyio.sleep(10.0)
+            for _ in range(passes):
+                await anyio.lowlevel.checkpoint()
+            run._drop(1)
+            await anyio.sleep(1.0)
+            assert run._completed == 0
+
+    run_virtual(scenario)
 
 
 def engine_of(tokens: Callable[[int], int], places: int = 1) -> PeerEngine:
@@ -316,3 +340,23 @@ def test_more_staleness_is_faster_until_the_trainer_is_the_limit() -> None:
     config = make_config(run={"steps": 20}, train={"batch_size": 16}, simulate=simulate)
     seconds = [areal(config, ArealRules(eta=eta)).step_s for eta in (0, 1, 8)]
     assert seconds[0] > seconds[1] > seconds[2] == pytest.approx(50, rel=0.02)
+
+
+# -- figures ---------------------------------------------------------------------------------------------------------
+
+
+def test_published_numbers_are_points_without_a_line(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "figure.svg"
+    rows = [Row(f"{gpus} GPUs", "speedup", "x", 2.0, reference) for gpus, reference in ((8, 1.5), (16, 2.5))]
+    lines("Speed", "GPUs", "x", "speedup")(rows, file)
+    drawn = file.read_text()
+    assert f"fill: none; stroke: {COLORS['ours']}" in drawn
+    assert f"fill: none; stroke: {COLORS['reference']}" not in drawn
+
+
+def test_a_figure_of_many_lines_or_of_none_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [Row(f"8 GPUs, workload {number}", "speedup", "x", 2.0) for number in range(6)]
+    lines("Speed", "GPUs", "x", "speedup")(rows, tmp_path / "lines.svg")
+    bars("Speed", "x", "no such metric")(rows, tmp_path / "bars.svg")
