@@ -1,11 +1,11 @@
 """Mixture: one run over several environments; each problem comes from one of them.
 
 The kind of a problem is the name of the environment that it comes from. The kind follows from the seed and the weights.
-Consecutive seeds take the kinds in turn, so that every range of seeds, training or held-out, contains each kind in
-proportion to its weight. The hub calls `kind_of`, so that one environment that keeps failing can be put in quarantine
-while the others continue. The hub also reads the weights from `domains`: the trained groups have the shares that the
-weights give, no matter how long the problems of a kind take and how many groups are filtered out. A group is the set of
-samples of one problem; held-out problems are for evaluation only.
+The kinds are spread evenly over consecutive seeds: every long range of seeds, training or held-out, contains each kind
+in proportion to its weight. The hub, which hands out the problems, calls `kind_of`, so that one environment that keeps
+failing can be put in quarantine while the others continue. The hub also reads the weights from `domains`: the trained
+groups have the shares that the weights give, no matter how long the problems of a kind take and how many groups are
+filtered out. A group is the set of samples of one problem; held-out problems are for evaluation only.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ GOLDEN = 0x9E3779B97F4A7C15
 """2⁶⁴ divided by the golden ratio. Its multiples modulo 2⁶⁴ fill the range evenly at any count of them."""
 
 
-class Kind(Domain, frozen=True, kw_only=True):
-    """Environment of a mixture, and the run's settings for its problems."""
+class MixturePart(Domain, frozen=True, kw_only=True):
+    """Table of one environment of a mixture, and the run's settings for its problems."""
 
     path: str
     """Class of the environment: `module:Class`."""
@@ -92,9 +92,12 @@ class MixtureOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 raise ConfigError(f"`kinds.{name}.{option}`: {fault}")
 
     @cached_property
-    def parsed(self) -> dict[str, Kind]:
+    def parsed(self) -> dict[str, MixturePart]:
         """The tables as kinds. Their classes are not loaded."""
-        return {name: Kind(**check_options(Kind, table, f"kinds.{name}")) for name, table in self.kinds.items()}
+        return {
+            name: MixturePart(**check_options(MixturePart, table, f"kinds.{name}"))
+            for name, table in self.kinds.items()
+        }
 
     @cached_property
     def domains(self) -> dict[str, Domain]:
@@ -105,7 +108,7 @@ class MixtureOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def makers(self) -> dict[str, _Maker]:
         """Factory of each kind's environments, by name. The first access loads the classes and checks their options."""
-        return {name: _maker(name, kind) for name, kind in self.parsed.items()}
+        return {name: _load_maker(name, kind) for name, kind in self.parsed.items()}
 
 
 class Mixture:
@@ -146,9 +149,11 @@ class Mixture:
     def kind_of(cls, seed: int, options: MixtureOptions) -> str:
         """Return the name of the kind that a seed's problem comes from.
 
-        The hub and the node call it with equal results.
+        The hub and each node call this and must agree. The result depends only on the seed, and on the names and
+        weights of the kinds in their order.
         """
         weights = {name: kind.weight for name, kind in options.parsed.items()}
+        # Position of the seed on a line where each kind has a piece as long as its weight.
         at = seed * GOLDEN % 2**64 / 2**64 * sum(weights.values())
         for name, end in zip(weights, accumulate(weights.values()), strict=True):
             if at < end:
@@ -166,9 +171,9 @@ class Mixture:
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Create the environment of this seed's kind, and reset it."""
-        kind = self.kind_of(seed, self._options)
-        self._scale = 1.0 if is_held_out(seed) else self._options.parsed[kind].reward_scale
-        self._env = wrap(self._options.makers[kind]())
+        name = self.kind_of(seed, self._options)
+        self._scale = 1.0 if is_held_out(seed) else self._options.parsed[name].reward_scale
+        self._env = wrap(self._options.makers[name]())
         if isinstance(self._env, Informed) and self._episode is not None:
             self._env.inform(self._episode)
         return await self._env.reset(seed)
@@ -194,6 +199,7 @@ class Mixture:
             ConfigError: a kind has no solved examples.
             EnvError: the environment of a kind returned fewer examples than requested.
         """
+        # Each `seed` has a range of seeds of its own.
         names = [self.kind_of(seed * count + index, self._options) for index in range(count)]
         examples: dict[str, Iterator[SolvedExample]] = {}
         for name, env in self._solved.items():
@@ -224,7 +230,7 @@ class Mixture:
         return cast("dict[str, WarmStart]", envs)
 
 
-def _maker(name: str, kind: Kind) -> _Maker:
+def _load_maker(name: str, kind: MixturePart) -> _Maker:
     """Load the class of a kind and check its options. Raises ConfigError if it is invalid or a mixture itself."""
     try:
         env = cast("type[Environment | SyncEnvironment]", load_environment(kind.path))

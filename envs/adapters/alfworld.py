@@ -40,11 +40,11 @@ class _File(NamedTuple):
     """A game file as a row of `envs.data.split`."""
 
     prompt: str
-    """Absolute path of the game file, so that worker processes find it."""
+    """Absolute path of the game file, so that worker processes find it. `Split` tells rows apart by this field."""
 
 
 class _Game(msgspec.Struct):
-    """Part of a game file: ALFWorld has marked the games whose task can be solved."""
+    """The field of a game file that is read here."""
 
     solvable: bool = False
     """True if ALFWorld has found a solution of the task."""
@@ -56,21 +56,25 @@ class Alfworld(TextGame[AlfworldOptions]):
     The rollout node makes one object for each episode.
     """
 
+    # The run reads the class of the options from this annotation.
     def __init__(self, options: AlfworldOptions) -> None:
         super().__init__(options)
 
     @classmethod
     def check(cls, options: AlfworldOptions, find: Callable[[str], object] = importlib.util.find_spec) -> None:
-        """Check that the files and the packages exist. `find` returns None for a package that is not installed.
+        """Refuse options with which no episode can start: the files or the packages are missing.
+
+        Called when the configuration is read, so it reads no game. `find` returns None for a package that is not
+        installed; only tests replace it.
 
         Raises:
             ConfigError: a package or the game files are missing.
         """
         for package in ("textworld", "fast_downward"):
             if find(package) is None:
-                how = "pip install -e '.[environments]' 'textworld[pddl]' in Flash's folder"
+                how = "in Flash's folder, run `pip install -e '.[environments]' 'textworld[pddl]'`"
                 raise ConfigError(f"{package} is not installed: {how}")
-        _games(options)
+        _games(options)  # raises ConfigError if a side has no games
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Start this seed's game, and return its first observation with the task."""
@@ -83,11 +87,11 @@ def _games(options: AlfworldOptions) -> Split[_File]:
     """Find the training and the held-out games. Raises ConfigError if a side has none."""
     sides: list[list[_File]] = []
     for side in ("train", options.held_out):
-        place = Path(options.folder).expanduser() / "json_2.1.1" / side
-        files = [file for file in sorted(place.glob(f"*/*/game{PDDL}")) if not LEFT_OUT.search(file.parts[-3])]
+        folder = Path(options.folder).expanduser() / "json_2.1.1" / side
+        files = [file for file in sorted(folder.glob(f"*/*/game{PDDL}")) if not LEFT_OUT.search(file.parts[-3])]
         if not files:
             raise ConfigError(
-                f"there are no games of ALFWorld in {place}: expected */*/game{PDDL}, as the command "
+                f"there are no games of ALFWorld in {folder}: expected */*/game{PDDL}, as the command "
                 "`alfworld-download` of the package alfworld leaves them; say where in `folder`, or in ALFWORLD_DATA"
             )
         sides.append([_File(os.path.abspath(file)) for file in files])
@@ -95,10 +99,14 @@ def _games(options: AlfworldOptions) -> Split[_File]:
 
 
 def _game_of(options: AlfworldOptions, seed: int) -> str:
-    """Return the path of the seed's game, or of the next game that can be solved. Raises EnvError if none can be."""
+    """Return the path of the seed's game, or of the first game of the following seeds that can be solved.
+
+    Raises:
+        EnvError: no game can be solved.
+    """
     games = _games(options)
-    for place in range(seed, seed + len(games.train) + len(games.held_out)):
-        file = games.of_seed(place).prompt
+    for candidate in range(seed, seed + len(games.train) + len(games.held_out)):
+        file = games.of_seed(candidate).prompt
         if msgspec.json.decode(Path(file).read_bytes(), type=_Game).solvable:
             return file
     raise EnvError(f"no game of ALFWorld in {options.folder} can be solved")

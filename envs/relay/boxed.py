@@ -1,7 +1,8 @@
-"""Agents as programs in sandboxes: the option `box` of `envs.agent`.
+"""Runs the program of an agent in a sandbox of its own: the option `box` of `envs.agent`.
 
 Such a sandbox has no network. A relay (`envs.relay.outside`) leads from a port inside to the endpoint of the episode,
-and to nothing else. `Agent.prepare` tries one sandbox and relay on each node; then each episode has its own.
+and to nothing else. `Agent.prepare` opens and closes one sandbox with a relay on each node as a trial. Later each
+episode opens its own.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from flash.errors import EnvError
 
 LIFE_S = 24 * 3600.0
 """Seconds that a sandbox lives at most. The episode's own deadlines end it earlier."""
+TRIAL_PORT = 9
+"""Port to which the relay of `try_box` leads. Nothing ever connects through it."""
 
 
 class BoxOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,16 +42,18 @@ class BoxOptions(msgspec.Struct, frozen=True, kw_only=True):
     image: str
     """Image of the sandbox. It needs Python 3.6 or newer, and everything that the agent uses."""
     limits: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Resource limits of the agent: see `envs.judging.options.JudgingLimits`. The time limits there have no effect."""
+    """Resource limits of the agent: see `envs.judging.options.JudgingLimits`. Only `memory_mib`, `pids` and
+    `cpus` are used."""
     sandboxes: dict[str, Any] = msgspec.field(default_factory=dict)
     """Options of the pool that provides the sandbox: see `envs.judging.options.JudgePool`."""
 
     def __post_init__(self) -> None:
+        # Parsed only to refuse wrong tables when the configuration is read.
         _ = limits_of(self.limits), judge_pool_of(self.sandboxes)
 
 
 def box_of(table: dict[str, Any]) -> BoxOptions:
-    """Return the options in a table `box` of the configuration.
+    """Parse the table `box` of an agent's options. `AgentOptions` calls this when the configuration is checked.
 
     Raises:
         ConfigError: an option is wrong. The message names it.
@@ -57,12 +62,12 @@ def box_of(table: dict[str, Any]) -> BoxOptions:
 
 
 async def try_box(box: BoxOptions, opener: SandboxOpener = open_sandboxes) -> None:
-    """Start one such sandbox and a relay in it, to test both before a run. The address of the relay is not used.
+    """Start one such sandbox and a relay in it, to test both before a run.
 
     Raises:
         SandboxError: the sandbox cannot be started, or its image has no Python.
     """
-    async with _opened(box, opener) as sandbox, open_relay(sandbox, "127.0.0.1", 9):
+    async with _opened(box, opener) as sandbox, open_relay(sandbox, "127.0.0.1", TRIAL_PORT):
         pass
 
 
@@ -86,7 +91,7 @@ async def run_boxed(
         opener: opens the pool of sandboxes.
 
     Raises:
-        EnvError: the program failed, or wrote too much.
+        EnvError: the program failed, or its standard output was cut at the sandbox's limit.
         SandboxError: no sandbox was available, or it was lost.
     """
     address = urlsplit(base_url)
@@ -106,7 +111,10 @@ async def run_boxed(
 
 @asynccontextmanager
 async def _opened(box: BoxOptions, opener: SandboxOpener) -> AsyncGenerator[Sandbox]:
-    """Borrow a sandbox of these options for the time of the block."""
+    """Borrow a sandbox of these options for the time of the block.
+
+    The node's judge of the same pool lends it, so that agents and judges share the limit on sandboxes.
+    """
     limits, pool = limits_of(box.limits), judge_pool_of(box.sandboxes)
     spec = Spec(
         image=box.image,
@@ -117,6 +125,6 @@ async def _opened(box: BoxOptions, opener: SandboxOpener) -> AsyncGenerator[Sand
         cpus=limits.cpus,
         deadline_s=LIFE_S,
     )
-    judge = await shared_judge(pool, opener)
-    async with judge.sandboxes.borrow(spec, pool.wait) as sandbox:
+    lender = (await shared_judge(pool, opener)).sandboxes
+    async with lender.borrow(spec, pool.wait) as sandbox:
         yield sandbox

@@ -62,6 +62,7 @@ async def standard_input() -> bytes:
 if TYPE_CHECKING:
     from envs.sandbox.api import Spec
     from envs.sandbox.pool.host import Host
+    from envs.sandbox.pool.ownership import OwnerLock
     from envs.sandbox.remote.client import SandboxClient
     from flash.http.server import HttpAddress
 
@@ -194,7 +195,10 @@ def _add_ca(parser: argparse.ArgumentParser, help: str) -> None:
 
 
 def _add_spec(parser: argparse.ArgumentParser) -> None:
-    """Add the options that describe a new sandbox. `_spec` reads them."""
+    """Add the options that describe a new sandbox, for the actions `run` and `doctor`. `_spec` reads them.
+
+    The defaults repeat those of `Spec`: the actions import it only when they run, so that the help text is fast.
+    """
     parser.add_argument(
         "--image", default="flash-sandbox-python", help="Image of the sandbox. Default: flash-sandbox-python."
     )
@@ -281,13 +285,14 @@ def _spec(arguments: argparse.Namespace) -> Spec:
 
 
 async def _serve(arguments: argparse.Namespace) -> int:
-    """Serve sandboxes until SIGTERM or SIGINT.
+    """Serve sandboxes until SIGTERM or SIGINT. With `--keep` the process then exits and leaves the sandboxes.
 
     The lock is taken before the hosts are opened: two services with one state folder would remove each other's
     sandboxes.
 
     Raises:
-        ConfigError: the state folder, the token file or the address cannot be used, or another service uses them.
+        ConfigError: the state folder, the token file, the address, `--host`, `--warm`, `--users` or `--ca` cannot be
+            used, or another service uses the state folder or the address.
     """
     from envs.sandbox.pool.journal import SqliteJournal
     from envs.sandbox.pool.ownership import OwnerLock
@@ -310,14 +315,14 @@ async def _serve(arguments: argparse.Namespace) -> int:
     address = parse_address(arguments.listen, arguments.certificate, arguments.key)
     async with AsyncExitStack() as stack:
         lock = stack.enter_context(OwnerLock(state / "lock"))
-        bound = stack.enter_context(open_socket(address))
+        listening = stack.enter_context(open_socket(address))
         journal = SqliteJournal(state / "journal.sqlite")
         stack.callback(journal.close)
         stops = stack.enter_context(anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT))
         hosts = await _hosts(arguments, stack, _service_id(state), lock)
         pool = await stack.enter_async_context(open_pool(hosts, journal=journal))
         service = await stack.enter_async_context(open_service(pool, tokens, os.uname().nodename))
-        url = await stack.enter_async_context(serving(make_app(service), bound, address))
+        url = await stack.enter_async_context(serving(make_app(service), listening, address))
         sys.stdout.write(f"sandboxes at {url}, tokens in {state / 'tokens'}\n")
         sys.stdout.flush()
         async for _ in stops:
@@ -329,7 +334,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def _hosts(arguments: argparse.Namespace, stack: AsyncExitStack, service: str, lock: Any) -> list[Host]:
+async def _hosts(arguments: argparse.Namespace, stack: AsyncExitStack, service: str, lock: OwnerLock) -> list[Host]:
     """Return the hosts of the service: the services of `--host`, or else this machine's engine."""
     from envs.sandbox.engines.docker import DockerBackend
     from envs.sandbox.engines.docker_containers import USERS, parse_users
@@ -340,7 +345,7 @@ async def _hosts(arguments: argparse.Namespace, stack: AsyncExitStack, service: 
 
     hosts: list[Host] = []
     for text in arguments.host:
-        name, url, path = _three(text)
+        name, url, path = _named_service(text)
         client = SandboxClient(url, service_token(Path(path)), verify=certificate_check(arguments.ca))
         hosts.append(RemoteHost(name, await stack.enter_async_context(client), service))
     if not hosts:
@@ -361,7 +366,7 @@ def _service_id(state: Path) -> str:
     return path.read_text().strip()
 
 
-def _three(text: str) -> tuple[str, str, str]:
+def _named_service(text: str) -> tuple[str, str, str]:
     """Return the name, the address and the token file of `--host`. Raises ConfigError for another form."""
     name, _, rest = text.partition("=")
     url, _, path = rest.rpartition("=")

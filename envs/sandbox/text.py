@@ -5,7 +5,7 @@ U+DCFF). JSON and msgpack cannot carry surrogates. In bodies of the HTTP API the
 hexadecimal digits. Names and commands cannot contain a zero byte, so this is unambiguous. In a query the byte is
 percent-encoded as usual.
 
-*Text about a command*, for the agent or person that gave it: its result, or the reason why it was not run.
+*Text about a command*, for the policy or person that gave it: its result, or the reason why it was not run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _ESCAPED = re.compile(r"\0([89a-f][0-9a-f])?")
 """Pattern of an encoded byte in a text of the HTTP API; a zero byte alone is an error."""
 
 COMMAND_LENGTH = 100_000
-"""Most bytes of a command. Sandboxes accept slightly more, which leaves room for a prefix."""
+"""Most bytes of a command of a policy. Sandboxes accept `envs.sandbox.local.agent.LONGEST_COMMAND`, so that a tool can
+put a prefix such as `exec 2>&1; ` in front."""
 
 
 def as_bytes(text: str) -> bytes:
@@ -86,7 +87,10 @@ def encodable(text: str) -> str:
 
 
 def unusable_command(command: str) -> str:
-    """Return the reason why no sandbox can run this command; empty if one can."""
+    """Return the error that a policy is shown, as the result, for a command that no sandbox can run; empty if one can.
+
+    The tools and environments with a shell call this before they run the command of a policy.
+    """
     if "\0" in command:
         return "error: a command cannot have a zero byte"
     if (size := len(command.encode("utf-8", "replace"))) > COMMAND_LENGTH:
@@ -95,7 +99,7 @@ def unusable_command(command: str) -> str:
 
 
 def unusable_path(path: str) -> str:
-    """Return the reason why this cannot be a path; empty if it can."""
+    """Return the error that a policy is shown, as the result, for a text that cannot be a path; empty if it can."""
     if "\0" in path:
         return "error: a path cannot have a zero byte"
     if len(path.encode("utf-8", "replace")) > PATH_LENGTH:

@@ -29,8 +29,8 @@ K1, B = 1.2, 0.75
 """k1: saturation of repeated terms. b: strength of the length normalization. Both values are Lucene's."""
 
 MOST_RESULTS = 100
-"""Largest number of passages that a call may ask for, unless the option `results` is larger. The policy writes this
-number; without a bound, one call could make the node join all texts of the folder."""
+"""Largest number of passages that a call may ask for, unless the option `results` is larger. The policy chooses the
+number in its call; without a bound, one call could make the node join all texts of the folder."""
 
 _TERM = re.compile(r"\w+")
 """Pattern of a term: a word or a number."""
@@ -65,7 +65,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
 class Passage(msgspec.Struct, frozen=True):
     """A piece of a file, which a search can return."""
 
-    name: str
+    path: str
     """Path of the file below the folder of texts."""
     text: str
     """Text of the passage."""
@@ -74,21 +74,21 @@ class Passage(msgspec.Struct, frozen=True):
 class Index:
     """Inverted index: for each term, the passages that contain it.
 
-    All episodes of a node share one; it never changes.
+    `Search.open` makes one per node, which all episodes there share. It never changes.
     """
 
     def __init__(self, passages: Sequence[Passage]) -> None:
         self.passages = passages
         counts = [Counter(terms(passage.text)) for passage in passages]
         lengths = [count.total() for count in counts]
-        mean = sum(lengths) / max(1, len(lengths)) or 1.0
+        mean = sum(lengths) / max(1, len(lengths)) or 1.0  # 1 if no passage has a term
         # The part of the formula's denominator that depends on the passage alone.
-        self._weights = [K1 * (1 - B + B * length / mean) for length in lengths]
+        self._length_terms = [K1 * (1 - B + B * length / mean) for length in lengths]
         self._postings: dict[str, list[tuple[int, int]]] = {}
         """For each term, the index of each passage that contains it, and the number of occurrences there."""
-        for place, count in enumerate(counts):
+        for number, count in enumerate(counts):
             for term, occurrences in count.items():
-                self._postings.setdefault(term, []).append((place, occurrences))
+                self._postings.setdefault(term, []).append((number, occurrences))
 
     def search(self, query: str, most: int) -> list[tuple[float, Passage]]:
         """Return the `most` best passages with their scores, best first; of equal scores, the earlier passage.
@@ -99,10 +99,11 @@ class Index:
         for term in terms(query):
             found = self._postings.get(term, [])
             idf = math.log(1 + (len(self.passages) - len(found) + 0.5) / (len(found) + 0.5))
-            for place, occurrences in found:
-                scores[place] = scores.get(place, 0.0) + idf * occurrences / (occurrences + self._weights[place])
-        best = sorted(scores, key=lambda place: (-scores[place], place))[:most]
-        return [(scores[place], self.passages[place]) for place in best]
+            for number, occurrences in found:
+                gain = idf * occurrences / (occurrences + self._length_terms[number])
+                scores[number] = scores.get(number, 0.0) + gain
+        best = sorted(scores, key=lambda number: (-scores[number], number))[:most]
+        return [(scores[number], self.passages[number]) for number in best]
 
 
 class Search:
@@ -125,7 +126,7 @@ class Search:
             most = min(max(1, int(arguments.get("results", options.results))), max(MOST_RESULTS, options.results))
             # In a thread, because the search of a large folder takes long.
             best = await anyio.to_thread.run_sync(index.search, arguments["query"], most, abandon_on_cancel=True)
-            return "\n\n".join(f"[{passage.name}]\n{passage.text}" for _, passage in best) or "nothing was found"
+            return "\n\n".join(f"[{passage.path}]\n{passage.text}" for _, passage in best) or "nothing was found"
 
         async def call(arguments: dict[str, Any]) -> str:
             return await within(options.timeout, best_passages(arguments))

@@ -43,6 +43,8 @@ MAX_JOBS = 1000
 """Background jobs that are remembered. The oldest ended jobs are forgotten first."""
 MAX_STRANGERS = 16
 """Most connections from inside that have not yet sent the secret. Commands can open any number of them."""
+SECRET_SECONDS = 5
+"""Seconds that a new connection has to send the secret."""
 
 
 class BoxAgent:
@@ -236,25 +238,25 @@ class Listener:
     """
 
     def __init__(self, agent: object, address: str) -> None:
-        """Listen at the abstract socket `address` for the `BoxAgent` `agent`."""
+        """Bind the abstract socket `address` and listen. `agent` is the `BoxAgent`, whose method `run` makes this."""
         self.agent = agent
         self.strangers = 0
-        """Connections from inside that have not sent the secret yet."""
-        self.listener = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
-        self.listener.bind("\0" + address)
-        self.listener.listen(8)
-        self.listener.setblocking(False)
-        agent.loop.watch(self.listener.fileno(), self.accept)
+        """Connections of programs of the sandbox that have not sent the secret yet."""
+        self.socket = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+        self.socket.bind("\0" + address)
+        self.socket.listen(8)
+        self.socket.setblocking(False)
+        agent.loop.watch(self.socket.fileno(), self.accept)
 
     def accept(self) -> None:
-        """Accept a connection, and let it take over if it sends the secret within 5 seconds.
+        """Accept a connection, and let it take over if it sends the secret within `SECRET_SECONDS`.
 
-        The engine starts a process in the container for a new host, which connects here. Programs of the sandbox can
-        connect as well; the number of their connections is limited.
+        For a new host, the engine starts a process in the container, and that process connects here. Programs of the
+        sandbox can connect as well; the number of their connections is limited. The loop calls this.
         """
         try:
             # Not with the module `socket`, whose import takes as long as the start of Python.
-            fd = self.listener._accept()[0]
+            fd = self.socket._accept()[0]
             connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, fd)
         except OSError:
             return
@@ -294,7 +296,7 @@ class Listener:
             connection.close()
 
         self.strangers += inside
-        timer = self.agent.loop.later(5, give_up)
+        timer = self.agent.loop.later(SECRET_SECONDS, give_up)
         self.agent.loop.watch(connection.fileno(), prove)
 
 

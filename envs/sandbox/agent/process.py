@@ -166,7 +166,9 @@ def forbid_writing_to_proc() -> bool:
 def spawn(
     path: str, argv: "list[str]", env: "dict[str, str]", cwd: str, files: "dict[int, int]", tty: bool, number: int
 ) -> int:
-    """Start a program in its own session and return its process id. `Launcher.call` calls this.
+    """Start a program in its own session and return its process id.
+
+    `Command.launch` and `StatefulBash.start` call this in the thread of `Launcher.call`.
 
     Forks, so that the child carries the command's number before it runs anything. While another process holds a lease
     on the program's file, exec blocks for up to a minute. The agent waits only for `BEGIN_MS`; the child writes a later
@@ -230,17 +232,21 @@ def fail(code: int, text: str) -> None:
 
 
 def fork_call(function: object, files: "dict[int, int]") -> int:
-    """Run a function of the agent in a child process, and return the process id: a worker, or a failing program.
+    """Run `function` in a child process in a session of its own, and return its process id.
 
-    An error of the function is written to the child's standard error, with exit code 1. `files` maps its descriptors
-    to ours. No others are open in it, so that a path through /proc/self/fd reaches none of ours.
+    `Command.launch` calls this for a worker of the agent, such as one that unpacks a tree. It also calls this for a
+    program that cannot be run: the child then writes the error and exits as a shell would (`fail`). The child carries
+    no command's number. An error of the function is written to the child's standard error, with exit code 1.
+
+    `files` maps the child's descriptors, which are 0 to 2, to ours. Higher ones are closed, so that a path through
+    /proc/self/fd reaches none of ours.
     """
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
-        _signal.set_wakeup_fd(-1)
+        _signal.set_wakeup_fd(-1)  # a signal in the child must not write to the loop's pipe
         os.setsid()
         for theirs, ours in files.items():
             os.dup2(ours, theirs)

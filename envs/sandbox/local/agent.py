@@ -60,7 +60,7 @@ TREE_SECONDS = 600.0
 ARCHIVE_BYTES = 1 << 26
 """Bytes that an archive may have beyond twice the size of its files, since each file has a header of up to 2 KiB."""
 TRANSCRIPT_BYTES = 4096
-"""Bytes of error messages that are kept of a function of the agent that streams its output."""
+"""Most bytes of standard error that are kept of a worker of the agent: a process that sends a tree."""
 _NO_ROOM = ("No space left", f"Errno {errno.EFBIG}")
 """Parts of the agent's error messages that mean that a limit was reached. The functions of the agent that handle trees
 run in worker processes, which report errors of the file system as text."""
@@ -115,14 +115,21 @@ class AgentSandbox(Sandbox):
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
     ) -> Result:
-        """Run a command to its end with one call of the agent, and return its result, as `Commands.run` says."""
+        """Run a command to its end with one call of the agent, and return its result, as `Commands.run` says.
+
+        The agent stops the command after `timeout` seconds. With `patience`, time in which the command was ready to run
+        but had no CPU does not count, until `patience` seconds have passed on the clock.
+        """
         check_timeout(timeout)
         limit, short = self.spec.output_limit, len(stdin) <= PIECE
         argument = command_argument(command, limit, timeout, patience, env, cwd)
-        # Short input travels with the command, which saves a round trip. Longer input follows as the agent takes it.
+        # Short input travels with the command, which saves a round trip. `feed` announces longer input, which follows
+        # as the agent takes it.
         argument |= {"stdin": stdin if short else b"", "feed": not short}
+        # The agent stops the command at the latest after the larger one.
         seconds = max(timeout, patience or 0.0) + ANSWER_SECONDS
         channel = await self.channel()
+        # `room` is the most bytes of output that the agent may send: `limit` for each of the two streams.
         async with channel.call("run", argument, seconds, room=2 * limit) as call:
             if short:
                 return to_result(*await call.result(Ending))
@@ -390,14 +397,18 @@ class AgentSession:
         """Number of times that the shell was replaced."""
 
     async def run(self, command: str, *, timeout: float) -> Result:
-        """Run one command after the earlier ones of this session, and return its result."""
+        """Run one command after the earlier ones of this session, and return its result.
+
+        Raises:
+            SandboxBusyError: the earlier commands took all of `timeout` seconds.
+        """
         check_timeout(timeout)
         limit = self._sandbox.spec.output_limit
         argument = command_argument(command, limit, timeout) | {"name": self.name}
         channel = await self._sandbox.channel()
-        # The command may wait for earlier commands for `timeout` seconds, and then run for as long.
-        waiting = 2 * timeout + ANSWER_SECONDS
-        ending, output = await channel.ask("session_run", argument, Ending, waiting, room=2 * limit)
+        # The command waits for up to `timeout` seconds for its turn, and may then run for `timeout` seconds.
+        seconds = 2 * timeout + ANSWER_SECONDS
+        ending, output = await channel.ask("session_run", argument, Ending, seconds, room=2 * limit)
         self.restarts = ending.restarts
         return to_result(ending, output)
 

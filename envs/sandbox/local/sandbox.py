@@ -107,7 +107,8 @@ class SandboxContainer:
     async def _make(self) -> None:
         """Create and start the container.
 
-        The creation is shielded from cancellation. Otherwise its container could not be found again.
+        The creation is shielded from cancellation. If its request were cut off, the engine might create the container
+        only after `remove` has deleted it.
         """
         runtime = self._spec.runtime
         if runtime is not None and runtime not in (info := await self._backend.info()).runtimes:
@@ -121,14 +122,18 @@ class SandboxContainer:
             except SandboxTimeoutError:
                 self._removals = LATE_REMOVALS
                 raise
-        await anyio.lowlevel.checkpoint()
+        await anyio.lowlevel.checkpoint()  # a cancellation during the creation takes effect here
         await self._backend.containers.start(self.id)
         if runtime is not None:
+            # Podman reports the real runtime only of a container that was started. Nothing but the agent's loader runs
+            # in it yet.
             found = await self._backend.containers.inspect(self.id, runtime=True)
-            if found is None or Path(found.runtime).name != runtime:
+            if found is None:
+                raise SandboxLostError(f"container {self.name} was gone right after its start")
+            if Path(found.runtime).name != runtime:
                 raise SandboxRefusedError(
-                    f"the engine runs the sandbox under {found.runtime if found else 'nothing'!r} instead of "
-                    f"{runtime!r}; Podman takes its runtime from containers.conf"
+                    f"the engine runs the sandbox under {found.runtime!r} instead of {runtime!r}; Podman takes its "
+                    "runtime from containers.conf"
                 )
 
     async def _find(self) -> None:

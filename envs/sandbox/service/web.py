@@ -34,7 +34,7 @@ ENDPOINTS = tuple(API.all)
 HEADERS = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
 """Headers of every answer."""
 
-LINES_A_MINUTE = 600
+RECORDS_A_MINUTE = 600
 """Most records that the log takes in one minute."""
 
 
@@ -113,14 +113,16 @@ class Guard:
         return self._tokens.name_of(token.strip()) if scheme.lower() == "bearer" else None
 
 
-class FewLines(logging.Filter):
-    """Logging filter that drops records beyond `most` in a minute. The next minute's first record reports how many.
+class RecordLimit(logging.Filter):
+    """Logging filter that drops records beyond `most` in each minute of the clock.
+
+    The first record of a later minute reports how many were dropped.
 
     Each sandbox that fails to start is a record, and a token's holder can order any number of those.
     """
 
-    def __init__(self, most: int = LINES_A_MINUTE, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create a filter. Only tests replace `most` and `clock`."""
+    def __init__(self, most: int = RECORDS_A_MINUTE, clock: Callable[[], float] = time.monotonic) -> None:
+        """Create a filter. `clock` returns seconds. Only tests replace `most` and `clock`."""
         super().__init__()
         self._most = most
         self._clock = clock
@@ -147,5 +149,5 @@ def write_to_stderr() -> None:
     """Send the log records of this process to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    handler.addFilter(FewLines())
+    handler.addFilter(RecordLimit())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)

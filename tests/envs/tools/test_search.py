@@ -43,7 +43,7 @@ def test_scores_are_those_of_the_formula_and_the_best_come_first(texts: list[str
 
 def test_a_rare_word_weighs_more_than_a_common_one() -> None:
     index = Index([Passage("a", "the cat"), Passage("b", "the dog"), Passage("c", "the end")])
-    assert [passage.name for _, passage in index.search("the DOG", 2)] == ["b", "a"]
+    assert [passage.path for _, passage in index.search("the DOG", 2)] == ["b", "a"]
     assert index.search("zebra", 3) == []
 
 

@@ -15,7 +15,7 @@ from envs.sandbox.pool.host import HostSettings
 from envs.sandbox.pool.state import PoolSettings
 from envs.sandbox.remote.client import SandboxClient
 from envs.sandbox.service.service import CALLS_OPEN
-from envs.sandbox.service.web import FewLines
+from envs.sandbox.service.web import RecordLimit
 from flash.errors import SandboxBusyError
 from flash.http.connections import HttpLimits
 from tests.envs.sandbox.raw import END_S, bare, bearer, connected, head
@@ -160,7 +160,7 @@ async def test_calls_that_go_on_without_their_client_are_bounded(tmp_path):
 
 def test_a_flood_of_records_is_cut_and_its_size_is_told():
     now = [0.0]
-    few = FewLines(3, clock=lambda: now[0])
+    few = RecordLimit(3, clock=lambda: now[0])
     records = [logging.LogRecord("envs", logging.WARNING, "", 0, "failed %d", (number,), None) for number in range(9)]
     assert [few.filter(record) for record in records[:8]] == [True] * 3 + [False] * 5
     now[0] = 61.0
