@@ -21,7 +21,7 @@ from benchmarks.real.engine_efficiency import config_for, measure
 from benchmarks.training import Measured, train
 from flash.config.load import load
 from flash.rollout.episode.tokenizer import HfTokenizer
-from flash.run.models import make_missing_model
+from flash.run.models import make_missing_models
 
 TINY = WORKLOADS / "gpu_check.toml"
 """Configuration of the runs with the tiny model."""
@@ -102,7 +102,7 @@ def routing_rows(sizes: Sizes) -> list[Row]:
     Raises:
         Skipped, CalledProcessError: as in `kind_rows`.
     """
-    make_missing_model(load(TINY, []))
+    make_missing_models(load(TINY, []))
     model = mixture_model(MODELS / "gpu-check-mixture", VOCABULARY, TINY_MODEL)
     replayed, own = (
         run_kind(
@@ -140,7 +140,7 @@ def engine_rows(sizes: Sizes) -> list[Row]:
     """Measure tokens per second through hub, scheduler and proxy, and of the same engine that gets all requests at
     once.
     """
-    make_missing_model(load(TINY, []))
+    make_missing_models(load(TINY, []))
     name = f"gpu-check-{sizes.shape.layers}x{sizes.shape.width}"
     model = random_model(MODELS / name, sizes.shape, tokenizer_of=TINY_MODEL)
     config = config_for(model, sizes.tokens, sizes.requests)

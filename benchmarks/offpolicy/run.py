@@ -143,9 +143,9 @@ def make_model(cell: Cell) -> None:
     """Make the warm-started model of all cells, unless it exists. Workers that made it at once would disturb each
     other.
     """
-    from flash.run.models import make_missing_model
+    from flash.run.models import make_missing_models
 
-    make_missing_model(cell.config())
+    make_missing_models(cell.config())
 
 
 class Comparison:

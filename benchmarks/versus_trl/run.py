@@ -33,7 +33,7 @@ from benchmarks.versus_trl.settings import TrlChoices
 from flash.config.load import load
 from flash.config.tree import Config
 from flash.observe.rundir.rundir import RunDirectory
-from flash.run.models import make_missing_model
+from flash.run.models import make_missing_models
 from flash.trainer.checkpoint_files import complete_checkpoints
 
 CASES = {
@@ -151,7 +151,7 @@ def measured(case: str, system: str, seed: int, quick: bool) -> Curve:
     choices = OTHERS[case].get(system, [])
     with_trl = isinstance(choices, TrlChoices)
     _, _, config = configured(case, seed, quick, [] if with_trl else choices)
-    make_missing_model(config)
+    make_missing_models(config)
     trained = train_trl(case, seed, quick, choices) if with_trl else train_flash(case, seed, quick, choices)
     points: list[Point] = []
     for step, interval in accuracies(config, trained.saved):

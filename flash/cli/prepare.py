@@ -30,7 +30,7 @@ from flash.config.schema import schema
 from flash.config.tree import Config, DeadlinesConfig
 from flash.errors import ConfigError
 from flash.observe.rundir.rundir import write_atomically, writing
-from flash.run.fetch import hugging_face_fault
+from flash.run.models import hugging_face_fault
 from flash.text import harmless, one_line
 
 if TYPE_CHECKING:

@@ -42,8 +42,7 @@ from flash.observe.rhythm import MeasuredRhythm, coupling_lines, head_lines, res
 from flash.observe.rundir.rundir import RunDirectory, write_atomically
 from flash.observe.timeline import trace
 from flash.observe.trackers.trackers import Tracking, not_installed, settings, tracker_lock
-from flash.run.fetch import hugging_face_fault
-from flash.run.models import Dtype, export_model, make_fetched, own_dtype
+from flash.run.models import Dtype, export_model, hugging_face_fault, make_fetched, own_dtype
 from flash.run.replay import Comparison, plan, refuse_idle, replay
 from flash.text import one_line
 from flash.trainer.checkpoint_files import MANIFEST
@@ -475,14 +474,14 @@ def run_rhythm(arguments: argparse.Namespace) -> int:
     Prints the result, and writes the plot and the JSON file if the user has named them.
     """
     from flash.rollout.episode.tokenizer import HfTokenizer
-    from flash.run.rhythm import examine_responses, options_with
+    from flash.run.rhythm import examine_responses, overridden_options
 
     check_writable(arguments.plot, arguments.json)
     check_plot(arguments.plot)
     config = _rhythm_config(arguments)
     _check_rhythm(arguments, config)
     base = Rhythm() if config is None or config.algorithm.rhythm is None else config.algorithm.rhythm
-    options = options_with(base, arguments.config)
+    options = overridden_options(base, arguments.config)
     with _rhythm_weights(arguments, config) as under:
         tokenizer = HfTokenizer(under.model)
         given = _rhythm_responses(arguments, config, tokenizer)
@@ -554,7 +553,7 @@ def _rhythm_responses(arguments: argparse.Namespace, config: Config | None, toke
     from flash.run.rhythm import recorded_responses, text_responses
 
     if arguments.text is not None:
-        return text_responses(arguments.text, arguments.prompt, tokenizer.render)
+        return text_responses(arguments.text, arguments.prompt, tokenizer)
     assert config is not None, "without a text a run was named"
     return recorded_responses(
         Path(arguments.what),

@@ -26,7 +26,7 @@ from flash.errors import ConfigError
 from flash.observe.console import best_of_lines, environment_lines, evaluation_line
 from flash.observe.rundir.rundir import RunDirectory, write_atomically
 from flash.observe.stats import BestOf, best_of_each
-from flash.run.models import chosen_model, make_missing_model, model_folder
+from flash.run.models import chosen_model, make_missing_models, model_folder
 from flash.text import harmless, one_line
 from flash.trainer.checkpoint_files import MANIFEST
 
@@ -277,7 +277,7 @@ def play_model(config: Config, named: str | None, play: Any) -> tuple[Sampled, l
     from flash.run.processes.launch_state import remember_shared_memory, scratch_folder
 
     if named is None:
-        make_missing_model(config)
+        make_missing_models(config)
         named = config.model.path
     advise_on_engines(config)
     sys.stderr.write(f"[reading {named}]\n")

@@ -63,11 +63,11 @@ def run_train(arguments: argparse.Namespace) -> int:
         return dry_run(config)
 
     def begin(config: Config) -> int:
-        from flash.run.models import make_missing_model
+        from flash.run.models import make_missing_models
         from flash.run.processes.launcher import launch
 
         interruptible()
-        make_missing_model(config)
+        make_missing_models(config)
         return launch(config)
 
     return carry_out(arguments, start_problems, try_out, begin)

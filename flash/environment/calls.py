@@ -1,7 +1,8 @@
 """Calls of a user's code: exceptions, hangs and swallowed cancellations become errors that name file and line.
 
-`EpisodePlayer` makes every call of an environment through `make_environment`, `call_method` and `check_returned`. The
-agents and verifiers of `envs` are called with `UserTask` directly.
+Episodes (`flash.rollout.episode.episode.EpisodePlayer`) and the dry run make every call of an environment through
+`make_environment`, `call_method` and `check_returned`. The agents and verifiers of `envs` are called with `UserTask`
+directly. All of this runs on the event loop of a node loop or of a command.
 
 Invariants: the code runs in an asyncio task of its own and in no task group, so that an exception of the code ends only
 the call. A call that does not end by its deadline is cancelled. Code may catch the cancellation (*swallow* it) and go
@@ -40,8 +41,8 @@ CLEANUP_S = 6.0
 program which the code has started can end first."""
 
 MAX_SWALLOWED = 100
-"""Number of cancellations that a call may swallow before it is abandoned. Each `await` of an orderly cleanup swallows
-one."""
+"""Number of cancellations that a call may swallow before it is abandoned. An orderly cleanup also swallows some: one at
+each of its `await`s."""
 
 SPIN_S = 0.5
 """Seconds after which a call is abandoned if its tasks swallow one cancellation on each turn of the event loop."""
@@ -63,8 +64,8 @@ class UserTask(Generic[_T]):
     """A running call of a user's code. It ends by itself, or its owner ends it with `end`.
 
     Args:
-        name: names the call in a warning.
-        call: calls the code. The result may be awaitable.
+        name: name of the call in a warning.
+        call: function that calls the code. It may return an awaitable, which is then awaited.
         context: the context variables that the code sees and may set; by default a copy of the current context.
         on_end: called when the code has ended or was abandoned; `over` is set by then.
     """
@@ -86,11 +87,13 @@ class UserTask(Generic[_T]):
         self._ending = False
         """True since `end` was called."""
         self._abandoned = False
+        """True since the code was abandoned, or since it is to be abandoned at its next step."""
         self._swallowed = 0
         """Number of cancellations that were thrown into the code since `end` was called. The code has swallowed all but
         the last of them."""
         self._awaitable: object = None
-        """Coroutine, or other awaitable, that the call has returned; None before that, or if the result is none."""
+        """Coroutine, or other awaitable, that `call` has returned; None before that, or if the result is not
+        awaitable."""
         self.over = anyio.Event()
         """Set when the code has ended or was abandoned."""
         self.value: _T | None = None
@@ -238,6 +241,7 @@ def _close(steps: Any, awaitable: object) -> None:
     Python complains when it deletes a coroutine that has not ended (`keep_for_ever`). `steps` is the iterator of the
     coroutine, `awaitable` the coroutine itself.
     """
+    # The coroutine, and the ones that it awaits, down to the innermost.
     suspended = [*awaited_coroutines(awaitable)]
     with suppress(BaseException):  # the cleanup of a user's code may raise anything, and the call has failed already
         steps.close()
@@ -247,60 +251,63 @@ def _close(steps: Any, awaitable: object) -> None:
 
 
 async def call_method(
-    what: str,
-    timeout: float,
-    key: str,
+    call_name: str,
+    seconds: float,
+    deadline_key: str,
     call: Callable[[], Awaitable[_T]],
     *,
-    env: object = None,
+    env: object,
     context: Context | None = None,
     shield: bool = False,
 ) -> _T:
-    """Call a method of an environment, and return the result. Each call of an episode goes through here.
+    """Call a method of an environment, and return the result.
+
+    Each `reset`, `step` and `close` goes through here; the constructor goes through `make_environment`.
 
     Args:
-        what: names the call in errors, such as `step 2 (seed 5)`.
-        timeout: the deadline of the call, in seconds.
-        key: the key of `[deadlines]` that has the deadline.
-        call: calls the method.
-        env: the environment; if it is a blocking one, an error names the line at which its thread stands.
-        context: the context variables of the environment's calls.
+        call_name: name of the call in errors, such as `step 2 (seed 5)`.
+        seconds: deadline of the call.
+        deadline_key: key of `[deadlines]` that has the deadline, for the error message.
+        call: function that calls the method.
+        env: the environment. If it is a blocking one, an error names the line at which its thread stands.
+        context: the context that all calls of one environment share, so that variables that `reset` has set are seen in
+            `step`. None: a copy of the current context.
         shield: True if the call goes on while the caller is being cancelled, as `close` must.
 
     Raises:
-        EnvTimeoutError: the call took longer than `timeout`. The call is cancelled, and abandoned if it does not end
+        EnvTimeoutError: the call took longer than `seconds`. The call is cancelled, and abandoned if it does not end
             after that.
         RewardError: the call raised a `RewardError`.
         EnvError: the call raised anything else, was cancelled from within, or returned nothing to await.
     """
 
-    def asynchronous() -> Awaitable[_T]:
+    def awaitable_call() -> Awaitable[_T]:
         result = call()
         if not inspect.isawaitable(result):
             raise EnvError(
-                f"environment {what} returned {type(result).__name__}, which cannot be awaited; make reset, step and "
-                "close all `async def`, or none of them"
+                f"environment {call_name} returned {type(result).__name__}, which cannot be awaited; make reset, step "
+                "and close all `async def`, or none of them"
             )
         return result
 
-    task = UserTask(f"environment {what}", asynchronous, context)
-    if not await task.wait(timeout, shield=shield):
+    task = UserTask(f"environment {call_name}", awaitable_call, context)
+    if not await task.wait(seconds, shield=shield):
         where = (env.where() if isinstance(env, Threaded) else "") or task.where()
         ended = await task.end()
         abandoned = "" if ended else "; it went on after it was cancelled, and was abandoned"
-        advice = f"look at the environment's class, or raise deadlines.{key}"
-        raise EnvTimeoutError(f"environment {what} took longer than {timeout:g} s{where}{abandoned}; {advice}")
+        advice = f"look at the environment's class, or raise deadlines.{deadline_key}"
+        raise EnvTimeoutError(f"environment {call_name} took longer than {seconds:g} s{where}{abandoned}; {advice}")
     if task.error is not None:
-        raise _failure(what, task.error) from task.error
+        raise _failure(call_name, task.error) from task.error
     return cast("_T", task.value)
 
 
-def make_environment(what: str, make: Callable[[], _T]) -> _T:
+def make_environment(call_name: str, make: Callable[[], _T]) -> _T:
     """Make an environment, and return it. A constructor cannot await anything, so it has no deadline.
 
     Args:
-        what: names the call in errors, such as `start (seed 5)`.
-        make: calls the constructor.
+        call_name: name of the call in errors, such as `start (seed 5)`.
+        make: function that calls the constructor.
 
     Raises:
         RewardError: the constructor raised a `RewardError`.
@@ -309,24 +316,25 @@ def make_environment(what: str, make: Callable[[], _T]) -> _T:
     try:
         return make()
     except BaseException as error:  # a user's constructor may raise anything, such as SystemExit
-        raise _failure(what, error) from error
+        raise _failure(call_name, error) from error
 
 
-def _failure(what: str, error: BaseException) -> EnvError:
+def _failure(call_name: str, error: BaseException) -> EnvError:
     """Return the EnvError that an exception of a user's code becomes. A RewardError stays a RewardError.
 
-    An EnvError with a short message is returned unchanged: Flash or the user has written it for this purpose.
+    An EnvError with fewer than MAX_MESSAGE characters is returned unchanged: Flash or the user has raised it for this
+    purpose. `call_name` names the call in the message.
     """
     if isinstance(error, asyncio.CancelledError):
         # If it were raised again, the episode would end without a result, and its lease would never be returned.
         return EnvError(
-            f"environment {what} was cancelled from within{place_of(error)}: the code has cancelled its own task; "
+            f"environment {call_name} was cancelled from within{place_of(error)}: the code has cancelled its own task; "
             "raise an error instead"
         )
     if isinstance(error, EnvError) and (text := _text(error)) and len(text) < MAX_MESSAGE:
         return error
     kind = RewardError if isinstance(error, RewardError) else EnvError
-    return kind(f"environment {what} raised {describe_error(error)}")
+    return kind(f"environment {call_name} raised {describe_error(error)}")
 
 
 def describe_error(error: BaseException) -> str:
@@ -356,8 +364,10 @@ def _text(error: BaseException) -> str | None:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return a text of at most `most` characters unchanged. Of a longer text, return both ends, which usually say the
-    most."""
+    """Return a text of at most `most` characters unchanged; of a longer text only its two ends.
+
+    The ends of an error message usually say the most.
+    """
     left = len(text) - most
     return text if left <= 0 else f"{text[: most // 2]} … {left} characters … {text[-most // 2 :]}"
 

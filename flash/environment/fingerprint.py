@@ -1,7 +1,8 @@
-"""The fingerprint of an environment: a hash of all that decides its problems.
+"""Fingerprint of an environment: a hash of its import path, its options, and the files that they name.
 
-`flash.samples.rules` makes it. A resumed run compares it with the fingerprint of the run before. So the samples of one
-group, which must be about the same problem, never come from two sets of problems.
+The hub computes it at its start (`flash.samples.rules`) and stores it with its state. After a resume, a different
+fingerprint means that a seed may now give another problem. Unfinished groups then start no more members
+(`flash.samples.store`), because the samples of one group must be about the same problem.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from typing import Any
 
 from flash.config.tree import EnvConfig
 
-READ = 1 << 26
+MAX_BYTES = 1 << 26
 """Number of bytes that are read of all files together, which takes a tenth of a second. For a file that does not fit
-into this number, only the size and the time of change count."""
-MOST_FILES = 1000
+into the rest of this number, only the size and the time of change count."""
+MAX_FILES = 1000
 """Largest number of files of one folder that count, so that a huge folder does not delay the start. The first files
 count, sorted by name within each folder."""
 
@@ -31,21 +32,25 @@ def fingerprint(env: EnvConfig) -> str:
     """Return a hash of an environment's path and options, and of the files that they name.
 
     A text names a file by its path, by the path of a folder that has it, or as the module of `module:Class`. Reads
-    these files, up to `READ` bytes.
+    these files, up to MAX_BYTES bytes.
     """
     digest = sha256(json.dumps([env.path, env.options], sort_keys=True, default=str).encode())
-    left = READ
+    unread = MAX_BYTES
     for text in sorted({env.path, *texts_in(env.options)}):
         for file in _files(text):
             with suppress(OSError):  # the code that needs an unreadable file reports it
-                size = file.stat().st_size
-                digest.update(_file_digest(file, read=size <= left))
-                left -= min(size, left)
+                fits = (size := file.stat().st_size) <= unread
+                digest.update(_file_digest(file, read=fits))
+                if fits:  # a file that is too large leaves the number for smaller ones after it
+                    unread -= size
     return digest.hexdigest()
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """Yield every text in the options of an environment, also in nested dicts and lists."""
+    """Yield every text in the options of an environment, also in nested dicts and lists.
+
+    `flash.run.checks.preflight` also uses it, to find import paths in options.
+    """
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -59,7 +64,7 @@ def texts_in(value: Any) -> Iterator[str]:
 def _files(text: str) -> list[Path]:
     """Return the files that a text names, as a path or as `module:Class`; empty if it names none.
 
-    A module that is built in, or a package without a file, names none.
+    A text that names a built-in module, or a package without a file, names no file.
     """
     module, separator, name = text.partition(":")
     if separator and name.isidentifier() and all(map(str.isidentifier, module.split("."))):
@@ -71,7 +76,7 @@ def _files(text: str) -> list[Path]:
         if path.is_file():
             return [path]
         if text and path.is_dir():
-            return list(islice(_files_of_folder(path), MOST_FILES))
+            return list(islice(_files_of_folder(path), MAX_FILES))
     return []
 
 

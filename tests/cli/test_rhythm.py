@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 
 from flash.cli.main import main
+from flash.errors import ConfigError
 from flash.observe.rundir.rundir import RunDirectory
+from flash.rollout.episode.tokenizer import Tokenizer
+from flash.run.rhythm import text_responses
 from flash.trainer.model.tiny_model import save_tokenizer
 from flash.types import Batch, VersionRun
 from tests.trainer.trainer_cases import at, make_trajectory, write_model
@@ -95,6 +98,24 @@ def test_a_text_is_looked_at_under_a_model(flash: Command, model: Path, tmp_path
     assert out.count("^") == sum(response["plan"]) + 1
     assert seen["couplings"][0]["tokens"] == sum(response["plan"])
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_text_after_a_prompt_has_no_second_start_token(tmp_path: Path) -> None:
+    class BeginsTexts:
+        def render(self, text: str) -> list[int]:
+            return [0, *map(ord, text)]
+
+        def follow(self, text: str, end: int | None) -> list[int]:
+            return [*map(ord, text)]
+
+    text, prompt = written(tmp_path, text="abc", prompt="xy")
+    (after,) = text_responses(text, prompt, cast("Tokenizer", BeginsTexts())).trajectories
+    (alone,) = text_responses(text, None, cast("Tokenizer", BeginsTexts())).trajectories
+    assert after.tokens().tolist() == [0, *map(ord, "xyabc")]
+    assert alone.tokens().tolist() == [0, *map(ord, "abc")]
+    (blank,) = written(tmp_path, blank="\n")
+    with pytest.raises(ConfigError, match="is empty"):
+        text_responses(blank, None, cast("Tokenizer", BeginsTexts()))
 
 
 def test_recorded_samples_are_looked_at_under_the_weights_of_the_run(

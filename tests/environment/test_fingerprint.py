@@ -52,18 +52,30 @@ def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text("one")
     with file.open("ab") as stream:
-        stream.truncate(module.READ + 1)
+        stream.truncate(module.MAX_BYTES + 1)
     before = of(path=str(file))
     with file.open("ab") as stream:
-        stream.truncate(module.READ + 2)
+        stream.truncate(module.MAX_BYTES + 2)
     assert of(path=str(file)) != before
+
+
+def test_a_small_file_after_a_huge_one_is_read(tmp_path: Path) -> None:
+    with (tmp_path / "a").open("wb") as stream:
+        stream.truncate(module.MAX_BYTES + 1)
+    small = tmp_path / "b"
+    small.write_text("one")
+    before = of(path=str(tmp_path))
+    times = small.stat().st_atime_ns, small.stat().st_mtime_ns
+    small.write_text("two")
+    os.utime(small, ns=times)
+    assert of(path=str(tmp_path)) != before
 
 
 def test_a_folder_of_much_is_read_as_far_as_one_file_may_be(tmp_path: Path) -> None:
     """Files beyond the limit count by their sizes and times, and a pipe is not read."""
     for name in ("a", "b", "c"):
         with (tmp_path / name).open("wb") as stream:
-            stream.truncate(module.READ // 2)
+            stream.truncate(module.MAX_BYTES // 2)
     os.mkfifo(tmp_path / "pipe")
     before = of(path=str(tmp_path))
     last = tmp_path / "c"

@@ -23,9 +23,9 @@ MAKE = """
 import sys
 from pathlib import Path
 from flash.config.load import load
-from flash.run.models import make_missing_model
+from flash.run.models import make_missing_models
 
-make_missing_model(load([Path(sys.argv[1])]))
+make_missing_models(load([Path(sys.argv[1])]))
 """
 
 

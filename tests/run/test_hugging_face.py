@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flash.run.fetch import hugging_face_fault
+from flash.run.models import hugging_face_fault
 
 ANSWERS = {
     "/owner/there": (200, ""),

@@ -15,7 +15,7 @@ import pytest
 from flash.config.learning import CriticConfig
 from flash.config.tree import Config
 from flash.errors import ConfigError, DeadlineError
-from flash.run.models import make_missing_model
+from flash.run.models import make_missing_models
 from flash.trainer.model.tiny_model import FINGERPRINT
 
 NAMES = ("tiny", "critic")
@@ -45,7 +45,7 @@ def config_of(path: Path, wait_s: float = 60.0) -> Config:
 @pytest.fixture
 def made(tmp_path: Path) -> Path:
     """What the other node will have made: the same model in another place."""
-    make_missing_model(config_of(tmp_path / "theirs"))
+    make_missing_models(config_of(tmp_path / "theirs"))
     return tmp_path / "theirs"
 
 
@@ -83,7 +83,7 @@ def test_who_finds_the_model_being_made_waits_and_takes_it_as_it_is(
     handler = Tells(other)
     logging.getLogger("flash").addHandler(handler)
     try:
-        make_missing_model(config_of(tmp_path / "tiny"))
+        make_missing_models(config_of(tmp_path / "tiny"))
     finally:
         logging.getLogger("flash").removeHandler(handler)
     (waited,) = handler.heard
@@ -96,13 +96,13 @@ def test_who_waits_too_long_for_a_model_names_the_one_who_makes_it(
     tmp_path: Path, other: subprocess.Popen[str]
 ) -> None:
     with pytest.raises(DeadlineError, match=rf"waited 0.1 s for process {other.pid} on .* to make the tiny model"):
-        make_missing_model(config_of(tmp_path / "tiny", wait_s=0.1))
+        make_missing_models(config_of(tmp_path / "tiny", wait_s=0.1))
 
 
 def test_a_node_that_died_while_it_made_the_model_is_replaced(tmp_path: Path, other: subprocess.Popen[str]) -> None:
     other.kill()
     other.wait()
-    make_missing_model(config_of(tmp_path / "tiny"))
+    make_missing_models(config_of(tmp_path / "tiny"))
     assert (tmp_path / "tiny" / FINGERPRINT).is_file()
 
 
@@ -120,7 +120,7 @@ with atomic_folder(Path({str(tmp_path / "tiny")!r})) as folder:
     others = [tmp_path / name for name in (".tiny.backup", ".tiny-2.making-x")]
     for folder in others:
         folder.mkdir()
-    make_missing_model(config_of(tmp_path / "tiny"))
+    make_missing_models(config_of(tmp_path / "tiny"))
     assert not left.exists()
     assert set(tmp_path.iterdir()) == {tmp_path / "tiny", tmp_path / ".tiny.lock", *others}
 
@@ -134,7 +134,7 @@ def test_the_critics_smaller_model_is_made_beside_the_policys_with_its_tokenizer
     critic = CriticConfig(path=str(tmp_path / "critic"), tiny_layers=1)
     assert config.tiny_model is not None
     policy = msgspec.structs.replace(config.tiny_model, layers=2)
-    make_missing_model(msgspec.structs.replace(config, tiny_model=policy, critic=critic))
+    make_missing_models(msgspec.structs.replace(config, tiny_model=policy, critic=critic))
     layers = [json.loads((tmp_path / name / "config.json").read_text())["num_hidden_layers"] for name in NAMES]
     assert layers == [2, 1]
     assert len({(tmp_path / name / "tokenizer.json").read_text() for name in NAMES}) == 1
@@ -143,4 +143,4 @@ def test_the_critics_smaller_model_is_made_beside_the_policys_with_its_tokenizer
 def test_a_place_where_no_model_can_be_made_is_a_named_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot make the tiny model .*file/tiny"):
-        make_missing_model(config_of(tmp_path / "file" / "tiny"))
+        make_missing_models(config_of(tmp_path / "file" / "tiny"))

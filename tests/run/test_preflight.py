@@ -24,7 +24,7 @@ from flash.config.tree import Config
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.trackers.trackers import not_installed
 from flash.run.checks.preflight import changes_without_effect, start_problems
-from flash.run.models import make_missing_model
+from flash.run.models import make_missing_models
 from flash.run.processes.locks import run_lock
 from flash.trainer.checkpoint_files import MANIFEST, step_folder
 
@@ -325,13 +325,13 @@ def test_a_tiny_model_is_not_made_anew_for_a_run_that_goes_on(tmp_path: Path) ->
     tables: dict[str, Any] = {"tiny_model": TINY, "model": {"path": str(tmp_path / "tiny")}}
     env = {"path": "envs.arithmetic:Arithmetic", "options": {"digits": 1}}
     config = make_config(tmp_path, **tables, env=env)
-    make_missing_model(config)
+    make_missing_models(config)
     before = (tmp_path / "tiny" / "model.safetensors").read_bytes()
     left(config, steps=6)
     checkpoint_of(config)
     resumed = make_config(tmp_path, **tables, run={"resume": True}, env={**env, "options": {"digits": 2}})
     assert start_problems(resumed) == []
-    make_missing_model(resumed)
+    make_missing_models(resumed)
     assert (tmp_path / "tiny" / "model.safetensors").read_bytes() == before
     other = make_config(tmp_path, **tables, run={"resume": True}, env={**env, "options": {"operators": "*"}})
     assert "has another alphabet than the tiny model" in problem(other)

@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
 
 from flash.config.load import dump, load, load_checked
 from flash.config.tree import Config, ModelConfig
@@ -18,7 +20,7 @@ from flash.errors import ConfigError
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.run.checks.preflight import sft_problems
 from flash.run.sft_rank import other_rows
-from flash.run.sft_rows import ALONE, Course, CourseTokens, TokenRow, TokenTable, read_tokens, tokenized
+from flash.run.sft_rows import PARALLEL_FROM, Course, CourseTokens, TokenRow, TokenTable, read_tokens, tokenize_row
 from flash.trainer.checkpoint_files import HUB_STATE, MANIFEST, Manifest, file_entry
 from flash.types import Message
 from tests.rollout.families import FAMILIES, family
@@ -51,7 +53,7 @@ def written(folder: Path, *rows: Any, name: str = "rows.jsonl") -> Path:
 def row_of(file: Path, tokenizer: HfTokenizer, most: int = 10_000) -> TokenRow:
     """The tokens of the only row."""
     (row,) = read_rows(str(file))
-    return tokenized(example_of(row), row.place, tokenizer, most)
+    return tokenize_row(example_of(row), row.place, tokenizer, most)
 
 
 def only(file: Path, tokenizer: HfTokenizer, most: int = 10_000) -> tuple[list[int], list[int]]:
@@ -193,12 +195,12 @@ def test_a_row_that_is_too_long_is_left_out_before_the_run_and_counted(tmp_path:
 @pytest.mark.timeout(600)
 def test_many_rows_are_tokenized_by_processes_as_one_would_and_in_order(tmp_path: Path) -> None:
     few = config_of(tmp_path / "few", rows=40)
-    many = config_of(tmp_path / "many", rows=ALONE + 40)
+    many = config_of(tmp_path / "many", rows=PARALLEL_FROM + 40)
     one, other = tokens_of(few).data, tokens_of(many).data
-    assert len(other) == ALONE + 40
+    assert len(other) == PARALLEL_FROM + 40
     assert [other.row(place) for place in range(40)] == [one.row(place) for place in range(40)]
     tokenizer = HfTokenizer(many.model)
-    assert f"n{ALONE + 39}" in tokenizer.decode(other.row(ALONE + 39).sequences[0].tokens)
+    assert f"n{PARALLEL_FROM + 39}" in tokenizer.decode(other.row(PARALLEL_FROM + 39).sequences[0].tokens)
 
 
 def test_rows_in_tokens_are_written_and_mapped(tmp_path: Path) -> None:
@@ -217,8 +219,18 @@ def test_a_text_with_control_tokens_is_told(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     written(tmp_path, {"text": "plain"}, {"text": "<|im_start|>user\nHi<|im_end|>"})
     (line,) = [line for line in tokens_of(config).lines if "control token" in line]
-    assert "1 texts hold the text of a control token" in line
-    assert "rows.jsonl, row 2" in line
+    assert "1 row (" in line
+    assert "rows.jsonl, row 2)" in line
+
+
+def test_a_control_token_that_is_not_special_is_reported_too(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer.add_tokens([AddedToken("<think>", special=False)])
+    tokenizer.save_pretrained(config.model.path)
+    written(tmp_path, {"text": "plain"}, {"text": "<think>hm"})
+    (line,) = [line for line in tokens_of(config).lines if "control token" in line]
+    assert "rows.jsonl, row 2)" in line
 
 
 def test_an_assistant_that_speaks_first_is_shown_and_not_learned(tmp_path: Path) -> None:
@@ -307,7 +319,7 @@ def test_a_run_that_goes_on_with_other_rows_says_so(tmp_path: Path) -> None:
 def test_tokens_that_the_model_does_not_have_are_refused_by_name(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     written(tmp_path, {"messages": TALK})
-    most = tokens_of(config).data.greatest
+    most = tokens_of(config).data.largest_id
     for described in ({"vocab_size": most}, {"text_config": {"vocab_size": most}}):
         (tmp_path / "model" / "config.json").write_text(json.dumps(described))
         with pytest.raises(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 import anyio
@@ -96,3 +97,32 @@ async def test_a_dry_run_tries_the_answer_of_a_row(tmp_path: Path, answer: objec
     env = LoadedEnvironment("envs.dataset:DatasetEnv", {**files, "verifier": verifier})
     (line,) = await try_own_answer(make_config(), env, 0)
     assert re.search(said, line)
+
+
+class SleepsInStep:
+    """Blocking environment whose step takes too long, and whose close fails."""
+
+    def reset(self, seed: int) -> str:
+        return "asks"
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        time.sleep(0.5)
+        return "", 1.0, True
+
+    def close(self) -> None:
+        raise RuntimeError("cannot be closed")
+
+    @classmethod
+    def solution_of(cls, seed: int) -> str:
+        return "7"
+
+
+@pytest.mark.anyio
+async def test_a_dry_run_names_the_line_that_hangs_and_an_error_of_close() -> None:
+    env, config = LoadedEnvironment("tests.run.test_startup:SleepsInStep", {}), make_config()
+    (line,) = await try_own_answer(config, env, 0)
+    assert "environment close (seed 0) raised RuntimeError: cannot be closed" in line
+    config = msgspec.structs.replace(config, deadlines=msgspec.structs.replace(config.deadlines, env_step=0.1))
+    (line,) = await try_own_answer(config, env, 0)
+    assert "environment step (seed 0) took longer than 0.1 s, at " in line
+    assert "test_startup.py:" in line

@@ -11,7 +11,7 @@ from envs.arithmetic import Arithmetic, ArithmeticOptions
 from flash.config.tree import Config, TinyModelConfig
 from flash.environment.interface import SolvedExample
 from flash.errors import ConfigError
-from flash.run.models import make_missing_model
+from flash.run.models import make_missing_models
 from flash.trainer.model import tiny_model
 from flash.trainer.model.tiny_model import FINGERPRINT, changed_parts, is_current, make_tiny_model
 
@@ -217,10 +217,10 @@ def test_an_interrupted_warm_start_leaves_a_model_that_is_used_and_called_so(tmp
     assert len(AutoTokenizer.from_pretrained(path)) == len(AutoTokenizer.from_pretrained(made))
     ours, whole = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (path, made))
     assert any(not torch.equal(ours[name], whole[name]) for name in whole)
-    make_missing_model(wanting(path))
+    make_missing_models(wanting(path))
     assert "its warm start, interrupted after 2 steps, has left it; remove the folder" in capsys.readouterr().out
     make(path)
-    make_missing_model(wanting(path))
+    make_missing_models(wanting(path))
     assert "has left it" not in capsys.readouterr().out
 
 

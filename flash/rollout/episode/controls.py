@@ -129,6 +129,8 @@ class ControlTokens:
                 f"the tokenizer of {path} does not number its added tokens in the order in which its tokenizer.json "
                 "lists them; load it with `AutoTokenizer.from_pretrained(…)` and save it with `save_pretrained(…)`"
             )
+        self.texts = tuple(contents)
+        """Texts of the control tokens."""
         self.ids = frozenset(contents.values())
         """Ids of the control tokens."""
         # Step 1 of the module: a mark for each character that occurs in a control token, except white space, and the

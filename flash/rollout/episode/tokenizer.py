@@ -487,6 +487,11 @@ class HfTokenizer(Tokenizer):
 
     # -- parts that are made when they are first needed --------------------------------------------------------------
 
+    @property
+    def control_texts(self) -> tuple[str, ...]:
+        """Texts of the control tokens. In an observation or an answer they are encoded as ordinary letters."""
+        return self._controls.texts
+
     @cached_property
     def _controls(self) -> ControlTokens:
         """Encoder of all text. All variants of the tokenizer share it."""

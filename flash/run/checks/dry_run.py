@@ -133,17 +133,19 @@ async def try_own_answer(config: Config, env: LoadedEnvironment, seed: int) -> l
     solution = await anyio.to_thread.run_sync(env.solution_of, seed)
     if solution is None:
         return []
-    one, times = env.make(env.kind_of(seed)), config.deadlines
+    one, limits = env.make(env.kind_of(seed)), config.deadlines
     if isinstance(one, Informed):  # such an environment expects token ids, and here there are none
         return []
     subject = f"environment: the problem's own answer {_short(solution)} as the answer"
     try:
-        await call_method(f"reset (seed {seed})", times.env_reset, "env_reset", lambda: one.reset(seed))
-        _, reward, *_ = await call_method(f"step (seed {seed})", times.env_step, "env_step", lambda: one.step(solution))
+        try:
+            reset, step = partial(one.reset, seed), partial(one.step, solution)
+            await call_method(f"reset (seed {seed})", limits.env_reset, "env_reset", reset, env=one)
+            _, reward, *_ = await call_method(f"step (seed {seed})", limits.env_step, "env_step", step, env=one)
+        finally:
+            await call_method(f"close (seed {seed})", limits.close, "close", one.close, env=one, shield=True)
     except EnvError as error:
         return [f"{subject} fails: {error}"]
-    finally:
-        await call_method("close", times.close, "close", one.close, shield=True)
     if reward > 0:
         return [f"{subject} gets reward {reward:g}"]
     doubt = "perhaps no answer is ever rewarded; see that the verifier fits the column with the answers"

@@ -30,10 +30,10 @@ from flash.environment.fingerprint import texts_in
 from flash.errors import ConfigError, FlashError, RunDirectoryError
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.trackers.trackers import not_installed
-from flash.run.fetch import check_source, hugging_face_fault, source_of, why_not_there
+from flash.run.fetch import check_source, source_of, why_not_there
 from flash.run.fetch import refuse_foreign as refuse_unfetched
 from flash.run.journal import journal_folder
-from flash.run.models import tiny_models
+from flash.run.models import hugging_face_fault, tiny_models
 from flash.run.processes.locks import in_use
 from flash.run.processes.rendezvous import advertised_host
 from flash.run.restart import version_with_metrics

@@ -38,7 +38,7 @@ from flash.config.waits import grace_s
 from flash.errors import ConfigError, RunDirectoryError
 from flash.hub import protocol as p
 from flash.observe.rundir.rundir import RunDirectory
-from flash.run.models import make_missing_model
+from flash.run.models import make_missing_models
 from flash.run.processes.forked import ProcessOrder, loops_server
 from flash.run.processes.hub_place import TOKEN_VARIABLE, HubPlace, parse_token, withdraw
 from flash.run.processes.launch import Launch
@@ -293,7 +293,7 @@ class JoinedLoop(SupervisedPart):
             return End.OVER, []
         config, file = self._configure(run)
         self.config = config
-        await anyio.to_thread.run_sync(make_missing_model, config, abandon_on_cancel=True)
+        await anyio.to_thread.run_sync(make_missing_models, config, abandon_on_cancel=True)
         node = config.cluster.trainer_nodes if self._node is None else self._node
         order = ProcessOrder(node, restarts, place=self._place, digest=run.digest, begun=self._begun)
         self.processes.fork_from(loops_server(config, node))

@@ -417,11 +417,11 @@ def test_the_weights_of_both_systems_are_read_back_exactly(tmp_path, tied):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from benchmarks.versus_trl.evaluate import load_weights
-    from flash.run.models import make_missing_model
+    from flash.run.models import make_missing_models
 
     config = workload("short", f"model.path={tmp_path / 'model'}", "tiny_model.warm_start_steps=0",
                       "tiny_model.layers=1")  # fmt: skip
-    make_missing_model(config)
+    make_missing_models(config)
     if not tied:
         untied = AutoConfig.from_pretrained(config.model.path, tie_word_embeddings=False)
         AutoModelForCausalLM.from_config(untied).save_pretrained(config.model.path)
@@ -442,11 +442,11 @@ def test_the_weights_of_both_systems_are_read_back_exactly(tmp_path, tied):
 
 def test_an_evaluation_begins_with_the_untrained_policy_and_repeats_itself(tmp_path):
     from benchmarks.versus_trl.evaluate import accuracies
-    from flash.run.models import make_missing_model
+    from flash.run.models import make_missing_models
 
     config = workload("short", f"model.path={tmp_path / 'model'}", "tiny_model.warm_start_steps=0",
                       "tiny_model.layers=1", "eval.problems=8", "env.options={lag=4, length=2}")  # fmt: skip
-    make_missing_model(config)
+    make_missing_models(config)
     from transformers import AutoModelForCausalLM
 
     same, _ = saved_twice(tmp_path, AutoModelForCausalLM.from_pretrained(config.model.path))
