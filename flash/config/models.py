@@ -20,7 +20,7 @@ import msgspec
 
 from flash.config.decode import NONE, ConfigProblem, nearest, show, suggest
 from flash.config.tree import Config
-from flash.foreign.vllm_parsers import Package, names
+from flash.foreign.vllm_parsers import Package, parser_names
 from flash.types import RESERVED_ARGUMENTS
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -150,7 +150,7 @@ def check_model(config: Config) -> Iterator[ConfigProblem]:
     }
     for package, (key, name) in named.items():
         # Without vLLM no names are known, and nothing is checked.
-        if name is not None and (known := names(package)) and name not in known:
+        if name is not None and (known := parser_names(package)) and name not in known:
             yield ConfigProblem(f"model.{key}", f"vLLM has no {name!r}; it has {', '.join(known)}")
 
 

@@ -39,14 +39,14 @@ class AttentionOptions(NamedTuple):
     """Mask and scale of one attention call."""
 
     mask: Tensor | None
-    """bool, [S, 1, Q, K]: True where the query sees the key. None: `causal` decides."""
+    """Mask, bool [S, 1, Q, K]: True where the query sees the key. None: `causal` decides."""
     causal: bool
-    """This is used only without a mask. True: each query sees the keys up to its own position. False: each query sees
-    all keys."""
+    """True if each query sees the keys up to its own position; False if it sees all keys. Used only without a mask."""
     scale: float
     """Factor of the products of queries and keys."""
     cap: float | None = None
-    """Scores become cap · tanh(score / cap). The kernels ignore a cap, so the caller computes such attention itself."""
+    """Bound on scores, which become cap · tanh(score / cap); None: no bound. The kernels ignore it, so the caller must
+    compute such attention itself."""
 
 
 WIDTHS = 8
@@ -56,8 +56,8 @@ WIDEST_FLASH = 256
 """Largest head width of the flash kernel, the fastest one on a GPU."""
 FLASH_SINCE = (8, 0)
 """Lowest compute capability of GPUs with the flash kernel."""
-SUMS = 32
-"""The memory-efficient kernel requires `lse` padded to a multiple of this many tokens."""
+LSE_MULTIPLE = 32
+"""Number of tokens. The memory-efficient kernel requires `lse` padded to a multiple of it."""
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions)
         output, lse, *_ = kernels._scaled_dot_product_efficient_attention(
             *_repeat_heads(wide), mask, True, 0.0, causal, scale=options.scale
         )
-        # This kernel returns `lse` with padding (`SUMS`).
+        # This kernel returns `lse` with padding (LSE_MULTIPLE).
         lse = lse[..., : query.shape[2]]
     if options.mask is not None:
         sees_nothing = ~options.mask.any(-1)
@@ -109,18 +109,18 @@ def attend_backward(
         )
     elif _takes_flash(wide[0], mask):
         # Without dropout the kernel does not use the state of the random generator.
-        none = torch.zeros((), dtype=torch.uint64, device=query.device)
+        random_state = torch.zeros((), dtype=torch.uint64, device=query.device)
         grads = kernels._scaled_dot_product_flash_attention_backward(
-            grad, *wide, output, lse.contiguous(), None, None, query.shape[2], key.shape[2], 0.0, causal, none, none,
-            scale=options.scale,
+            grad, *wide, output, lse.contiguous(), None, None, query.shape[2], key.shape[2], 0.0, causal,
+            random_state, random_state, scale=options.scale,
         )  # fmt: skip
     else:
-        none = torch.zeros((), dtype=torch.int64, device=query.device)
+        random_state = torch.zeros((), dtype=torch.int64, device=query.device)
         # With lse = inf, padding has weight 0.
-        sums = pad(lse, (0, -query.shape[2] % SUMS), value=torch.inf).contiguous()
+        padded_lse = pad(lse, (0, -query.shape[2] % LSE_MULTIPLE), value=torch.inf).contiguous()
         grads = kernels._scaled_dot_product_efficient_attention_backward(
-            grad, *_repeat_heads(wide), mask, _heads_adjacent(output), sums, none, none, 0.0, [True, True, True, False],
-            causal, scale=options.scale,
+            grad, *_repeat_heads(wide), mask, _heads_adjacent(output), padded_lse, random_state, random_state, 0.0,
+            [True, True, True, False], causal, scale=options.scale,
         )[:3]  # fmt: skip
         # Keys and values were repeated for each head of queries; their gradients are summed over the repetitions.
         groups = (1, query.shape[1] // key.shape[1], query.shape[1] // value.shape[1])
@@ -129,9 +129,9 @@ def attend_backward(
 
 
 def takes_ragged(query: Tensor, value: Tensor) -> bool:
-    """Return True if `attend_ragged` supports these queries and values, [M, H, D]: on a GPU, and as flash requires."""
-    wide = _pad_heads(query[:0], (query, value))
-    return query.device.type == "cuda" and _takes_flash(wide, None)
+    """Return True if `attend_ragged` supports these queries and values, [M, H, D]."""
+    # Only the width, type and device of the padded queries matter, so no tokens are copied.
+    return _takes_flash(_pad_heads(query[:0], (query, value)), None)
 
 
 class RaggedSequences(NamedTuple):
@@ -191,10 +191,11 @@ def attend_ragged_backward(
     grad, output, *wide = (
         _pad_heads(one.to(query.dtype), (query, value)).contiguous() for one in (grad, output, query, key, value)
     )
-    none = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    # Without dropout the kernel does not use the state of the random generator.
+    random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
     grads = torch.ops.aten._flash_attention_backward(
         grad, *wide, output, lse.transpose(0, 1).contiguous(), *sequences.begins, *sequences.most, 0.0, options.causal,
-        none, none[:0], scale=options.scale, **_windows(sequences),
+        random_state, random_state[:0], scale=options.scale, **_windows(sequences),
     )  # fmt: skip
     return tuple(one[..., : given.shape[-1]] for one, given in zip(grads, (query, key, value), strict=True))
 
@@ -206,10 +207,10 @@ def _windows(sequences: RaggedSequences) -> dict[str, int]:
 
 
 def _takes_flash(query: Tensor, mask: Tensor | None) -> bool:
-    """Return True if the flash kernel supports these queries: 16-bit, not too wide, without a mask, on a newer GPU."""
+    """Return True if the flash kernel supports these padded queries: 16-bit, not too wide, no mask, on a newer GPU."""
     import torch
 
-    if query.device.type == "cuda" and torch.cuda.get_device_capability(query.device) < FLASH_SINCE:
+    if query.device.type != "cuda" or torch.cuda.get_device_capability(query.device) < FLASH_SINCE:
         return False
     return mask is None and query.element_size() == 2 and query.shape[-1] <= WIDEST_FLASH
 

@@ -1,9 +1,11 @@
 """vLLM's parsers of responses: they separate the reasoning, the text, and the calls of functions (tools).
 
 A *reasoning parser* cuts out the text that the model writes before its answer, and a *tool parser* reads calls. Each
-has a name, as in `vllm serve --tool-call-parser` and `--reasoning-parser`.
+has a name, as in `vllm serve --tool-call-parser` and `--reasoning-parser`. `model.tool_parser` and
+`model.reasoning_parser` name them.
+
 `flash.rollout.episode.tokenizer.HfTokenizer` has one `Parsers` for its model. Making it imports vLLM, which takes
-seconds. `names` lists the parsers without an import, for the check of a configuration.
+seconds. `parser_names` lists the parsers without an import, for the check of a configuration.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ Package = Literal["tool_parsers", "reasoning"]
 """vLLM's package of tool parsers, or of reasoning parsers."""
 
 _LISTS = {"tool_parsers": "_TOOL_PARSERS_TO_REGISTER", "reasoning": "_REASONING_PARSERS_TO_REGISTER"}
+"""Name of the variable in each package that lists its parsers."""
 
 
 class Called(NamedTuple):
@@ -74,8 +77,8 @@ class Parsed(NamedTuple):
     """True if a call begins in the response but no call could be read. The text of the call is then in the content."""
 
 
-def names(package: Package) -> list[str]:
-    """Return the names of all parsers, sorted; empty if vLLM is not installed. Does not import vLLM.
+def parser_names(package: Package) -> list[str]:
+    """Return the names of all parsers of a package, sorted; empty if vLLM is not installed. Does not import vLLM.
 
     Raises:
         LookupError: the installed vLLM lists its parsers in another place.
@@ -96,11 +99,13 @@ def names(package: Package) -> list[str]:
 class Parsers:
     """The parsers of one model. They keep no state between responses, so all episodes use one object.
 
+    At least one of `tool` and `reasoning` is given: a model without parsers needs no object of this class.
+
     Args:
         tokenizer: the model's Hugging Face tokenizer.
         tool: name of the tool parser; None if calls are not read.
         reasoning: name of the reasoning parser; None if the reasoning is not cut out.
-        arguments: arguments of the chat template. Some parsers learn from them if the model reasons.
+        arguments: arguments of the chat template. Some parsers read from them if the model reasons.
 
     Raises:
         ValueError: a parser does not exist, or cannot work with the tokenizer.
@@ -113,15 +118,17 @@ class Parsers:
         from vllm.parser import ParserManager
         from vllm.tokenizers.hf import get_cached_tokenizer
 
-        # Parsers log a traceback for each malformed call, and a model in training writes many of them.
+        assert tool is not None or reasoning is not None
+        # Parsers log a traceback for each malformed call, and a model in training writes many of them. These levels
+        # hold for the whole process.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         logging.getLogger("vllm.parser").setLevel(logging.CRITICAL)
         # This copy caches values that parsers read for each response, such as the whole vocabulary.
         self._tokenizer: Any = get_cached_tokenizer(tokenizer)
-        self._request: Any = ChatCompletionRequest
+        self._request_class: Any = ChatCompletionRequest
         self._arguments = dict(arguments or {})
         try:
-            made: Any = ParserManager.get_parser(
+            parser_class: Any = ParserManager.get_parser(
                 tool,
                 reasoning,
                 enable_auto_tools=tool is not None,
@@ -130,7 +137,7 @@ class Parsers:
             )
         except Exception as error:  # parsers are written by many authors, and raise errors of any type
             raise ValueError(str(error)) from error
-        self._make = made
+        self._parser_class = parser_class
 
     def parse(
         self,
@@ -161,35 +168,45 @@ class Parsers:
         malformed = bool(tools) and calling and not called and any(mark in text for mark in _beginnings(parser))
         return Parsed(reasoning or "", content or "", called, malformed)
 
-    def begin(self, prompt: Sequence[int], tools: Sequence[dict[str, Any]], *, calling: bool) -> Parsing:
-        """Return a parser for a response that is still being sampled. `prompt`, `tools` and `calling` have the same
-        meaning as in `parse`."""
-        return Parsing(*self._parser(prompt, tools, calling=calling), prompt)
+    def begin(self, prompt: Sequence[int], tools: Sequence[dict[str, Any]], *, calling: bool) -> StreamParser:
+        """Return a parser for a response that is still being sampled.
+
+        `prompt`, `tools` and `calling` are described at `parse`.
+        """
+        return StreamParser(*self._parser(prompt, tools, calling=calling), prompt)
 
     def _parser(self, prompt: Sequence[int], tools: Sequence[dict[str, Any]], *, calling: bool) -> tuple[Any, Any]:
         """Return a new parser of vLLM for one response, and the chat request that its methods expect as an argument.
 
         The request only says which functions may be called, and if calls are read.
         """
-        asked: dict[str, Any] = {"messages": [], "chat_template_kwargs": self._arguments}
+        fields: dict[str, Any] = {"messages": [], "chat_template_kwargs": self._arguments}
         if tools:
-            asked |= {"tools": list(tools), "tool_choice": "auto" if calling else "none"}
-        request = self._request(**asked)
-        parser = self._make(self._tokenizer, request.tools, chat_template_kwargs=self._arguments)
+            fields |= {"tools": list(tools), "tool_choice": "auto" if calling else "none"}
+        request = self._request_class(**fields)
+        parser = self._parser_class(self._tokenizer, request.tools, chat_template_kwargs=self._arguments)
         parser.set_prompt_token_ids(list(prompt))
         return parser, request
 
 
-class Parsing:
+class StreamParser:
     """Parser of one response while it is sampled, so that a user can read the text at once.
 
     Text that may become a call is held back. `Parsers.parse` reads the calls when the response is complete.
+    `Parsers.begin` makes the object.
+
+    Args:
+        parser: vLLM's parser of this response.
+        request: the chat request that the parser's methods expect as an argument.
+        prompt: all tokens before the response.
     """
 
     def __init__(self, parser: Any, request: Any, prompt: Sequence[int]) -> None:
         self._parser: Any = parser
+        """vLLM's parser; None after it has raised an error."""
         self._request: Any = request
         self._prompt: list[int] | None = list(prompt)
+        """Tokens before the response; None after the first piece, because vLLM's parser takes them only there."""
 
     def add(self, text: str, token_ids: Sequence[int]) -> tuple[str, str]:
         """Return the reasoning and the content in the next piece of the response.
@@ -209,8 +226,10 @@ class Parsing:
 
 
 def _beginnings(parser: Any) -> list[str]:
-    """Return the texts with which a call may begin. Empty if the tool parser has them in no attribute that is known
-    here."""
+    """Return the texts with which a call may begin.
+
+    Empty if the tool parser has them in no attribute that is known here. `parser` is vLLM's parser of a response.
+    """
     tool = parser.tool_parser
     marks = [getattr(tool, name, None) for name in BEGINNINGS]
     engine = getattr(tool, "_parser_engine", None)

@@ -1,7 +1,8 @@
 """HTTP connections that end when their client is too slow, or when there are too many of them.
 
 `flash.http.server.serving` gives `http_protocol` to uvicorn, which makes an `HttpConnection` for each connection, and
-runs the server with `accepting`.
+runs the server with `accepting`. All of it runs on the event loop of the service: the endpoint for agents, the sandbox
+service, or `flash view`.
 
 A *stranger* is a connection that has not shown a valid token yet. A *bounded* token is one whose connections are
 counted, because its application calls `HttpConnection.hold`.
@@ -87,7 +88,10 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StrangerConnections:
-    """Connections that may not have shown a valid token yet, the oldest first; at most `most` of them."""
+    """Connections that may not have shown a valid token yet, the oldest first; at most `most` of them.
+
+    All connections of a server share one object.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -100,7 +104,7 @@ class StrangerConnections:
             oldest = next(iter(self._waiting))
             del self._waiting[oldest]
             # A connection stays here after it has shown a token, so this is checked only now.
-            if not oldest.known:
+            if not oldest.had_token:
                 oldest.transport.abort()
 
     def remove(self, connection: HttpConnection) -> None:
@@ -109,7 +113,10 @@ class StrangerConnections:
 
 
 class TokenConnections:
-    """Connections of each bounded token, at most `most` for each, so that one token cannot use all connections."""
+    """Connections of each bounded token, at most `most` for each, so that one token cannot use all connections.
+
+    All connections of a server share one object.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -204,10 +211,14 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         limits: HttpLimits,
         strangers: StrangerConnections,
         by_token: TokenConnections,
-        into: memoryview,
+        buffer: memoryview,
         **options: Any,
     ) -> None:
-        """`into` is the buffer of one piece. Connections share it, because it is empty before the next read."""
+        """Make a connection, for uvicorn: `args` and `options` are uvicorn's own arguments.
+
+        `strangers` and `by_token` are shared by all connections. So is `buffer`, into which one piece is read, because
+        the piece is handled before the next read.
+        """
         super().__init__(*args, **options)
         # uvicorn copies this into each request's `scope["state"]`, where applications find the connection.
         self.app_state = {**self.app_state, "connection": self}
@@ -217,7 +228,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         self.holder = ""
         """Name of the token that this connection counts for; empty before `hold`."""
         self._limits = limits
-        self._into = into
+        self._buffer = buffer
         self._body_left = 0
         """Bytes of the current request's body that have not arrived yet, if its length is known; else 0 or less."""
         self._body_of: Any = None
@@ -228,8 +239,8 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         self._timer: asyncio.TimerHandle | None = None
 
     @property
-    def known(self) -> bool:
-        """True if a request on this connection had a valid token."""
+    def had_token(self) -> bool:
+        """True if a request on this connection had a valid token: it is then no stranger."""
         scope: Any = self.scope  # None before the first request.
         return scope is not None and "token" in scope["state"]
 
@@ -272,12 +283,12 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
             self._body_left = 0
         elif self._body_of is not self.scope:
             self._body_of, self._body_left = self.scope, _content_length(self.scope["headers"])
-        return self._into[: max(PIECE, min(self._body_left, SIZED_PIECE))]
+        return self._buffer[: max(PIECE, min(self._body_left, SIZED_PIECE))]
 
     def buffer_updated(self, nbytes: int) -> None:
         """Handle a piece of `nbytes` that was read into the buffer."""
         self._body_left -= nbytes
-        self.data_received(bytes(self._into[:nbytes]))
+        self.data_received(bytes(self._buffer[:nbytes]))
         self._set_timer()
 
     def pause_writing(self) -> None:
@@ -380,7 +391,7 @@ def http_protocol(limits: HttpLimits, connections: int) -> Any:
         limits=limits,
         strangers=StrangerConnections(min(limits.strangers, connections // 2)),
         by_token=TokenConnections(max(1, int(limits.token_share * connections))),
-        into=memoryview(bytearray(SIZED_PIECE)),
+        buffer=memoryview(bytearray(SIZED_PIECE)),
     )
 
 

@@ -1,10 +1,11 @@
 """Serving of an application: sockets and TLS, bounded request bodies, and an application served during a block.
 
-Limits on connections are in `flash.http.connections`, which also says what a *bounded* token is. `envs.agent`, the
-sandbox service and `flash view` open a socket and serve their application here.
+The endpoint for agents (`envs.agent`), the sandbox service and `flash view` open a socket with `open_socket`, serve
+their application with `serving`, and read bodies with `read_body`. Limits on connections are in
+`flash.http.connections`. A *bounded* token is one whose connections are counted there.
 
 The default address is loopback. A public address needs TLS, because on the network anyone could read a token that is
-not encrypted. Only its owner can use a unix socket.
+not encrypted. A unix socket can be used only by the user who made it.
 
 Law of bodies: each body is bounded in bytes and in time. All bodies that are held at the same time are bounded in bytes
 together, for the server and for each bounded token. A JSON body is bounded in the number of values that decoding would
@@ -21,14 +22,13 @@ import socket
 import ssl
 import stat
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
 import msgspec
 import uvicorn
-from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -134,11 +134,11 @@ async def serving(
     """Serve an application during the block, which begins when the socket listens. Yields the URL.
 
     Args:
-        app: the ASGI application. It sets `scope["state"]["token"]` of requests with a valid token, and answers each
-            `HTTPException`.
+        app: the ASGI application. It sets `scope["state"]["token"]` of requests with a valid token, so that their
+            connection is no stranger any more, and answers each `HTTPException`.
         bound: the socket, from `open_socket`. It is closed at the end.
         address: the address that `bound` is bound to.
-        limits: bounds on requests and connections.
+        limits: bounds on requests and connections; None: the defaults.
 
     Raises:
         ConfigError: the certificate cannot be used.
@@ -174,23 +174,6 @@ async def serving(
         bound.close()
         if address.unix is not None:
             address.unix.unlink(missing_ok=True)
-
-
-def with_headers(send: Send, headers: Mapping[str, str]) -> Send:
-    """Return a `send` that adds these headers to an answer. Headers that the answer sets itself stay as they are.
-
-    An ASGI application sends its answer with `send`. Middleware calls the application with the returned function
-    instead.
-    """
-
-    async def send_with_headers(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            given = MutableHeaders(scope=message)
-            for name, value in headers.items():
-                given.setdefault(name, value)
-        await send(message)
-
-    return send_with_headers
 
 
 def _url(bound: socket.socket, address: HttpAddress) -> str:
@@ -242,7 +225,8 @@ class BoundedBodies:
         self._held = 0
         """Bytes of the bodies of requests that are not answered yet."""
         self._held_by: Counter[str] = Counter()
-        """Bytes in `_held` by holder: the name of a bounded token, or empty for all other callers together."""
+        """Bytes in `_held` by holder: the name of a bounded token (`HttpConnection.holder`), or empty for all other
+        requests together."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request with bounds on its body.
@@ -279,13 +263,15 @@ class BoundedBodies:
 
 
 class _Body:
-    """The body of one request, bounded in bytes and in time."""
+    """Body of one request, bounded in bytes and in time. `receive` replaces the ASGI function `receive`."""
 
     def __init__(self, receive: Receive, limits: HttpLimits) -> None:
         self._receive = receive
         self._limits = limits
         self._begun = anyio.current_time()
+        """Time at which the request began, in seconds of the event loop's clock."""
         self._complete = False
+        """True since the whole body has arrived, or the client has left."""
         self.size = 0
         """Bytes that have arrived."""
 

@@ -142,15 +142,15 @@ def fetch(source: Source, folder: Path, wait_s: float) -> bool:
         why = why_not_there(folder, source)
         if why is None:  # another process has made it while this one waited
             return False
-        refuse_foreign(folder)
+        refuse_unrecorded(folder)
         if folder.exists() and any(folder.iterdir()):
             _say(f"{folder} is made again: {why}")
         _make(source, folder)
     return True
 
 
-def refuse_foreign(folder: Path) -> None:
-    """Raise ConfigError if `folder` has content that Flash did not make, and must not write over."""
+def refuse_unrecorded(folder: Path) -> None:
+    """Raise ConfigError if `folder` has content but no record: Flash did not make it, and must not write over it."""
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and _record(folder) is None)):
         raise ConfigError(
             f"{folder} exists and was not made by flash fetch (it has no {RECORD}); name another folder, or remove it"

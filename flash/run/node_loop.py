@@ -78,7 +78,7 @@ NEAR_DEADLINE = 0.5
 
 
 def run_node_loop(order: ProcessOrder, config: Config) -> End:
-    """Run the first node until the end of the run."""
+    """Run the first node until the end of the run. `order` comes from the launcher; only its `restarts` is used."""
     sys.setswitchinterval(SWITCH_S)
     # Removed from the environment, so that neither engines nor environments inherit the token.
     token = os.environ.pop(TOKEN_VARIABLE, None)
@@ -184,8 +184,8 @@ def _totals_on_failure(hub: Hub, recorder: Recorder) -> Generator[None]:
         raise
 
 
-async def interrupt_on_signal(hub: Hub, config: Config, tell: Callable[[str], None]) -> None:
-    """End the run in order at a signal, and print at once which work is left.
+async def interrupt_on_signal(hub: Hub, config: Config, note: Callable[[str], None]) -> None:
+    """End the run in order at a signal, and call `note` with a line about the work that is left.
 
     At a second Ctrl-C the launcher kills all processes (`flash.run.processes.launch`).
 
@@ -196,7 +196,7 @@ async def interrupt_on_signal(hub: Hub, config: Config, tell: Callable[[str], No
         async for received in signals:
             if (doing := hub.interrupt()) and not announced:
                 again = "; Ctrl-C again ends it now" if received == signal.SIGINT else ""
-                tell(f"interrupted: {doing}, for at most {config.deadlines.shutdown:g} s{again}")
+                note(f"interrupted: {doing}, for at most {config.deadlines.shutdown:g} s{again}")
                 announced = True
 
 
@@ -212,22 +212,22 @@ def describe_cut(unfinished: str, config: Config) -> str:
     elif (newest := newest_complete(config.run_dir)) is not None:
         kept = f"{newest.name} is kept, and --resume goes on there"
     else:
-        kept = "no checkpoint is there yet, and --resume begins anew"
+        kept = "no checkpoint is there yet, and --resume starts from the beginning"
     return f"interrupted: {unfinished} takes more than {config.deadlines.shutdown:g} s (deadlines.shutdown); {kept}"
 
 
 @asynccontextmanager
-async def _serving(hub: Hub, config: Config, given: str | None) -> AsyncGenerator[HubAddress]:
+async def _serving(hub: Hub, config: Config, users_token: str | None) -> AsyncGenerator[HubAddress]:
     """Open the hub's port while the block runs, and announce its address. Yields the address.
 
-    `given` is the value of FLASH_TOKEN; None if it is not set.
+    `users_token` is the value of FLASH_TOKEN; None if it is not set, and a random token is then made.
 
     Raises:
         ConfigError: the hub cannot listen at the configured address.
         RunDirectoryError: the token or the address cannot be written.
     """
     host, gate = advertised_host(config), Gate(hub, config)
-    with hub_token(config.run_dir, given) as (token, token_file):
+    with hub_token(config.run_dir, users_token) as (token, token_file):
         async with anyio.create_task_group() as group:
             server = partial(
                 serve,
@@ -266,12 +266,21 @@ async def _run_hub(
     env: LoadedEnvironment,
     address: HubAddress,
     now: Callable[[], float],
-    tell: Callable[[str], None],
+    note: Callable[[str], None],
 ) -> RunEnd:
     """Run the hub, and the engines of this node, until the end of the run. Returns why the run ended.
 
-    The hub stays a little longer than the run: until all nodes have left a finished run, or for FAREWELL_S seconds.
-    Nodes that do not learn of the end would wait for the next hub.
+    The hub stays a little longer than the run, because nodes that do not learn of the end would wait for the next hub.
+    After a finished run it waits until all nodes have left, at most deadlines.request. After an interrupt it waits
+    FAREWELL_S if there are other nodes.
+
+    Args:
+        hub: the hub.
+        config: the run's configuration.
+        env: the environment.
+        address: address at which the hub serves.
+        now: clock of Unix seconds.
+        note: called with a line for the user, if an interrupt has cut work short.
     """
     async with anyio.create_task_group() as group:
         if config.engines_on(0):
@@ -279,15 +288,17 @@ async def _run_hub(
         with rare_garbage_collection():
             end = await hub.run()
         if end.unfinished:
-            tell(describe_cut(end.unfinished, config))
+            note(describe_cut(end.unfinished, config))
         if end.reason == "finished":
             with anyio.move_on_after(config.deadlines.request):
                 await hub.all_nodes_left()
+        # Other machines have a node loop that has joined, or trainer ranks.
         elif hub.registry.joined or config.cluster.trainer_nodes > 1:
             await anyio.sleep(FAREWELL_S)
         group.cancel_scope.cancel()
         return end
-    raise AssertionError("only this function cancels the group, after `return` has its value")
+    # Type checkers believe that a task group may swallow an exception of its block.
+    raise AssertionError("not reached: the block returns or raises")
 
 
 async def _roll_out_here(
@@ -302,7 +313,7 @@ async def _roll_out_here(
 
 @contextmanager
 def engines_until_interrupted(hub: Hub) -> Generator[None]:
-    """Ignore the failure of engines in the block if the run was interrupted before."""
+    """Ignore an EngineError of the block if the run was interrupted before. Otherwise the error ends the run."""
     try:
         yield
     except* EngineError:
@@ -319,10 +330,12 @@ async def make_node(
     now: Callable[[], float],
     on_loss: Callable[[TransportError], None] | None = None,
 ) -> RolloutNode:
-    """Return a rollout node with real engines. Nothing of it is started.
+    """Return a rollout node with vLLM engines, which `RolloutNode.run` starts.
+
+    This file calls it for the first node, and `flash.run.joined` for all others.
 
     Args:
-        place: number of this machine in its job, which determines its engines and GPUs.
+        place: number of this machine in its job, from 0, which determines its engines and GPUs.
         link: connection to the hub, with the numbers that the hub has given to the node and to its first engine.
         config: the run's configuration.
         env: the environment.
@@ -364,28 +377,28 @@ async def _served_teacher(config: Config, tokenizer: HfTokenizer) -> ServedTeach
     return teacher
 
 
-async def report_startup(hub: Hub, config: Config, tell: Callable[[str], None]) -> None:
+async def report_startup(hub: Hub, config: Config, show: Callable[[str], None]) -> None:
     """Report the phase of the run's start and the seconds since the start, until the first step.
 
     Waits at most STARTUP_LINE_S seconds for the next phase. Unblocked by the hub's progress. Produces lines, with which
-    it calls `tell`.
+    it calls `show`.
     """
     begun = anyio.current_time()
-    while (now := hub.stages.startup_phase()) is not None:
+    while (phase := hub.stages.startup_phase()) is not None:
         seconds = anyio.current_time() - begun
-        what = f"{now.doing}, {now.done}" if now.done else now.doing
-        why = explain_engine_start(seconds, config) if now.doing == STARTING_ENGINES else ""
-        tell(f"{what} … {seconds:.0f} s{why}")
+        progress = f"{phase.doing}, {phase.done}" if phase.done else phase.doing
+        reason = explain_engine_start(seconds, config) if phase.doing == STARTING_ENGINES else ""
+        show(f"{progress} … {seconds:.0f} s{reason}")
         with anyio.move_on_after(STARTUP_LINE_S):
-            await hub.stages.phase_ended(now.doing)
+            await hub.stages.phase_ended(phase.doing)
 
 
-async def limit_held_out_problems(config: Config, env: LoadedEnvironment, tell: Callable[[str], None]) -> Config:
+async def limit_held_out_problems(config: Config, env: LoadedEnvironment, note: Callable[[str], None]) -> Config:
     """Limit eval.problems to the number of held-out problems that the environment has. Returns the configuration.
 
     Held-out problems are those of evaluations, which are never trained. A data set may have fewer of them than
     eval.problems; without the limit an evaluation would ask some of them twice. An environment whose class does not
-    know the number has no limit. Calls `tell` with a line if the number changes.
+    know the number has no limit. Calls `note` with a line if the number changes. The dry run calls this, too.
 
     Raises:
         DeadlineError: the data set was not read within deadlines.env_reset.
@@ -397,12 +410,12 @@ async def limit_held_out_problems(config: Config, env: LoadedEnvironment, tell: 
     wanted = config.eval.problems
     if available is None or available >= wanted:
         return config
-    tell(f"evaluations ask all {available} held-out problems: there are no more, and eval.problems = {wanted}")
+    note(f"evaluations ask all {available} held-out problems: there are no more, and eval.problems = {wanted}")
     return replace(config, eval=replace(config.eval, problems=available))
 
 
 def explain_engine_start(seconds: float, config: Config) -> str:
-    """Return an explanation for engines that have been starting for `seconds`, to be added to a line; may be empty.
+    """Return the end of a line about engines that have been starting for `seconds`; empty if there is no news.
 
     Compilation takes minutes without any output, so users think that the run hangs.
     """
@@ -418,11 +431,11 @@ def explain_engine_start(seconds: float, config: Config) -> str:
     return f"; vLLM compiles, for minutes at its first start here{teacher_wait}"
 
 
-async def report_cluster(hub: Hub, tell: Callable[[HubNow], None]) -> None:
-    """Call `tell` with an overview of the cluster every OVERVIEW_S seconds, until cancelled. Waits only for the clock.
+async def report_cluster(hub: Hub, write: Callable[[HubNow], None]) -> None:
+    """Call `write` with an overview of the cluster every OVERVIEW_S seconds, until cancelled. Waits only for the clock.
 
-    The recorder writes the overview to the run directory, where `flash view` reads it.
+    `write` is a method of the recorder, which writes the overview to the run directory, where `flash view` reads it.
     """
     while True:
-        tell(hub.overview())
+        write(hub.overview())
         await anyio.sleep(OVERVIEW_S)

@@ -57,20 +57,22 @@ WISHES: Mapping[Wish | None, int] = {None: 0, "checkpoint": 1, "stop": 2}
 def run_sft_rank(order: ProcessOrder, config: Config) -> End:
     """Train until no batch is left. A signal ends the training early, with a checkpoint. Returns the exit code.
 
-    The ranks meet in a store in the scratch folder, because no hub could give them an address.
+    The ranks find each other through a store, which is torch's table of values that all ranks can read and write. It is
+    a file in the scratch folder, because there is no hub that could give the ranks an address.
     """
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     ranks = config.trainer_world_size
-    file = Path(os.environ[SCRATCH]) / f"store-{order.restarts}"
+    file = Path(os.environ[SCRATCH]) / f"store-{order.restarts}"  # an old store names the ranks of an earlier start
     with ExitStack() as stack:
         try:
             meet(order.local, config, order.local, private_store() if ranks == 1 else file_store(file, ranks), stack)
             return _train(order, config, stop, stack)
-        except Exception as error:  # supervised boundary: the end of another rank is no fault of this one
+        except Exception as error:  # supervised boundary
             if not collective_failed(error):
                 raise
+            # Another rank has ended or hangs. One line is enough here: that rank reports the cause.
             peers = describe_peers(order.local, config)
             log.error("trainer rank %d: a collective with %s failed: %s", order.local, peers, error)
             return End.FAILED
@@ -79,8 +81,14 @@ def run_sft_rank(order: ProcessOrder, config: Config) -> End:
 def _train(order: ProcessOrder, config: Config, stop: threading.Event, stack: ExitStack) -> End:
     """Restore this rank from the newest checkpoint if the run resumes or restarts, and run its training loop.
 
-    Only the first rank looks for the checkpoint, and tells the others, so that all of them choose the same one. `stack`
-    closes the recorder and the profiler.
+    Only the first rank looks for the checkpoint, and sends its path to the others, so that all of them choose the same
+    one.
+
+    Args:
+        order: order of the launcher, with the number of this rank and of the restarts.
+        config: the run's configuration.
+        stop: set by a signal.
+        stack: closes the recorder and the profiler at the end of the process.
     """
     resumes, chosen, first = config.run.resume or order.restarts > 0, [""], order.local == 0
     tokenizer = HfTokenizer(config.model)
@@ -108,7 +116,9 @@ def _train(order: ProcessOrder, config: Config, stop: threading.Event, stack: Ex
 
 
 def other_rows(folder: Path, course: Course) -> str:
-    """Return a message if the checkpoint's steps have learned other rows than those of `course`; else an empty one.
+    """Return a message if the steps before the checkpoint have learned other rows than those of `course`.
+
+    Empty if the rows are the same, or if the checkpoint has no digest of them.
 
     The data set may have been changed while the run was stopped. The run goes on, since this may be intended.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash.foreign.kernels import SUMS, AttentionOptions, attend, attend_backward
+from flash.foreign.kernels import LSE_MULTIPLE, AttentionOptions, attend, attend_backward
 
 SEQUENCES, HEADS, OF_KEYS, ASKING, ASKED = 3, 4, 2, 5, 7
 
@@ -58,4 +58,4 @@ def test_kernels_of_gpus_are_given_what_they_take(dtype: torch.dtype, masked: bo
     assert sums.is_contiguous()
     if not flash:
         assert out.transpose(1, 2).is_contiguous(), "the kernel is told of no other layout"
-        assert sums.shape[-1] == SUMS
+        assert sums.shape[-1] == LSE_MULTIPLE

@@ -81,7 +81,7 @@ def test_without_journal_or_batches_the_newest_checkpoint_is_what_is_kept(
     tmp_path: Path, checkpoint: dict[str, str]
 ) -> None:
     config = config_of(tmp_path, **checkpoint)
-    assert describe_cut("x", config).endswith("; no checkpoint is there yet, and --resume begins anew")
+    assert describe_cut("x", config).endswith("; no checkpoint is there yet, and --resume starts from the beginning")
     (config.run_dir / "checkpoints" / "step-000010").mkdir(parents=True)
     manifest = msgspec.json.encode(Manifest(version=10, skipped_steps=0, files=[]))
     (config.run_dir / "checkpoints" / "step-000010" / "manifest.json").write_bytes(manifest)

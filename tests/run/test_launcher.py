@@ -32,7 +32,7 @@ def make_config(**tables: dict[str, Any]) -> Config:
 
 
 def test_what_is_about_to_start_is_said() -> None:
-    assert describe_start(make_config()) == "starting processes for 1 trainer rank and 1 engine"
+    assert describe_start(make_config(), 0) == "starting processes for 1 trainer rank and 1 engine"
 
 
 def test_one_process_of_torchrun_per_node_is_a_node_of_the_job() -> None:

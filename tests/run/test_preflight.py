@@ -82,7 +82,7 @@ def test_a_machine_without_a_place_for_temporary_files_is_refused(tmp_path: Path
     command = [*shell, sys.executable, "-m", "flash", "train", str(file), "--dry-run"]
     refused = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert refused.returncode == 2
-    assert "`TMPDIR`: no folder takes temporary files: No usable temporary " in refused.stderr
+    assert "`TMPDIR`: no folder for temporary files can be written: No usable temporary " in refused.stderr
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -334,7 +334,7 @@ def test_a_tiny_model_is_not_made_anew_for_a_run_that_goes_on(tmp_path: Path) ->
     make_missing_models(resumed)
     assert (tmp_path / "tiny" / "model.safetensors").read_bytes() == before
     other = make_config(tmp_path, **tables, run={"resume": True}, env={**env, "options": {"operators": "*"}})
-    assert "has another alphabet than the tiny model" in problem(other)
+    assert "the environment has other characters than the tiny model" in problem(other)
 
 
 def test_a_run_whose_count_of_hubs_is_damaged_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import sys
 
 LAUNCHER = """
 import os, subprocess, sys
-os.environ["FLASH_LAUNCHER"] = f"{os.getpid()}.1"
+ticks = open("/proc/self/stat").read().rpartition(")")[2].split()[19]
+os.environ["FLASH_LAUNCHER"] = f"{os.getpid()}.{ticks}.1"
 process = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
 os.read(0, 1) if sys.argv[2] == "wait" else os._exit(0)
 os.kill(os.getpid(), 9)
@@ -83,7 +84,16 @@ def test_a_killed_torchrun_interrupts_the_launcher() -> None:
 
 def test_a_process_whose_launcher_is_gone_already_ends_at_once() -> None:
     program = PROCESS.format(handler=IGNORING, grace=60)
-    delayed = "import os, time\nwhile os.getppid() == int(os.environ['FLASH_LAUNCHER'][:-2]): pass\n"
+    delayed = "import os, time\nwhile os.getppid() == int(os.environ['FLASH_LAUNCHER'].split('.')[0]): pass\n"
     command = [sys.executable, "-c", LAUNCHER, delayed + program, "leave"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_another_process_with_the_id_of_the_launcher_is_not_the_launcher() -> None:
+    program = PROCESS.format(handler=IN_ORDER, grace=60)
+    environment = {**os.environ, "FLASH_LAUNCHER": f"{os.getpid()}.1.1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (1, b"")

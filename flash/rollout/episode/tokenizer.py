@@ -26,7 +26,7 @@ import msgspec
 from flash.config.tree import ModelConfig
 from flash.environment.interface import Spoken
 from flash.errors import ConfigError, EnvError, encodable
-from flash.foreign.vllm_parsers import Parsers, Parsing, names
+from flash.foreign.vllm_parsers import Parsers, StreamParser, parser_names
 from flash.rollout.episode.chat_template import ChatTemplate, end_of_text
 from flash.rollout.episode.controls import ControlTokens
 from flash.types import ASSISTANT, RESERVED_ARGUMENTS, Message, Observation, Piece, Tool, ToolCall
@@ -53,7 +53,7 @@ class ResponseReader:
             text is content.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], parsing: Parsing | None = None) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], parsing: StreamParser | None = None) -> None:
         self._decode = decode
         self._parsing = parsing
         self._previous: list[int] = []
@@ -371,7 +371,7 @@ class HfTokenizer(Tokenizer):
             EnvError: the run configures no parser of calls (`model.tool_parser`).
         """
         if self._config.tool_parser is None:
-            known = ", ".join(names("tool_parsers"))
+            known = ", ".join(parser_names("tool_parsers"))
             raise EnvError(f"tools need model.tool_parser, the name of vLLM's parser for this model: one of {known}")
 
     def read_response(

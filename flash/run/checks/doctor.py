@@ -1,8 +1,9 @@
-"""Checks of `flash doctor`: each finds out whether a machine has one thing that a run needs. All share one deadline.
+"""Checks of `flash doctor`: each finds out whether this machine has one thing that a run needs. All share one deadline.
 
-`flash.cli.prepare` calls `examine` with `CHECKS`, and prints the findings. A check is a function of the configuration;
-the argument is None if the user has named none, and the check is then about any small run. A check changes nothing: it
-removes the temporary files with which it tests a folder. Its result is a `Finding`.
+`flash.cli.prepare` calls `examine` with `CHECKS` in the process of the command, and prints the findings. A check is a
+function that takes the configuration and returns a `Finding`. If the user has named no configuration, the argument is
+None, and the check asks for what a small run needs. A check changes nothing: it removes the temporary files with which
+it tests a folder.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 Check = Callable[[Config | None], Finding]
-"""Function that makes one check."""
+"""Function that makes one check. The argument is the configuration; None if the user has named none."""
+# These make a finding of one state. Their arguments are the text and the advice.
 ok = partial(Finding, "ok")
 not_needed = partial(Finding, "not needed")
 missing = partial(Finding, "missing")
@@ -94,6 +96,7 @@ class _RunningCheck:
         self._thread.start()
 
     def _make(self) -> None:
+        """Make the check, and store its result. Runs in the thread."""
         try:
             self._found = self._check(self._config)
         except Exception as error:  # an error of any kind on a broken machine is the result
@@ -150,7 +153,8 @@ def gpus(config: Config | None) -> Finding:
     text = f"{count} NVIDIA GPU{'s' if count != 1 else ''}"
     if wanted and count < wanted:
         return missing(
-            f"{text}, and cluster.gpus_per_node = {wanted}", "check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or lower it"
+            f"{text}, and cluster.gpus_per_node = {wanted}",
+            "check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or lower cluster.gpus_per_node",
         )
     if wanted == 0 or (wanted is None and count == 0):
         return not_needed(f"{text}; engines and trainers run on the CPU")
@@ -206,7 +210,7 @@ def packages(config: Config | None, installed: Callable[[str], str | None] = ins
 
 
 def pinned(name: str) -> str | None:
-    """Return the version of a package in the lock files; None if they do not have it."""
+    """Return the version of a package in the lock files; None if they do not list the package."""
     for file in PINS.glob("*.txt"):
         for line in file.read_text(encoding="utf-8").splitlines():
             if line.startswith(f"{name}=="):
@@ -296,7 +300,7 @@ def clock(config: Config | None, most_s: float = CLOCK_S) -> Finding:
 
 
 def slurm(config: Config | None) -> Finding:
-    """Check that something can start the processes on several nodes: SLURM, or the user with a rendezvous address."""
+    """Check that the command can be started on several nodes: by SLURM, or by the user with a rendezvous address."""
     nodes = 1 if config is None else config.cluster.nodes
     if job := os.environ.get("SLURM_JOB_ID"):
         return ok(f"job {job} of {os.environ.get('SLURM_JOB_NUM_NODES', '?')} nodes")

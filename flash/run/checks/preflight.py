@@ -1,9 +1,10 @@
-"""Checks of this machine and of the resumed run, which `flash train` makes before any work, also with `--dry-run`.
+"""Checks of this machine and of the resumed run, which `flash train` and `flash sft` make before any work.
 
 `flash.config` checks the configuration itself, in every process of a job. The checks here run once, in the command,
-because they write files, resolve host names, or read files that a run has left. `start_problems` and `sft_problems` are
-the entries. Each check is a generator of problems, so that the user sees all of them at once. A check reports nothing
-about a path that cannot be reached (`unreachable`), because the configuration's own checks report it.
+because they write files, resolve host names, or read files that a run has left. The commands call `start_problems` and
+`sft_problems`, also with `--dry-run`, and print the problems. Each check is a generator of problems, so that the user
+sees all of them at once. A check reports nothing about a path that cannot be reached (`unreachable`), because the
+configuration's own checks report it.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ from flash.environment.fingerprint import texts_in
 from flash.errors import ConfigError, FlashError, RunDirectoryError
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.trackers.trackers import not_installed
-from flash.run.fetch import check_source, source_of, why_not_there
-from flash.run.fetch import refuse_foreign as refuse_unfetched
+from flash.run.fetch import check_source, refuse_unrecorded, source_of, why_not_there
 from flash.run.journal import journal_folder
 from flash.run.models import hugging_face_fault, tiny_models
 from flash.run.processes.locks import in_use
@@ -58,9 +58,9 @@ TOKENIZERS = ("tokenizer*", "vocab.*", "*.tiktoken", "spiece.model")
 def start_problems(config: Config) -> list[ConfigProblem]:
     """Return the problems that would stop the run of `flash train`, in addition to those of the configuration."""
     if config.sft is not None:
-        message = "is there, and `flash sft` trains by it: leave it out (`sft=none`), and name the result as model.path"
+        message = "is only for `flash sft`: leave it out (`sft=none`), and set model.path to the model that it has made"
         return [ConfigProblem("sft", message)]
-    return [*_start_problems(config), *too_many_steps(config)]
+    return [*_common_problems(config), *too_many_steps(config)]
 
 
 def sft_problems(config: Config) -> list[ConfigProblem]:
@@ -73,10 +73,12 @@ def sft_problems(config: Config) -> list[ConfigProblem]:
             _ = path and column_names(path)
         except ConfigError as error:
             problems.append(ConfigProblem(key, str(error)))
-    return [*problems, *_start_problems(config)]  # the number of steps follows from the rows, which are not read yet
+    # The number of steps follows from the rows, which are not read yet. So `flash sft` calls `too_many_steps` later.
+    return [*problems, *_common_problems(config)]
 
 
-def _start_problems(config: Config) -> list[ConfigProblem]:
+def _common_problems(config: Config) -> list[ConfigProblem]:
+    """Return the problems that would stop a run of either command."""
     problems = [*_temporary_folder(), *_unimportable(config), *_trackers(config), *_models(config), *_fetched(config)]
     if unreachable(str(config.run_dir.absolute())) is None:
         problems += [*_output_folders(config), *_hub(config), *_resumed_run(config)]
@@ -84,17 +86,23 @@ def _start_problems(config: Config) -> list[ConfigProblem]:
 
 
 def _temporary_folder() -> Iterator[ConfigProblem]:
-    """Yield a problem if no folder takes temporary files."""
+    """Yield a problem if temporary files can be written in none of the usual folders."""
     try:
         tempfile.gettempdir()
     except OSError as error:
-        yield ConfigProblem("TMPDIR", f"no folder takes temporary files: {error.strerror}; name one that does")
+        message = f"no folder for temporary files can be written: {error.strerror}; set it to one that can"
+        yield ConfigProblem("TMPDIR", message)
 
 
 def _unimportable(config: Config) -> Iterator[ConfigProblem]:
     """Yield problems of classes that the other processes of the run cannot import, because they are in `__main__`."""
-    named = {"env.path": config.env.path, "env.options": config.env.options, "observe.sink": config.observe.sink}
-    for key, value in (named | {"algorithm.objective": config.algorithm.objective}).items():
+    values = {
+        "env.path": config.env.path,
+        "env.options": config.env.options,
+        "observe.sink": config.observe.sink,
+        "algorithm.objective": config.algorithm.objective,
+    }
+    for key, value in values.items():
         # A program that calls `flash.train` may have defined a class itself. Other processes do not import it.
         for path in dict.fromkeys(one for one in texts_in(value) if one.partition(":")[0] == "__main__"):
             name = path.partition(":")[2]
@@ -147,16 +155,16 @@ def _models(config: Config) -> Iterator[ConfigProblem]:
                 "`AutoTokenizer.from_pretrained(BASE).save_pretrained(FOLDER)` writes the one of the model that these "
                 "weights come from",
             )
-        elif Path(path).is_dir() and (fault := _damaged(Path(path))):
+        elif Path(path).is_dir() and (fault := _fault_of_weights(Path(path))):
             yield ConfigProblem(key, f"{fault}; copy or fetch the model again")
         elif is_hub_id(path) and (fault := hugging_face_fault(path)):
             yield ConfigProblem(key, fault)
 
 
-def _damaged(folder: Path) -> str:
-    """Return a message about a missing, damaged or incomplete file of a model; empty if there is none.
+def _fault_of_weights(folder: Path) -> str:
+    """Return a message about a missing, damaged or incomplete safetensors file of a model; empty if there is none.
 
-    Reads only headers.
+    Reads only headers. Weights in other files (`*.bin`) have no header that could be checked.
     """
     parts = set(folder.glob("*.safetensors"))
     try:
@@ -187,7 +195,7 @@ def _fetched(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("model.path", f"{fault}, in model.path, with model.fetch = {show(named)}")
         return
     try:
-        refuse_unfetched(folder)
+        refuse_unrecorded(folder)
         positions = check_source(source, folder)
     except ConfigError as error:
         yield ConfigProblem("model.path", str(error))
@@ -213,7 +221,7 @@ def _hub(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("cluster.hub_host", str(error))
         return
     except (OSError, UnicodeError) as error:
-        yield ConfigProblem("cluster.hub_host", f"{host} leads to no machine: {error}")
+        yield ConfigProblem("cluster.hub_host", f"the host name {host} cannot be resolved: {error}")
     # Processes of the same run may still hold the port. The launch waits for them, or reports which process uses the
     # run.
     if alone and port and not in_use(config.run_dir):
@@ -280,14 +288,14 @@ def _missing_run(config: Config) -> Iterator[ConfigProblem]:
     if not whole and not damaged and not any(trace.exists() for trace in traces):
         yield ConfigProblem("run.resume", f"there is no run to continue: nothing of one is left in {directory.path}")
     # Without the recorded settings nobody would notice a changed key, and the checkpoint may not fit the change.
-    if whole and (fault := _fault_of_record(directory.config)):
+    if whole and (fault := _unreadable_config(directory.config)):
         remedy = "Bring the file back from a copy, or put the configuration there with which the run was started"
         message = f"{directory.config}, with which the present settings are compared, {fault}. {remedy}"
         yield ConfigProblem("run.resume", message)
 
 
-def _fault_of_record(file: Path) -> str:
-    """Return why the recorded configuration of a run cannot be read; empty if it can."""
+def _unreadable_config(file: Path) -> str:
+    """Return a phrase about the reason why the recorded configuration of a run cannot be read; empty if it can."""
     try:
         read_recorded(file)
     except FileNotFoundError:
@@ -317,15 +325,16 @@ def _checkpoint_misfits(config: Config) -> Iterator[ConfigProblem]:
     kl = config.algorithm.kl
     wanted = ["lora"] * (config.lora is not None) + ["critic"] * method.critics + ["ewma"] * (method.proximal == "ewma")
     wanted += ["reference"] * (kl is not None and kl.refresh is not None)
-    held = [name for name in manifest.extras if name != "rhythm"]
-    if fault := extras_mismatch(checkpoint, held, wanted):
+    # The heads that rhythm chose ("rhythm") are compared when the checkpoint is loaded.
+    present = [name for name in manifest.extras if name != "rhythm"]
+    if fault := extras_mismatch(checkpoint, present, wanted):
         yield ConfigProblem("lora" if "[lora]" in fault else "algorithm.objective", fault)
     elif config.lora is not None and (fault := alpha_mismatch(checkpoint, manifest, config.lora.alpha)):
         yield ConfigProblem("lora.alpha", fault)
     for _, path, tiny in tiny_models(config):
         with suppress(ConfigError):  # the environment has no alphabet, so it cannot be compared with the tokenizer
             if path.exists() and "alphabet" in changed_parts(path, tiny, config.env.path, config.env.options):
-                message = f"has another alphabet than the tiny model {path}, whose tokens the run's weights know"
+                message = f"the environment has other characters than the tiny model {path}, which the run trains"
                 yield ConfigProblem("env.options", f"{message}: go on with the same characters, or start a new run")
 
 
@@ -353,7 +362,7 @@ def _existing(folder: Path) -> Path:
 
 def _unwritable(folder: Path) -> str:
     """Return the reason why no file can be written in a folder; empty if one can be."""
-    # A file is written, because permissions alone do not show it: some file systems refuse a write that they allow.
+    # A file is written, because permissions are not enough: a file system may be read-only, full or over its quota.
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"\0")

@@ -37,8 +37,8 @@ from flash.observe.rundir.rundir import write_atomically
 from flash.run.processes.locks import exclusive, is_free, share
 
 LAUNCHER = "FLASH_LAUNCHER"
-"""Environment variable that names the launch to all of its processes: process id of the launcher, a dot, and the time
-of its start in Unix nanoseconds."""
+"""Environment variable that names the launch to all of its processes. The name is made of three numbers with dots
+between them: the launcher's process id, its start in clock ticks since boot, and a time in Unix nanoseconds."""
 
 RENDEZVOUS = "FLASH_RDZV_ENDPOINT"
 """Environment variable with HOST:PORT of the first node in a job of several nodes. Each node advertises its address on
@@ -60,11 +60,24 @@ else distinguishes them from the names of other jobs."""
 ERROR_FILE = "error.json"
 """Name of the marker file in the run directory."""
 
+log = logging.getLogger("flash")
+
 
 def begin_launch() -> str:
     """Make this process the launcher of all processes that it starts, and return the name of the launch."""
-    os.environ[LAUNCHER] = name = f"{os.getpid()}.{time.time_ns()}"
+    os.environ[LAUNCHER] = name = f"{os.getpid()}.{start_ticks(os.getpid())}.{time.time_ns()}"
     return name
+
+
+def start_ticks(pid: int) -> str:
+    """Return the start of a process in clock ticks since boot, which distinguishes it from a later one with its id.
+
+    Raises:
+        FileNotFoundError: there is no such process.
+    """
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    # The second field is the name of the program, in parentheses; the name may contain anything.
+    return stat.rpartition(")")[2].split()[19]
 
 
 def use_torchrun_variables(environment: MutableMapping[str, str]) -> None:
@@ -97,6 +110,7 @@ def end_with_torchrun() -> None:
 
 
 def _terminate_after(descriptor: int) -> None:
+    """Wait for the end of the process of a pidfd, and send SIGTERM to this process. Runs in a thread."""
     select.select([descriptor], [], [])  # readable when the process ends
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -104,36 +118,42 @@ def _terminate_after(descriptor: int) -> None:
 def end_with_launcher(grace_s: float, *, speaks: bool) -> None:
     """Interrupt this process when its launcher is gone, and kill its process group `grace_s` seconds later.
 
-    Each process that the launcher starts calls this at its beginning. If the launcher is gone already, this process
-    exits at once. A thread watches the launcher.
+    The group holds this process and its children, but neither the launcher nor the engines, which end with the process
+    that started them. Node loops and trainer ranks call this at their beginning (`flash.run.processes.worker`). If the
+    launcher is gone already, this process exits at once. A thread watches the launcher.
 
     Args:
         grace_s: seconds that the process has to end in order after SIGTERM; 0: it is killed at once, without SIGTERM.
-        speaks: True to print a line about the end of the launcher. One process of a node does that.
+        speaks: True to print a line about the end of the launcher. True for the node loop only, so that the line
+            appears once per node.
     """
-    starter = int(os.environ[LAUNCHER].partition(".")[0])
+    pid, ticks, _ = os.environ[LAUNCHER].split(".")
+    launcher = int(pid)
     try:
-        descriptor = os.pidfd_open(starter)
-    except ProcessLookupError:
-        descriptor = -1
-    if descriptor < 0 or select.select([descriptor], [], [], 0)[0]:
+        descriptor = os.pidfd_open(launcher)
+        # Another process may have got the id of the launcher. It would never end because of this run.
+        is_launcher = start_ticks(launcher) == ticks
+    except (ProcessLookupError, FileNotFoundError):
         os._exit(1)
-    watching = threading.Thread(target=_watch, args=(starter, descriptor, grace_s, speaks), daemon=True)
-    watching.start()
+    # A pidfd is readable when its process has ended, even if nobody has waited for the process yet.
+    if not is_launcher or select.select([descriptor], [], [], 0)[0]:
+        os._exit(1)
+    watcher = threading.Thread(target=_watch_launcher, args=(launcher, descriptor, grace_s, speaks), daemon=True)
+    watcher.start()
 
 
-def _watch(starter: int, descriptor: int, grace_s: float, speaks: bool) -> None:
-    """Wait for the end of the launcher, then end this process as `end_with_launcher` says.
+def _watch_launcher(launcher: int, descriptor: int, grace_s: float, speaks: bool) -> None:
+    """Wait for the end of the launcher, then end this process as `end_with_launcher` says. Runs in a thread.
 
-    `starter` is the launcher's process id, `descriptor` its pidfd.
+    `launcher` is the launcher's process id, `descriptor` its pidfd.
     """
     # Readable when the process ends. PR_SET_PDEATHSIG of Linux is no replacement: it signals already when the thread
     # that started this process ends, and it prints nothing.
     select.select([descriptor], [], [])
     if speaks:
-        what = "leaving a checkpoint for --resume, and ending" if grace_s else "ending this node's part"
+        action = "leaving a checkpoint for --resume, and ending" if grace_s else "ending this node's part"
         with suppress(OSError):  # the reader of the output may have ended with the launcher
-            sys.stderr.write(f"flash: process {starter}, which started this run, is gone: {what}\n")
+            sys.stderr.write(f"flash: process {launcher}, which started this run, is gone: {action}\n")
             sys.stderr.flush()
     if grace_s:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -142,14 +162,14 @@ def _watch(starter: int, descriptor: int, grace_s: float, speaks: bool) -> None:
 
 
 @contextmanager
-def scratch_folder(beside: Path | None = None) -> Generator[Path]:
+def scratch_folder(parent: Path | None = None) -> Generator[Path]:
     """Create the scratch folder for the processes that are started in the block, and remove it with its contents.
 
-    While the block runs, TMPDIR and FLASH_SCRATCH name the folder. Folders that killed launches have left are removed
-    first. The folder lies in `beside`, or else in Python's folder for temporary files; in /tmp if its path would be too
-    long there.
+    The launcher calls this, and so do commands that start engines alone, such as `flash eval`. While the block runs,
+    TMPDIR and FLASH_SCRATCH name the folder. Folders that killed launches have left are removed first. The folder lies
+    in `parent`, or else in Python's folder for temporary files; in /tmp if its path would be too long there.
     """
-    base = str(beside or tempfile.gettempdir())
+    base = str(parent or tempfile.gettempdir())
     short = base if len(os.fsencode(base)) < LONGEST_SCRATCH - 20 else "/tmp"
     remove_abandoned(Path(short))
     # Locked before it gets its final name, under which other launches look for abandoned folders.
@@ -175,7 +195,10 @@ def scratch_folder(beside: Path | None = None) -> Generator[Path]:
 
 
 def join_scratch_folder() -> None:
-    """Hold a lock on the scratch folder until this process ends, so that no launch removes it if the launcher dies."""
+    """Hold a lock on the scratch folder until this process ends, so that no launch removes it if the launcher dies.
+
+    Each process that the launcher starts calls this.
+    """
     share(Path(os.environ[SCRATCH]) / SCRATCH_LOCK)
 
 
@@ -184,7 +207,7 @@ def remember_shared_memory(core: int) -> None:
 
     An engine that is killed leaves its shared memory behind. So the engine calls this function again and again while it
     starts, and when it serves; each call adds the names that are new. `core` is the process id of the engine's core,
-    which leads the group. If the disk is full, the names are not recorded, and the engine continues.
+    which leads the engine's process group. If the disk is full, the names are not recorded, and the engine continues.
     """
     found: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
@@ -217,13 +240,10 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-log = logging.getLogger("flash")
-
-
 class ErrorMarker:
     """File `error.json` with the error that ended this launch, so that a restart does not repeat the error.
 
-    Only processes of the first node and launchers write it. If the disk of the run directory is full, the file is
+    Only launchers, and processes of the first node, write it. If the disk of the run directory is full, the file is
     written to the scratch folder.
 
     Args:

@@ -2,8 +2,9 @@
 
 A machine runs a node loop, trainer ranks, or both. A node loop is the event loop with the engines and episodes of a
 machine. On the first node it also has the hub (`HubLoop`). The node loop of any other node joins the run
-(`JoinedLoop`), and so does the node loop of `flash join`. The functions `launch`, `join` and `launch_sft` make these
-parts and give them to `flash.run.processes.launch.Launch`, which runs them to their end.
+(`JoinedLoop`), and so does the node loop of `flash join`. The commands, and `flash.train`, call `launch`, `join` and
+`launch_sft` in their own process. These functions make the parts and give them to
+`flash.run.processes.launch.Launch`, which runs them to their end.
 
 In a job of several nodes, every node runs the same command with `FLASH_NNODES`, `FLASH_NODE_RANK` and
 `FLASH_RDZV_ENDPOINT` set. Under SLURM, launch.sh sets them. Under torchrun with one process per node, they are derived
@@ -60,8 +61,6 @@ ENDPOINT = re.compile(r".+:[0-9]+")
 ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Environment variables of all processes if one node has all trainer ranks. gloo looks up the machine's own name, which
 cannot be resolved on some machines, and torch warns of each failed attempt. Values that the user has set are kept."""
-
-
 OWN_KEYS = (
     *("cluster.gpus_per_node", "cluster.node_cpus", "cluster.trainer_cpus"),
     *("engine.count", "engine.memory_fraction", "engine.kv_cache_gib"),
@@ -70,7 +69,7 @@ OWN_KEYS = (
 
 
 def place_in_job(config: Config, environment: Mapping[str, str]) -> int:
-    """Return the number of this node in the job, from the environment.
+    """Return the number of this node in the job, from 0, as the environment gives it.
 
     Raises:
         ConfigError: the environment and cluster.nodes disagree, or a variable has an invalid value.
@@ -99,7 +98,7 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
 
 
 def resume_command(command: Sequence[str]) -> str:
-    """Return the command with which a user resumes the run that `command` started or resumed."""
+    """Return the command with which a user resumes the run that `command` started or resumed, for messages."""
     kept = [part for part in command if part != "--resume" and not part.startswith("run.resume=")]
     return shlex.join([*kept, "--resume"])
 
@@ -115,11 +114,11 @@ class HubLoop(SupervisedPart):
     def __init__(self, config: Config, file: Path) -> None:
         super().__init__(config, "the node loop starts again, with its engines and the trainer ranks")
         self._file = file
-        self._run = config
+        self._run_config = config
 
     async def run_once(self, restarts: int) -> tuple[End, list[str]]:
         """Run the node loop once. Implements `SupervisedPart.run_once`."""
-        self.processes.fork_from(loops_server(self._run, 0))
+        self.processes.fork_from(loops_server(self._run_config, 0))
         ended = await self.processes.run("hub", self._file, [ProcessOrder(0, restarts)])
         end, silent = await judge(ended, self.processes.killed, self.ending)
         # `judge` blames a peer, because it does not count a process that this supervisor has killed. But the hub itself
@@ -130,7 +129,9 @@ class HubLoop(SupervisedPart):
 
 
 def launch(config: Config) -> int:
-    """Run this node's part of the job to its end, and return the exit code: 0, 1, NAMED, LOST or INTERRUPTED.
+    """Run this node's part of the job to its end, for `flash train` and `flash.train`. Returns the exit code.
+
+    The exit code is 0, 1, or NAMED, LOST or INTERRUPTED of `flash.run.processes.launch`.
 
     Raises:
         ConfigError: the environment and the configuration disagree.
@@ -141,7 +142,7 @@ def launch(config: Config) -> int:
     node = place_in_job(config, os.environ)
     ranks_here = config.cluster.trainer_ranks_on(node) > 0
     if ranks_here:
-        sys.stdout.write(f"[{describe_start(config)}]\n")
+        sys.stdout.write(f"[{describe_start(config, node)}]\n")
         sys.stdout.flush()
         if config.algorithm.options or ":" in config.algorithm.objective:  # Flash's own objectives are tested
             from flash.trainer.objective import try_objective  # imports torch
@@ -184,9 +185,15 @@ def launch(config: Config) -> int:
 
 
 def leave_in_order(config: Config, marker: ErrorMarker, loop: SupervisedPart) -> None:
-    """Withdraw the hub's announcement, and write a summary if the hub could not because of an error or a signal.
+    """Withdraw the hub's announcement, and write a summary if the run's processes could not write it themselves.
 
-    Called at the end of a launch that has the hub, or the ranks of `flash sft` as `loop`.
+    They cannot after an error or a signal. This is called at the end of each launch that has the hub, or that trains
+    rows (`flash sft`).
+
+    Args:
+        config: the run's configuration.
+        marker: marker with the error that has ended the launch.
+        loop: the part that writes the run directory: the node loop with the hub, or the ranks of `flash sft`.
     """
     from flash.observe.recorder import write_summary
 
@@ -198,18 +205,19 @@ def leave_in_order(config: Config, marker: ErrorMarker, loop: SupervisedPart) ->
             write_summary(directory, config, ledger, loop.restarts, error=marker.message() or "")
 
 
-def describe_start(config: Config) -> str:
-    """Return a line about the processes that this node is about to start, for the user."""
-    # It takes seconds until these processes can print anything.
-    node = int(os.environ.get("FLASH_NODE_RANK", "0"))
+def describe_start(config: Config, node: int) -> str:
+    """Return a line about the processes that node `node` is about to start.
+
+    The user sees it at once. It takes seconds until these processes can print anything.
+    """
     trainers, engines = config.cluster.trainer_ranks_on(node), config.engines_on(node)
     where = f"node {node}: " if config.cluster.nodes > 1 else ""
     return f"{where}starting processes for {counted(trainers, 'trainer rank')} and {counted(engines, 'engine')}"
 
 
-def counted(number: int, what: str) -> str:
-    """Return a number with a noun, in the singular or the plural."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+def counted(number: int, noun: str) -> str:
+    """Return a number with a noun, which gets an `s` in the plural."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def join(place: HubPlace, overrides: Sequence[str] = ()) -> int:
@@ -268,8 +276,8 @@ class JoinedLoop(SupervisedPart):
         """Time at which the present start of the node loop began, in Unix seconds."""
         self._search = HubSearch(place, os.environ.get(TOKEN_VARIABLE))
         self._run: p.RunReply | None = None
-        """Description of the run by the last hub."""
-        self._lost = True
+        """Description of the run that the last hub has given; None before a hub was found."""
+        self._needs_hub = True
         """True if the next start has to look for a hub first: at the first start, and after a hub was lost."""
 
     async def run_once(self, restarts: int) -> tuple[End, list[str]]:
@@ -279,11 +287,11 @@ class JoinedLoop(SupervisedPart):
             FlashError: there is no hub, or this machine cannot join it.
         """
         first = self._run is None
-        if self._lost:
+        if self._needs_hub:
             # `flash join` has no configuration at first. It asks once, so that its user sees at once that there is no
             # hub.
-            known = self.config
-            found = await self._search.find(known.deadlines.rendezvous if known else 0.0, self._run)
+            seconds = self.config.deadlines.rendezvous if self.config else 0.0
+            found = await self._search.find(seconds, self._run)
             self._run = found and found[1]
         run = self._run
         if run is None or run.ending:
@@ -299,7 +307,7 @@ class JoinedLoop(SupervisedPart):
         self.processes.fork_from(loops_server(config, node))
         ended = await self.processes.run("node", file, [order])
         end, silent = await judge(ended, self.processes.killed, self.ending)
-        self._lost, self._begun = end == End.WITH_PEER, time.time()
+        self._needs_hub, self._begun = end == End.WITH_PEER, time.time()
         return end, [describe("the node loop", one) for one in silent]
 
     def _configure(self, run: p.RunReply) -> tuple[Config, Path]:
@@ -307,27 +315,28 @@ class JoinedLoop(SupervisedPart):
 
         A node of a job compares its own configuration with the hub's. A node of `flash join` takes the hub's, with its
         own overrides. It also changes to the folder in which the run was started, and uses the run's import path, if
-        this machine has these folders: relative paths of the configuration then mean the same files.
+        this machine has these folders: relative paths of the configuration then mean the same files. `run` is the hub's
+        description of the run.
 
         Raises:
             ConfigError: this machine was started with another configuration, or it cannot run an engine.
         """
         file = self._folder / "config.toml"
-        hubs: dict[str, Any] = tomllib.loads(run.config)
+        hub_table: dict[str, Any] = tomllib.loads(run.config)
         if self._own is not None:
-            refuse_another(tomllib.loads(dump(self._own)), hubs)
+            refuse_another(tomllib.loads(dump(self._own)), hub_table)
             config = self._own
         else:
             if Path(run.folder).is_dir():
                 os.chdir(run.folder)
             import_from(folder for folder in run.imports if Path(folder).is_dir())
             file.write_text(run.config)
-            # These settings depend on the machine: whether there is a run to resume, and the number of GPUs.
-            gpus = "auto" if hubs["cluster"]["gpus_per_node"] else "0"
+            # A joining node never resumes the run itself. The number of GPUs depends on the machine.
+            gpus = "auto" if hub_table["cluster"]["gpus_per_node"] else "0"
             config = load(file, ["run.resume=false", f"cluster.gpus_per_node={gpus}", *self._overrides])
         share_import_path()
-        if hubs["cluster"]["gpus_per_node"] and not config.gpus_per_node:
-            raise ConfigError("this machine has no GPU, and the engines of this run have")
+        if hub_table["cluster"]["gpus_per_node"] and not config.gpus_per_node:
+            raise ConfigError("this machine has no GPU, and the engines of this run need one")
         node = config.cluster.trainer_nodes if self._node is None else self._node
         if not config.engines_on(node):
             raise ConfigError(
@@ -340,13 +349,13 @@ class JoinedLoop(SupervisedPart):
         return config, file
 
 
-def refuse_another(own: Mapping[str, Any], hubs: Mapping[str, Any]) -> None:
+def refuse_another(own_table: Mapping[str, Any], hub_table: Mapping[str, Any]) -> None:
     """Raise ConfigError if two configurations differ in keys other than OWN_KEYS and `run.resume`.
 
-    Each node of a job reads its own configuration files, which may have been edited between two starts. `own` is this
-    node's configuration, `hubs` that of the hub, both as tables.
+    Each node of a job reads its own configuration files, which may have been edited between two starts. `own_table` is
+    this node's configuration, `hub_table` that of the hub, both as nested tables.
     """
-    ours, theirs = dict(flat(own)), dict(flat(hubs))
+    ours, theirs = dict(flat(own_table)), dict(flat(hub_table))
     for key in sorted(ours.keys() | theirs.keys()):
         if key not in (*OWN_KEYS, "run.resume") and ours.get(key) != theirs.get(key):
             raise ConfigError(
@@ -356,15 +365,18 @@ def refuse_another(own: Mapping[str, Any], hubs: Mapping[str, Any]) -> None:
 
 
 class SftRanks(SupervisedPart):
-    """All trainer ranks of `flash sft`, which runs on one machine. The first rank writes the run directory."""
+    """All trainer ranks of `flash sft`, which runs on one machine. The first rank writes the run directory.
+
+    `file` is the file from which the ranks read the configuration.
+    """
 
     def __init__(self, config: Config, file: Path) -> None:
         super().__init__(config, "the trainer ranks start again", failed="the trainer ranks have failed")
-        self._run, self._file = config, file
+        self._run_config, self._file = config, file
 
     async def run_once(self, restarts: int) -> tuple[End, list[str]]:
         """Run all ranks once. Implements `SupervisedPart.run_once`."""
-        ended = await run_ranks(self, "sft", self._run, 0, self._file, restarts)
+        ended = await run_ranks(self, "sft", self._run_config, 0, self._file, restarts)
         end, silent = await judge(ended, self.processes.killed, self.ending)
         return end, [describe(f"trainer rank {one.local}", one) for one in silent]
 
