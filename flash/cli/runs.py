@@ -389,7 +389,12 @@ def run_replay(arguments: argparse.Namespace) -> int:
         _print_line(f"[{planned.left_out} left out: no batch of step {planned.last} is recorded]")
     _print_line(" step " + " ".join(f"{name:>{REPLAY_WIDTH}} {'the run':>{REPLAY_WIDTH}}" for name in REPLAY_METRICS))
     replay(
-        config, planned, folder=directory.batches, step=show_step, comparison=show_comparison, export=arguments.export
+        config,
+        planned,
+        folder=directory.batches,
+        on_step=show_step,
+        on_comparison=show_comparison,
+        export=arguments.export,
     )
     if arguments.json is not None:
         found = {"steps": rows, "comparisons": [msgspec.structs.asdict(one) for one in comparisons]}

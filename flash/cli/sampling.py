@@ -297,7 +297,7 @@ def play_model(config: Config, named: str | None, play: Any) -> tuple[Sampled, l
             sys.stderr.write(f"[{harmless(text)}]\n")
 
         async def go() -> Any:
-            return await play(config=config, env=env, tokenizer=tokenizer, engines=engines, tell=tell)
+            return await play(config=config, env=env, tokenizer=tokenizer, engines=engines, show=tell)
 
         sampled = run_watched(tell, go)
     for note in sampled.notes:

@@ -324,7 +324,7 @@ def check_engine(config: Config) -> Iterator[ConfigProblem]:
                 f"together, got {engine.kv_cache_gib:g} for each"
             )
             yield ConfigProblem("engine.kv_cache_gib", message)
-    known = vllm_arguments.names() if engine.vllm else []
+    known = vllm_arguments.argument_names() if engine.vllm else []
     found = [
         ConfigProblem(f"engine.vllm.{name}", fault)
         for name, value in engine.vllm.items()

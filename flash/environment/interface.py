@@ -82,7 +82,7 @@ class Environment(Protocol):
 
 @runtime_checkable
 class SyncEnvironment(Protocol):
-    """A plain Gym-style environment: the same three methods, blocking. They run in a thread."""
+    """A blocking environment in the manner of Gym: the same three methods as `Environment`. They run in a thread."""
 
     def reset(self, seed: int) -> tuple[Observation, Info]: ...
 
@@ -120,7 +120,7 @@ class Prepared(Protocol):
 
 
 class Said(msgspec.Struct, frozen=True):
-    """The size of a response and of its prompt, in tokens."""
+    """Size of a response and of its prompt, in tokens. `EpisodeView.last` returns it."""
 
     prompt_tokens: int
     """Number of tokens before the response."""
@@ -131,7 +131,7 @@ class Said(msgspec.Struct, frozen=True):
 
 
 class Spoken(msgspec.Struct, frozen=True):
-    """A response as a message."""
+    """Response as a chat message. `EpisodeView.spoken` returns it."""
 
     message: Message
     """The assistant's message, with the reasoning and the calls that the model's parsers have found."""
@@ -148,6 +148,7 @@ class Expected(msgspec.Struct, frozen=True):
     name: str
     """A name that the environment gives to this observation. `EpisodeView.comes` announces the observation by it."""
     observation: Observation
+    """The observation itself."""
     branch: int
     """Index of the branch (sequence of tokens) that the observation follows, as in `EpisodeView.go_on`."""
     responses: int
@@ -340,8 +341,10 @@ class Kinds(Protocol):
 
 @runtime_checkable
 class Collected(Protocol):
-    """An environment class whose problems are collected, such as rows of a data set. The class may have one of the
-    methods, or both."""
+    """An environment class whose problems are collected, such as rows of a data set.
+
+    The class may have one of the methods, or both. Each is looked up by its name.
+    """
 
     @classmethod
     def held_out_problems(cls, **options: Any) -> int | None:

@@ -1,7 +1,8 @@
 """Places in a user's code: the file and line to look at, from tracebacks, stacks and suspended coroutines.
 
-Errors and warnings name such a place, so that a user whose environment fails, hangs or blocks the event loop knows
-where to look. Lines of Flash, of Python and of installed packages seldom help, so such a line is chosen last.
+Errors of calls (`flash.environment.calls`) and warnings about a blocked event loop (`flash.run.loop_watch`) name such a
+place, so that a user whose environment fails or hangs knows where to look. Lines of Flash, of Python and of installed
+packages seldom help, so such a line is chosen last.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from typing import Any
 Line = tuple[str, int]
 """A file name and a line number."""
 
-# Folders of the files that are not a user's.
 _PATHS = sysconfig.get_paths()
-_OURS = str(Path(__file__).parents[1])
 _PACKAGES = (_PATHS["purelib"], _PATHS["platlib"])
+"""Folders of installed packages."""
+_FLASH = str(Path(__file__).parents[1])
 # "<string>" is code that Python or Flash has generated. It is at the bottom of the stack of each forked process.
-_PYTHON = (_PATHS["stdlib"], _PATHS["platstdlib"], _OURS, "<frozen ", "<string>")
+_PYTHON_AND_FLASH = (_PATHS["stdlib"], _PATHS["platstdlib"], _FLASH, "<frozen ", "<string>")
+"""Beginnings of the names of files that belong to Python's library or to Flash."""
 
 
 def place_in(lines: Iterable[Line]) -> str:
@@ -55,7 +57,7 @@ def _distance(file: str) -> int:
     """Return 0 for a user's file, 1 for a file of an installed package, 2 for a file of Python or Flash."""
     if "site-packages" in file or "dist-packages" in file or file.startswith(_PACKAGES):
         return 1
-    return 2 if file.startswith(_PYTHON) else 0
+    return 2 if file.startswith(_PYTHON_AND_FLASH) else 0
 
 
 def place_of(error: BaseException) -> str:

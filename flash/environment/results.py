@@ -26,6 +26,7 @@ NOTE_LENGTH = 2000
 """Largest number of characters of a note that are kept. The limit is needed because each sample carries its notes to
 the hub."""
 _SHORT = reprlib.Repr()
+"""Printer of a user's value that cuts long texts and long containers, so that it takes little time."""
 _SHORT.maxstring = _SHORT.maxother = VALUE_LENGTH
 
 
@@ -63,7 +64,8 @@ def check_step_result(result: object) -> StepResult:
 
 
 def check_solved_examples(alphabet: object, examples: object, count: int) -> None:
-    """Check the results of both methods of a `WarmStart`, where `count` examples were asked for.
+    """Check the results of both methods of a `WarmStart`, whose method `solved_examples` was called for `count`
+    examples.
 
     Raises:
         EnvError: the alphabet is not a text, or the examples are not a list of `count` examples in its characters.
@@ -152,7 +154,7 @@ def check_reward(reward: object) -> float:
         RewardError: the reward is not a finite number.
     """
     if not isinstance(reward, (Real, np.bool_)):
-        raise RewardError(f"the reward must be a finite number, but is {shown(reward)}; {_as_number(reward)}")
+        raise RewardError(f"the reward must be a finite number, but is {shown(reward)}; {_advice_on_reward(reward)}")
     number = _number(reward)
     if not math.isfinite(number):
         raise RewardError(
@@ -162,21 +164,21 @@ def check_reward(reward: object) -> float:
     return number
 
 
-def _as_number(reward: object) -> str:
-    """Return advice on how to make a number of a wrong reward, for the error message of `check_reward`."""
+def _advice_on_reward(reward: object) -> str:
+    """Return advice on how to return a number in place of a wrong reward, for the error message of `check_reward`."""
     if reward is None:
         return "does a path through the reward end without `return`? Return 0.0 where an answer cannot be judged"
     if isinstance(reward, (str, bytes)):
-        return "give float(…) of it"
+        return "return float(…) of it"
     if inspect.isawaitable(reward):
         return "it was not awaited: make the function `async def`, and `await` it there"
     if callable(getattr(reward, "item", None)):
-        return "give `.item()` of a tensor or an array, which is the Python number, where it holds just one"
-    return "give a float or an int, such as a sum or a mean of several"
+        return "return `.item()` of a tensor or an array that holds one number"
+    return "return a float or an int, such as the sum or the mean of several"
 
 
 def shown(value: object) -> str:
-    """Return a user's value and its type in one short line, even if the value's own `repr` fails."""
+    """Return a user's value and its type in one short line for an error message, even if the value's `repr` fails."""
     try:
         text = " ".join(_SHORT.repr(value).split())[:VALUE_LENGTH]
     except BaseException:  # the class is a user's, and its `repr` may raise anything
@@ -241,18 +243,18 @@ def _number(value: object) -> float:
         return math.inf
 
 
-def _text(what: str, text: str) -> str:
-    """Return a text unchanged. Raise EnvError if UTF-8 cannot encode it; `what` names the text in the error.
+def _text(phrase: str, text: str) -> str:
+    """Return a text unchanged. Raise EnvError if UTF-8 cannot encode it.
 
-    Such a text could neither be tokenized nor be sent to the hub.
+    Such a text could neither be tokenized nor be sent to the hub. `phrase` is a phrase for the text in the error.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise EnvError(
-            f"{what} has a lone surrogate at {error.start}, which cannot be encoded: {text[error.start :][:40]!r}; "
-            "Python puts lone surrogates in place of bytes of a file's name that are not UTF-8: show "
-            'text.encode("utf-8", "replace").decode()'
+            f"{phrase} has a lone surrogate at {error.start}, which cannot be encoded: {text[error.start :][:40]!r}; "
+            "Python puts lone surrogates in place of bytes of a file's name that are not UTF-8: return "
+            'text.encode("utf-8", "replace").decode() instead'
         ) from None
     return text
 

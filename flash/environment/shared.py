@@ -40,7 +40,7 @@ class Stocked(Protocol):
 
 
 class _Resource:
-    """A shared resource that is being opened, is open, or has failed to open."""
+    """Shared resource that is being opened, is open, or has failed to open. `Sharing` has one for each key."""
 
     def __init__(self) -> None:
         self.scope = anyio.CancelScope(shield=True)
@@ -68,10 +68,12 @@ class Sharing:
         self._tasks = tasks
         self._close_s = close_s
         self._closing = anyio.Event()
+        """Set when the node ends; the tasks of the resources then close them."""
         self._resources: dict[Hashable, _Resource] = {}
+        """Resources that are open or being opened, by key."""
 
     async def get(self, key: Hashable, open: Callable[[], AbstractAsyncContextManager[_T]]) -> _T:
-        """Return the resource of a key; open it if it is not open.
+        """Return the resource of a key. Open it with `open` if it is not open.
 
         Raises:
             Exception: any error that `open` raises.
@@ -111,7 +113,7 @@ class Sharing:
         if not resource.settled.is_set():
             why = "the node is ending" if self._closing.is_set() else f"it took longer than {OPEN_S:g} s"
             resource.error = resource.error or EnvError(f"{key!r} cannot be opened: {why}")
-            # The next call of `get` opens the resource again.
+            # Forget the resource, so that the next call of `get` opens it again.
             del self._resources[key]
             resource.settled.set()
 
@@ -129,7 +131,7 @@ class Sharing:
                 resource.scope.cancel()
 
 
-_here: ContextVar[Sharing] = ContextVar("sharing")
+_current: ContextVar[Sharing] = ContextVar("sharing")
 """Shared resources of the node, set inside the block of `sharing`."""
 
 
@@ -144,11 +146,11 @@ async def sharing(run: str, *, close_s: float = 60.0) -> AsyncGenerator[Sharing]
     """
     async with unwrapped_group() as tasks:
         resources = Sharing(run, tasks, close_s)
-        token = _here.set(resources)
+        token = _current.set(resources)
         try:
             yield resources
         finally:
-            _here.reset(token)
+            _current.reset(token)
             resources.end()
 
 
@@ -173,13 +175,13 @@ def run_name() -> str:
 
 def stocks() -> list[Stock]:
     """Return the stock of each open resource of this node; empty outside of `sharing`."""
-    sharing = _here.get(None)
-    return [] if sharing is None else sharing.stocks()
+    resources = _current.get(None)
+    return [] if resources is None else resources.stocks()
 
 
 def _sharing() -> Sharing:
     """Return the resources of the node on which this code runs. Raises EnvError outside of a block of `sharing`."""
     try:
-        return _here.get()
+        return _current.get()
     except LookupError:
         raise EnvError("nothing is shared here: call this on a node, or within `flash.environment.sharing`") from None

@@ -70,7 +70,8 @@ class _Worker(threading.Thread):
 async def in_thread(call: Callable[[], _T]) -> _T:
     """Run a user's blocking call in a thread that runs nothing else meanwhile, and return the result.
 
-    If the caller is cancelled, the thread continues without it.
+    Methods of blocking environments and plain verifiers (`envs.rewards.verifier`) run here. If the caller is cancelled,
+    the thread continues without it.
 
     Raises:
         BaseException: anything that the call raises.
@@ -109,29 +110,29 @@ class Threaded:
     def __init__(self, env: SyncEnvironment) -> None:
         self.blocking = env
         """The wrapped environment. Errors name the lines of its class."""
-        self._state = threading.Lock()
-        """Protects the fields below, which the event loop and threads change."""
+        self._state_lock = threading.Lock()
+        """Lock of the fields below, which the event loop and threads change."""
         self._thread: int | None = None
-        """Identifies the thread that runs a call of the environment now; None if no thread does."""
+        """Id of the thread that runs a call of the environment now; None if no thread does."""
         self._closed = False
         """True since `close` was called."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        """The event loop on which `close` was called while a thread ran a call of the environment."""
+        """Event loop on which `close` was called while a thread ran a call of the environment; else None."""
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Start the problem of this seed and show it."""
-        return await self._called(self.blocking.reset, seed)
+        return await self._call(self.blocking.reset, seed)
 
     async def step(self, action: str) -> StepResult:
         """Take the policy's answer."""
-        return await self._called(self.blocking.step, action)
+        return await self._call(self.blocking.step, action)
 
     async def close(self) -> None:
         """Close the environment: at once, or as soon as an abandoned call has returned.
 
         If a call was abandoned, this returns at once, and the thread of that call closes the environment (`_run`).
         """
-        with self._state:
+        with self._state_lock:
             self._closed = True
             if self._thread is not None:
                 self._loop = asyncio.get_running_loop()
@@ -141,8 +142,11 @@ class Threaded:
         else:
             await in_thread(self._close)
 
-    async def _called(self, method: Callable[..., Any], argument: object) -> Any:
-        """Await an `async def`, or run a `def` in a thread. A class may have both, if it inherits some methods."""
+    async def _call(self, method: Callable[..., Any], argument: object) -> Any:
+        """Call a method with its argument: await an `async def`, or run a `def` in a thread.
+
+        A class may have both, if it inherits some methods.
+        """
         if is_async(method):
             return await method(argument)
         result = await in_thread(lambda: self._run(lambda: method(argument)))
@@ -156,14 +160,15 @@ class Threaded:
         return f", at {place}, in a thread, which nothing can end" if place else ""
 
     def _run(self, call: Callable[[], _T]) -> _T:
-        """Run a call in the present thread, and return its result. Then close the environment if `close` was called
-        meanwhile.
+        """Run a call of the environment in the present thread, and return its result.
+
+        Then close the environment if `close` was called meanwhile.
 
         Raises:
             EnvError: the environment is closed, or another thread still runs an abandoned call of it.
             BaseException: anything that the call raises.
         """
-        with self._state:
+        with self._state_lock:
             if self._thread is not None or self._closed:
                 raise EnvError(
                     "the environment is closed, or still busy with a call that was abandoned at its deadline; make the "
@@ -173,7 +178,7 @@ class Threaded:
         try:
             return call()
         finally:
-            with self._state:
+            with self._state_lock:
                 self._thread = None
                 close_now = self._closed
             if close_now:

@@ -4,7 +4,8 @@ A chat template is a Jinja program that turns messages into a prompt. Tokens suc
 the template only; the same letters inside a message must stay text. But the output does not show which parts the
 template has written. So each text in the template's source is *marked* when the template is compiled: each character
 that such tokens contain is replaced by a *mark*, a different character that stands for it.
-`flash.rollout.episode.controls` chooses the marks and reads them in the output.
+`flash.rollout.episode.controls` chooses the marks, compiles templates with `compile_marked` when a tokenizer is first
+used, and reads the marks in the output.
 
 A template also inspects texts. In comparisons, tests, keys and searches, marks are taken away first, so the template
 decides as it would without marks. `_Marking` changes the program's syntax tree for this.
@@ -26,18 +27,18 @@ TOUCHED = ("transformers.utils.chat_template_utils:_compile_jinja_template",)
 PLAIN, CUT = "flash_plain", "flash_cut"
 """Names, inside a marked template, of the filter that takes marks away, and of the function `_cut`."""
 
-ASKING = frozenset({"startswith", "endswith", "find", "rfind", "index", "rindex", "count"})
+QUERY_METHODS = frozenset({"startswith", "endswith", "find", "rfind", "index", "rindex", "count"})
 """Methods of texts that return no text. They are called on a text without marks, with arguments without marks."""
-CUTTING = frozenset(
+CUT_METHODS = frozenset(
     {"split", "rsplit", "partition", "rpartition", "strip", "lstrip", "rstrip", "removeprefix", "removesuffix"}
 )
 """Methods of texts that return parts of a text. The parts are found without marks, and returned with marks (`_cut`)."""
 REPLACE, GET = "replace", "get"
 """Methods that search for their first argument, whose marks are taken away. They may return the second argument, which
 keeps its marks."""
-GIVING = frozenset({"join", "default", "d"})
+PASSING_FILTERS = frozenset({"join", "default", "d"})
 """Filters whose result contains their arguments, so these keep their marks."""
-FORMATTING = frozenset({"strftime_now", "raise_exception"})
+INTERPRETING_FUNCTIONS = frozenset({"strftime_now", "raise_exception"})
 """Functions that interpret the text of their arguments, so these lose their marks."""
 
 
@@ -79,7 +80,7 @@ def arguments_of(source: str) -> frozenset[str]:
 
 
 def _cut(plain: Callable[[str], str], text: Any, method: str, *args: Any, **more: Any) -> Any:
-    """Return the result of a method of `CUTTING`, or of `replace`, on a marked text, with its marks.
+    """Return the result of a method of CUT_METHODS, or of `replace`, on a marked text, with its marks.
 
     The method runs on the text without marks. The marked text has the same length, so each part that the method returns
     is taken from the same position of the marked text. Marked templates call this function (`CUT`).
@@ -163,21 +164,24 @@ class _Marking(NodeTransformer):
         return node
 
     def visit_Call(self, node: nodes.Call) -> nodes.Node:
-        """Take marks away from the text and the arguments of a call, as `ASKING`, `CUTTING` and the like require."""
+        """Take marks away from the text and the arguments of a call.
+
+        The constants at the top of this file say which methods and functions need that.
+        """
         self.generic_visit(node)
         match node.node:
             case nodes.Getattr(attr=name) as method:
-                if name in ASKING:
+                if name in QUERY_METHODS:
                     method.node = _plain(method.node)
                     _plain_all(node)
-                elif name in CUTTING:
+                elif name in CUT_METHODS:
                     _plain_all(node)
                     return _cutting(method.node, name, node)
                 elif name == REPLACE and len(node.args) == 2:
                     return _cutting(method.node, name, node)
                 elif name in (REPLACE, GET):
                     node.args[:1] = [_plain(arg) for arg in node.args[:1]]
-            case nodes.Name(name=name) if name in FORMATTING:
+            case nodes.Name(name=name) if name in INTERPRETING_FUNCTIONS:
                 _plain_all(node)
             case _:
                 pass
@@ -188,7 +192,7 @@ class _Marking(NodeTransformer):
         self.generic_visit(node)
         if node.name == REPLACE and len(node.args) == 2 and node.node is not None:
             return _cutting(node.node, REPLACE, node)
-        if node.name not in GIVING:
+        if node.name not in PASSING_FILTERS:
             _plain_all(node)
         return node
 

@@ -45,7 +45,7 @@ TOUCHED = (
 )
 """Attributes of transformers that this module uses, as `module:Class.attribute`. A test looks for each of them."""
 
-DISPATCHED = "ep_dispatch_experts"
+DISPATCH_STYLE = "ep_dispatch_experts"
 """transformers' name of the parallel style of modules whose tokens are sent to the ranks of their experts."""
 
 
@@ -71,17 +71,18 @@ def divide_layers(model: PreTrainedModel, tensor: DeviceMesh | None, expert: Dev
     getLogger("torch.distributed.tensor._redistribute").setLevel(ERROR)
     if expert is None:
         return []
+    # Ranks of tensor parallelism have the same tokens, which must be sent to the experts only once.
     same_tokens: Any = tensor
     apply_expert_parallelism(model, expert, same_tokens, experts)
-    held = {name for name, style in experts.items() if style == DISPATCHED}
-    return [module for name, module in model.named_modules() if replace_layer_number_by_wildcard(name) in held]
+    dispatched = {name for name, style in experts.items() if style == DISPATCH_STYLE}
+    return [module for name, module in model.named_modules() if replace_layer_number_by_wildcard(name) in dispatched]
 
 
 class _EvenDispatch(TorchFunctionMode):
-    """Mode in which `Tensor.item` returns the number of tokens that a rank sends or receives, as if they were even.
+    """Mode of torch in which `Tensor.item` returns numbers of tokens as if they were spread evenly over the ranks.
 
-    Tensors without data have no such numbers. transformers reads, in this order, the numbers of tokens that are sent to
-    each rank, and the numbers that are received from each.
+    The memory of a step is predicted with tensors without data, which have no such numbers. transformers reads, in this
+    order, the numbers of tokens that are sent to each rank, and the numbers that are received from each.
 
     Args:
         choices: number of (token, expert) pairs on this rank.
@@ -98,10 +99,10 @@ class _EvenDispatch(TorchFunctionMode):
 
 
 class _DispatchedExperts(EpDispatchExpertsParallel):
-    """The dispatch of tokens to experts of transformers, changed so that it works for tensors without data and with
-    FSDP.
+    """Dispatch of tokens to experts, which replaces that of transformers.
 
-    transformers calls the two methods around the forward pass of a module with divided experts.
+    It also works for tensors without data and with FSDP. transformers calls the two methods around the forward pass of
+    a module with divided experts.
     """
 
     def _dispatch_tokens(
@@ -120,5 +121,5 @@ class _DispatchedExperts(EpDispatchExpertsParallel):
 
 
 # From here on transformers uses our class for every model in this process.
-_dispatched: Any = _DispatchedExperts()
-ALL_PARALLEL_STYLES.register(DISPATCHED, _dispatched)
+_our_style: Any = _DispatchedExperts()
+ALL_PARALLEL_STYLES.register(DISPATCH_STYLE, _our_style)

@@ -1,7 +1,8 @@
 """LoRA adapters in a model, with peft, and the model without them.
 
 An *adapter* is a pair of small trained matrices beside a frozen linear layer. The *base* is the model without adapters.
-peft is imported inside the functions, because the import takes seconds.
+`flash.trainer.model.adapters` calls these functions in trainer ranks, and in commands that read or write adapters. peft
+is imported inside the functions, because the import takes seconds.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def adapter_config(*, base: str, rank: int, alpha: float, targets: Sequence[str]
     Args:
         base: folder or hub id of the base.
         rank: rank of the matrices.
-        alpha: the product of the matrices is multiplied by alpha / rank.
-        targets: last names of the linear layers that get adapters.
+        alpha: scale of the adapters: the product of the matrices is multiplied by alpha / rank.
+        targets: last parts of the names of the linear layers that get adapters, such as `q_proj`.
     """
     from peft import LoraConfig
 
@@ -66,7 +67,7 @@ def insert_adapters(model: nn.Module, config: Any) -> None:
 
 
 def config_in(model: nn.Module) -> Any:
-    """Return the configuration with which `insert_adapters` was called for a model; None if it has no adapters."""
+    """Return peft's configuration of the adapters in a model; None if it has no adapters."""
     return getattr(model, "peft_config", {}).get(ADAPTER)
 
 

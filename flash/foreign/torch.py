@@ -177,14 +177,13 @@ def _blocking_wait() -> Generator[None]:
             os.environ[name] = before
 
 
-def all_gather(found: Tensor, own: Tensor, group: ProcessGroup) -> None:
-    """Fill `found` with the tensors `own` of all ranks, one below another. All ranks of `group` must call this."""
+def all_gather(gathered: Tensor, own: Tensor, group: ProcessGroup) -> None:
+    """Fill `gathered` with the tensors `own` of all ranks, one below another. All ranks of `group` must call this."""
     import torch.distributed as dist
 
     # torch 2.13 has renamed the function.
-
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
-    gather(found, own, group=group)
+    gather(gathered, own, group=group)
 
 
 @contextmanager
@@ -200,7 +199,11 @@ def single_process_group(backend: str) -> Generator[None]:
 
 
 def ipc_handle(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the arguments with which another process on this machine opens a CUDA tensor without a copy."""
+    """Return the arguments with which another process on this machine opens a CUDA tensor without a copy.
+
+    Engines that share a GPU with a trainer rank get weights in this way. The other process passes the arguments to
+    torch's function `rebuild_cuda_tensor`.
+    """
     from torch.multiprocessing.reductions import reduce_tensor
 
     return reduce_tensor(tensor)[1]
@@ -245,7 +248,9 @@ class LiveBytes:
     """
 
     def __init__(self, device: str) -> None:
-        self._device, self._paused = device, 0
+        self._device = device
+        self._paused = 0
+        """Number of `with` blocks of this counter that are entered now."""
         self._sizes: dict[int, int] = {}
         """Size in bytes of each living storage, by the id of its Python object."""
         self.now = 0
@@ -360,7 +365,7 @@ def _any_grouped_product() -> None:
     from torch._subclasses.fake_impls import register_op_impl
 
     @register_op_impl(torch.ops.aten._grouped_mm.default)
-    def shaped(mode: Any, _: Any, left: Tensor, right: Tensor, offs: Tensor, *__: Any, **___: Any) -> Tensor:
+    def result_shape(mode: Any, _: Any, left: Tensor, right: Tensor, offs: Tensor, *__: Any, **___: Any) -> Tensor:
         """Return a tensor without data of the product's shape."""
         # `offs` [groups]: end of each group of rows. Either each row is multiplied by the matrix of its group, or there
         # is one product for each group, summed over its rows.
@@ -375,8 +380,13 @@ def offload_inputs(layer: nn.Module, where: str) -> None:
     A checkpointed layer saves only its inputs in the forward pass, and is computed again in the backward pass. With
     many layers and long sequences these inputs would fill the device. Must be called before FSDP shards the layer
     (divides it among the ranks).
+
     Copies do not block the host: they run in the order of the device's work, from and to pinned memory if the device is
     a GPU.
+
+    Args:
+        layer: a layer that torch's `checkpoint` was applied to.
+        where: device of the copies, such as "cpu".
     """
     import torch
     from torch.autograd.graph import saved_tensors_hooks

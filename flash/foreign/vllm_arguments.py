@@ -14,11 +14,11 @@ from typing import Any, Literal, Union, cast, get_args, get_origin
 
 MODULE, CLASSES = "vllm.engine.arg_utils", ("EngineArgs", "AsyncEngineArgs")
 """vLLM's module and classes whose fields are the arguments."""
-PLAIN = {"str": str, "int": int, "float": float, "bool": bool, "dict": dict, "list": list}
+PLAIN_TYPES = {"str": str, "int": int, "float": float, "bool": bool, "dict": dict, "list": list}
 """Types of Python by the names that annotations have for them."""
 
 
-def names() -> list[str]:
+def argument_names() -> list[str]:
     """Return the names of all arguments; empty if vLLM is not installed.
 
     Raises:
@@ -71,7 +71,7 @@ def _type(node: ast.expr, module: str) -> Any:
         case ast.Constant(value=None):
             return None
         case ast.Name(id=name):
-            return PLAIN[name] if name in PLAIN else _named(name, module)
+            return PLAIN_TYPES[name] if name in PLAIN_TYPES else _named(name, module)
         case ast.BinOp(left=left, right=right):
             return _either(_type(left, module), _type(right, module))
         case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):

@@ -56,11 +56,11 @@ def begin_reload(
             process = getattr(method, "process_weights_after_loading", None)
             # A partial was set by an earlier call of this function.
             if process is not None and not isinstance(process, partial):
-                method.process_weights_after_loading = partial(_process, method, process, before_packing)
+                method.process_weights_after_loading = partial(_pack_weights, method, process, before_packing)
     initialize_layerwise_reload(model)
 
 
-def _process(
+def _pack_weights(
     method: Any, process: Any, before_packing: Callable[[torch.nn.Module], None], layer: torch.nn.Module
 ) -> None:
     """Pack a layer's new weights for its kernel, on the CPU. Replaces a method of the layer's quantization.
@@ -82,7 +82,13 @@ def _process(
 
 
 def end_reload(model: torch.nn.Module, model_config: Any, device: torch.device) -> None:
-    """Put the new tensors in place, and renew the copies that the CPU's kernels have made of the old tensors."""
+    """Put the new tensors in place, and renew the copies that the CPU's kernels have made of the old tensors.
+
+    Args:
+        model: the model that `begin_reload` has prepared.
+        model_config: vLLM's configuration of the model.
+        device: device of the worker.
+    """
     finalize_layerwise_reload(model, model_config)
     if device.type == "cpu":
         _repack_embeddings(model)
@@ -103,30 +109,33 @@ def put_adapter(worker: Any, number: int, tensors: dict[str, torch.Tensor], drop
         dropped: numbers of adapters to remove.
     """
     manager: Any = worker.model_runner.lora_manager
-    held: Any = manager._adapter_manager
-    renamed = getattr(held.model, "hf_to_vllm_mapper", None)
+    adapters: Any = manager._adapter_manager
+    mapper = getattr(adapters.model, "hf_to_vllm_mapper", None)
     adapter = LoRAModel.from_lora_tensors(
         number,
         tensors,
         PEFTHelper(r=1, lora_alpha=1, target_modules=[]),  # vLLM uses only the ratio of alpha to r, which is 1
         device="cpu",
         dtype=manager.lora_config.lora_dtype,
-        weights_mapper=None if renamed is None else renamed.get_rename_mapper(),
-        skip_prefixes=getattr(held.model, "lora_skip_prefixes", None),
+        weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+        skip_prefixes=getattr(adapters.model, "lora_skip_prefixes", None),
     )
     for old in (number, *dropped):
-        held.remove_adapter(old)
-    held.add_adapter(adapter)
-    held.activate_adapter(number)
+        adapters.remove_adapter(old)
+    adapters.add_adapter(adapter)
+    adapters.activate_adapter(number)
     if worker.device.type == "cpu":
-        _widen_head(held.model, worker.model_config, replace=False)
+        _widen_head(adapters.model, worker.model_config, replace=False)
 
 
 def held_adapter(worker: Any, number: int) -> Iterator[torch.Tensor]:
-    """Yield the tensors with which a worker computes for an adapter, for a checksum. They are padded with zeros."""
-    held: Any = worker.model_runner.lora_manager._adapter_manager
-    slot = held.lora_index_to_id.index(number)
-    for layer in held.modules.values():
+    """Yield the tensors with which a worker computes for an adapter. They are padded with zeros.
+
+    `flash.weights.worker` computes the checksum of the adapter from them. `number` is the number of the adapter.
+    """
+    adapters: Any = worker.model_runner.lora_manager._adapter_manager
+    slot = adapters.lora_index_to_id.index(number)
+    for layer in adapters.modules.values():
         for stacked in (*layer.lora_a_stacked, *layer.lora_b_stacked):
             yield stacked[slot]
 

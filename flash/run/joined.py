@@ -51,14 +51,16 @@ def run_joined_loop(order: ProcessOrder, config: Config) -> End:
 class HubConnection:
     """Connection to the hub that records how it ended, because the error of a call alone does not show it.
 
+    `JoinedNode` makes one for each hub, and gives it to the rollout node.
+
     Args:
         caller: the connection itself.
-        serves: called once with the node's number, when the hub knows a ready engine of this node.
+        on_serving: called once with the node's number, when the hub knows a ready engine of this node.
     """
 
-    def __init__(self, caller: p.HubCaller, serves: Callable[[int], None]) -> None:
+    def __init__(self, caller: p.HubCaller, on_serving: Callable[[int], None]) -> None:
         self._caller = caller
-        self._tell = serves
+        self._on_serving = on_serving
         self.over = False
         """True if the hub has reported that there is no more work."""
         self.lost = False
@@ -80,7 +82,7 @@ class HubConnection:
             self.over = self.over or reply.done
         if isinstance(request, p.EngineReport) and not self.serves and any(e.version >= 0 for e in request.engines):
             self.serves = True
-            self._tell(request.node)
+            self._on_serving(request.node)
         return reply
 
 
@@ -103,7 +105,8 @@ class JoinedNode:
 
     Args:
         config: the run's configuration on this machine.
-        order: arguments from the launcher.
+        order: the launcher's order: number of this machine, place of the hub, digest of the configuration, and time of
+            the start.
         token: the value of FLASH_TOKEN; None if it is not set.
     """
 
@@ -119,9 +122,10 @@ class JoinedNode:
         """Time at which the launcher began to start this process, in Unix seconds."""
         self._search = HubSearch(order.place, token)
         self._run: p.RunReply | None = None
-        """Description of the run by the last hub."""
+        """Description of the run that the last hub has given; None before the first hub."""
         self._env = LoadedEnvironment(config.env.path, config.env.options)
         self._node: RolloutNode | None = None
+        """The rollout node; None before the first hub has numbered it."""
         self._rejoins = False
         """True if the node had running engines when it joined the present hub."""
         self._serving = False
@@ -154,7 +158,7 @@ class JoinedNode:
                 await self._node.close()
 
     async def _serve_all(self, tasks: TaskGroup) -> End:
-        """Serve one hub after the other. Returns the result of `run`."""
+        """Serve one hub after the other. Returns the result of `run`. `tasks` runs the tasks that outlive a hub."""
         wait_s = 0.0  # the launcher has just found the first hub
         while (end := await self._serve_next(tasks, wait_s)) is None:
             # Without engines there is nothing to keep, so the launcher starts a new process for the next hub.
@@ -179,17 +183,17 @@ class JoinedNode:
         self._lost = error
         self._wake.set()
 
-    def _tell_beginning(self, number: int) -> None:
-        """Print how long the start has taken, when the hub knows the first engine. `number` is the node's number."""
+    def _print_ready(self, number: int) -> None:
+        """Print how long the start has taken. Called when the hub knows the first engine of node `number`."""
         assert self._node is not None, "without a node there is no report of engines"
         self._samples = True
         if self._rejoins:
             return  # `_serve` prints a line about it instead
         imports_s = Imports.seconds if Imports.begun > self._begun else 0.0
-        start_s, words = imports_s + self._node.start_s, f"after {time.time() - self._begun:.1f} s"
-        say(f"node {number} makes samples {words}, of which its engines took {start_s:.1f} s to start")
+        start_s, elapsed_s = imports_s + self._node.start_s, time.time() - self._begun
+        say(f"node {number} makes samples after {elapsed_s:.1f} s; its engines took {start_s:.1f} s of them to start")
 
-    async def _tell_start(self) -> None:
+    async def _print_start(self) -> None:
         """Print a line every STARTUP_LINE_S seconds while the engines start, since a start can take minutes.
 
         Waits for the clock. Ends when samples are made, or when the node has ended.
@@ -204,11 +208,11 @@ class JoinedNode:
         """Return a rollout node. Its engines are not started yet. Tests replace this method."""
         return await make_node(self._place, link, self._config, self._env, unix_clock(), self.lose_hub)
 
-    async def handle_signals(self, all_of_it: anyio.CancelScope) -> None:
+    async def handle_signals(self, whole_scope: anyio.CancelScope) -> None:
         """Leave the run in order at a signal: finish the episodes, and take no more tasks.
 
-        Without a hub nothing could be delivered, so `all_of_it` is cancelled instead. A second Ctrl-C needs no code
-        here, because the launcher kills this process.
+        Without a hub nothing could be delivered, so `whole_scope`, the scope of all work, is cancelled instead. A
+        second Ctrl-C needs no code here, because the launcher kills this process.
 
         Consumes signals. Waits for the next one, until cancelled.
         """
@@ -221,7 +225,7 @@ class JoinedNode:
                     warn(f"{name}: this node takes no more work, and leaves the run {within}")
                 self._leaving = True
                 if self._node is None or not self._serving:
-                    all_of_it.cancel()
+                    whole_scope.cancel()
                     return
                 await self._node.drain()
 
@@ -253,7 +257,7 @@ class JoinedNode:
         hub: HubConnection | None = None
         try:
             async with connect(host, port, address.token, name, self._config.deadlines.request) as caller:
-                hub = HubConnection(caller, self._tell_beginning)
+                hub = HubConnection(caller, self._print_ready)
                 return await self._serve(hub, tasks)
         except Exception as error:  # the conditions below find the cause
             if hub is not None and hub.over:
@@ -287,7 +291,7 @@ class JoinedNode:
             say(f"{who}: starting {what}")
             self._node = await self.make_node(HubLink(joined.node, joined.first_engine, hub))
             tasks.start_soon(self._work)
-            tasks.start_soon(self._tell_start)
+            tasks.start_soon(self._print_start)
         else:
             leases_before = self._node.leases_held
             await self._node.move(HubLink(joined.node, joined.first_engine, hub))
@@ -312,11 +316,11 @@ class JoinedNode:
         return End.OVER
 
 
-def say(words: str) -> None:
-    """Print one line for people, in the format of the first node.
+def say(line: str) -> None:
+    """Print one line for the user, in the format of the first node.
 
-    Errors are ignored, because the reader may be gone.
+    Errors are ignored, because the reader of the output may be gone.
     """
     with suppress(OSError):
-        sys.stdout.write(f"[{harmless(words)}]\n")
+        sys.stdout.write(f"[{harmless(line)}]\n")
         sys.stdout.flush()

@@ -34,6 +34,7 @@ from flash.samples.journal import Event, Replay
 from flash.trainer.checkpoint_files import sync_to_disk
 
 _NAME = re.compile(r"([0-9]{6,})-step-([0-9]{6,})\.log")
+"""Pattern of a file's name. The groups are the number of the file and the version of the checkpoint before it."""
 _DAMAGED = "damaged-"
 """Beginning of the names of damaged files, which are kept so that people can examine them."""
 
@@ -71,6 +72,7 @@ class _Part(NamedTuple):
     version: int
     """Version of the checkpoint that the file follows."""
     data: bytearray
+    """Records, each with its length in front."""
 
 
 class FileJournal:
@@ -85,17 +87,18 @@ class FileJournal:
         version: version from which the run continues.
         place: place where the journal is continued.
         to_disk: True to force each write to the disk, so that it survives a crash of the machine.
-        tell: called with messages for the user.
+        note: called with messages for the user.
     """
 
     def __init__(
-        self, run_dir: Path, version: int, place: JournalPlace, *, to_disk: bool, tell: Callable[[str], None]
+        self, run_dir: Path, version: int, place: JournalPlace, *, to_disk: bool, note: Callable[[str], None]
     ) -> None:
         self._files = _Files(run_dir, to_disk)
-        self._tell = tell
+        self._note = note
         self._failing = False
         """True if the last write has failed."""
         self._next_number = place.number
+        """Number of the next file."""
         self._recorded = self._written = place.events
         """Numbers of the run's events that were recorded, and that were written."""
         self._parts: list[_Part] = []
@@ -132,6 +135,7 @@ class FileJournal:
         Consumes recorded events. Waits for some, then for the disk. Unblocked by `record`. Produces files, and wakes
         the callers of `written`.
         """
+        # A thread limit of its own: other users of threads, such as a slow environment, must not delay the journal.
         alone = anyio.CapacityLimiter(1)
         try:
             while True:
@@ -140,7 +144,7 @@ class FileJournal:
                 parts, recorded = self._parts, self._recorded
                 self._parts = [_Part(parts[-1].number, parts[-1].version, bytearray())]
                 problem = await run_sync(self._files.write, parts, limiter=alone)
-                self._say(problem, parts[-1].version)
+                self._report(problem, parts[-1].version)
                 # Also after an error: callers of `written` must not wait for a full disk.
                 self._written = recorded
                 self._progress.set()
@@ -148,20 +152,30 @@ class FileJournal:
         finally:
             self._files.close()
 
-    def _say(self, problem: OSError | None, version: int) -> None:
-        """Report the first failure of a series of writes, and the first success after it."""
+    def _report(self, problem: OSError | None, version: int) -> None:
+        """Report the first failure of a series of writes, and the first success after it.
+
+        Args:
+            problem: the error of the last write; None if it succeeded.
+            version: version of the checkpoint that the file follows.
+        """
         if problem is not None and not self._failing:
-            self._tell(
+            self._note(
                 f"the journal cannot be written: {problem}. The run goes on, and the next checkpoint tries again; a "
                 "restart before that would generate again what is delivered from now on"
             )
         elif problem is None and self._failing:
-            self._tell(f"the journal is written again, since the checkpoint of version {version}")
+            self._note(f"the journal is written again, since the checkpoint of version {version}")
         self._failing = problem is not None
 
 
 class _Files:
-    """Files of a journal, used by the writing thread only."""
+    """Files of a journal, for writing. Only the thread that `FileJournal.run` waits for uses this object.
+
+    Args:
+        run_dir: the run directory.
+        to_disk: True to force each write to the disk.
+    """
 
     def __init__(self, run_dir: Path, to_disk: bool) -> None:
         self._run_dir = run_dir
@@ -197,13 +211,13 @@ class _Files:
         self.close()
         self._number, self._end, self._problem = part.number, 0, None
         self._folder.mkdir(exist_ok=True)
-        self._forget()
+        self._delete_old_files()
         # Unbuffered: closing the file after an error has no data to write, so it cannot fail again.
         self._out = (self._folder / f"{part.number:06d}-step-{part.version:06d}.log").open("wb", buffering=0)
         if self._to_disk:
             sync_to_disk(self._folder)
 
-    def _forget(self) -> None:
+    def _delete_old_files(self) -> None:
         """Delete the files from before the oldest checkpoint, which no restart can need."""
         kept = checkpointed(RunDirectory(self._run_dir).checkpoints)
         for file, version in _files(self._folder).values():
@@ -269,13 +283,13 @@ def replay_journal(run_dir: Path, version: int, number: int, replay: Replay) -> 
         head = reader.head()
         if head is not None and events is None and head.version != version:
             raise RecordingError(
-                f"{reader.file} follows a checkpoint of version {head.version}, where that of version {version} was "
-                "looked for: it was copied from elsewhere"
+                f"{reader.file} follows a checkpoint of version {head.version}; expected version {version}: it was copied "
+                "from elsewhere"
             )
         if head is None:
             break
         if events is not None and head.before != events:
-            notes.append(f"{reader.file.name} and what follows is of no use: records before it could not be written")
+            notes.append(f"{reader.file.name} and later files are of no use: records before them could not be written")
             break
         events = head.before + reader.events()
         if reader.cut:
@@ -353,7 +367,7 @@ class _Reader:
     def _misfit(self, offset: int, error: Exception) -> RecordingError:
         """Return the error for a record that is whole, but has no meaning at this place."""
         return RecordingError(
-            f"{self.file} does not fit the checkpoint that it follows, as when another version of Flash wrote it: at "
+            f"{self.file} does not fit the checkpoint that it follows; perhaps another version of Flash wrote it: at "
             f"byte {offset}, {type(error).__name__}: {error}"
         )
 

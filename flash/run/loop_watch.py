@@ -34,7 +34,7 @@ BLOCKED_S = 1.0
 TICK_S = 0.2
 """Seconds between two heartbeats, and between two checks of the heartbeat."""
 
-STILL_S = 15.0
+REPEAT_S = 15.0
 """Seconds between further messages about a loop that stays blocked. They show why a peer may kill the process."""
 
 SLOW_S = 60.0
@@ -58,7 +58,7 @@ class Blocks:
     """
 
     def __init__(self) -> None:
-        self._looks = 0
+        self._checks = 0
         """Number of checks since the last heartbeat."""
         self._seen: Counter[str] = Counter()
         """Number of checks at each place since the last heartbeat."""
@@ -74,29 +74,29 @@ class Blocks:
         """True while the loop is known to be blocked."""
         return bool(self._place)
 
-    def beats(self) -> None:
+    def heartbeat(self) -> None:
         """Handle a heartbeat: the loop is not blocked, and a new interval begins."""
-        self._looks, self._ran_s, self._place = 0, 0.0, ""
+        self._checks, self._ran_s, self._place = 0, 0.0, ""
         self._seen.clear()
 
-    def look(self, place: str, ran_s: float = TICK_S) -> str | None:
-        """Do one check. Returns a message for people; None if there is nothing new to report.
+    def check(self, place: str, ran_s: float = TICK_S) -> str | None:
+        """Do one check. Returns a message for the user; None if there is nothing new to report.
 
         Args:
             place: line that the loop's thread executes; empty if the loop waits for events.
             ran_s: seconds of processor time that the thread has used since the last check.
         """
-        self._looks += 1
+        self._checks += 1
         self._ran_s += ran_s
         if place:
             self._seen[place] += 1
-        seconds = self._looks * TICK_S
+        seconds = self._checks * TICK_S
         if self._place:
             again = f"{self._place} still blocks the event loop, for {seconds:g} s"
-            return again if seconds % STILL_S == 0 else None
+            return again if seconds % REPEAT_S == 0 else None
         # A loop that waits for events in at least half of the checks is not blocked. It has no heartbeat because its
         # process gets no CPU time.
-        if seconds < BLOCKED_S - TICK_S or 2 * self._seen.total() < self._looks:
+        if seconds < BLOCKED_S - TICK_S or 2 * self._seen.total() < self._checks:
             return None
         self._place = self._seen.most_common(1)[0][0]
         self.counts[self._place] += 1
@@ -129,14 +129,15 @@ class WatchedLoop(asyncio.SelectorEventLoop):
         self._stopped_at: float | None = None
         """Time on the loop's clock while it stands still; None while it runs."""
         self.blocks = Blocks()
-        self._state = threading.Lock()
+        """Detector that decides if the loop is blocked."""
+        self._state_lock = threading.Lock()
         """Lock of `blocks`, `lost_s` and `_stopped_at`, which the loop and the watching thread change."""
         self._over = threading.Event()
         """Event that is set when the loop is closed, and ends the watching thread."""
         self._slow_until = 0.0
         """Time on the loop's clock until which a user's coroutines are resumed one by one."""
-        self._turns = asyncio.Lock()
-        """Lock of the coroutine that is resumed next."""
+        self._turn_lock = asyncio.Lock()
+        """Lock that the coroutine holds which is resumed next (`turn`)."""
         super().__init__()
 
     async def turn(self) -> None:
@@ -147,7 +148,7 @@ class WatchedLoop(asyncio.SelectorEventLoop):
         minute. Peers would then pass their deadlines.
         """
         if self.time() < self._slow_until:
-            async with self._turns:
+            async with self._turn_lock:
                 for _ in range(TURNS_BETWEEN):
                     await asyncio.sleep(0)
 
@@ -156,14 +157,14 @@ class WatchedLoop(asyncio.SelectorEventLoop):
         stopped = self._stopped_at
         return time.monotonic() - self.lost_s if stopped is None else stopped
 
-    def watch(self, tell: Callable[[str], None]) -> None:
+    def watch(self, warn: Callable[[str], None]) -> None:
         """Start to watch the loop. Must be called in the loop's thread.
 
-        `tell` is called with each message for people, in the watching thread, because the loop's thread is blocked.
+        `warn` is called with each message for the user, in the watching thread, because the loop's thread is blocked.
         """
         thread = threading.get_ident()
         clock = time.pthread_getcpuclockid(thread)
-        threading.Thread(target=self._watch, args=(thread, clock, tell), name="flash loop watch", daemon=True).start()
+        threading.Thread(target=self._watch, args=(thread, clock, warn), name="flash loop watch", daemon=True).start()
         self._beat()
 
     def close(self) -> None:
@@ -173,20 +174,20 @@ class WatchedLoop(asyncio.SelectorEventLoop):
 
     def _beat(self) -> None:
         """Handle a heartbeat: let the clock run again if it stands still. Schedules the next heartbeat."""
-        with self._state:
-            self.blocks.beats()
+        with self._state_lock:
+            self.blocks.heartbeat()
             if self._stopped_at is not None:
                 self.lost_s = time.monotonic() - self._stopped_at
                 self._stopped_at = None
                 self._slow_until = self.time() + SLOW_S
         self.call_later(TICK_S, self._beat)
 
-    def _watch(self, thread: int, clock: int, tell: Callable[[str], None]) -> None:
+    def _watch(self, thread: int, clock: int, warn: Callable[[str], None]) -> None:
         """Check every TICK_S seconds which line the loop's thread executes.
 
         `thread` is the id of that thread, and `clock` the id of the clock of its processor time. Stops the loop's
         clock when the loop is found to be blocked. Waits for the clock. Unblocked by the end of the loop. Produces
-        messages, with which it calls `tell`.
+        messages, with which it calls `warn`.
         """
         ran = time.clock_gettime(clock)
         while not self._over.wait(TICK_S):
@@ -195,12 +196,12 @@ class WatchedLoop(asyncio.SelectorEventLoop):
             lines = lines_of(frame)
             # The loop waits in its own selector. A selector of user code, as in `subprocess.run`, counts as a block.
             waits = [file for file, _ in lines[-2:]] in ([], [base_events.__file__, selectors.__file__])
-            with self._state:
-                message = self.blocks.look("" if waits else place_in(lines), ran - before)
+            with self._state_lock:
+                message = self.blocks.check("" if waits else place_in(lines), ran - before)
                 if self.blocks.blocked and self._stopped_at is None:
                     self._stopped_at = self.time()
             if message is not None:
-                tell(message)
+                warn(message)
 
 
 def blocked_seconds() -> float:
@@ -213,20 +214,20 @@ def blocked_seconds() -> float:
 
 
 def run_watched(
-    tell: Callable[[str], None], function: Callable[[*ArgsT], Awaitable[ResultT]], *args: *ArgsT
+    warn: Callable[[str], None], function: Callable[[*ArgsT], Awaitable[ResultT]], *args: *ArgsT
 ) -> ResultT:
     """Run a coroutine function to its end, as `anyio.run` does, on a watched loop. Returns its result.
 
     Tasks that user code left behind cannot delay the end of the loop, even if they ignore their cancellation.
 
     Args:
-        tell: called in another thread, with a message for people, when the loop is blocked.
+        warn: called in another thread, with a message for the user, when the loop is blocked.
         function: the coroutine function.
         args: its arguments.
     """
 
     async def main() -> ResultT:
-        cast("WatchedLoop", asyncio.get_running_loop()).watch(tell)
+        cast("WatchedLoop", asyncio.get_running_loop()).watch(warn)
         try:
             return await function(*args)
         finally:

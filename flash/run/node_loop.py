@@ -133,7 +133,7 @@ async def _first_node(restarts: int, config: Config, token: str | None) -> None:
         journal = None
         if config.checkpoint.journal != "off":
             to_disk = config.checkpoint.journal == "fsync"
-            journal = FileJournal(config.run_dir, version, kept.place, to_disk=to_disk, tell=recorder.note)
+            journal = FileJournal(config.run_dir, version, kept.place, to_disk=to_disk, note=recorder.note)
         hub = Hub(
             config,
             recorder,

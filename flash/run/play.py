@@ -1,7 +1,7 @@
 """Function `flash.play`: plays an episode of an environment with given answers, for tests of environments.
 
-The real episode code runs, with its deadlines and checks. The given answers replace the model, and each character is
-one token.
+Users call it in their tests and notebooks. The real episode code runs, with its deadlines and checks. The given answers
+replace the model, and each character is one token.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ _log = logging.getLogger(__name__)
 
 END = 0
 """Token id that ends an answer. All other token ids are characters."""
-ROOM = 1 << 30
-"""Longest sequence in characters. A model's limit does not apply, because it counts the model's own tokens."""
+NO_LIMIT = 1 << 30
+"""Longest sequence in characters, which no episode reaches. A model's limit does not apply, because it counts the
+model's own tokens."""
 
 
 class Played(msgspec.Struct, frozen=True):
@@ -99,7 +100,9 @@ async def _played(config: Config, answers: Sequence[str], seed: int) -> Played:
     env = LoadedEnvironment(config.env.path, config.env.options)
     problems = ProblemKinds.of(config, env.kind_of, env.domains())
     settings = msgspec.structs.replace(
-        EpisodeSettings.of_run(config, problems.domains), max_length=ROOM, max_tokens=ROOM * config.rollout.max_branches
+        EpisodeSettings.of_run(config, problems.domains),
+        max_length=NO_LIMIT,
+        max_tokens=NO_LIMIT * config.rollout.max_branches,
     )
     kind = env.kind_of(seed)
     samplings = BufferRules.of(config, problems.domains).samplings()
@@ -124,13 +127,14 @@ async def _played(config: Config, answers: Sequence[str], seed: int) -> Played:
 
 
 class _Answers:
-    """Stand-in for the model: it returns the given answers, one after the other."""
+    """Stand-in for the model and its engines: it returns the given answers, one after the other."""
 
     def __init__(self, answers: Sequence[str]) -> None:
         self._left = list(answers)
         self._count = len(answers)
 
     async def generate(self, request: ResponseRequest) -> Completion:
+        """Return the next answer. Raises EnvError if no answer is left."""
         if not self._left:
             raise EnvError(
                 f"the episode goes on after {self._count} answer(s): give one answer for each response "
@@ -142,7 +146,7 @@ class _Answers:
 
 
 class _Characters(Tokenizer):
-    """Tokenizer with one token per character, so that no model is needed."""
+    """Tokenizer with one token per character, so that no model is needed. The methods are those of `Tokenizer`."""
 
     def render(self, observation: Observation, tools: Sequence[Tool] = ()) -> list[int]:
         return [ord(character) for character in text_of(observation)]

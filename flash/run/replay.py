@@ -1,9 +1,10 @@
-"""Replay of training: trains a run's recorded batches again in this process, without engines.
+"""Replay of training: trains a run's recorded batches again in the process of `flash replay`, without engines.
 
-Trainer, objective and optimizer are the same as in a run, on one rank. With the run's own configuration, the resulting
-weights are equal to the run's weights: bit for bit if one CPU rank with the same number of threads trained them. If
-several ranks trained them, sums have another order, and the weights differ by rounding. With another objective, the
-replay shows the effect of that objective on the same data, which were sampled by policies of the original run.
+The command calls `refuse_idle`, `plan` and `replay`, in this order. Trainer, objective and optimizer are the same as in
+a run, on one rank. With the run's own configuration, the resulting weights are equal to the run's weights: bit for bit
+if one CPU rank with the same number of threads trained them. If several ranks trained them, sums have another order,
+and the weights differ by rounding. With another objective, the replay shows the effect of that objective on the same
+data, which were sampled by policies of the original run.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ if TYPE_CHECKING:
     from flash.trainer.step import Trainer
 
 
-USED = (
+USED_KEYS = (
     *("algorithm.", "critic.", "lora.", "model.", "train."),
     *("rollout.max_new_tokens", "rollout.routing_replay", "run.seed", "run.steps"),
     *("cluster.gpus_per_node", "cluster.node_cpus", "cluster.trainer_cpus", "cluster.trainer_ranks"),
 )
-"""Keys, and beginnings of keys, that affect a replay, except for `BATCHES`."""
-BATCHES = "train.batch_size"
+"""Keys, and beginnings of keys, that affect a replay, except for `BATCH_SIZE`."""
+BATCH_SIZE = "train.batch_size"
 """Key of the batch size. It has no effect, because the batches are those of the run."""
 
 
@@ -65,7 +66,9 @@ class Comparison(msgspec.Struct, frozen=True):
     """Difference between the replayed weights of a version and those of the run."""
 
     version: int
+    """Version that is compared."""
     checkpoint: Path
+    """Checkpoint of the run with this version."""
     largest: float
     """Largest absolute difference of any weight to the run's checkpoint; 0 only if all weights are equal bit for
     bit."""
@@ -91,7 +94,7 @@ def plan(run_dir: Path, first: int | None, last: int | None) -> ReplayPlan:
     starts = [version for version in sorted({0, *held}) if version in steps]
     if not starts:
         raise ConfigError(
-            f"{run_dir}: there are batches of {_runs(steps)}, and no checkpoint before any of them{damaged}"
+            f"{run_dir}: there are batches of {_ranges(steps)}, and no checkpoint before any of them{damaged}"
         )
     first = starts[0] if first is None else first
     if first not in starts:
@@ -106,14 +109,14 @@ def plan(run_dir: Path, first: int | None, last: int | None) -> ReplayPlan:
     last = newest if last is None else last
     if not first < last <= newest:
         raise ConfigError(
-            f"--to-step: expected {first + 1} to {newest} (there are batches of {_runs(steps)}); got {last}"
+            f"--to-step: expected {first + 1} to {newest} (there are batches of {_ranges(steps)}); got {last}"
         )
     compared = {version: folder for version, folder in held.items() if first < version <= last}
-    return ReplayPlan(first, last, held.get(first), compared, _runs(beyond) if beyond else "")
+    return ReplayPlan(first, last, held.get(first), compared, _ranges(beyond) if beyond else "")
 
 
 def refuse_idle(file: Path, config: Config, named: Collection[str]) -> None:
-    """Refuse settings that would have no effect, so that a user does not take an unchanged result for theirs.
+    """Refuse settings that would have no effect, because a user might take the unchanged result for an effect.
 
     Args:
         file: configuration file of the run.
@@ -125,7 +128,9 @@ def refuse_idle(file: Path, config: Config, named: Collection[str]) -> None:
     """
     before, now = dict(flat(tomllib.loads(file.read_text()))), dict(flat(tomllib.loads(dump(config))))
     idle = [
-        key for key in sorted(named) if before.get(key) != now.get(key) and (key == BATCHES or not key.startswith(USED))
+        key
+        for key in sorted(named)
+        if before.get(key) != now.get(key) and (key == BATCH_SIZE or not key.startswith(USED_KEYS))
     ]
     if idle:
         raise refuse(
@@ -141,8 +146,8 @@ def replay(
     planned: ReplayPlan,
     *,
     folder: Path,
-    step: Callable[[dict[str, float]], None],
-    comparison: Callable[[Comparison], None],
+    on_step: Callable[[dict[str, float]], None],
+    on_comparison: Callable[[Comparison], None],
     export: Path | None = None,
 ) -> None:
     """Train the recorded batches of a plan again, for `flash replay`.
@@ -151,8 +156,8 @@ def replay(
         config: the run's configuration, maybe with other settings for training.
         planned: the steps to train, from `plan`.
         folder: folder of the recorded batches.
-        step: called with the metrics of each step and the step's number, as in metrics.jsonl.
-        comparison: called with the difference to each checkpoint of the run.
+        on_step: called with the metrics of each step and the step's number, as in metrics.jsonl.
+        on_comparison: called with the difference to each checkpoint of the run.
         export: path for the last weights as a Hugging Face folder; None: do not write them.
 
     Raises:
@@ -169,16 +174,16 @@ def replay(
         trainer = Trainer(msgspec.structs.replace(config, parallel=ParallelConfig()))
         if planned.checkpoint is not None:
             checkpoint.load(planned.checkpoint, trainer)
-        begun = {name: weight.clone() for name, weight in _weights(trainer).items()}
+        first_weights = {name: weight.clone() for name, weight in _weights(trainer).items()}
         for number in range(planned.first, planned.last):
             batch = read_batch(folder, number)
             rounds = split_rounds(batch) if why_not_streamed(config) is None else [(batch, ONLY_ROUND)]
             for one, place in rounds:
                 (shard,) = run_to_end(split_into_shards(one, shards=1, place=place))
                 trainer.train_round(shard)
-            step({"step": number, **trainer.finish_step()})
+            on_step({"step": number, **trainer.finish_step()})
             if trainer.version in planned.compared:
-                comparison(_compare(trainer, planned.compared[trainer.version], begun))
+                on_comparison(_compare(trainer, planned.compared[trainer.version], first_weights))
         if export is not None:
             tokenizer = HfTokenizer(config.model)
             tokenizer.add_ends(trainer.model.generation_config)
@@ -211,12 +216,12 @@ def _weights(trainer: Trainer) -> dict[str, Any]:
     return {name: tensor.detach().cpu() for name, tensor in named_full_tensors(trainer.model)}
 
 
-def _compare(trainer: Trainer, path: Path, begun: dict[str, Any]) -> Comparison:
-    """Compare the trainer's weights with a checkpoint. `begun`: the weights at the beginning of the replay, by name."""
+def _compare(trainer: Trainer, path: Path, first_weights: dict[str, Any]) -> Comparison:
+    """Compare the trainer's weights with the checkpoint `path`, and with the weights at the beginning of the replay."""
     from flash.trainer import checkpoint
 
     ours, theirs = _weights(trainer), checkpoint.read_weights(path, trainer)
-    return Comparison(trainer.version, path, _largest_gap(ours, theirs), _largest_gap(ours, begun))
+    return Comparison(trainer.version, path, _largest_gap(ours, theirs), _largest_gap(ours, first_weights))
 
 
 def _largest_gap(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
@@ -226,7 +231,7 @@ def _largest_gap(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
     return float(torch.stack([(weight - theirs[name]).abs().max() for name, weight in ours.items()]).max())
 
 
-def _runs(steps: set[int]) -> str:
+def _ranges(steps: set[int]) -> str:
     """Return ranges of steps as text, such as `steps 3 to 7, 12`."""
     parts: list[str] = []
     for step in sorted(steps):

@@ -51,15 +51,13 @@ from flash.trainer.checkpoint_files import (
 from flash.types import Batch, Published
 from flash.weights.versions import decode_update
 
-NO_STEP = (
+KEYS_WITHOUT_EFFECT = (
     *("run.name", "run.resume", "run.log_samples", "run.output_dir", "env.folders", "train.profile"),
     *("checkpoint.", "deadlines.", "observe.", "track.", "alarms.", "simulate."),
 )
 """Keys, and beginnings of keys, on which a training step does not depend. If only these have changed while a run was
 stopped, its recorded batches still make the same steps. `run.steps` may change, too, if the learning rate does not
 depend on it."""
-
-
 MOST_IDLE = 2
 """Largest number of consecutive incarnations of a requeued job that may begin without progress."""
 REQUEUES_FILE = "requeues.json"
@@ -122,7 +120,7 @@ class Reach(NamedTuple):
 
 
 def reach(config: Config, held: int, reached: int) -> Reach:
-    """Return the version from which a restarted run can go on.
+    """Return the version from which a restarted run can go on, and the reason if that is not `reached`.
 
     The trainer ranks train the steps from `held` to `reached` again. This needs the batch and the row of metrics of
     each step, and the same configuration; the batches are read here, because one may be damaged. A step that lacks one
@@ -138,7 +136,7 @@ def reach(config: Config, held: int, reached: int) -> Reach:
     directory = RunDirectory(config.run_dir)
     if (why := why_no_retraining(config)) is not None:
         return Reach(held, why)
-    if changed := _changed(directory, config):
+    if changed := _changed_keys(directory, config):
         return Reach(held, f"the configuration has changed since: {changed}")
     counted = _steps_with_metrics(directory)
     for step in range(held, reached):
@@ -169,20 +167,26 @@ def _steps_with_metrics(directory: RunDirectory) -> set[int]:
     return {int(row["step"]) for row in directory.read_metrics() if "step" in row}
 
 
-def _changed(directory: RunDirectory, config: Config) -> str:
-    """Return the keys that have changed since the run was started and on which a step depends; empty if none have."""
+def _changed_keys(directory: RunDirectory, config: Config) -> str:
+    """Return the keys that have changed since the run was started and on which a step depends; empty if none have.
+
+    If the recorded configuration cannot be read, return a phrase about that instead.
+    """
     try:
         recorded_before = read_recorded(directory.config)
     except (OSError, ValueError) as error:
         return f"{directory.config} cannot be read: {error}"
     before, now = (dict(flat(settings)) for settings in (recorded_before, tomllib.loads(dump(recorded(config)))))
     keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    # With another decay, the learning rate of each step depends on the number of steps.
     constant = before.get("train.decay") == now.get("train.decay") == "constant"
-    return ", ".join(key for key in keys if not key.startswith(NO_STEP) and not (constant and key == "run.steps"))
+    return ", ".join(
+        key for key in keys if not key.startswith(KEYS_WITHOUT_EFFECT) and not (constant and key == "run.steps")
+    )
 
 
 async def keep_hub_state(
-    run_dir: Path, written: Callable[[], None], version: int, pieces: Generator[bytearray]
+    run_dir: Path, wait_for_records: Callable[[], None], version: int, pieces: Generator[bytearray]
 ) -> SnapshotReply:
     """Write the hub's state in pieces into the checkpoint that the trainer ranks are writing.
 
@@ -191,16 +195,16 @@ async def keep_hub_state(
 
     Args:
         run_dir: the run directory.
-        written: blocks until the records of the earlier steps are on the disk, because a run that continues from this
-            checkpoint does not repeat these steps.
+        wait_for_records: blocks until the records of the earlier steps are on the disk, because a run that continues
+            from this checkpoint does not repeat these steps.
         version: version of the checkpoint.
         pieces: the serialised state.
 
     Raises:
         CheckpointError: the state cannot be written.
-        FlashError: raised by `written`.
+        FlashError: raised by `wait_for_records`.
     """
-    await run_sync(written)
+    await run_sync(wait_for_records)
     file = temporary_of(step_folder(run_dir, version)) / HUB_STATE
     try:
         with await run_sync(_open, file) as stream:
@@ -244,7 +248,7 @@ def restore_hub_state(checkpoint: Path | None, config: Config) -> Restored:
     """
     kept = None if checkpoint is None else read_hub_state(checkpoint, config)
     version, number = (0, 0) if kept is None else (kept.version, kept.journal)
-    begin = TrainerStart(version, str(checkpoint or ""))
+    trainer_start = TrainerStart(version, str(checkpoint or ""))
     replay = Replay(None if kept is None else kept.buffer, version)
     try:
         place, notes = replay_journal(config.run_dir, version, number, replay)
@@ -256,11 +260,12 @@ def restore_hub_state(checkpoint: Path | None, config: Config) -> Restored:
             aside = set_journal_aside(config.run_dir, number)
         start = "the beginning" if checkpoint is None else checkpoint.name
         note = (
-            f"{error}. The run goes on from {start} alone, and generates again what was delivered since; kept: {aside}"
+            f"{error}. The run goes on from {start} alone, and samples that were delivered since are generated again; "
+            f"the damaged files are kept as {aside}"
         )
         # The replay has changed the state, so it is read again.
         kept = None if checkpoint is None else read_hub_state(checkpoint, config)
-        return Restored(kept, begin, JournalPlace(number, 0), [note])
+        return Restored(kept, trainer_start, JournalPlace(number, 0), [note])
     # From now on the journal would lack this incarnation, so a later restart could not use it.
     if config.checkpoint.journal == "off":
         forget_journal(config.run_dir)
@@ -268,16 +273,16 @@ def restore_hub_state(checkpoint: Path | None, config: Config) -> Restored:
         if counted:
             gone = "no checkpoint is left" if checkpoint is None else f"{checkpoint.name} knows of no sample"
             notes.append(f"the run goes back from version {counted} to {version}, and does these steps again: {gone}")
-        return Restored(None, begin, place, notes)
+        return Restored(None, trainer_start, place, notes)
     if replay.delivered:
         notes.append(f"the journal brings back {replay.delivered} samples that were delivered after version {version}")
     if why:
         notes.append(f"the run goes back from version {replay.reached} to {until}, and does these steps again: {why}")
     elif counted > until:
         notes.append(
-            f"the run goes back from version {counted} to {until}, and does these steps again: no journal tells of them"
+            f"the run goes back from version {counted} to {until}, and does these steps again: no journal has them"
         )
-    return Restored(HubState(until, buffer, journal=0).belonging_to(config), begin, place, notes)
+    return Restored(HubState(until, buffer, journal=0).belonging_to(config), trainer_start, place, notes)
 
 
 def read_hub_state(checkpoint: Path, config: Config) -> HubState:
@@ -308,6 +313,7 @@ class Requeues(msgspec.Struct, frozen=True):
     """
 
     job: str
+    """Number of the job in SLURM."""
     version: int
     """Version at which the newest incarnation began; −1 if there was neither a checkpoint nor a step."""
     idle: int
@@ -317,18 +323,19 @@ class Requeues(msgspec.Struct, frozen=True):
 def refuse_idle_requeues(config: Config) -> None:
     """Count this incarnation of a requeued job, and refuse it if the job makes no progress.
 
-    Without this limit, a job that is always stopped before it completes a step would use a cluster forever. The caller
-    holds the lock of the run directory, because this function writes to it.
+    The launcher of the first node calls this, if SLURM has started the job again. Without this limit, a job that is
+    always stopped before it completes a step would use a cluster forever. The caller holds the lock of the run
+    directory, because this function writes to it.
 
     Raises:
         RequeueError: more than MOST_IDLE consecutive incarnations began without progress.
     """
     file = config.run_dir / REQUEUES_FILE
     job = os.environ.get("SLURM_JOB_ID", "")
-    version = _begins_at(config)
+    version = _first_version(config)
     before = _read_requeues(file)
-    went_nowhere = before is not None and before.job == job and version <= before.version
-    idle = before.idle + 1 if before is not None and went_nowhere else 0
+    no_progress = before is not None and before.job == job and version <= before.version
+    idle = before.idle + 1 if before is not None and no_progress else 0
     if idle > MOST_IDLE:
         raise RequeueError(
             f"SLURM has requeued job {job} {idle} times without progress: {config.run_dir} "
@@ -341,8 +348,8 @@ def refuse_idle_requeues(config: Config) -> None:
     write_atomically(file, msgspec.json.encode(Requeues(job, version, idle)))
 
 
-def _begins_at(config: Config) -> int:
-    """Return the version at which this incarnation begins.
+def _first_version(config: Config) -> int:
+    """Return the version at which this incarnation begins; −1 if there is neither a checkpoint nor a step.
 
     Steps after the newest checkpoint count if the journal allows the run to repeat them.
     """

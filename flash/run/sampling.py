@@ -1,7 +1,8 @@
 """Rollouts without training, for `flash eval` and `flash rollout`: a hub and a node with its engines, in this process.
 
-Hub, scheduler, episodes, proxy and engines are the same as in a run. A stand-in replaces the trainer rank: it announces
-the model as version 0, takes the batch if there is one, and leaves.
+`flash.cli.sampling` calls `evaluate` and `roll_out` on the event loop of the command, and prints the result. Hub,
+scheduler, episodes, proxy and engines are the same as in a run. A stand-in replaces the trainer rank: it announces the
+model as version 0, takes the batch if there is one, and leaves.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from flash.samples.rules import ProblemKinds
 from flash.types import Canary, Failure, Outcome, Published, Trajectory
 from flash.waiting import first_error
 
-OF_RUNS = ("step", "version_min", "version_max", "time")
+RUN_COLUMNS = ("step", "version_min", "version_max", "time")
 """Columns of an evaluation's row that have a meaning in a run only."""
 
 MakeEngines = Callable[[Config], Sequence[Callable[[int], Engine]]]
-"""Function that returns one constructor for each engine of a configuration."""
-Tell = Callable[[str], None]
+"""Function that returns one constructor for each engine of a configuration. A constructor takes the engine's number."""
+ShowLine = Callable[[str], None]
 """Function that shows a line to the user."""
 
 
@@ -41,7 +42,7 @@ class Sampled(msgspec.Struct, frozen=True):
     """Result of rollouts or of an evaluation, which `flash rollout` or `flash eval` prints."""
 
     evaluation: dict[str, float]
-    """Row of the evaluation as in evals.jsonl, without the columns `OF_RUNS`; empty for rollouts."""
+    """Row of the evaluation as in evals.jsonl, without the columns `RUN_COLUMNS`; empty for rollouts."""
     trajectories: list[Trajectory]
     """Trajectories in the order of the problems."""
     notes: list[str]
@@ -51,7 +52,7 @@ class Sampled(msgspec.Struct, frozen=True):
 
 
 async def evaluate(
-    config: Config, env: LoadedEnvironment, tokenizer: Tokenizer, engines: MakeEngines, tell: Tell
+    config: Config, env: LoadedEnvironment, tokenizer: Tokenizer, engines: MakeEngines, show: ShowLine
 ) -> Sampled:
     """Evaluate a model on the held-out problems of `[eval]`, as a run does. Held-out problems are never trained.
 
@@ -60,20 +61,20 @@ async def evaluate(
         env: the environment.
         tokenizer: the model's tokenizer.
         engines: makes the engines.
-        tell: called with lines about the progress.
+        show: called with lines about the progress.
 
     Raises:
         FlashError: the environment cannot be played, or the engines are gone.
     """
-    config = await limit_held_out_problems(config, env, tell)
+    config = await limit_held_out_problems(config, env, show)
     # Without any step the hub evaluates version 0 and ends. The batch is never filled; it must hold a whole group.
     trainer = _StandInTrainer(
         on_this_machine(config, steps=0, batch=config.rollout.group_size), env, tokenizer, engines
     )
-    await trainer.run(tell)
+    await trainer.run(show)
     (row,) = trainer.observer.evaluations
     return Sampled(
-        {name: value for name, value in row.items() if name not in OF_RUNS},
+        {name: value for name, value in row.items() if name not in RUN_COLUMNS},
         trainer.evaluated,
         trainer.observer.notes,
         trainer.given_up(trainer.evaluated, "eval"),
@@ -81,17 +82,17 @@ async def evaluate(
 
 
 async def roll_out(
-    config: Config, episodes: int, env: LoadedEnvironment, tokenizer: Tokenizer, engines: MakeEngines, tell: Tell
+    config: Config, episodes: int, env: LoadedEnvironment, tokenizer: Tokenizer, engines: MakeEngines, show: ShowLine
 ) -> Sampled:
     """Play one episode of each of the first `episodes` training problems, with the sampling of training.
 
-    The episodes are the batch of a single step, which the stand-in takes. The other arguments are those of `evaluate`.
+    The episodes are the batch of a single step, which the stand-in takes. `evaluate` describes the other arguments.
 
     Raises:
         FlashError: the environment cannot be played or always fails, or the engines are gone.
     """
-    # One sample of each problem, and all of them: no sample more is started, and none is filtered out.
-    one = msgspec.structs.replace(
+    # One sample of each problem, and all of them: no redundant sample is started, and none is filtered out.
+    rollout = msgspec.structs.replace(
         config.rollout,
         group_size=1,
         extra_per_group=0,
@@ -99,9 +100,9 @@ async def roll_out(
         drop_equal_rewards=False,
         accuracy_bounds=None,
     )
-    config = on_this_machine(msgspec.structs.replace(config, rollout=one), steps=1, batch=episodes)
+    config = on_this_machine(msgspec.structs.replace(config, rollout=rollout), steps=1, batch=episodes)
     trainer = _StandInTrainer(config, env, tokenizer, engines)
-    await trainer.run(tell)
+    await trainer.run(show)
     played = trainer.observer.samples[0]
     return Sampled({}, played, trainer.observer.notes, trainer.given_up(played, "train"))
 
@@ -149,13 +150,16 @@ class _StandInTrainer:
         played = NodeEnvironment(env.make, problems, env.prepare, rehearsed=True)
         self._node = RolloutNode(config, link, engines(config), tokenizer, played, now=now)
 
-    async def run(self, tell: Tell) -> None:
-        """Run the hub, the node and the stand-in, from the start of the engines to their end."""
+    async def run(self, show: ShowLine) -> None:
+        """Run the hub, the node and the stand-in, from the start of the engines to their end.
+
+        `show` is called with lines about the start of the engines.
+        """
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(self._node.run)
                 group.start_soon(self._act_as_trainer)
-                group.start_soon(report_startup, self._hub, self._config, tell)
+                group.start_soon(report_startup, self._hub, self._config, show)
                 await self._hub.run()
                 self.evaluated.sort(key=lambda trajectory: trajectory.task.task_id)
         except BaseExceptionGroup as errors:  # of the tasks above: show the error with the most information

@@ -48,8 +48,9 @@ log = logging.getLogger("flash")
 def run_trainer_rank(order: ProcessOrder, config: Config) -> End:
     """Train until the hub has no more batches. Return the exit code of the process.
 
-    After the hub has admitted the rank, SIGINT and SIGTERM are ignored: the hub notifies its ranks of an interrupt by
-    giving them no more batches, so that all ranks end after the same step.
+    `order` is the launcher's order, with the number of this machine and of the rank on it. After the hub has admitted
+    the rank, SIGINT and SIGTERM are ignored: the hub notifies its ranks of an interrupt by giving them no more batches,
+    so that all ranks end after the same step.
     """
     token = os.environ.pop(TOKEN_VARIABLE, None)
     index = order.node * config.cluster.trainer_ranks + order.local
@@ -73,7 +74,7 @@ def run_trainer_rank(order: ProcessOrder, config: Config) -> End:
             # The error is reported before this process ends. After that the other ranks lose this rank, and their own
             # errors would hide the cause.
             report_error(hub, index, error, config.deadlines.request, describe_peers(index, config))
-            # These errors only follow from the loss of the hub or of another rank, whose own error counts.
+            # These errors only follow from the loss of the hub or of another rank, which reports its own error.
             caused_by_peer = isinstance(error, PeerLostError) or collective_failed(error)
             return End.WITH_PEER if caused_by_peer else End.FAILED
     return End.OVER
@@ -133,7 +134,7 @@ def _enter(
 
 
 def describe_peers(index: int, config: Config) -> str:
-    """Return a phrase for the other trainer ranks, with which rank `index` has collectives, for error messages."""
+    """Return a phrase for the trainer ranks other than rank `index`, for error messages about failed collectives."""
     ranks = [rank for rank in range(config.trainer_world_size) if rank != index]
     nodes = [rank // config.cluster.trainer_ranks for rank in ranks]
     if not ranks:
@@ -226,8 +227,15 @@ def _train(
 def meet(local: int, config: Config, index: int, store: Store, stack: ExitStack) -> None:
     """Set this rank's device and seed, and join the process group of the trainer ranks until `stack` is closed.
 
-    Ranks that train the same shard get the same seed. Blocks until all ranks have joined. The arguments are those of
-    `_train`.
+    Ranks that train the same shard get the same seed. Blocks until all ranks have joined. Ranks of `flash sft` call
+    this, too.
+
+    Args:
+        local: number of this rank on its machine, which chooses its GPU.
+        config: the run's configuration.
+        index: number of this rank among all trainer ranks.
+        store: store in which the ranks meet.
+        stack: leaves the process group when it is closed.
     """
     import torch
     import torch.distributed as dist

@@ -42,7 +42,7 @@ def train(config: Config, *, resume: bool = False) -> Summary | None:
         KeyboardInterrupt: the run was interrupted; it can be resumed.
     """
     if not isinstance(config, Config):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may not check types
-        raise ConfigError(f"flash.train takes a flash.Config, which flash.load makes of files, got {config!r}")
+        raise ConfigError(f"flash.train takes a flash.Config, as flash.load returns it, got {config!r}")
     use_torchrun_variables(os.environ)
     begun = time.time()
     with tempfile.TemporaryDirectory(prefix="flash-config-") as folder:
@@ -63,7 +63,10 @@ def train(config: Config, *, resume: bool = False) -> Summary | None:
 
 
 def error_left(run_dir: Path, since: float) -> FlashError:
-    """Return the error that ended the run, from its marker `error.json`. `since`: start of the run in Unix seconds."""
+    """Return the error that ended the run, from its marker `error.json`, as an object that can be raised.
+
+    `since` is the start of this launch in Unix seconds.
+    """
     try:
         row = json.loads((run_dir / ERROR_FILE).read_text())
         # An older marker belongs to an earlier launch of the same run.
@@ -71,4 +74,4 @@ def error_left(run_dir: Path, since: float) -> FlashError:
             return error_of(row["error"], row["message"]) or FlashError(row["message"])
     except (OSError, ValueError, KeyError):
         pass  # no marker, or a full disk has cut it off: the output shows the error
-    return FlashError(f"the run in {run_dir} failed; what ended it stands in its output above")
+    return FlashError(f"the run in {run_dir} failed; its output above shows the error")

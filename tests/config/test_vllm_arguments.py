@@ -127,7 +127,7 @@ def test_names_and_types_that_are_read_of_the_source_are_those_of_the_class() ->
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     fields = dataclasses.fields(AsyncEngineArgs)
-    assert vllm_arguments.names() == sorted(one.name for one in fields if not one.name.startswith("_"))
+    assert vllm_arguments.argument_names() == sorted(one.name for one in fields if not one.name.startswith("_"))
     for one in fields:
         if isinstance(one.default, bool | int | float | str) and not one.name.startswith("_"):
             kind = vllm_arguments.type_of(one.name)

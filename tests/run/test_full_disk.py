@@ -65,7 +65,7 @@ class Incarnation:
         self.version = version
         self.recorder = Recorder(config, Words(), now=lambda: 0.0, resume_at=version if resumed else None, restarts=0)
         self.notes: list[str] = []
-        self.journal = FileJournal(self.run_dir, version, kept.place, to_disk=False, tell=self.notes.append)
+        self.journal = FileJournal(self.run_dir, version, kept.place, to_disk=False, note=self.notes.append)
         self.buffer: SampleBuffer = buffer_of(self.journal, state, version)
 
     async def to(self, last: int, disk: SmallDisk, fills: tuple[int, int] | None) -> None:

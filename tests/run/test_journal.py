@@ -49,7 +49,7 @@ class Incarnation:
         place = JournalPlace(0, 0) if kept is None else kept.place
         self.notes: list[str] = []
         self.run_dir = run_dir
-        self.journal = FileJournal(run_dir, version, place, to_disk=to_disk, tell=self.notes.append)
+        self.journal = FileJournal(run_dir, version, place, to_disk=to_disk, note=self.notes.append)
         self.buffer = buffer_of(self.journal, buffer, version)
         self._held: list[Lease] = []
 
@@ -238,7 +238,7 @@ async def test_a_file_of_another_checkpoint_in_the_journals_place_is_told_and_se
     assert kept.state is not None
     assert kept.state.version == 2
     (note,) = kept.notes
-    assert f"{second} follows a checkpoint of version 1, where that of version 2 was looked for" in note
+    assert f"{second} follows a checkpoint of version 1; expected version 2" in note
     assert f"damaged-{second.name}" in files(run_dir)
 
 
@@ -253,7 +253,7 @@ async def test_steps_that_the_journal_has_lost_are_told_before_they_are_done_aga
         directory.append_metrics({"step": step})
     (journal_folder(run_dir) / "000001-step-000001.log").unlink()
     kept = restore_hub_state(checkpoint, config_of(run_dir))
-    assert kept.notes == ["the run goes back from version 2 to 1, and does these steps again: no journal tells of them"]
+    assert kept.notes == ["the run goes back from version 2 to 1, and does these steps again: no journal has them"]
 
 
 async def test_a_journal_that_cannot_be_read_is_set_aside(run_dir: Path) -> None:

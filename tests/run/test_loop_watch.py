@@ -13,7 +13,7 @@ import pytest
 
 from flash.environment.calls import UserTask
 from flash.environment.places import is_users, place_in
-from flash.run.loop_watch import BLOCKED_S, STILL_S, TICK_S, Blocks, WatchedLoop, run_watched
+from flash.run.loop_watch import BLOCKED_S, REPEAT_S, TICK_S, Blocks, WatchedLoop, run_watched
 
 USERS = "/somewhere/bad.py:23"
 LOOKS = round((BLOCKED_S - TICK_S) / TICK_S)
@@ -21,7 +21,7 @@ LOOKS = round((BLOCKED_S - TICK_S) / TICK_S)
 
 
 def looked(blocks: Blocks, *places: str) -> list[str]:
-    return [message for place in places if (message := blocks.look(place)) is not None]
+    return [message for place in places if (message := blocks.check(place)) is not None]
 
 
 def test_a_block_is_told_of_once_with_the_place_that_was_seen_most_and_what_to_do() -> None:
@@ -31,7 +31,7 @@ def test_a_block_is_told_of_once_with_the_place_that_was_seen_most_and_what_to_d
         f"{USERS} blocked the event loop for 1 s: use plain `def`, which runs in a thread, or await",
     ]
     assert blocks.blocked
-    blocks.beats()
+    blocks.heartbeat()
     assert not blocks.blocked
 
 
@@ -54,14 +54,14 @@ def test_the_same_place_is_told_of_again_the_tenth_and_the_hundredth_time() -> N
     told: list[str] = []
     for _ in range(100):
         told += looked(blocks, *[USERS] * LOOKS)
-        blocks.beats()
+        blocks.heartbeat()
     assert [" 10 times" in text or " 100 times" in text for text in told] == [False, True, True]
     assert blocks.counts == {USERS: 100}
 
 
 def test_a_block_that_does_not_end_is_told_of_again() -> None:
-    told = looked(Blocks(), *[USERS] * round(2 * STILL_S / TICK_S))
-    assert [f"still blocks the event loop, for {seconds:g} s" in told[-1] for seconds in (STILL_S, 2 * STILL_S)] == [
+    told = looked(Blocks(), *[USERS] * round(2 * REPEAT_S / TICK_S))
+    assert [f"still blocks the event loop, for {seconds:g} s" in told[-1] for seconds in (REPEAT_S, 2 * REPEAT_S)] == [
         False,
         True,
     ]

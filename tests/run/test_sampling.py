@@ -76,7 +76,7 @@ def play(
 
     async def go() -> Sampled:
         env = LoadedEnvironment(config.env.path, config.env.options)
-        return await how(config=config, env=env, tokenizer=CharTokenizer(), engines=engines, tell=told.append, **more)
+        return await how(config=config, env=env, tokenizer=CharTokenizer(), engines=engines, show=told.append, **more)
 
     return run_virtual(go), made
 
