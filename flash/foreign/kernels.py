@@ -129,9 +129,10 @@ def attend_backward(
 
 
 def takes_ragged(query: Tensor, value: Tensor) -> bool:
-    """Return True if `attend_ragged` supports these queries and values, [M, H, D]."""
-    # Only the width, type and device of the padded queries matter, so no tokens are copied.
-    return _takes_flash(_pad_heads(query[:0], (query, value)), None)
+    """Return True if `attend_ragged` supports these queries and values, [M, H, D]: on a GPU, and as flash requires."""
+    # Only the width and type of the padded queries matter, so no tokens are copied.
+    padded = _pad_heads(query[:0], (query, value))
+    return query.device.type == "cuda" and _takes_flash(padded, None)
 
 
 class RaggedSequences(NamedTuple):
@@ -207,10 +208,14 @@ def _windows(sequences: RaggedSequences) -> dict[str, int]:
 
 
 def _takes_flash(query: Tensor, mask: Tensor | None) -> bool:
-    """Return True if the flash kernel supports these padded queries: 16-bit, not too wide, no mask, on a newer GPU."""
+    """Return True if the flash kernel supports these padded queries: 16-bit, not too wide, no mask, on a newer GPU.
+
+    The caller has excluded the CPU. Tensors of the meta device, with which tests try the shapes of the kernels, count
+    as on a newer GPU.
+    """
     import torch
 
-    if query.device.type != "cuda" or torch.cuda.get_device_capability(query.device) < FLASH_SINCE:
+    if query.device.type == "cuda" and torch.cuda.get_device_capability(query.device) < FLASH_SINCE:
         return False
     return mask is None and query.element_size() == 2 and query.shape[-1] <= WIDEST_FLASH
 

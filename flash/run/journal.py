@@ -283,8 +283,8 @@ def replay_journal(run_dir: Path, version: int, number: int, replay: Replay) -> 
         head = reader.head()
         if head is not None and events is None and head.version != version:
             raise RecordingError(
-                f"{reader.file} follows a checkpoint of version {head.version}; expected version {version}: it was copied "
-                "from elsewhere"
+                f"{reader.file} follows a checkpoint of version {head.version}; expected version {version}: it was "
+                "copied from elsewhere"
             )
         if head is None:
             break

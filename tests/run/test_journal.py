@@ -334,7 +334,7 @@ async def test_a_full_disk_is_told_once_and_the_next_checkpoint_begins_again(run
     state = restore_hub_state(None, config_of(run_dir))
     assert state.state is not None
     assert state.state.buffer.ledger == known
-    assert any("is of no use" in note for note in state.notes)
+    assert any("are of no use" in note for note in state.notes)
 
 
 async def test_a_folder_that_cannot_be_written_ends_nothing(run_dir: Path) -> None:
