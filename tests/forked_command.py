@@ -31,7 +31,7 @@ from typing import Any
 from flash.config.load import load
 from flash.foreign.forking import BLOCKED_SIGNALS, MODULES, ForkedProcess, ForkServer
 from flash.rollout.vllm.start import server_variables
-from flash.run.processes.forked import OF_ENGINES, OF_LOOPS, OF_RANKS, PASSIVE, ranks_server
+from flash.run.processes.forked import ENGINE_MODULE, LOOP_MODULES, PASSIVE, RANK_MODULES, ranks_server
 
 ROOT = Path(__file__).parents[1]
 OF_COMMANDS = (
@@ -58,7 +58,9 @@ class Imported(ForkServer):
         config = load([ROOT / "examples" / "tiny.toml"], ["engine.enforce_eager=true", "cluster.gpus_per_node=0"])
         variables = ranks_server().variables | server_variables(config, 0) | {PASSIVE: "passive", THREADS: "1"}
         variables.pop(MODULES)
-        super().__init__(*dict.fromkeys((*OF_COMMANDS, *OF_RANKS, *OF_LOOPS, OF_ENGINES)), variables=variables)
+        super().__init__(
+            *dict.fromkeys((*OF_COMMANDS, *RANK_MODULES, *LOOP_MODULES, ENGINE_MODULE)), variables=variables
+        )
         session = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
         self._file = Path(tempfile.gettempdir()) / f"imported-{session}"
         self._joined = False

@@ -55,7 +55,7 @@ TOUCHED = (
 )
 """Attributes of transformers that this module uses, as `module:Class.attribute`. A test looks for each of them."""
 
-SCALED = ("F8", "F6", "F4", "I8", "U8")
+QUANTIZED = ("F8", "F6", "F4", "I8", "U8")
 """Prefixes of the dtypes in safetensors files that are quantized: their numbers must be multiplied by a scale that is
 stored separately."""
 
@@ -86,6 +86,7 @@ class LogitChange(NamedTuple):
     """
 
     scale: float = 1.0
+    """Factor of the logits."""
     cap: float | None = None
     """Bound of the capped logits; None: no cap."""
 
@@ -93,7 +94,7 @@ class LogitChange(NamedTuple):
 def _logit_attributes(model: PreTrainedModel) -> list[tuple[object, str, float | None]]:
     """Return the attributes that change logits and that the model has.
 
-    Each is the object that has the attribute, its name, and the value with which logits stay unchanged.
+    Each item has the object with the attribute, the attribute's name, and the value with which logits stay unchanged.
     """
     found: list[tuple[object, str, float | None]] = [
         (model.config, "final_logit_softcapping", None),
@@ -233,7 +234,7 @@ def routed_share(model: PreTrainedModel) -> tuple[int, float]:
     return experts, chosen / experts if experts and chosen else 1.0
 
 
-ABSORBED = "kv_b_proj"
+ABSORBED_LAYER = "kv_b_proj"
 """Name of a projection of latent attention (DeepSeek). Engines multiply this projection into other weights when they
 load a model, so they would never use an adapter for it."""
 
@@ -241,11 +242,11 @@ load a model, so they would never use an adapter for it."""
 def linear_layers(model: PreTrainedModel) -> list[str]:
     """Return the last parts of the names of all linear layers that may get LoRA adapters, such as `q_proj`, sorted.
 
-    The output layer and `ABSORBED` are left out.
+    The output layer and `ABSORBED_LAYER` are left out.
     """
     output = model.get_output_embeddings()
     linear = (name for name, module in model.named_modules() if type(module) is nn.Linear and module is not output)
-    return sorted({name.rpartition(".")[2] for name in linear} - {ABSORBED})
+    return sorted({name.rpartition(".")[2] for name in linear} - {ABSORBED_LAYER})
 
 
 def without_weights(path: str, *, trusted: bool, layers: int | None = None) -> PreTrainedModel:
@@ -279,6 +280,7 @@ class ExpertRouter(NamedTuple):
     layer: int
     """Number of the decoder layer, from 0."""
     module: nn.Module
+    """The router itself."""
     experts: int
     """Number of experts in the layer."""
 
@@ -326,9 +328,10 @@ def stored_tensors(
 ) -> Callable[[str], Tensor] | None:
     """Return a function that reads one tensor of the model, by name, from safetensors files.
 
-    So a rank can load its part of each tensor without holding the whole model. A tensor has the dtype of its file.
-    Tensors that are stored in pieces, such as each expert apart, are put together as transformers does when it loads a
-    model. Stored names may differ from the model's names, as transformers' conversions of the model say.
+    `flash.trainer.model.model` calls this when it loads weights. So a rank can load its part of each tensor without
+    holding the whole model. A tensor has the dtype of its file. Tensors that are stored in pieces, such as each expert
+    apart, are put together as transformers does when it loads a model. Stored names may differ from the model's names,
+    as transformers' conversions of the model say.
 
     Args:
         path: folder or hub id of the model.
@@ -344,12 +347,12 @@ def stored_tensors(
     if (files := _weight_files(path)) is None:
         return None
     # File, shape and dtype of each stored tensor, by its name in the file.
-    found: dict[str, tuple[str, list[int], str]] = {}
+    stored: dict[str, tuple[str, list[int], str]] = {}
     for name in files:
         with safe_open(name, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 (no mapping)
-                stored = file.get_slice(key)
-                found[key] = (name, stored.get_shape(), str(stored.get_dtype()))
+                part = file.get_slice(key)
+                stored[key] = (name, part.get_shape(), str(part.get_dtype()))
     # The conversions from stored names and pieces to the model's tensors.
     changes = get_model_conversion_mapping(model, add_legacy=False)
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
@@ -359,14 +362,14 @@ def stored_tensors(
     # tensor is stored in one piece.
     pieces: dict[str, list[tuple[str, str | None]]] = {}
     known = dict(shapes)
-    for key, (file_name, shape, dtype) in sorted(found.items(), key=lambda one: dot_natural_key(one[0])):
+    for key, (file_name, shape, dtype) in sorted(stored.items(), key=lambda one: dot_natural_key(one[0])):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
         # The files may already use the model's own names.
         if name not in shapes and key in shapes:
             name, pattern = key, None
         # A stored tensor of another shape is not used, unless a conversion changes the shape.
         if name in shapes and (pattern is not None or list(shapes[name]) == shape):
-            if dtype.startswith(SCALED):
+            if dtype.startswith(QUANTIZED):
                 raise ValueError(f"{file_name} has {key} as {dtype}, which is quantized: expected whole weights")
             pieces.setdefault(name, []).append((key, pattern))
     if not pieces.keys() >= shapes.keys():
@@ -375,15 +378,15 @@ def stored_tensors(
     def read(name: str) -> Tensor:
         """Read one tensor of the model from the files that have its pieces."""
         with ExitStack() as stack:
-            names = {found[key][0] for key, _ in pieces[name]}
+            names = {stored[key][0] for key, _ in pieces[name]}
             opened = {file: stack.enter_context(safe_open(file, framework="pt")) for file in names}
             (first, pattern), *_ = pieces[name]
             if pattern is None:
-                return opened[found[first][0]].get_tensor(first)
+                return opened[stored[first][0]].get_tensor(first)
             # A converter collects pieces until it is complete, so each tensor needs a new copy.
             converter: Any = deepcopy(by_pattern[pattern])
             for key, source in pieces[name]:
-                converter.add_tensor(name, key, source, opened[found[key][0]].get_tensor(key))
+                converter.add_tensor(name, key, source, opened[stored[key][0]].get_tensor(key))
             tensor = converter.convert(name, model=model, config=model.config)[name]
             return tensor[0] if isinstance(tensor, list) else tensor
 

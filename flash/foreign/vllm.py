@@ -114,22 +114,23 @@ def is_refusal(error: BaseException) -> bool:
 # -- requests --------------------------------------------------------------------------------------------------------
 
 
-def sampling_parameters(how: Mapping[str, Any], max_tokens: int, *, likeliest: int = 0) -> Any:
+def sampling_parameters(settings: Mapping[str, Any], max_tokens: int, *, likeliest: int = 0) -> Any:
     """Return vLLM's parameters of a request for one response, whose tokens and log-probs are delivered in pieces.
 
     Args:
-        how: settings of sampling and stopping, by vLLM's own names.
+        settings: settings of sampling and stopping, by vLLM's own names.
         max_tokens: largest number of tokens of the response.
         likeliest: number of most likely tokens whose log-probs are reported in addition to the sampled token's.
     """
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
-        **how,
+        **settings,
         max_tokens=max_tokens,
         logprobs=likeliest,
         flat_logprobs=True,
-        detokenize=bool(how["stop"]),
+        # vLLM needs the text only to find stop texts.
+        detokenize=bool(settings["stop"]),
         output_kind=RequestOutputKind.DELTA,
         # By default vLLM copies the parameters for each request. It only adds the model's end-of-text tokens to the
         # parameters. These are the same for all requests, so equal requests can share one object.
@@ -165,7 +166,8 @@ def scoring_parameters() -> Any:
 def version_starts(llm: Any, queue: Any) -> Callable[[], Sequence[tuple[str, int]]]:
     """Return a function that returns the weight versions of a running request so far.
 
-    Each version is a label (`update_weights`) with the index of the first token that was sampled with it.
+    Each version is a label (`update_weights`) with the index of the first token that was sampled with it. `queue` is
+    vLLM's queue with the output of the request.
     """
     state = llm.output_processor.request_states.get(queue.request_id)
     return lambda: state.weight_version_starts
@@ -175,7 +177,8 @@ def trim_logprobs(llm: Any, queue: Any) -> Callable[[], None]:
     """Return a function that frees the log-probs of a running request that were delivered already.
 
     With the most likely tokens, vLLM would keep kilobytes per token until the response ends, and would decode each of
-    these tokens if the response has stop texts. Nothing uses that. `queue` has the output of the request.
+    these tokens if the response has stop texts. Nothing uses that. `queue` is vLLM's queue with the output of the
+    request.
     """
     state = llm.output_processor.request_states.get(queue.request_id)
     if state is None:  # the request has ended, and all its output is in the queue
@@ -184,32 +187,38 @@ def trim_logprobs(llm: Any, queue: Any) -> Callable[[], None]:
     # Without a tokenizer vLLM decodes no tokens here.
     processor.tokenizer = None
 
-    def forget() -> None:
+    def trim() -> None:
         """Free the log-probs that were delivered since the last call."""
         # The log-probs of the last tokens may not have been delivered yet.
         processor.logprobs = processor.logprobs[-state.stream_interval :]
 
-    return forget
+    return trim
 
 
-def search_stop_text_in_prompt(llm: Any, queue: Any, prompt: Sequence[int], own: int) -> None:
-    """Let a request that was just added search for stop texts also in the last `own` tokens of its prompt.
+def search_stop_text_in_prompt(llm: Any, queue: Any, prompt: Sequence[int], moved: int) -> None:
+    """Let a request that was just added search for stop texts also in the end of its prompt.
 
-    These tokens belong to the response, which has moved here from another engine. vLLM would search only in the tokens
-    that it samples itself, and would miss a stop text that began before the move. Nothing is changed if `own` is 0, or
-    for slow tokenizers, which are not supported.
+    The last tokens of the prompt may belong to the response, which has moved here from another engine. vLLM would
+    search only in the tokens that it samples itself, and would miss a stop text that began before the move. Slow
+    tokenizers, those without a backend of the `tokenizers` package, are not supported: nothing is changed.
+
+    Args:
+        llm: the AsyncLLM.
+        queue: vLLM's queue with the output of the request.
+        prompt: tokens of the prompt, with those of the response at its end.
+        moved: number of these tokens of the response; 0: nothing is changed.
     """
-    state = llm.output_processor.request_states.get(queue.request_id) if own else None
+    state = llm.output_processor.request_states.get(queue.request_id) if moved else None
     if state is None:
         return
     from tokenizers.decoders import DecodeStream
     from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
-    texts = state.detokenizer
-    if not isinstance(texts, FastIncrementalDetokenizer):
+    detokenizer = state.detokenizer
+    if not isinstance(detokenizer, FastIncrementalDetokenizer):
         return
-    texts.stream = DecodeStream(ids=list(prompt[:-own]), skip_special_tokens=texts.skip_special_tokens)
-    texts.output_text = "".join(map(texts.decode_next, prompt[-own:]))
+    detokenizer.stream = DecodeStream(ids=list(prompt[:-moved]), skip_special_tokens=detokenizer.skip_special_tokens)
+    detokenizer.output_text = "".join(map(detokenizer.decode_next, prompt[-moved:]))
 
 
 def take_undelivered(queue: Any) -> int:
@@ -274,11 +283,11 @@ async def update_weights(
     return failure
 
 
-def room_for_rank(rank: int) -> int:
-    """Return the smallest rank of adapters that vLLM can be configured with, and that is at least `rank`."""
+def supported_rank(rank: int) -> int:
+    """Return the smallest maximum rank of adapters that vLLM can be configured with, and that is at least `rank`."""
     from vllm.config.lora import MaxLoRARanks
 
-    return min(room for room in get_args(MaxLoRARanks) if room >= rank)
+    return min(supported for supported in get_args(MaxLoRARanks) if supported >= rank)
 
 
 def adapter_request(name: str, number: int) -> Any:

@@ -32,7 +32,7 @@ RECHECK_MS = 10
 PRELOADED = (("vllm", "libtcmalloc*.so*", "libs"), ("torch", "libgomp*.so*", "../torch.libs", "lib"))
 """For each library that vLLM's CPU build preloads: package, pattern of the file's name, and folders relative to the
 package. Without these libraries all threads of vLLM may run on one CPU core."""
-SETTLE_S = 0.5
+EXIT_CODE_S = 0.5
 """Seconds to wait for the exit code of a worker whose loss the core has noticed. The exit code may be known a little
 later."""
 
@@ -191,11 +191,11 @@ def on_killed_worker(report: Callable[[int], None]) -> None:
 def _killing_signal(workers: Sequence[Any]) -> int | None:
     """Return the number of the signal that has killed one of the worker processes; None if none was killed.
 
-    Waits up to `SETTLE_S` for the first exit code. Workers that still run are not ended.
+    Waits up to EXIT_CODE_S for the first exit code. Workers that still run are not ended.
     """
-    connection.wait([worker.sentinel for worker in workers], SETTLE_S)
+    connection.wait([worker.sentinel for worker in workers], EXIT_CODE_S)
     for worker in workers:
         if connection.wait([worker.sentinel], 0):
-            worker.join(SETTLE_S)
+            worker.join(EXIT_CODE_S)
     codes = [worker.exitcode for worker in workers]
     return next((-code for code in codes if code is not None and code < 0), None)

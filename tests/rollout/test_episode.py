@@ -472,7 +472,7 @@ def test_a_reward_too_large_for_a_float_is_no_finite_number(reward: int) -> None
     [
         (None, "is None of type NoneType; does a path through the reward end without `return`?"),
         ("1.0", "is '1.0' of type str; return float(…) of it"),
-        (np.ones(2), "is array([1., 1.]) of type ndarray; give `.item()` of a tensor or an array"),
+        (np.ones(2), "is array([1., 1.]) of type ndarray; return `.item()` of a tensor or an array"),
         ([1.0], "is [1.0] of type list; return a float or an int"),
         (math.nan, "is nan; look for a division by 0 or the log of it"),
     ],

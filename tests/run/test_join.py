@@ -110,9 +110,9 @@ async def refusal(launch: Loops) -> str:
 
 async def test_a_folder_without_a_hub_is_one_clear_error(job: Job, tmp_path: Path) -> None:
     assert "is no run directory" in await refusal(Loops(HubPlace(run_dir=str(tmp_path / "other")), None, tmp_path))
-    assert "its job has been stopped, or is only starting" in await refusal(Loops(job.place, None, tmp_path))
+    assert "the job of the run was stopped, or has only just started" in await refusal(Loops(job.place, None, tmp_path))
     (job.config.run_dir / "summary.json").write_text("{}")
-    assert "whose run has ended" in await refusal(Loops(job.place, None, tmp_path))
+    assert "since the run has ended" in await refusal(Loops(job.place, None, tmp_path))
 
 
 async def test_the_hub_of_a_killed_job_is_named_by_its_address(job: Job, tmp_path: Path) -> None:

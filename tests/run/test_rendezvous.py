@@ -88,7 +88,7 @@ def test_a_job_on_one_machine_is_reached_at_the_loopback_address_that_it_names(e
 
 
 def test_a_first_node_that_leads_nowhere_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"FLASH_RDZV_ENDPOINT = no\.such\.host\.invalid:1: .* leads to no machine"):
+    with pytest.raises(ConfigError, match=r"FLASH_RDZV_ENDPOINT = no\.such\.host\.invalid:1: .* cannot be resolved"):
         address_towards("no.such.host.invalid:1")
 
 

@@ -204,7 +204,7 @@ def adapter_arguments(config: Config) -> dict[str, Any]:
     return {
         "enable_lora": True,
         "max_loras": config.adapters,
-        "max_lora_rank": vllm.room_for_rank(lora.rank),
+        "max_lora_rank": vllm.supported_rank(lora.rank),
         "lora_target_modules": [*targets],
     }
 

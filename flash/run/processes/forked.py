@@ -24,13 +24,13 @@ from flash.config.tree import Config
 from flash.foreign.forking import ForkedProcess, ForkServer, set_process_title, use_own_resource_tracker
 from flash.run.processes.hub_place import HubPlace
 
-OF_ALL = "flash.run.processes.worker"
+WORKER_MODULE = "flash.run.processes.worker"
 """Module that every server imports: the entry point of all processes."""
-OF_RANKS = (OF_ALL, "flash.run.trainer_rank", "flash.trainer.loop", "flash.weights.publisher")
+RANK_MODULES = (WORKER_MODULE, "flash.run.trainer_rank", "flash.trainer.loop", "flash.weights.publisher")
 """Modules that the server of trainer ranks imports."""
-OF_LOOPS = (OF_ALL, "flash.run.joined")
+LOOP_MODULES = (WORKER_MODULE, "flash.run.joined")
 """Modules that the server of node loops imports."""
-OF_ENGINES = "flash.rollout.vllm.fork_server"
+ENGINE_MODULE = "flash.rollout.vllm.fork_server"
 """Module that the server of node loops also imports if the node has engines."""
 PASSIVE = "OMP_WAIT_POLICY"
 """Environment variable of OpenMP. With the value `passive`, threads that wait for each other sleep. Threads that spin
@@ -42,16 +42,16 @@ def ranks_server() -> ForkServer:
     # With this variable, torch checks for a GPU without initialising CUDA. CUDA cannot be used in a process that is
     # forked after its initialisation.
     without_cuda = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    return ForkServer(*OF_RANKS, variables={PASSIVE: os.environ.get(PASSIVE, "passive"), **without_cuda})
+    return ForkServer(*RANK_MODULES, variables={PASSIVE: os.environ.get(PASSIVE, "passive"), **without_cuda})
 
 
 def loops_server(config: Config, node: int) -> ForkServer:
-    """Return a new server from which the node loop of a machine and its engines are forked."""
+    """Return a new server from which the node loop of machine `node` and its engines are forked."""
     if not config.engines_on(node):
-        return ForkServer(*OF_LOOPS)
+        return ForkServer(*LOOP_MODULES)
     from flash.rollout.vllm.start import server_variables
 
-    return ForkServer(*OF_LOOPS, OF_ENGINES, variables=server_variables(config, node))
+    return ForkServer(*LOOP_MODULES, ENGINE_MODULE, variables=server_variables(config, node))
 
 
 class ProcessOrder(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -114,7 +114,7 @@ class JobProcess(ForkedProcess):
     def run(self) -> None:
         """Run the worker in the new process, and exit with the exit code that the worker returns."""
         self.enter()
-        code: int = import_module(OF_ALL).main(self._role, self._file, self._order)
+        code: int = import_module(WORKER_MODULE).main(self._role, self._file, self._order)
         sys.stdout.flush()
         sys.stderr.flush()
         # `os._exit` does not wait for threads of libraries, which may wait for a dead peer. Engines watch this process

@@ -1,7 +1,8 @@
 """Place of the hub: turns a run directory, or a host and a port, into the address and the token of the hub.
 
 The token authenticates the job's own processes. It lies in a file of mode 0600 in the run directory, which the hosts of
-a job share. Hosts without a shared run directory get the token in `FLASH_TOKEN`.
+a job share. Hosts without a shared run directory get the token in `FLASH_TOKEN`. The node loop with the hub makes the
+token and announces the hub (`hub_token`, `announce`); all other processes of the job find both with `HubPlace.find`.
 
 While a hub runs, the announcement `hub.json` in the run directory holds the hub's address, the name of the token's
 file, and a proof that the writer knows the token. All users of the folder may read the announcement. They learn nothing
@@ -29,11 +30,9 @@ TOKEN_VARIABLE = "FLASH_TOKEN"
 """Environment variable with the token in hexadecimal, for hosts that share no run directory."""
 MIN_HEX_DIGITS = 32
 """Least length of a token in hexadecimal digits: 16 bytes, since fewer could be guessed."""
-_SET_IT = f"set {TOKEN_VARIABLE} to the same random hexadecimal digits on all hosts (`openssl rand -hex 32`)"
+_SET_TOKEN = f"set {TOKEN_VARIABLE} to the same random hexadecimal digits on all hosts (`openssl rand -hex 32`)"
 _TOKEN_FILE = re.compile(r"hub-[0-9a-f]{16}\.token")
 """Pattern of the token file's name."""
-
-
 HUB_FILE = "hub.json"
 """Name of the file in the run directory that announces the hub."""
 
@@ -50,17 +49,17 @@ class Announcement(msgspec.Struct, frozen=True):
 
 
 @contextmanager
-def hub_token(run_dir: Path, given: str | None) -> Generator[tuple[bytes, str]]:
+def hub_token(run_dir: Path, variable: str | None) -> Generator[tuple[bytes, str]]:
     """Make the token of a new hub. Yields the token and the name of its file, which exists while the block runs.
 
-    If `given`, the value of FLASH_TOKEN, is not None, it is the token. Then there is no file, and the name is empty.
+    If `variable`, the value of FLASH_TOKEN, is not None, it is the token. Then there is no file, and the name is empty.
 
     Raises:
-        ConfigError: `given` is not a valid token.
+        ConfigError: `variable` is not a valid token.
         RunDirectoryError: the file cannot be written, or other users could read it.
     """
-    if given is not None:
-        yield parse_token(given), ""
+    if variable is not None:
+        yield parse_token(variable), ""
         return
     token = new_token()
     # Each incarnation of the hub uses a new file name, so no host can have cached an older file of that name.
@@ -69,7 +68,7 @@ def hub_token(run_dir: Path, given: str | None) -> Generator[tuple[bytes, str]]:
         _write_token(path, token)
         yield token, path.name
     finally:
-        with suppress(OSError):  # a disk that has become read-only must not hide why the hub ends
+        with suppress(OSError):  # a disk that has become read-only must not hide the error that ends the hub
             path.unlink(missing_ok=True)
 
 
@@ -82,7 +81,7 @@ def _write_token(path: Path, token: bytes) -> None:
             if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
                 raise RunDirectoryError(
                     f"the file system of {path.parent} lets other users read the hub's token: choose another "
-                    f"run.output_dir, or {_SET_IT}"
+                    f"run.output_dir, or {_SET_TOKEN}"
                 )
             file.write(token.hex())
             file.flush()
@@ -99,51 +98,54 @@ def sign(body: bytes, token: bytes, token_file: str) -> bytes:
     return msgspec.json.encode(Announcement(body, token_file, _proof(body, token)))
 
 
-def verify(stored: bytes, run_dir: Path, given: str | None) -> tuple[bytes, bytes]:
+def verify(stored: bytes, run_dir: Path, variable: str | None) -> tuple[bytes, bytes]:
     """Check the content of an announcement file, and return the announced body and the token.
 
     Args:
         stored: content of the file.
         run_dir: the run directory, which also holds the token's file.
-        given: the value of FLASH_TOKEN; None if it is not set.
+        variable: the value of FLASH_TOKEN; None if it is not set.
 
     Raises:
         ConfigError: this process has no token, or a token other than the hub's.
         TransportError: the content is not that of an announcement.
     """
     try:
-        found = msgspec.json.decode(stored, type=Announcement)
+        announcement = msgspec.json.decode(stored, type=Announcement)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TransportError(
             f"the hub's announcement cannot be read: {error}; do all hosts run the same code?"
         ) from error
-    token = _token_of(found, run_dir, given)
-    if not hmac.compare_digest(found.proof, _proof(found.body, token)):
+    token = _announced_token(announcement, run_dir, variable)
+    if not hmac.compare_digest(announcement.proof, _proof(announcement.body, token)):
         raise ConfigError(
             f"the hub's address is not proven by the token of this host: {TOKEN_VARIABLE} differs between the hosts, "
             "or somebody else wrote to the run directory"
         )
-    return found.body, token
+    return announcement.body, token
 
 
-def _token_of(found: Announcement, run_dir: Path, given: str | None) -> bytes:
-    """Return the token of the announced hub, from FLASH_TOKEN or from the announced file. Raises as `verify`."""
-    if given is not None:
-        return parse_token(given)
-    if not found.token_file:
+def _announced_token(announcement: Announcement, run_dir: Path, variable: str | None) -> bytes:
+    """Return the token of the announced hub, from FLASH_TOKEN or from the announced file.
+
+    The arguments and errors are those of `verify`.
+    """
+    if variable is not None:
+        return parse_token(variable)
+    if not announcement.token_file:
         raise ConfigError(
             f"the first host has {TOKEN_VARIABLE} set, and this one has not: set it to the same on all hosts"
         )
     # Another user may have written the announcement. Its file name must not lead to a file outside the run directory.
-    if _TOKEN_FILE.fullmatch(found.token_file) is None:
-        raise TransportError(f"the hub's announcement names {found.token_file!r} as the file of its token")
-    path = run_dir / found.token_file
+    if _TOKEN_FILE.fullmatch(announcement.token_file) is None:
+        raise TransportError(f"the hub's announcement names {announcement.token_file!r} as the file of its token")
+    path = run_dir / announcement.token_file
     try:
         return bytes.fromhex(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"the hub's token cannot be read ({error}): all hosts must see the same run.output_dir, as the same user; "
-            f"where they do not, {_SET_IT}"
+            f"where they do not, {_SET_TOKEN}"
         ) from error
 
 
@@ -166,7 +168,7 @@ def parse_token(text: str) -> bytes:
 
 
 def _proof(body: bytes, token: bytes) -> bytes:
-    """Return the HMAC-SHA256 of `body` with the token as key."""
+    """Return the HMAC-SHA256 of `body` with the token as key, the proof that the writer of `body` knows the token."""
     return hmac.digest(token, b"hub" + body, "sha256")
 
 
@@ -185,6 +187,7 @@ class HubPlace(msgspec.Struct, frozen=True):
     """
 
     run_dir: str = ""
+    """Path of the run directory; empty if host and port are given."""
     host: str = ""
     port: int = 0
 
@@ -196,8 +199,8 @@ class HubPlace(msgspec.Struct, frozen=True):
         """True if a hub may be there: a host and a port are given, or the run directory announces a hub."""
         return not self.run_dir or (Path(self.run_dir) / HUB_FILE).exists()
 
-    def find(self, given: str | None) -> HubAddress:
-        """Return the hub's address and token. `given` is the value of FLASH_TOKEN; None if it is not set.
+    def find(self, variable: str | None) -> HubAddress:
+        """Return the hub's address and token. `variable` is the value of FLASH_TOKEN; None if it is not set.
 
         Raises:
             ConfigError: there is no hub, or no token for it.
@@ -205,13 +208,13 @@ class HubPlace(msgspec.Struct, frozen=True):
         """
         if self.run_dir:
             folder = Path(self.run_dir)
-            body, token = verify(_announcement(folder), folder, given)
+            body, token = verify(_announcement(folder), folder, variable)
             return msgspec.structs.replace(msgspec.json.decode(body, type=HubAddress), token=token)
-        if given is None:
+        if variable is None:
             raise ConfigError(
                 f"{TOKEN_VARIABLE} is not set: the hub at {self} is joined with the token that was given to its run"
             )
-        return HubAddress(self.host, self.port, parse_token(given))
+        return HubAddress(self.host, self.port, parse_token(variable))
 
 
 def announce(run_dir: Path, address: HubAddress, token_file: str) -> None:
@@ -241,5 +244,5 @@ def _announcement(folder: Path) -> bytes:
     if not run.config.is_file():
         raise ConfigError(f"{folder} is no run directory: expected the folder run.output_dir/run.name of a running job")
     if run.summary.is_file():
-        raise ConfigError(f"no hub runs for {folder}, whose run has ended; `flash train … --resume` can go on with one")
-    raise ConfigError(f"no hub runs for {folder}: its job has been stopped, or is only starting")
+        raise ConfigError(f"no hub runs for {folder}, since the run has ended; `flash train … --resume` continues it")
+    raise ConfigError(f"no hub runs for {folder}: the job of the run was stopped, or has only just started")

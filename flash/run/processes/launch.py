@@ -30,7 +30,7 @@ from flash.waiting import first_error, run_apart
 HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a launch. The launch passes SIGHUP on to its processes as SIGTERM, which they handle."""
 NAMED = 2
-"""Exit code of a run that ended with a FlashError; all commands use it."""
+"""Exit code of a run that ended with a FlashError, an error that Flash itself has named; all commands use it."""
 LOST = 75
 """Exit code of a launch if its node has failed and the run continues without it; `launch.sh` relies on this value."""
 
@@ -39,10 +39,11 @@ class Launch:
     """Parts of this machine: a node loop, trainer ranks, or both, run until they end.
 
     Args:
-        loop: the node loop of this machine; None if it has none.
+        loop: the node loop of this machine, or the ranks of `flash sft`; None if it has neither.
         ranks: the trainer ranks of this machine; None if it has none.
         marker: file for the error that ends the run. None: this machine is not part of the run's own job.
-        has_hub: True if the node loop has the hub.
+        has_hub: True if the end of `loop` is the end of the run: the node loop has the hub, or `loop` are the ranks of
+            `flash sft`.
     """
 
     def __init__(
@@ -62,9 +63,9 @@ class Launch:
         """True if a signal has asked for the end of the launch."""
         self._ranks_failed = False
         """True if the trainer ranks of this machine have failed for good."""
-        self._early: list[int] = []
+        self._early_signals: list[int] = []
         """Numbers of the signals that arrived before the event loop ran."""
-        self._on_signal = self._early.append
+        self._on_signal = self._early_signals.append
         """Function that takes the number of a signal. Python calls it in the main thread. The event loop may run in
         another thread, so signals pass to it through a stream."""
 
@@ -102,7 +103,7 @@ class Launch:
         send, receive = anyio.create_memory_object_stream[int](math.inf)
         loop = asyncio.get_running_loop()
         self._on_signal = lambda number: loop.call_soon_threadsafe(send.send_nowait, number)
-        for number in self._early:
+        for number in self._early_signals:
             send.send_nowait(number)
         ending = anyio.Event()
         end = End.OVER  # also if a signal comes before any process runs
@@ -111,7 +112,7 @@ class Launch:
                 tasks.start_soon(self._handle_signals, receive, ending, tasks)
                 end = await self.keep_running(ending)
                 tasks.cancel_scope.cancel()
-        self._on_signal = self._early.append
+        self._on_signal = self._early_signals.append
         return self._exit_code(end)
 
     async def _handle_signals(self, signals: ObjectReceiveStream[int], ending: anyio.Event, tasks: TaskGroup) -> None:
@@ -159,7 +160,13 @@ class Launch:
         return end
 
     async def _end_with_hub(self, ranks: Ranks, ending: anyio.Event, over: anyio.Event) -> None:
-        """End the trainer ranks after the hub has ended, since they cannot go on without it."""
+        """End the trainer ranks after the hub has ended, since they cannot go on without it.
+
+        Args:
+            ranks: the trainer ranks of this machine.
+            ending: set here, so that no part restarts.
+            over: set by `_keep_ranks` when the ranks are over.
+        """
         # Ranks that were connected to the hub notice its end themselves. The signal ends ranks that never reached it.
         ending.set()
         ranks.processes.signal(signal.SIGTERM)
@@ -168,7 +175,7 @@ class Launch:
         ranks.processes.kill_all()
 
     def _mark(self, part: SupervisedPart | None, kind: type[PeerLostError]) -> None:
-        """Write the error that ended `part` to the marker, if no process has written one.
+        """Write the reason for the final failure of `part` to the marker, if no process has written an error there.
 
         `kind` is the class of the error that the marker then names.
         """
@@ -186,7 +193,7 @@ class Launch:
             self._ranks_failed = True
             self._mark(ranks, RanksGoneError)
             reported = self._marker and self._marker.message()
-            message = reported or f"the trainer ranks of node {ranks.node} cannot go on: their output says why"
+            message = reported or f"the trainer ranks of node {ranks.node} cannot go on: see their output"
             if not await ranks.send_to_hub(p.Fatal(RanksGoneError.__name__, message)):
                 ending.set()
                 if self._loop is not None:
@@ -211,14 +218,14 @@ class Launch:
         if self._has_hub and self._loop is not None:
             self._loop.kill_hanging(self._loop.processes.pids, why)
 
-    async def _end(self, number: signal.Signals, all_of_it: anyio.CancelScope) -> None:
+    async def _end(self, number: signal.Signals, whole_scope: anyio.CancelScope) -> None:
         """End the running parts in order after a signal, and kill processes that do not end in time.
 
-        `all_of_it` is cancelled if no process runs. Otherwise this task waits until `_run` cancels it, because all
-        parts are over, or until the time for the end is over.
+        `whole_scope`, the scope of the whole launch, is cancelled if no process runs. Otherwise this task waits until
+        `_run` cancels it, because all parts are over, or until the time for the end is over.
         """
         if not any(part.processes.pids for part in self._parts):
-            all_of_it.cancel()
+            whole_scope.cancel()
             return
         with anyio.move_on_after(max(part.grace_s for part in self._parts)):
             if self._loop is not None and (self._has_hub or self._ranks is None):
@@ -230,5 +237,6 @@ class Launch:
         self._kill()  # the time is over, or no hub can end the run
 
     def _kill(self) -> None:
+        """Kill all processes of all parts."""
         for part in self._parts:
             part.processes.kill_all()

@@ -264,8 +264,8 @@ class JoinedLoop(SupervisedPart):
     ) -> None:
         super().__init__(
             own,
-            follows="the node loop of this node starts again, and the run goes on meanwhile",
-            without="; the run goes on without it",
+            restart_line="the node loop of this node starts again, and the run goes on meanwhile",
+            aftermath="; the run goes on without it",
         )
         self._place = place
         self._folder = folder
@@ -371,7 +371,7 @@ class SftRanks(SupervisedPart):
     """
 
     def __init__(self, config: Config, file: Path) -> None:
-        super().__init__(config, "the trainer ranks start again", failed="the trainer ranks have failed")
+        super().__init__(config, "the trainer ranks start again", failure="the trainer ranks have failed")
         self._run_config, self._file = config, file
 
     async def run_once(self, restarts: int) -> tuple[End, list[str]]:

@@ -48,7 +48,9 @@ class Holder(msgspec.Struct, frozen=True):
     """Process that holds a lock, as it is written into the lock file."""
 
     pid: int
+    """Process id."""
     host: str
+    """Name of the process's machine."""
     since: float
     """Time at which it got the lock, in Unix seconds."""
 
@@ -58,7 +60,7 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 class Busy(Exception):
-    """Raised if another process holds the lock; the message describes that process."""
+    """Error of a lock that another process holds. The message is a phrase for that process."""
 
 
 @contextmanager
@@ -74,22 +76,27 @@ def exclusive(path: Path, wait_s: float) -> Generator[None]:
     try:
         if not _lock(descriptor, LAUNCHER, fcntl.LOCK_EX | fcntl.LOCK_NB):
             raise Busy(_holder(descriptor))
-        if not (_lock(descriptor, PROCESSES, fcntl.LOCK_EX | fcntl.LOCK_NB) or _others_end(descriptor, wait_s)):
+        if not (_lock(descriptor, PROCESSES, fcntl.LOCK_EX | fcntl.LOCK_NB) or _wait_for_others(descriptor, wait_s)):
             raise Busy(f"processes that were started by {_holder(descriptor)}, and outlived it")
         # The exclusive lock has only shown that no process of an earlier launch is alive. The processes of this launch
         # will share the second byte.
         _lock(descriptor, PROCESSES, fcntl.LOCK_UN)
-        _sign(descriptor)
+        _write_holder(descriptor)
         yield
     finally:
         os.close(descriptor)
 
 
 @contextmanager
-def in_turn(path: Path, doing: str, wait_s: float) -> Generator[None]:
+def in_turn(path: Path, activity: str, wait_s: float) -> Generator[None]:
     """Hold the lock while the block runs, so that one process at a time runs it. Waits for another holder first.
 
-    Processes that make the same model folder use this. `doing` describes the work of the holder in a log message.
+    Processes that make the same model folder use this (`flash.run.fetch.model_lock`).
+
+    Args:
+        path: path of the lock file.
+        activity: phrase for the work of the holder in a log message, such as `making the model outputs/tiny`.
+        wait_s: seconds to wait for another holder.
 
     Raises:
         Busy: another process still holds the lock after `wait_s` seconds.
@@ -98,10 +105,10 @@ def in_turn(path: Path, doing: str, wait_s: float) -> Generator[None]:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         if not _lock(descriptor, LAUNCHER, fcntl.LOCK_EX | fcntl.LOCK_NB):
-            log.warning("waiting up to %g s for %s, which is %s", wait_s, _holder(descriptor), doing)
-            if not _gets(descriptor, LAUNCHER, wait_s):
+            log.warning("waiting up to %g s for %s, which is %s", wait_s, _holder(descriptor), activity)
+            if not _wait_for_lock(descriptor, LAUNCHER, wait_s):
                 raise Busy(_holder(descriptor))
-        _sign(descriptor)
+        _write_holder(descriptor)
         yield
     finally:
         os.close(descriptor)
@@ -170,7 +177,7 @@ def exclusive_run(run_dir: Path, wait_s: float) -> Generator[None]:
         yield
 
 
-def _lock(descriptor: int, byte: int, how: int) -> bool:
+def _lock(descriptor: int, byte: int, flags: int) -> bool:
     """Try to lock one byte without waiting. Returns False if another process holds it.
 
     Also returns True if the file system has no locks. Then a warning is logged, and nothing is protected: a run on such
@@ -179,10 +186,10 @@ def _lock(descriptor: int, byte: int, how: int) -> bool:
     Args:
         descriptor: the open lock file.
         byte: LAUNCHER or PROCESSES.
-        how: flags of `fcntl.lockf`.
+        flags: flags of `fcntl.lockf`.
     """
     try:
-        fcntl.lockf(descriptor, how, 1, byte)
+        fcntl.lockf(descriptor, flags, 1, byte)
     except OSError as error:
         if error.errno in BUSY:
             return False
@@ -194,30 +201,30 @@ def _lock(descriptor: int, byte: int, how: int) -> bool:
     return True
 
 
-def _others_end(descriptor: int, seconds: float) -> bool:
+def _wait_for_others(descriptor: int, seconds: float) -> bool:
     """Wait up to `seconds` until the processes of a killed launcher have ended. Returns True if they have."""
     if seconds == 0:
         return False
     log.warning("waiting up to %g s for the processes that a killed launcher left behind", seconds)
-    return _gets(descriptor, PROCESSES, seconds)
+    return _wait_for_lock(descriptor, PROCESSES, seconds)
 
 
-def _gets(descriptor: int, byte: int, seconds: float) -> bool:
+def _wait_for_lock(descriptor: int, byte: int, seconds: float) -> bool:
     """Wait up to `seconds` for an exclusive lock on one byte. Returns True if this process got it."""
     # lockf has no timeout, so a thread waits for it.
-    ours = threading.Event()
+    acquired = threading.Event()
 
     def wait() -> None:
         with suppress(OSError):  # the time was over, and the file has been closed
             fcntl.lockf(descriptor, fcntl.LOCK_EX, 1, byte)
-            ours.set()
+            acquired.set()
 
     threading.Thread(target=wait, daemon=True).start()
-    return ours.wait(seconds)
+    return acquired.wait(seconds)
 
 
-def _sign(descriptor: int) -> None:
-    """Write this process into the lock file as the holder of the lock."""
+def _write_holder(descriptor: int) -> None:
+    """Write this process into the lock file as the holder of the lock, for the error messages of others."""
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, msgspec.json.encode(Holder(os.getpid(), socket.gethostname(), time.time())), 0)
 
@@ -227,4 +234,4 @@ def _holder(descriptor: int) -> str:
     try:
         return str(msgspec.json.decode(os.pread(descriptor, 4096, 0), type=Holder))
     except msgspec.DecodeError:
-        return "another process that has only just begun"
+        return "another process that has only just started"

@@ -28,11 +28,11 @@ from flash.run.processes.rendezvous import HubSearch
 from flash.run.processes.supervisor import End, EndedProcess, SupervisedPart, describe, judge, say
 from flash.transport.client import connect
 
-LOST_S = 2.0
+EXIT_S = 2.0
 """Seconds that ranks have to exit by themselves after the hub is gone, or after they caused the end of their
 incarnation. Ranks that exit by themselves print an error message that explains more than a kill."""
-LOOK_S = 0.05
-"""Seconds between two checks whether these ranks have exited."""
+POLL_S = 0.05
+"""Seconds between two checks if these ranks have exited."""
 RANKS_FAILED = "the trainer ranks have failed"
 """Reason for the end of the run if neither a process nor the hub has an error message."""
 RETRY_S = 1.0
@@ -80,10 +80,12 @@ class Ranks(SupervisedPart):
     """
 
     def __init__(self, config: Config, node: int, file: Path, place: HubPlace, *, prints: bool = False) -> None:
-        super().__init__(config, "the trainer ranks start again", failed=RANKS_FAILED)
-        self._run = config
+        super().__init__(config, "the trainer ranks start again", failure=RANKS_FAILED)
+        self._run_config = config
         self.node = node
+        """Number of the machine in its job."""
         self._name = f"messenger-{node}"
+        """Name of this launcher as a peer of the hub."""
         self._file = file
         self._place = place
         self._prints = prints
@@ -114,14 +116,14 @@ class Ranks(SupervisedPart):
 
     async def run_once(self, restarts: int) -> tuple[End, list[str]]:
         """Run all ranks once. Implements `SupervisedPart.run_once`."""
-        ended = await run_ranks(self, "trainer", self._run, self.node, self._file, restarts)
+        ended = await run_ranks(self, "trainer", self._run_config, self.node, self._file, restarts)
         end, silent = await judge(ended, self.processes.killed, self.ending)
         if end == End.FAILED and not silent and not self._place.announced:
             return End.WITH_PEER, []  # the ranks have failed because the hub has ended, which reports its own end
         # `judge` does not count ranks that were killed. But these ranks hung by themselves, so the restart must count.
         if end == End.WITH_PEER and self.hung:
             return End.FAILED, []
-        first = self.node * self._run.cluster.trainer_ranks
+        first = self.node * self._run_config.cluster.trainer_ranks
         return end, [describe(f"trainer rank {first + one.local}", one) for one in silent]
 
     async def watch_hub(self, on_silence: Callable[[str], object]) -> None:
@@ -136,7 +138,7 @@ class Ranks(SupervisedPart):
         Raises:
             FlashError: on a machine other than the hub's: there is no hub, or the run has failed.
         """
-        first, deadlines = self.node == 0, self._run.deadlines
+        first, deadlines = self.node == 0, self._run_config.deadlines
         silence_s = deadlines.hub if first else None
         search = HubSearch(self._place, os.environ.get(TOKEN_VARIABLE), prints=self._prints, silence_s=silence_s)
         run: p.RunReply | None = None
@@ -166,7 +168,7 @@ class Ranks(SupervisedPart):
             except FlashError as error:  # the hub has ended, and with it the incarnations of its ranks; or it hangs
                 if isinstance(error, DeadlineError):
                     on_silence(str(error))
-                await anyio.sleep(LOST_S)
+                await anyio.sleep(EXIT_S)
                 self.processes.kill(living)
 
     async def send_to_hub(self, message: p.Fatal | p.Interrupt) -> bool:
@@ -174,7 +176,7 @@ class Ranks(SupervisedPart):
 
         Returns True if a connection to the hub was made. The caller then leaves the end of the run to the hub.
         """
-        connected, deadlines = False, self._run.deadlines
+        connected, deadlines = False, self._run_config.deadlines
         with suppress(FlashError):  # the hub may end before it replies
             hub = self._place.find(os.environ.get(TOKEN_VARIABLE))
             async with connect(hub.host, hub.port, hub.token, self._name, deadlines.request) as caller:
@@ -185,16 +187,16 @@ class Ranks(SupervisedPart):
     async def end_incarnation(self, news: p.RanksReply) -> None:
         """End the processes of an incarnation that is over, as `news` from the hub names them.
 
-        Processes that caused the end get LOST_S seconds to exit by themselves, and are then killed as hanging. Their
+        Processes that caused the end get EXIT_S seconds to exit by themselves, and are then killed as hanging. Their
         restart counts, because their own failure ended them. All other processes are killed at once.
         """
         causes = self.processes.pids & set(news.causes)
         self.processes.kill(set(news.ended) - causes)
-        with anyio.move_on_after(LOST_S):
+        with anyio.move_on_after(EXIT_S):
             while causes & self.processes.pids:  # noqa: ASYNC110 - a process cannot notify us of its end
-                await anyio.sleep(LOOK_S)
+                await anyio.sleep(POLL_S)
         hanging = causes & self.processes.pids
-        self._failed = news.missing or RANKS_FAILED
+        self._failure = news.missing or RANKS_FAILED
         for pid in sorted(hanging):
             why = f"waited for others, and is killed: {news.missing}" if news.missing else "hangs, and is killed"
             say(f"process {pid} of the trainer ranks {why}")

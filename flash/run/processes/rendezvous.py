@@ -29,7 +29,7 @@ from flash.transport.client import connect
 from flash.transport.frames import ReplyT, Request
 from flash.waiting import deadline
 
-ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+DOCUMENTATION_ADDRESSES = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 """Addresses that belong to no machine (RFC 5737, RFC 3849), so they are routed by this machine's default route."""
 RANK_RETRY_S = 0.5
 """Seconds between two searches of `find_hub`. A hub that starts, maybe on another machine, cannot notify this
@@ -37,13 +37,12 @@ process."""
 QUIET_S = 20.0
 """Seconds of searching for the hub before `find_hub` prints a line."""
 
-T = TypeVar("T")
-
-
 ASK_S = 20.0
 """Seconds in which a hub has to describe its run, while the deadlines of the run are not known yet."""
 RETRY_S = 1.0
-"""Seconds between two searches of `HubSearch`, for the same reason."""
+"""Seconds between two searches of `HubSearch`. A hub that starts cannot notify this process."""
+
+T = TypeVar("T")
 
 
 def hub_place(config: Config, environment: Mapping[str, str]) -> HubPlace:
@@ -115,6 +114,7 @@ Resolve = Callable[[str, int], Sequence[tuple[Any, ...]]]
 
 
 def _resolve(host: str, port: int) -> Sequence[tuple[Any, ...]]:
+    """Return the addresses of a host name. Raises OSError if it has none."""
     return socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
 
 
@@ -133,14 +133,14 @@ def address_towards(endpoint: str, resolve: Resolve = _resolve) -> str:
         host = _own_address(family, place)
     except (OSError, UnicodeError, OverflowError) as error:
         raise ConfigError(
-            f"{RENDEZVOUS} = {endpoint}: {first} leads to no machine ({error}); expected HOST:PORT of the first node, "
+            f"{RENDEZVOUS} = {endpoint}: {first} cannot be resolved ({error}); expected HOST:PORT of the first node, "
             "or [ADDRESS]:PORT with an address of IPv6"
         ) from error
     if not _is_loopback(host) or first == "localhost" or _is_loopback(first):
         return host
     # Debian's /etc/hosts has a line such as `127.0.1.1 node1`, which resolves a machine's own name to loopback. Other
     # machines would reach themselves at that address.
-    for family, far in ELSEWHERE:
+    for family, far in DOCUMENTATION_ADDRESSES:
         with suppress(OSError):
             if not _is_loopback(own := _own_address(family, (far, int(port)))):
                 return own
@@ -150,7 +150,7 @@ def address_towards(endpoint: str, resolve: Resolve = _resolve) -> str:
                 return str(place[0])
     raise ConfigError(
         f"{RENDEZVOUS} = {endpoint}: on this machine {first} is {host}, which other machines cannot reach, and it has "
-        "no other address; name one that they reach: cluster.hub_host"
+        "no other address; set cluster.hub_host to an address that they reach"
     )
 
 

@@ -64,6 +64,7 @@ class EndedProcess(NamedTuple):
     local: int
     """Number of the process among those that started together."""
     pid: int
+    """Process id."""
     code: int
     """Exit code; −N if signal N killed the process."""
 
@@ -85,8 +86,10 @@ class Processes:
 
     def __init__(self) -> None:
         self._server: ForkServer | None = None
+        """Server from which processes are forked; None before `fork_from`."""
         self._living: dict[int, ForkedProcess] = {}
-        self._begins = False
+        """Running processes, by their number in this start."""
+        self._starting = False
         """True while a process is being started."""
         self._last_signal: signal.Signals | None = None
         """Last signal that was sent to all processes. Processes that start later get it, too."""
@@ -148,14 +151,14 @@ class Processes:
 
         If this task is cancelled, the server is killed: only then does the thread end.
         """
-        self._begins = True
+        self._starting = True
         try:
             await anyio.to_thread.run_sync(process.start, abandon_on_cancel=True)
         except anyio.get_cancelled_exc_class():
             process.server.end()
             raise
         finally:
-            self._begins = False
+            self._starting = False
 
     async def _follow(
         self, number: int, process: ForkedProcess, ended: list[EndedProcess], failing: anyio.Event
@@ -199,7 +202,7 @@ class Processes:
         """Kill all processes with their child processes. A process that is about to start is killed, too."""
         self._last_signal = signal.SIGKILL
         self.kill(self.pids)
-        if self._begins:
+        if self._starting:
             self.end_server()
 
     def kill(self, pids: Collection[int]) -> None:
@@ -218,18 +221,19 @@ class SupervisedPart(ABC):
 
     Args:
         config: the run's configuration; None if it is not known yet.
-        follows: sentence that is printed before a restart, for example "the trainer ranks start again".
-        failed: reason for the final failure if `run_once` returns no message; empty if the error was reported already.
-        without: text that is added to the line that is printed when no restart is left, for example that the run goes
+        restart_line: sentence that is printed before a restart, for example "the trainer ranks start again".
+        failure: reason for the final failure if `run_once` returns no message; empty if the error was reported already.
+        aftermath: text that is added to the line that is printed when no restart is left, for example that the run goes
             on without this node.
     """
 
-    def __init__(self, config: Config | None, follows: str, failed: str = "", without: str = "") -> None:
+    def __init__(self, config: Config | None, restart_line: str, failure: str = "", aftermath: str = "") -> None:
         self.config = config
-        self._follows = follows
-        self._failed = failed
-        self._without = without
+        self._restart_line = restart_line
+        self._failure = failure
+        self._aftermath = aftermath
         self.processes = Processes()
+        """Processes of the part."""
         self.hung: set[int] = set()
         """Process ids of the last start that were killed because they hang."""
         self.hang_reason = ""
@@ -277,26 +281,26 @@ class SupervisedPart(ABC):
         while True:
             self.hung.clear()
             try:
-                end, words = await self.run_once(self.restarts)
+                end, messages = await self.run_once(self.restarts)
             except NotStartedError as error:
                 await anyio.sleep(RETRY_S)
-                end, words = End.FAILED, [str(error)]
+                end, messages = End.FAILED, [str(error)]
             if end in (End.OVER, End.FINAL) or self.ending.is_set():
                 return end
             if end == End.WITH_PEER:
                 continue
             assert self.config is not None, "without a configuration nothing has started"
             most = self.config.cluster.max_restarts
-            for line in words:
+            for line in messages:
                 say(line)
             if self.restarts >= most:
                 spent = f"no restart is left of cluster.max_restarts = {most}"
-                say(spent + self._without)
-                if reasons := words or [self._failed] * bool(self._failed):
+                say(spent + self._aftermath)
+                if reasons := messages or [self._failure] * bool(self._failure):
                     self.final_reason = "; ".join([*reasons, spent])
                 return end
             self.restarts += 1
-            say(f"{self._follows} (restart {self.restarts} of {most})")
+            say(f"{self._restart_line} (restart {self.restarts} of {most})")
 
 
 async def judge(
@@ -330,15 +334,15 @@ async def judge(
     return (End.INTERRUPTED if End.INTERRUPTED in codes else End.WITH_PEER), []
 
 
-def describe(who: str, process: EndedProcess) -> str:
-    """Return a sentence about how a process ended."""
-    return f"{who} (process {process.pid}) {describe_exit_code(process.code)}"
+def describe(name: str, process: EndedProcess) -> str:
+    """Return a sentence about how a process ended, for the user. `name` is a phrase for the process."""
+    return f"{name} (process {process.pid}) {describe_exit_code(process.code)}"
 
 
-def say(words: str) -> None:
-    """Print one line for people to standard error. Errors are ignored, because the reader may be gone."""
+def say(line: str) -> None:
+    """Print one line for the user to standard error. Errors are ignored, because the reader may be gone."""
     with suppress(OSError):
-        sys.stderr.write(f"flash: {harmless(words)}\n")
+        sys.stderr.write(f"flash: {harmless(line)}\n")
         sys.stderr.flush()
 
 

@@ -1,4 +1,4 @@
-"""Entry point of a supervised process, called by `flash.run.processes.forked.JobProcess` in the new process.
+"""Entry point of a supervised process, which `flash.run.processes.forked.JobProcess` calls in the new process.
 
 The process is a node loop with the hub, a joined node loop, or a trainer rank of a run or of `flash sft`. The exit code
 is an `End`, with which the supervisor decides about a restart. If the process belongs to the first node and fails with
@@ -38,16 +38,16 @@ def main(role: str, file: Path, order: ProcessOrder) -> int:
     Args:
         role: a `Role`.
         file: file with the configuration.
-        order: further arguments from the launcher.
+        order: further arguments from the launcher, such as the number of the machine and of the restarts.
     """
-    begin_logging()
+    start_logging()
     raise_descriptor_limit()
     take_import_path()
     join_scratch_folder()
     try:
         config = load_checked(file)
     except FlashError as error:
-        complain(error)
+        print_error(error)
         return End.FINAL
     # A joined node writes nothing to the run directory, and must not keep the next launch of the run waiting.
     if role != "node":
@@ -58,7 +58,7 @@ def main(role: str, file: Path, order: ProcessOrder) -> int:
     if marker.exists():
         return End.FINAL
     try:
-        return _become(cast(Role, role), order, config)
+        return _run_role(cast(Role, role), order, config)
     except FlashError as error:
         # On the first node, every error after the last restart ends the run. A PeerLostError does not, because it only
         # follows from the error of another process.
@@ -66,7 +66,7 @@ def main(role: str, file: Path, order: ProcessOrder) -> int:
         final = error.fatal or (last and order.node == 0)
         if final and order.node == 0:
             marker.write(error)
-        complain(error)
+        print_error(error)
         return End.FINAL if final else End.FAILED
     except KeyboardInterrupt:
         return End.INTERRUPTED
@@ -87,7 +87,7 @@ def raise_descriptor_limit() -> None:
         log.debug("the limit of open files stays as it is: %s", error)
 
 
-def begin_logging() -> None:
+def start_logging() -> None:
     """Send the log messages of a process of the job to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     # Log messages may quote errors of user code and of other services, which may contain any text.
@@ -96,14 +96,14 @@ def begin_logging() -> None:
     log.setLevel(logging.INFO)
 
 
-def complain(error: FlashError) -> None:
-    """Print an error to standard error."""
+def print_error(error: FlashError) -> None:
+    """Print an error to standard error, in the format of the commands."""
     kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
     sys.stderr.write(f"flash: error: {kind}{harmless(str(error))}\n")
     sys.stderr.flush()
 
 
-def _become(role: Role, order: ProcessOrder, config: Config) -> End:
+def _run_role(role: Role, order: ProcessOrder, config: Config) -> End:
     """Run the loop of a role on the CPU cores that are configured for it, and return how it ended.
 
     Each loop is imported only here, so that a process imports nothing that it does not need.
