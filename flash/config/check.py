@@ -1,9 +1,9 @@
-"""Check: finds faults of a well-typed configuration, such as impossible combinations, import paths, folders, hardware.
+"""Checks of a configuration whose values have the right types: impossible combinations, wrong paths, missing hardware.
 
 Each table has one function `check_TABLE`, which yields every problem of its keys, and some have `advise_TABLE`, which
-yields warnings. `TABLES` lists them. They are functions beside the tables and not methods, because most rules compare
-keys of several tables, and because a file of tables must not import environments, objectives and vLLM's arguments.
-`flash.config.load` calls `check` with the resolved configuration, in which `auto` is replaced by numbers.
+yields warnings. The tuples at the end of this file list them. The functions are not methods of the tables, because most
+rules compare keys of several tables, and because a file of tables must not import environments, objectives and vLLM's
+arguments. `flash.config.load` calls `check` with the resolved configuration, in which `auto` is replaced by numbers.
 
 Beside this file, `flash.config.check_learning` has the functions of the tables that train, `flash.config.machine` those
 of the tables that place processes, and `flash.config.models` those of models. `flash.run.checks.preflight` checks what
@@ -90,9 +90,9 @@ def check_run(config: Config) -> Iterator[ConfigProblem]:
 
 
 def check_env(config: Config) -> Iterator[ConfigProblem]:
-    """Check that the environment exists, has the interface, and accepts its options.
+    """Check that the environment exists, has the methods of an environment, and accepts its options.
 
-    With a `[tiny_model]` table it also needs the methods from which that model is made and first trained.
+    With a `[tiny_model]` table the class also needs the methods WARM_START_METHODS.
     """
     try:
         env = load_environment(config.env.path)
@@ -127,8 +127,14 @@ def _domains(config: Config, env: type[object], kwargs: dict[str, Any]) -> Itera
     A domain is one environment of a mixture (`envs.mixture`); it may have settings of its own, in place of those of the
     run. An environment without domains has no problems here.
     """
-    found = class_with("domains", env, kwargs)
-    domains: dict[str, Any] = {} if found is None else found[0].domains(**found[1])
+    try:
+        # Only the class that names the kinds of problems can have their domains, as in `LoadedEnvironment.domains`.
+        found = class_with("kind_of", env, kwargs)
+        has_domains = found is not None and callable(getattr(found[0], "domains", None))
+        domains: dict[str, Any] = found[0].domains(**found[1]) if found is not None and has_domains else {}
+    except Exception as error:  # `wrapped` and `domains` are a user's methods, which may raise any exception
+        yield ConfigProblem("env.options", refusal(env, error))
+        return
     # Only the wrapper knows which of its options holds the table of a wrapped mixture.
     table = "env.options.kinds" if found is not None and found[0] is env else "env.options … kinds"
     if len(domains) > 1 and config.rollout.fifo_window is not None:
@@ -250,7 +256,7 @@ def check_alarms(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("alarms.command", message)
 
 
-def check_simulate(config: Config) -> Iterator[ConfigProblem]:
+def check_simulated_gpus(config: Config) -> Iterator[ConfigProblem]:
     """Check that the simulated GPUs can be divided among engines and trainers."""
     simulate = config.simulate
     if simulate is None:
@@ -267,18 +273,20 @@ def check_simulate(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("simulate.nodes", message)
 
 
-def check_simulation(config: Config) -> Iterator[ConfigProblem]:
-    """Check what `flash simulate` alone needs: a `[simulate]` table, and a swap method that the simulator supports."""
+def check_simulated_run(config: Config) -> Iterator[ConfigProblem]:
+    """Check the requirements of `flash simulate` alone.
+
+    It needs a `[simulate]` table, at most one adapter per engine, possible distributions, and a prompt that fits into
+    model.max_length.
+    """
     if config.simulate is None:
         yield ConfigProblem(
             "simulate", "is missing: the [simulate] table describes the simulated hardware and workload"
         )
+    # Only drain with [lora] keeps the adapters of several versions in an engine.
     if config.adapters > 1:
-        yield ConfigProblem(
-            "rollout.swap",
-            "expected another value than drain, with which an engine holds several adapters ([lora]): this is "
-            "not simulated",
-        )
+        message = "expected another value than drain: with [lora] an engine then holds several adapters, which is not "
+        yield ConfigProblem("rollout.swap", f"{message}simulated")
     if config.simulate is not None:
         yield from _distributions(config.simulate)
         limit, shortest = config.model.max_length - 1, round(sampler(config.simulate.prompt_tokens).draw(RARE))
@@ -320,7 +328,7 @@ TABLES: tuple[Check, ...] = (
     check_alarms,
     machine.check_cluster,
     machine.check_parallel,
-    check_simulate,
+    check_simulated_gpus,
 )
 """Checks of a run that samples and trains."""
 
@@ -335,7 +343,7 @@ SUPERVISED: tuple[Check, ...] = (
 )
 """Checks of supervised fine-tuning. Nothing is sampled, so neither environment nor engines are checked."""
 
-SIMULATION: tuple[Check, ...] = (check_learning.check_batch, check_sampling, check_simulate, check_simulation)
+SIMULATION: tuple[Check, ...] = (check_learning.check_batch, check_sampling, check_simulated_gpus, check_simulated_run)
 """Checks of a simulation. It needs no model, device or environment, so these are not checked."""
 
 ADVICE: tuple[Check, ...] = (

@@ -173,7 +173,7 @@ def quantities(config: Config, ledger: Mapping[str, int]) -> Quantities:
     `ledger` has the counts of a simulated run, which give the share of samples that filters remove.
     """
     simulate, rollout, train = config.simulate, config.rollout, config.train
-    assert simulate is not None, "flash.config.check.check_simulation"
+    assert simulate is not None, "flash.config.check.check_simulated_run"
     drawn = draw_episodes(simulate, rollout.max_new_tokens, rollout.max_turns)
     trained = ledger.get("trained", 0)
     kept = trained / (trained + ledger.get("filtered", 0)) if trained else 1.0

@@ -34,7 +34,7 @@ def print_run(config: Config, cell: SweepCell) -> None:
     """Print the results of one simulated run, and its bounds."""
     report, console = cell.report, _console()
     simulate = config.simulate
-    assert simulate is not None, "flash.config.check.check_simulation"
+    assert simulate is not None, "flash.config.check.check_simulated_run"
     console.print(
         f"{config.run.name}: {simulate.rollout_gpus} GPUs generate, {simulate.gpus - simulate.rollout_gpus} train; "
         f"{report.steps} steps of {config.train.batch_size} samples, async_ratio {config.train.async_ratio:g}"

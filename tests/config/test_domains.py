@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from envs.mixture import Mixture
 from flash.config.check import check_env
 from flash.config.decode import ConfigProblem
 from flash.config.tree import Config
@@ -41,3 +42,51 @@ def test_domains_with_limits_of_their_own_are_taken() -> None:
 def test_what_cannot_work_is_refused_by_name(own: Any, rollout: Any, key: str, message: str) -> None:
     (problem,) = problems({"a": SUMS | own, "b": SUMS}, **rollout)
     assert (problem.key, message in problem.message) == (key, True), problem
+
+
+class AroundMixture:
+    """Environment around a mixture, with kinds of its own and so without domains."""
+
+    def __init__(self, kinds: dict[str, Any]) -> None: ...
+
+    def reset(self, seed: int) -> None: ...
+
+    def step(self, action: str) -> None: ...
+
+    def close(self) -> None: ...
+
+    @classmethod
+    def wrapped(cls, kinds: dict[str, Any]) -> tuple[type[Any], dict[str, Any]]:
+        return Mixture, {"kinds": kinds}
+
+    @classmethod
+    def kind_of(cls, seed: int, **options: Any) -> str:
+        return "one"
+
+
+class Failing(AroundMixture):
+    @classmethod
+    def domains(cls, **options: Any) -> dict[str, Any]:
+        raise RuntimeError("no domains today")
+
+
+def problems_around(name: str) -> list[ConfigProblem]:
+    base: dict[str, Any] = {
+        "run": {"name": "test"},
+        "model": {"path": "fake", "max_length": 64},
+        "env": {
+            "path": f"tests.config.test_domains:{name}",
+            "options": {"kinds": {"a": SUMS | {"max_new_tokens": 64}}},
+        },
+    }
+    return list(check_env(msgspec.convert(base, Config)))
+
+
+def test_domains_that_a_wrapper_hides_are_not_checked() -> None:
+    assert problems_around("AroundMixture") == []
+
+
+def test_an_error_of_domains_is_a_problem_of_the_options() -> None:
+    assert problems_around("Failing") == [
+        ConfigProblem("env.options", "Failing refuses them: RuntimeError: no domains today")
+    ]
