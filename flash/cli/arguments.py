@@ -25,7 +25,7 @@ OUTPUTS = Path("outputs")
 """Default folder of runs, which `run.output_dir` can change."""
 OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
 """Pattern of an option in the help of a command."""
-VARIABLE = "FLASH_TYPED"
+TYPED_VARIABLE = "FLASH_TYPED"
 """Environment variable in which `launch.sh` passes the command that the user has typed, quoted for a shell."""
 
 
@@ -172,7 +172,7 @@ def typed(argv: Sequence[str], environment: MutableMapping[str, str]) -> list[st
         environment: the environment variables. `FLASH_TYPED` is removed from them, so that child processes do not
             inherit it.
     """
-    if script := environment.pop(VARIABLE, ""):
+    if script := environment.pop(TYPED_VARIABLE, ""):
         return shlex.split(script)
     program, *rest = argv
     # A program that PATH finds, and `python -m flash`, are shown as `flash`.

@@ -61,7 +61,7 @@ REMOVED: dict[tuple[str, ...], str] = {
     "COMMAND`; for a terminal use `podman exec -it` or `docker exec -it` on the sandbox's machine",
 }
 """Commands that no longer exist, with the error message that names their replacement."""
-UNREAD = 128 + signal.SIGPIPE
+BROKEN_PIPE = 128 + signal.SIGPIPE
 """Exit code of a process that writes to a pipe without a reader, as in shells."""
 
 
@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # For example `flash … | head`. Without this, the interpreter would fail again when it flushes the output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return UNREAD
+        return BROKEN_PIPE
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise

@@ -2,7 +2,8 @@
 
 `flash init` writes a small project, `flash doctor` finds out what this machine lacks, `flash plan` computes the memory
 that a configuration needs, `flash fetch` gets a pretrained model, and `flash schema` prints the JSON Schema of the
-configuration for editors.
+configuration for editors. Each command has a function `add_COMMAND`, which adds its parser, and a function
+`run_COMMAND`, which carries it out and returns the exit code. Packages that take long to import are imported there.
 """
 
 from __future__ import annotations
@@ -51,15 +52,16 @@ PROJECT_NAME = "my-project"
 """Name of the project in the files of `project/`, which is replaced by the run's name."""
 LONGEST_NAME = 128
 """Largest length of a run's name, in characters."""
-IN_SANDBOXES = ("envs.code:", "envs.swe:", "envs.rewards.code:", "envs.tools.sandboxed:")
+SANDBOX_PATHS = ("envs.code:", "envs.swe:", "envs.rewards.code:", "envs.tools.sandboxed:")
 """Beginnings of the import paths of objects that run programs in sandboxes."""
-OF_SANDBOXES = {"sandboxes", "box"}
+SANDBOX_OPTIONS = {"sandboxes", "box"}
 """Names of options that describe sandboxes."""
 CONFIG_S = 90.0
 """Time limit for reading the configuration, which imports its environment, in seconds."""
 GIB = 2**30
-RANKS = 512
-"""Largest number of trainer ranks that is proposed."""
+"""Bytes in one GiB."""
+MOST_RANKS = 512
+"""Largest number of trainer ranks that `flash plan` proposes."""
 OFFLOADED: dict[Literal["activations", "moments", "weights"], str] = {
     "activations": "inputs of layers wait on the host; copied twice a step",
     "moments": "moments are on the host; copied there and back in each update",
@@ -71,6 +73,7 @@ MODELS = Path("outputs/models")
 
 
 def add_init(commands: CommandParsers) -> argparse.ArgumentParser:
+    """Add the parser of `flash init` to `commands`, and return it. `flash.cli.main` calls this."""
     parser = commands.add_parser(
         "init", help="Write a small project of your own: an environment, a reward, a configuration and tests."
     )
@@ -90,8 +93,8 @@ def run_init(arguments: argparse.Namespace) -> int:
         text = (resources.files("flash.cli") / "project" / file).read_text(encoding="utf-8")
         write_atomically(folder / file, text.replace(PROJECT_NAME, name).encode())
     width = max(map(len, PROJECT_FILES))
-    for file, what in PROJECT_FILES.items():
-        sys.stdout.write(f"{file.ljust(width)}  {what}\n")
+    for file, description in PROJECT_FILES.items():
+        sys.stdout.write(f"{file.ljust(width)}  {description}\n")
     steps = [f"cd {shlex.quote(str(folder))}", "python -m pytest", "flash train run.toml", f"flash view outputs/{name}"]
     if sys.prefix != sys.base_prefix and os.environ.get("VIRTUAL_ENV") != sys.prefix:
         steps.insert(0, f". {shlex.quote(sys.prefix)}/bin/activate")
@@ -108,6 +111,7 @@ def run_name(folder: Path) -> str:
 
 
 def add_doctor(commands: CommandParsers) -> argparse.ArgumentParser:
+    """Add the parser of `flash doctor` to `commands`, and return it. `flash.cli.main` calls this."""
     parser = commands.add_parser(
         "doctor", help="Report what this machine lacks for a run: cores, GPUs, packages, containers, …"
     )
@@ -132,13 +136,14 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         paths, overrides = split_arguments(arguments.config)
 
         def read(_: Config | None) -> Finding:
+            """Read the configuration, as the first check. The argument of a check is not needed."""
             from flash.run.checks.preflight import start_problems
 
             try:
                 config.append(load(paths, overrides, also=start_problems))
             except ConfigError as error:
-                return missing(str(error), "mend that; what follows is what any small run needs")
-            return ok("every key is right, and what it names is there")
+                return missing(str(error), "correct it; the findings below are for a small run")
+            return ok("every key is valid, and the files and classes that it names exist")
 
         findings += examine({"config": read}, None, CONFIG_S)
     findings += examine({**CHECKS, "containers": containers}, config[0] if config else None)
@@ -192,7 +197,7 @@ def containers(config: Config | None) -> Finding:
 def uses_sandboxes(item: tuple[str, str]) -> bool:
     """Return True if an option of an environment, or an import path, asks for sandboxes. `item`: its key and text."""
     key, text = item
-    return key in OF_SANDBOXES or text.startswith(IN_SANDBOXES)
+    return key in SANDBOX_OPTIONS or text.startswith(SANDBOX_PATHS)
 
 
 def _items(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -209,6 +214,7 @@ def _items(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def add_plan(commands: CommandParsers) -> argparse.ArgumentParser:
+    """Add the parser of `flash plan` to `commands`, and return it. `flash.cli.main` calls this."""
     parser = commands.add_parser(
         "plan", help="Predict the memory that a configuration needs, and name changes that make it fit."
     )
@@ -299,6 +305,7 @@ def _unreachable(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _ranks(config: Config) -> int:
+    """Return the number of trainer ranks on all nodes."""
     return config.cluster.trainer_ranks * config.cluster.trainer_nodes
 
 
@@ -357,30 +364,32 @@ def _changes(config: Config) -> Iterator[tuple[list[str], str]]:
     changes: list[str] = []
     if not train.activation_checkpointing:
         changes = ["train.activation_checkpointing=true"]
-        yield changes, "of a layer its input is kept, it runs again in the backward pass: a third more time"
+        yield changes, "of each layer only the input is kept; it runs again in the backward pass: a third more time"
     tokens, before = train.max_tokens_per_microbatch, changes
     while tokens // 2 >= config.model.max_length:
         tokens //= 2
         changes = [*before, f"train.max_tokens_per_microbatch={tokens}"]
         yield changes, "activations of half as many tokens; layers are gathered twice as often"
     offload = [*train.offload]
-    for name, why in OFFLOADED.items() if config.gpus_per_node > 0 else ():
-        alone = train.optimizer == "adamw" and "weights" not in offload
-        if name not in offload and (name != "moments" or alone):
+    for name, effect in OFFLOADED.items() if config.gpus_per_node > 0 else ():
+        # Only AdamW can offload moments alone; "weights" offloads the moments, too.
+        moments_alone = train.optimizer == "adamw" and "weights" not in offload
+        if name not in offload and (name != "moments" or moments_alone):
             offload.append(name)
             before = [change for change in changes if not change.startswith("train.offload")]
             changes = [*before, f"train.offload={json.dumps(offload, separators=(',', ':'))}"]
-            yield changes, why
+            yield changes, effect
     if train.moments == "float32" and not {"moments", "weights"} & {*offload} and train.optimizer == "adamw":
         changes = [*changes, 'train.moments="bfloat16"']
-        yield changes, "two bytes of each weight for four, twice; rounded at random"
+        yield changes, "each moment takes 2 bytes per weight, not 4; the values are rounded at random"
     nodes = cluster.trainer_nodes
-    while (nodes := 2 * nodes) * cluster.trainer_ranks <= RANKS:
+    while (nodes := 2 * nodes) * cluster.trainer_ranks <= MOST_RANKS:
         more = cluster.nodes + nodes - cluster.trainer_nodes
         yield [*changes, f"cluster.trainer_nodes={nodes}", f"cluster.nodes={more}"], "each rank keeps half as much"
 
 
 def add_fetch(commands: CommandParsers) -> argparse.ArgumentParser:
+    """Add the parser of `flash fetch` to `commands`, and return it. `flash.cli.main` calls this."""
     parser = commands.add_parser(
         "fetch", help="Get a pretrained model as a Hugging Face folder, or convert a GGUF file to one."
     )
@@ -426,6 +435,7 @@ def run_fetch(arguments: argparse.Namespace) -> int:
 
 
 def add_schema(commands: CommandParsers) -> argparse.ArgumentParser:
+    """Add the parser of `flash schema` to `commands`, and return it. `flash.cli.main` calls this."""
     parser = commands.add_parser(
         "schema", help="Print the JSON Schema of the configuration, with which editors complete and check TOML files."
     )

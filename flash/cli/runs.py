@@ -53,23 +53,23 @@ if TYPE_CHECKING:
     from flash.run.rhythm import RhythmResponses
 
 VIEW_PORT = 8710
-"""Default TCP port of the page."""
+"""Default TCP port of the page of `flash view`."""
 VIEW_PACKAGES = ("starlette", "uvicorn", "plotly")
-"""Packages that the page needs."""
-
-
+"""Packages that `flash view` needs."""
 WATCH_S = 1.0
-"""Seconds between two updates of the screen."""
+"""Seconds between two updates of the screen by `flash watch`."""
 TRACKERS: tuple[TrackerName, ...] = get_args(TrackerName)
+"""Names of all trackers, for `flash track`."""
 REPLAY_METRICS = ("loss", "grad_norm", "entropy", "clip_fraction")
-"""Metrics that are printed, each beside its value in the run."""
+"""Metrics that `flash replay` prints, each beside its value in the run."""
 REPLAY_WIDTH = 13
-"""Width of a printed column, in characters."""
+"""Width of a column that `flash replay` prints, in characters."""
 RHYTHM_SAMPLES = 8
-"""Default number of recorded samples that are examined."""
+"""Default number of recorded samples that `flash rhythm` examines."""
 
 
 def add_view(commands: CommandParsers) -> argparse.ArgumentParser:
+    """Add the parser of `flash view` to `commands`, and return it. `flash.cli.main` calls this."""
     parser = commands.add_parser("view", help="Show runs in the browser, while they run and afterwards.")
     parser.add_argument(
         "run_dir",
@@ -120,6 +120,7 @@ async def _serve_page(app: Starlette, port: int, shown: str) -> None:
 
 
 def add_watch(commands: CommandParsers) -> argparse.ArgumentParser:
+    """Add the parser of `flash watch` to `commands`, and return it. `flash.cli.main` calls this."""
     parser = commands.add_parser("watch", help="Show a run in the terminal, while it runs and afterwards.")
     parser.add_argument(
         "run_dir", nargs="?", type=Path, help=f"Folder of the run. Default: the newest run in {OUTPUTS}."
@@ -149,6 +150,7 @@ def run_watch(arguments: argparse.Namespace) -> int:
 
 
 def add_plot(commands: CommandParsers) -> argparse.ArgumentParser:
+    """Add the parser of `flash plot` to `commands`, and return it. `flash.cli.main` calls this."""
     parser = commands.add_parser("plot", help="Draw the plots of a run again.")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="Folder of the run, such as outputs/tiny.")
     parser.set_defaults(run=run_plot)
@@ -168,6 +170,7 @@ def run_plot(arguments: argparse.Namespace) -> int:
 
 
 def add_compare(commands: CommandParsers) -> argparse.ArgumentParser:
+    """Add the parser of `flash compare` to `commands`, and return it. `flash.cli.main` calls this."""
     parser = commands.add_parser(
         "compare", help="Compare runs: their results, with intervals, and their configurations."
     )
@@ -194,6 +197,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
 
 
 def add_trace(commands: CommandParsers) -> argparse.ArgumentParser:
+    """Add the parser of `flash trace` to `commands`, and return it. `flash.cli.main` calls this."""
     parser = commands.add_parser(
         "trace", help="Write the timeline of a run as a file that ui.perfetto.dev and chrome://tracing show."
     )
@@ -217,6 +221,7 @@ def run_trace(arguments: argparse.Namespace) -> int:
 
 
 def add_track(commands: CommandParsers) -> argparse.ArgumentParser:
+    """Add the parser of `flash track` to `commands`, and return it. `flash.cli.main` calls this."""
     parser = commands.add_parser("track", help="Send those rows of a run to a tracker that it does not have yet.")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="Folder of the run, such as outputs/tiny.")
     parser.add_argument(
@@ -271,6 +276,7 @@ def _send_rows(directory: RunDirectory, name: TrackerName, project: str | None) 
 
 
 def add_export(commands: CommandParsers) -> argparse.ArgumentParser:
+    """Add the parser of `flash export` to `commands`, and return it. `flash.cli.main` calls this."""
     parser = commands.add_parser("export", help="Write the weights of a run as a Hugging Face model folder.")
     parser.add_argument(
         "weights",
@@ -319,6 +325,7 @@ def run_export(arguments: argparse.Namespace) -> int:
 
 
 def add_replay(commands: CommandParsers) -> argparse.ArgumentParser:
+    """Add the parser of `flash replay` to `commands`, and return it. `flash.cli.main` calls this."""
     parser = commands.add_parser("replay", help="Train the recorded batches of a run again, without engines.")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="Folder of the run, such as outputs/tiny.")
     parser.add_argument(
@@ -373,14 +380,16 @@ def run_replay(arguments: argparse.Namespace) -> int:
     comparisons: list[Comparison] = []
 
     def show_step(row: dict[str, float]) -> None:
+        """Print the metrics of a step, each beside its value in the run."""
         rows.append(row)
         before = run_rows.get(int(row["step"]), {})
         cells = [cell for name in REPLAY_METRICS for cell in (_figure(row.get(name)), _figure(before.get(name)))]
         _print_line(f"{int(row['step']):5d} " + " ".join(cells))
 
-    def show_comparison(found: Comparison) -> None:
-        comparisons.append(found)
-        _print_line(_comparison_line(found, planned.first))
+    def show_comparison(comparison: Comparison) -> None:
+        """Print the difference of the replayed weights to a checkpoint of the run."""
+        comparisons.append(comparison)
+        _print_line(_comparison_line(comparison, planned.first))
 
     _print_line(
         f"[training steps {planned.first} to {planned.last - 1} again, from {planned.checkpoint or config.model.path}]"
@@ -421,21 +430,22 @@ def _figure(value: float | None) -> str:
 
 
 def _print_line(line: str) -> None:
-    # Flushed, because a step takes long, and the user watches the lines.
+    """Print a line at once, because a step takes long, and the user watches the lines."""
     sys.stdout.write(one_line(line) + "\n")
     sys.stdout.flush()
 
 
 class RhythmWeights(NamedTuple):
-    """Weights that are examined."""
+    """Weights that `flash rhythm` examines."""
 
     model: ModelConfig
     """Model settings. Their path is a hub id, or a folder that exists until the command ends."""
-    named: str
+    description: str
     """Description of the weights for the output."""
 
 
 def add_rhythm(commands: CommandParsers) -> argparse.ArgumentParser:
+    """Add the parser of `flash rhythm` to `commands`, and return it. `flash.cli.main` calls this."""
     parser = commands.add_parser(
         "rhythm", help="Show which tokens of a text, or of a run's samples, algorithm.rhythm chooses, and why."
     )
@@ -487,19 +497,21 @@ def run_rhythm(arguments: argparse.Namespace) -> int:
     _check_rhythm(arguments, config)
     base = Rhythm() if config is None or config.algorithm.rhythm is None else config.algorithm.rhythm
     options = overridden_options(base, arguments.config)
-    with _rhythm_weights(arguments, config) as under:
-        tokenizer = HfTokenizer(under.model)
-        given = _rhythm_responses(arguments, config, tokenizer)
-        _check_shown(arguments, given)
+    with _rhythm_weights(arguments, config) as weights:
+        tokenizer = HfTokenizer(weights.model)
+        responses = _rhythm_responses(arguments, config, tokenizer)
+        _check_shown(arguments, responses)
         drawn = (arguments.show, arguments.at) if arguments.plot is not None else None
-        seen, picture = examine_responses(under.model, under.named, given, options, tokenizer.token_texts, drawn)
+        measured, picture = examine_responses(
+            weights.model, weights.description, responses, options, tokenizer.token_texts, drawn
+        )
     if arguments.json is not None:
-        write_atomically(arguments.json, msgspec.json.format(msgspec.json.encode(seen), indent=2) + b"\n")
+        write_atomically(arguments.json, msgspec.json.format(msgspec.json.encode(measured), indent=2) + b"\n")
     if arguments.plot is not None and picture is not None:
         from flash.observe.rhythm import rhythm_png
 
         write_atomically(arguments.plot, rhythm_png(picture))
-    _print_rhythm(seen, arguments.show)
+    _print_rhythm(measured, arguments.show)
     return 0
 
 
@@ -525,7 +537,7 @@ def _check_rhythm(arguments: argparse.Namespace, config: Config | None) -> None:
         raise ConfigError("--prompt: expected --text beside it, the response to that prompt")
     for name in ("step", "samples"):
         if arguments.text is not None and getattr(arguments, name) is not None:
-            raise ConfigError(f"--{name}: of a run's samples, and --text names another response; leave out one")
+            raise ConfigError(f"--{name} chooses samples of a run, and --text names another response; leave out one")
     if arguments.model is not None and config is None:
         raise ConfigError(f"--model: the weights are those of {arguments.what} already; leave out one")
     if arguments.samples is not None and arguments.samples < 1:

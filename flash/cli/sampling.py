@@ -39,6 +39,7 @@ INDENT = "    "
 
 
 def add_eval(commands: CommandParsers) -> argparse.ArgumentParser:
+    """Add the parser of `flash eval` to `commands`, and return it. `flash.cli.main` calls this."""
     parser = commands.add_parser("eval", help="Evaluate a configuration, a run or a model on held-out problems.")
     add_options(parser)
     parser.add_argument(
@@ -106,6 +107,7 @@ def evaluation_json(row: dict[str, float], found: Sequence[BestOf]) -> bytes:
 
 
 def add_rollout(commands: CommandParsers) -> argparse.ArgumentParser:
+    """Add the parser of `flash rollout` to `commands`, and return it. `flash.cli.main` calls this."""
     parser = commands.add_parser(
         "rollout", help="Play some episodes of a configuration, a run or a model, and print their texts."
     )
@@ -136,7 +138,7 @@ def run_rollout(arguments: argparse.Namespace) -> int:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that both commands accept."""
+    """Add the arguments that both `flash eval` and `flash rollout` accept."""
     parser.add_argument(
         "config",
         nargs="*",
@@ -288,18 +290,18 @@ def play_model(config: Config, named: str | None, play: Any) -> tuple[Sampled, l
         env = LoadedEnvironment(config.env.path, config.env.options)
 
         def engines(config: Config) -> list[Callable[[int], FixedEngine]]:
-            return [partial(resident, config)] * config.engines_on(0)
+            return [partial(make_engine, config)] * config.engines_on(0)
 
-        def resident(config: Config, number: int) -> FixedEngine:
+        def make_engine(config: Config, number: int) -> FixedEngine:
             return FixedEngine(config, number, config.engine_gpus(0, number), remember_shared_memory)
 
-        def tell(text: str) -> None:
+        def show(text: str) -> None:
             sys.stderr.write(f"[{harmless(text)}]\n")
 
-        async def go() -> Any:
-            return await play(config=config, env=env, tokenizer=tokenizer, engines=engines, show=tell)
+        async def play_episodes() -> Any:
+            return await play(config=config, env=env, tokenizer=tokenizer, engines=engines, show=show)
 
-        sampled = run_watched(tell, go)
+        sampled = run_watched(show, play_episodes)
     for note in sampled.notes:
         sys.stderr.write(f"{harmless(note)}\n")
     texts = tokenizer.token_texts

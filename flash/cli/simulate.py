@@ -37,8 +37,7 @@ from flash.simulate.world import simulate
 CLOSE = 0.02
 """Share of the best throughput that may be given up to train on younger tokens."""
 OPENING, CLOSING = "([{", ")]}"
-
-
+"""Brackets of TOML, inside of which a comma does not separate the values of a sweep."""
 CALIBRATION_SEEDS = 4
 """Number of draws of the workload over which a prediction is averaged, since one draw of a short run is noisy."""
 
@@ -47,10 +46,13 @@ class Sweep(NamedTuple):
     """Key and the values that it takes in a sweep."""
 
     key: str
+    """Full path of the key, such as `train.async_ratio`."""
     values: list[str]
+    """Values as TOML text."""
 
 
 def add_simulate(commands: CommandParsers) -> argparse.ArgumentParser:
+    """Add the parser of `flash simulate` to `commands`, and return it. `flash.cli.main` calls this."""
     parser = commands.add_parser(
         "simulate", help="Predict the speed of a configuration with a simulation, which needs no GPU and no model."
     )
@@ -224,6 +226,7 @@ def recommend(cells: Sequence[SweepCell]) -> SweepCell:
 
 
 def add_calibrate(commands: CommandParsers) -> argparse.ArgumentParser:
+    """Add the parser of `flash calibrate` to `commands`, and return it. `flash.cli.main` calls this."""
     parser = commands.add_parser("calibrate", help="Fit a [simulate] table to what a run has measured.")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="Folder of the run, such as outputs/tiny.")
     parser.add_argument(

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 
 def add_train(commands: CommandParsers) -> argparse.ArgumentParser:
+    """Add the parser of `flash train` to `commands`, and return it. `flash.cli.main` calls this."""
     about = "Train a model with reinforcement learning: rollouts and training run at the same time."
     parser = add_run_parser(commands, "train", about, tried="Try everything except engines and training")
     parser.set_defaults(run=run_train)
@@ -114,8 +115,8 @@ def carry_out(
     before = run_mark(config)
     code = begin(config)
     if code not in (End.OVER, LOST):
-        how = "interrupted" if code == End.INTERRUPTED else "it failed, as is said above"
-        say(f"{how}; {how_to_continue(config, arguments.typed, before)}")
+        end = "interrupted" if code == End.INTERRUPTED else "it failed; the lines above say why"
+        say(f"{end}; {how_to_continue(config, arguments.typed, before)}")
     return code
 
 
@@ -150,9 +151,9 @@ def how_to_continue(config: Config, typed: Sequence[str], before: RunMark) -> st
     from flash.run.restart import is_done
 
     if not config.run.resume and run_mark(config) == before:
-        return f"nothing was begun, and nothing is kept; begin with: {shlex.join(typed)}"
+        return f"the run had not started yet, so nothing is kept; start it with: {shlex.join(typed)}"
     if is_done(config):
-        return f"nothing is left to do of the run in {config.run_dir}"
+        return f"the run in {config.run_dir} has nothing left to do"
     return f"go on with: {resume_command(typed)}"
 
 
@@ -165,10 +166,12 @@ def interruptible() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt. Python calls this signal handler in the main thread."""
     raise KeyboardInterrupt
 
 
 def add_sft(commands: CommandParsers) -> argparse.ArgumentParser:
+    """Add the parser of `flash sft` to `commands`, and return it. `flash.cli.main` calls this."""
     about = "Fine-tune a model on a file of messages, of prompts with completions, or of texts."
     parser = add_run_parser(commands, "sft", about, tried="Tokenize all rows")
     parser.set_defaults(run=run_sft)
@@ -191,7 +194,7 @@ def run_sft(arguments: argparse.Namespace) -> int:
         interruptible()
         if not arguments.dry_run:
             make_fetched(config)
-        tokens.append(CourseTokens.read(config, _tell))
+        tokens.append(CourseTokens.read(config, _print_line))
         config = tokens[0].with_steps(config)
         if problems := list(too_many_steps(config)):
             raise refuse(problems)
@@ -209,18 +212,20 @@ def run_sft(arguments: argparse.Namespace) -> int:
         from flash.run.processes.launcher import launch_sft
 
         for line in tokens[0].lines:
-            _tell(line)
+            _print_line(line)
         return launch_sft(config, tokens[0])
 
     return carry_out(arguments, sft_problems, try_out, begin, complete)
 
 
-def _tell(line: str) -> None:
+def _print_line(line: str) -> None:
+    """Print a line for the user at once, in the format of a run."""
     sys.stdout.write(f"[{harmless(line)}]\n")
     sys.stdout.flush()
 
 
 def add_join(commands: CommandParsers) -> argparse.ArgumentParser:
+    """Add the parser of `flash join` to `commands`, and return it. `flash.cli.main` calls this."""
     parser = commands.add_parser("join", help="Add the engines of this machine to a run that is under way.")
     parser.add_argument(
         "where",
@@ -247,6 +252,7 @@ def run_join(arguments: argparse.Namespace) -> int:
 
 
 def add_drain(commands: CommandParsers) -> argparse.ArgumentParser:
+    """Add the parser of `flash drain` to `commands`, and return it. `flash.cli.main` calls this."""
     parser = commands.add_parser("drain", help="Let a node that has joined a run finish its samples and leave.")
     parser.add_argument(
         "where",
@@ -272,5 +278,5 @@ def run_drain(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"expected the number of a node, as the run's output names it, got {node}")
     place = hub_place(arguments.hub, folders)
     anyio.run(ask, place.find(os.environ.get(TOKEN_VARIABLE)), p.DrainRequest(int(node)))
-    sys.stdout.write(f"node {node} is told to leave\n")
+    sys.stdout.write(f"node {node} was asked to leave\n")
     return 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flash.cli.arguments import check_folder_writable, check_writable
-from flash.cli.main import UNREAD, main
+from flash.cli.main import BROKEN_PIPE, main
 from flash.errors import ConfigError
 from flash.observe.rundir.rundir import RunDirectory
 
@@ -102,7 +102,7 @@ def test_output_that_nobody_reads_ends_a_command_without_a_word(tmp_path: Path) 
         done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     finally:
         os.close(write)
-    assert (done.returncode, done.stderr) == (UNREAD, "")
+    assert (done.returncode, done.stderr) == (BROKEN_PIPE, "")
 
 
 def test_replay_in_another_folder_than_the_runs_says_which_model_is_not_there(

@@ -150,7 +150,7 @@ def test_recorded_samples_are_looked_at_under_the_weights_of_the_run(
         ("{model} --text {one} --prompt {text}", "{one} has 1 token to look at; expected at least 2"),
         ("{model} --text {strange}", "{strange}: the model's tokenizer has no tokens for this text"),
         ("{model} --text {long}", "{model} has 128 positions, and there are 200 tokens"),
-        ("{model} --text {text} --step 3", "--step: of a run's samples"),
+        ("{model} --text {text} --step 3", "--step chooses samples of a run"),
         ("{model} --text {text} --model {model}", "--model: the weights are those of {model} already"),
         ("{model} --text {text} --show 1", "--show: expected 0 to 0"),
         ("{model} --text {text} --at 71", "--at: expected 0 to 70"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flash.cli.main import UNREAD, main
+from flash.cli.main import BROKEN_PIPE, main
 from flash.cli.simulate import (
     Sweep,
     parse_sweep,
@@ -86,7 +86,7 @@ def test_a_prediction_that_nobody_reads_ends_without_a_word(run: Path) -> None:
         done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     finally:
         os.close(write)
-    assert (done.returncode, done.stderr) == (UNREAD, "")
+    assert (done.returncode, done.stderr) == (BROKEN_PIPE, "")
 
 
 def test_an_ambiguous_key_is_refused_with_its_candidates():

@@ -54,7 +54,7 @@ def test_an_interrupted_run_is_to_go_on_unless_all_is_done(tmp_path: Path) -> No
         picture = cluster(1.0, None, ended=ended)
         directory.cluster.write_bytes(msgspec.json.encode(picture))
         told.append(how_to_continue(config, command, None))
-    assert told == [go_on, f"nothing is left to do of the run in {config.run_dir}"]
+    assert told == [go_on, f"the run in {config.run_dir} has nothing left to do"]
     longer = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, steps=3))
     assert how_to_continue(longer, command, None) == go_on
 
@@ -62,7 +62,7 @@ def test_an_interrupted_run_is_to_go_on_unless_all_is_done(tmp_path: Path) -> No
 def test_nobody_is_sent_on_with_a_run_that_was_not_begun(tmp_path: Path) -> None:
     config = msgspec.convert(tomllib.loads(CONFIG.replace("FOLDER", str(tmp_path))), Config)
     command = ["flash", "train", "run.toml", "run.name=a b"]
-    nothing = "nothing was begun, and nothing is kept; begin with: flash train run.toml 'run.name=a b'"
+    nothing = "the run had not started yet, so nothing is kept; start it with: flash train run.toml 'run.name=a b'"
     assert how_to_continue(config, command, run_mark(config)) == nothing
     RunDirectory.open(config.run_dir, "")
     assert how_to_continue(config, command, None).endswith(" --resume")
