@@ -1,8 +1,8 @@
 """Serving of an application: sockets and TLS, bounded request bodies, and an application served during a block.
 
 The endpoint for agents (`envs.agent`), the sandbox service and `flash view` open a socket with `open_socket`, serve
-their application with `serving`, and read bodies with `read_body`. Limits on connections are in
-`flash.http.connections`. A *bounded* token is one whose connections are counted there.
+their application with `serving`, read bodies with `read_body`, and add headers with `with_headers`. Limits on
+connections are in `flash.http.connections`. A *bounded* token is one whose connections are counted there.
 
 The default address is loopback. A public address needs TLS, because on the network anyone could read a token that is
 not encrypted. A unix socket can be used only by the user who made it.
@@ -22,13 +22,14 @@ import socket
 import ssl
 import stat
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
 import msgspec
 import uvicorn
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -174,6 +175,23 @@ async def serving(
         bound.close()
         if address.unix is not None:
             address.unix.unlink(missing_ok=True)
+
+
+def with_headers(send: Send, headers: Mapping[str, str]) -> Send:
+    """Return a `send` that adds these headers to an answer. Headers that the answer sets itself stay as they are.
+
+    An ASGI application sends its answer with the function `send`. The middleware of `flash view` and of the sandbox
+    service passes the returned function to its application instead, so that every answer has their security headers.
+    """
+
+    async def send_with_headers(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            answer_headers = MutableHeaders(scope=message)
+            for name, value in headers.items():
+                answer_headers.setdefault(name, value)
+        await send(message)
+
+    return send_with_headers
 
 
 def _url(bound: socket.socket, address: HttpAddress) -> str:

@@ -16,16 +16,16 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flash.errors import FlashError
+from flash.http.server import with_headers
 from flash.text import one_line
 from flash.view.charts import DRAWN, DrawnChart
 from flash.view.cluster import ShownCluster, show_cluster
@@ -222,12 +222,4 @@ class _WithHeaders:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
-
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
-                    headers.setdefault(name, value)
-            await send(message)
-
-        await self._app(scope, receive, send_with_headers)
+        await self._app(scope, receive, with_headers(send, HEADERS))
