@@ -112,7 +112,7 @@ class Blocks:
         if is_users(self._place):
             advice = "use plain `def`, which runs in a thread, or await"
         # A thread that gets no processor stands at a line that is not to blame.
-        if self._ran_s < self._looks * TICK_S / 2:
+        if self._ran_s < self._checks * TICK_S / 2:
             advice += (
                 f". It used only {self._ran_s:.1f} s of processor time: if this line does not wait for anything, the "
                 "machine or other threads were too busy to let it run, and it is not to blame"

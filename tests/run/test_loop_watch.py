@@ -37,7 +37,7 @@ def test_a_block_is_told_of_once_with_the_place_that_was_seen_most_and_what_to_d
 
 def test_a_line_whose_thread_got_no_processor_is_not_blamed_alone() -> None:
     blocks = Blocks()
-    (told,) = [message for _ in range(LOOKS) if (message := blocks.look(USERS, ran_s=TICK_S / 10))]
+    (told,) = [message for _ in range(LOOKS) if (message := blocks.check(USERS, ran_s=TICK_S / 10))]
     assert told.startswith(f"{USERS} blocked the event loop for 1 s: use plain `def`")
     assert "only 0.1 s of processor time" in told
     assert "it is not to blame" in told
