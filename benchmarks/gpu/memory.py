@@ -1,4 +1,4 @@
-"""The most memory of a card that training steps take, beside the memory that `flash plan` predicts.
+"""Peak GPU memory of training steps, compared with the memory that `flash plan` predicts.
 
 Also compares the steps themselves: where weights and moments are stored must not change a step.
 """
@@ -12,7 +12,7 @@ import msgspec
 
 from benchmarks.form import Row
 from benchmarks.gpu.sizes import Shape, Sizes
-from benchmarks.gpu.steps import GIB, apart, random_shard, save_random, step_config
+from benchmarks.gpu.steps import GIB, GROUP_SIZE, apart, random_shard, save_random, step_config
 from flash.config.tree import Config
 
 NEAR = 0.15
@@ -33,6 +33,10 @@ ON_LARGE = ("adapters",)
 """Levers that are measured on the large model, which without them does not fit on the card."""
 MOVED = ("moved", "weights moved")
 """Levers that move parts to the host's memory. Their steps are compared with those of "recomputed"."""
+STEPS = 2
+"""Number of measured steps; the first one also creates the optimizer's state."""
+GROUPS = 4
+"""Number of groups in the batch of a step."""
 ROW = 8192
 """Tokens of a micro-batch, and of its sequences together."""
 ALIKE = 1e-3
@@ -60,7 +64,7 @@ def memory_rows(sizes: Sizes) -> list[Row]:
             steps: dict[str, list[float]] = {}
             for lever in LEVERS if shape is sizes.shape else ON_LARGE:
                 case = Case(folder, shape.vocabulary, lever, sizes)
-                (peak, steps[lever]), planned = apart(measured, case), apart(planned_bytes, case)
+                (peak, steps[lever]), planned = apart(measure_steps, case), apart(planned_bytes, case)
                 rows.append(Row(f"{name}, {lever}", "peak_gib", "GiB", peak / GIB, planned / GIB))
                 if sizes.gpu:
                     rows.append(Row(f"{name}, {lever}", "plan_error", "share", abs(planned / peak - 1), at_most=NEAR))
@@ -73,9 +77,9 @@ def memory_rows(sizes: Sizes) -> list[Row]:
 
 
 def configured(case: Case) -> Config:
-    """Return the configuration of two steps whose micro-batches are as full as their limit allows."""
+    """Return the configuration of STEPS steps whose micro-batches are as full as their limit allows."""
     gpu, longest = case.sizes.gpu, case.sizes.length[1]
-    config = step_config(case.folder, "bfloat16" if gpu else "float32", longest, 32, 2, gpu=gpu)
+    config = step_config(case.folder, "bfloat16" if gpu else "float32", longest, GROUPS * GROUP_SIZE, STEPS, gpu=gpu)
     tables: dict[str, Any] = msgspec.to_builtins(config)
     tables["train"] |= {"max_tokens_per_microbatch": ROW if gpu else 16 * longest}
     for name, table in LEVERS[case.lever].items():
@@ -83,10 +87,11 @@ def configured(case: Case) -> Config:
     return msgspec.convert(tables, Config)
 
 
-def measured(case: Case) -> tuple[int, list[float]]:
-    """Train two steps, and return the most bytes of the card, and loss, entropy and gradient norm of each step.
+def measure_steps(case: Case) -> tuple[int, list[float]]:
+    """Train STEPS steps. Returns the largest number of bytes that were allocated on the card, and the steps' metrics.
 
-    The bytes are 0 without a card. It runs in a process of its own.
+    The metrics are loss, entropy and gradient norm of the first step, then those of the second. The bytes are 0 without
+    a card. Call it through `apart`: it makes a process group, and counts the peak of the whole process.
     """
     import torch
 
@@ -98,8 +103,8 @@ def measured(case: Case) -> tuple[int, list[float]]:
     seen: list[float] = []
     with single_process_group(process_group_backend(cuda=gpu, offloads="weights" in config.train.offload)):
         trainer = Trainer(config)
-        for step in range(2):
-            metrics = trainer.train_step(random_shard(step, 4, (longest - 8, longest), case.vocabulary))
+        for step in range(STEPS):
+            metrics = trainer.train_step(random_shard(step, GROUPS, (longest - 8, longest), case.vocabulary))
             seen += [metrics[name] for name in ("loss", "entropy", "grad_norm")]
         return torch.cuda.max_memory_allocated() if gpu else 0, seen
 

@@ -1,8 +1,9 @@
 """Wire between hosts: a switch that delays, slows, loses or stops the frames from one host to another.
 
 `benchmarks.rig.hosts` runs it in a thread. It carries whole Ethernet frames from one end of a virtual link to another,
-in the form in which the kernel delivers them: up to 64 KiB long, without checksums, behind a header that describes the
-missing work. The header is passed on with the frame. TCP sends lost frames again. The hosts need no change for it.
+in the form in which the kernel delivers them: up to 64 KiB long, without checksums, behind a header that says which
+work the kernel has left undone. The header is passed on with the frame. TCP sends lost frames again. The hosts need no
+change for it.
 """
 
 from __future__ import annotations
@@ -10,25 +11,28 @@ from __future__ import annotations
 import math
 import random
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
+# Python's `socket` does not have the next five names.
 SOL_PACKET, PACKET_VNET_HDR = 263, 15
 """Level and option of a socket that puts a header before each frame."""
 SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
 """Options that set the sizes of a socket's buffers beyond the usual limits."""
 EVERY_PROTOCOL = 3
-"""Names that Python's `socket` does not have."""
+"""Protocol number ETH_P_ALL: a socket that receives every frame."""
 HEADER_BYTES = 10
-"""Bytes of the header that the kernel puts before each frame: it names the work that is still to be done."""
+"""Bytes of the header before each frame (virtio_net_hdr): checksums and splitting that the kernel has left undone."""
+ADDRESS_BYTES = 6
+"""Bytes of an Ethernet address. A frame begins with the address of its destination."""
 FRAME_BYTES = 1 << 17
 """Bytes of a buffer that holds any frame."""
 WAITING_BYTES = 1 << 25
-"""Bytes of the buffers for frames that wait for the switch, or for a host."""
+"""Bytes of the buffer of a port's socket, in each direction."""
 FRAMES_AT_ONCE = 64
 """Frames that are taken from one host before the others get their turn."""
 LONGEST_QUEUE_S = 2.0
@@ -49,13 +53,13 @@ class Way(msgspec.Struct, frozen=True):
 
 
 class Ways:
-    """Computes when each frame arrives. Pure state; `now` is in seconds, on any clock."""
+    """Computes when each frame arrives. It does no input or output; `now` is in seconds, on any clock."""
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
         self._ways: dict[tuple[int, int], Way] = {}
         self._free_at: dict[tuple[int, int], float] = {}
-        """Time at which the last frame of a slow way has left."""
+        """Time at which the last frame of a slow way will have left."""
 
     def set(self, source: int, target: int, way: Way) -> None:
         """Set the properties of a way for later frames; frames that were sent before still arrive."""
@@ -78,12 +82,18 @@ def mac(host: int) -> str:
     return f"02:00:00:00:00:{host + 1:02x}"
 
 
-def targets(frame: bytes, source: int, hosts: int) -> Iterable[int]:
-    """Return the hosts that a frame is for, by its Ethernet address. `hosts` is the number of all hosts."""
-    address = frame[HEADER_BYTES : HEADER_BYTES + 6]
-    if len(address) == 6 and address[0] & 1:
+def targets(frame: bytes, source: int, hosts: int) -> list[int]:
+    """Return the hosts that a frame is for, except its sender. `hosts` is the number of all hosts.
+
+    The last byte of the destination address names one host (`mac`). A broadcast or multicast address, whose first byte
+    is odd, is for all hosts.
+    """
+    address = frame[HEADER_BYTES : HEADER_BYTES + ADDRESS_BYTES]
+    if len(address) < ADDRESS_BYTES:
+        return []
+    if address[0] & 1:
         return [host for host in range(hosts) if host != source]
-    host = address[-1] - 1 if len(address) == 6 else -1
+    host = address[-1] - 1
     return [host] if 0 <= host < hosts and host != source else []
 
 
@@ -111,8 +121,8 @@ class Wire:
     async def run(self) -> None:
         """Carry frames until cancelled.
 
-        Consumes frames. Waits for the next frame of any port. Unblocked by a host. Produces the same frames at other
-        ports, each when it is due.
+        Consumes frames. Waits for the next frame of any port; a host that sends one unblocks it. Produces
+        the same frames at other ports, each when it is due.
         """
         async with anyio.create_task_group() as tasks:
             for source in range(len(self._ports)):

@@ -43,7 +43,8 @@ CASES = {
 }
 """Workloads, with the accuracy that both systems must reach and the goal of the speed-up."""
 A_CORE_EACH = {"Flash, a core each": ["cluster.node_cpus=[0]", "cluster.trainer_cpus=[1]"]}
-"""Node loop and engine share one core, the trainer has the other; else only the model's threads are tied to a core."""
+"""Node loop and engine share one core, the trainer has the other; without these settings only the threads of
+the model are tied to a core."""
 OTHERS: dict[str, dict[str, TrlChoices | list[str]]] = {
     "short": {"TRL": TrlChoices(micro_batches=4), **A_CORE_EACH},
     "long": {
@@ -109,7 +110,11 @@ def label(case: str, seed: int, quick: bool) -> str:
 
 
 def train_trl(case: str, seed: int, quick: bool, choices: TrlChoices) -> Trained:
-    """Run TRL's GRPOTrainer on a workload, in TRL's Python environment, and read the files that it leaves."""
+    """Run TRL's GRPOTrainer on a workload, in TRL's Python environment.
+
+    Returns its times, saved weights and mean length of answers. The folder of an earlier run is deleted. The number of
+    samples is computed: TRL trains each sample, while Flash may leave out some.
+    """
     file, overrides, config = configured(case, seed, quick)
     out = OUT / f"trl-{label(case, seed, quick)}"
     shutil.rmtree(out, ignore_errors=True)
@@ -119,13 +124,13 @@ def train_trl(case: str, seed: int, quick: bool, choices: TrlChoices) -> Trained
     run_command(command, RUN_TIMEOUT_S, environment.variables(threads))
     report = msgspec.json.decode((out / "steps.json").read_bytes())
     lengths = [batch["mean_tokens"] for batch in report["batches"]]
-    saved = [(int(file.stem.removeprefix("step-")), file) for file in sorted((out / "weights").iterdir())]
+    saved = [(int(one.stem.removeprefix("step-")), one) for one in sorted((out / "weights").iterdir())]
     samples = config.train.batch_size * config.run.steps
     return Trained(report["seconds"], saved, samples, sum(lengths) / len(lengths), report["software"])
 
 
 def train_flash(case: str, seed: int, quick: bool, own: Sequence[str]) -> Trained:
-    """Run `flash train`, and read when each step ended and where its weights are."""
+    """Run `flash train`. Returns its times, checkpoints, number of trained samples and mean length of answers."""
     file, overrides, config = configured(case, seed, quick, own)
     command = [sys.executable, "-m", "flash", "train", str(file), *overrides]
     run_command(command, RUN_TIMEOUT_S)
@@ -144,7 +149,7 @@ def train_flash(case: str, seed: int, quick: bool, own: Sequence[str]) -> Traine
     )
 
 
-def measured(case: str, system: str, seed: int, quick: bool) -> Curve:
+def train_and_evaluate(case: str, system: str, seed: int, quick: bool) -> Curve:
     """Train one system on one workload, and evaluate the weights that it saved."""
     from benchmarks.versus_trl.evaluate import accuracies
 
@@ -179,7 +184,7 @@ def compare(
     systems: Sequence[str],
     seeds: Sequence[int],
     args: Args,
-    measured: Callable[[str, str, int, bool], Curve] = measured,
+    measured: Callable[[str, str, int, bool], Curve] = train_and_evaluate,
 ) -> list[Row]:
     """Measure the named workloads, systems and seeds, and return the rows of all recorded runs, also of earlier calls.
 

@@ -3,8 +3,8 @@
     python -m benchmarks.versus_trl.runner OUT CHOICES CONFIG.toml [KEY=VALUE …]
 
 `benchmarks.versus_trl.run` starts it with the Python of `benchmarks.versus_trl.environment`. It writes into the folder
-OUT, which must be empty or missing: `weights/step-000010.safetensors` and so on, every `checkpoint.every` steps, and
-`steps.json` at the end.
+OUT, which must be empty or missing: `weights/step-000010.safetensors` and so on, every `checkpoint.every` steps and
+after the last one, and `steps.json` at the end.
 
 The clock starts at the first rollout and stops while weights are written. Before the clock starts, a batch of held-out
 prompts is answered, as in Flash's first evaluation, because the first forward passes of a process are slower.
@@ -37,13 +37,14 @@ SOFTWARE = ("trl", "transformers", "torch", "accelerate")
 
 
 class Scorer:
-    """Reward function of TRL that returns the environment's rewards, and records the lengths of each batch."""
+    """Reward function of TRL that returns the environment's rewards, and records rewards and lengths of each batch."""
 
     __name__ = "environment"
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self.batches: list[dict[str, float]] = []
+        """Mean reward, mean tokens and longest answer of each batch."""
 
     def __call__(self, *, completions: list[Any], completion_ids: list[list[int]], seed: list[int], **_: Any) -> Any:
         """Return the reward of each completion, which is a text or, where prompts are messages, a message."""
@@ -56,8 +57,14 @@ class Scorer:
         return given
 
 
-class Clock(TrainerCallback):
-    """Callback that measures the seconds of the steps, and saves weights at some of them."""
+class TimedSaves(TrainerCallback):
+    """Callback that measures the seconds of the steps, and saves weights at some of them.
+
+    Args:
+        weights: folder of the saved weights.
+        config: names the steps after which weights are saved.
+        scorer: has the reward of each batch, which is printed.
+    """
 
     def __init__(self, weights: Path, config: Config, scorer: Scorer) -> None:
         self._weights = weights
@@ -65,7 +72,8 @@ class Clock(TrainerCallback):
         self._steps = config.run.steps
         self._scorer = scorer
         self._start: float | None = None
-        self._paused = 0.0
+        self._saving_s = 0.0
+        """Seconds that saving has taken so far. They do not count as time of the steps."""
         self.seconds: list[float] = []
         """Seconds from the first rollout to the end of each step."""
 
@@ -77,14 +85,14 @@ class Clock(TrainerCallback):
         """Record the time after a step of the optimizer, and save weights if they are due."""
         assert self._start is not None, "a step begins before it ends"
         now = time.perf_counter()
-        self.seconds.append(now - self._start - self._paused)
+        self.seconds.append(now - self._start - self._saving_s)
         step = int(state.global_step)
         if step % self._every == 0 or step == self._steps:
             tensors = {name: parameter.detach().contiguous() for name, parameter in kwargs["model"].named_parameters()}
             save_file(tensors, self._weights / f"step-{step:06d}.safetensors")
             reward = self._scorer.batches[-1]["reward"]
             print(f"TRL: step {step} of {self._steps}, {self.seconds[-1]:.1f} s, reward {reward:.3f}", flush=True)
-            self._paused += time.perf_counter() - now
+            self._saving_s += time.perf_counter() - now
 
 
 def train(out: Path, choices: TrlChoices, config: Config) -> None:
@@ -92,7 +100,7 @@ def train(out: Path, choices: TrlChoices, config: Config) -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     (out / "weights").mkdir(parents=True)
     scorer = Scorer(config)
-    clock = Clock(out / "weights", config, scorer)
+    clock = TimedSaves(out / "weights", config, scorer)
     trainer = build(config, choices, out, clock, scorer)
     warm_up(trainer, config, config.train.batch_size * choices.batches_per_generation)
     trainer.train()
@@ -104,7 +112,7 @@ def train(out: Path, choices: TrlChoices, config: Config) -> None:
     (out / "steps.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
 
 
-def build(config: Config, choices: TrlChoices, out: Path, clock: Clock, scorer: Scorer) -> GRPOTrainer:
+def build(config: Config, choices: TrlChoices, out: Path, clock: TimedSaves, scorer: Scorer) -> GRPOTrainer:
     """Return TRL's trainer for the model, prompts and rewards of the configuration."""
     # As in Flash: master weights in float32, whatever the precision of the passes.
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)

@@ -139,7 +139,7 @@ def run_all(configs: Sequence[Config]) -> list[SimReport]:
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool, _workers_end_with_us():
         with _interrupts_held_back():
             reports = pool.map(simulate, configs)
-        return list(tables.watched(reports, len(configs)))
+        return list(tables.with_progress(reports, len(configs)))
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """The terminal: a live progress line, one line per step, a closing table.
 
-`flash.observe.recorder` owns the `Console` of a run. `flash watch`, `flash compare` and `flash evaluate` use the
+`flash.observe.recorder` owns the `Console` of a run. `flash watch`, `flash compare` and `flash eval` use the
 functions that make lines. If the output is a terminal, rich draws the live line below the printed ones. Otherwise the
 same lines are written without control characters. In texts from outside (an environment's error, a model's path),
 control characters are escaped in both cases. The console only writes: it owns no clock, and estimates the remaining
@@ -99,8 +99,8 @@ class Console:
         self._line, self._held_out = (LINE, HELD_OUT) if config.sft is None else (SFT_LINE, HELD_OUT_NLL)
         self._stages: set[str] = set()
         """Stages that were printed, if the output is no terminal."""
-        self._accuracy: float | None = None
-        """Mean reward of an evaluation that no step line has shown yet."""
+        self._unshown_evaluation: float | None = None
+        """Result of an evaluation that no step line has shown yet: a mean reward, or the loss in `flash sft`."""
         self._lines = 0
         """Number of step lines so far."""
         self._walls: deque[float] = deque(maxlen=RECENT_STEPS + 1)
@@ -127,8 +127,8 @@ class Console:
         if self._lines % HEADER_EVERY == 0:
             self._print(" ".join(cell.title for cell in self._line), "bold")
         self._lines += 1
-        shown = {**row} if self._accuracy is None else {**row, self._held_out.name: self._accuracy}
-        self._accuracy = None
+        shown = {**row} if self._unshown_evaluation is None else {**row, self._held_out.name: self._unshown_evaluation}
+        self._unshown_evaluation = None
         self._print(" ".join(cell.text(shown) for cell in self._line), "default")
         if domains := domain_line(row):
             self._print(domains, "dim")
@@ -144,8 +144,8 @@ class Console:
             )
 
     def evaluation(self, row: Row) -> None:
-        """Print a held-out evaluation. Its mean is also in the next step line."""
-        self._accuracy = number(row, self._held_out.name)
+        """Print a held-out evaluation. The next step line shows its result too."""
+        self._unshown_evaluation = number(row, self._held_out.name)
         self._print(f"evaluation at step {_whole(row, 'step')}: {evaluation_line(row)}", "green")
         if self._live is not None:
             self._live.update(accuracy=fixed(row, self._held_out.name, 3))
@@ -218,9 +218,12 @@ def environment_lines(row: Row) -> list[str]:
 
 
 def best_of_lines(found: Sequence[BestOf], *, binary: bool) -> list[str]:
-    """Return a line for each k with the best of k answers. It is called pass@k if each reward is 0 or 1."""
+    """Return a line for each k with the mean best reward of k answers and its interval.
+
+    `binary`: True if each reward is 0 or 1; the lines then say pass@k. `flash eval` prints them.
+    """
     names = [f"{'pass@' if binary else 'best of '}{one.k}" for one in found]
-    width = max(map(len, names))
+    width = max(map(len, names), default=0)
     return [
         f"{name.ljust(width)}  {one.interval.mean:.3f}, 95% interval {one.interval.low:.3f} to {one.interval.high:.3f}"
         for name, one in zip(names, found, strict=True)

@@ -1,9 +1,9 @@
 """Recorder: the observer of a real run. It writes the run directory and prints to the terminal.
 
 The process of the hub (`flash.run.node_loop`) makes it before the run and closes it after the run; in `flash sft` the
-first trainer rank does. They call it with each event, in order. The recorder adds the run's wall time to each row,
-raises alarms, and writes summary and plots at the end. Receivers (trackers, sink, alarm command) get the same rows, and
-at last the summary or the error that ended the run.
+first trainer rank does. This process calls it with each event, in order. The recorder adds the run's wall time to each
+row, raises alarms, and writes summary and plots at the end. Receivers (trackers, sink, alarm command) get the same
+rows, and at last the summary or the error that ended the run.
 """
 
 from __future__ import annotations
@@ -43,29 +43,34 @@ class Recorder:
     def __init__(
         self, config: Config, tokenizer: TokenText, *, now: Callable[[], float], resume_at: int | None, restarts: int
     ) -> None:
-        """Open the run directory.
+        """Prepare the run directory, and start the terminal's live line and the receivers.
+
+        A new run renames the directory of an earlier run of this name. A resumed run moves later rows away.
 
         Args:
             config: the run.
             tokenizer: decodes the tokens of the samples that are written.
             now: gives Unix seconds.
             resume_at: version that a resumed run goes on from; None for a new run.
-            restarts: number of times that the hub was started again.
+            restarts: number of times that this process, which owns the recorder, was started again.
         """
         self._config = config
         self._now = now
         self._restarts = restarts
+        # `recorded` makes the paths in the configuration absolute, so that another process can use the file.
         self.directory = RunDirectory.open(config.run_dir, dump(recorded(config)), resume_at)
-        earlier = self.directory.read_metrics()
-        # The wall time of a resumed run goes on from its last recorded step.
-        self._run_start = now() - (float(earlier[-1].get("wall_s", 0.0)) if earlier else 0.0)
+        """Directory of the run. The owner also reads evaluations and hub numbers from it."""
+        kept_rows = self.directory.read_metrics()
+        self._run_start = now() - (float(kept_rows[-1].get("wall_s", 0.0)) if kept_rows else 0.0)
+        """Time at which the run would have begun without interruptions, in Unix seconds; `wall_s` counts from it."""
         self._console = Console(config)
         self._alarms = Alarms(config.alarms.off)
         self.stopped: AlarmError | None = None
         """Alarm that ends the run early; None if there is none. The process of the run raises it after `finish`."""
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="recorder")
         """Thread that writes batches, readable samples and `cluster.json`, one after the other."""
         self.batches = Batches(config, self.directory, tokenizer, self._writer)
+        """Batches of the run. The owner waits for their files before it writes a checkpoint."""
         self._cluster = ClusterFile(self.directory, self._writer)
         self._receivers = Receivers(config, self.directory, resume_at)
         if resume_at is not None:
@@ -193,9 +198,19 @@ class Recorder:
             self._console.warn(warning)
 
     def finish(self, ledger: Mapping[str, int], late: Mapping[str, int], *, interrupted: bool) -> None:
-        """Write summary, ledger and plots, and print the closing table. An interrupted run has no time for plots.
+        """Write the files that describe the whole run, send the receivers the summary, and print the closing table.
 
-        `late`: restarts of engines and trainer ranks after the last step, which no row has.
+        In this order: wait for the batches; write ledger, summary, plots and the end of `cluster.json`; send the
+        summary; print. The hub's process calls it in a thread while its event loop still runs.
+
+        Args:
+            ledger: totals of the ledger.
+            late: restarts of engines and trainer ranks after the last step, which are in no row of `metrics.jsonl`.
+            interrupted: True if a signal or an alarm ended the run early. There is then no time for plots.
+
+        Raises:
+            RunDirectoryError: a file cannot be written, or an earlier write of samples has failed; then none of these
+                files is written.
         """
         self._console.stage("writing the summary")
         self.batches.written()
@@ -231,7 +246,7 @@ def write_summary(
         config: configuration of the run.
         ledger: totals of the ledger.
         restarts: number of restarts of the hub.
-        late: restarts of trainer ranks and engines that no row has.
+        late: restarts of trainer ranks and engines after the last step, which are in no row of `metrics.jsonl`.
         error: message of the error that ended the run; empty if none did.
 
     Raises:

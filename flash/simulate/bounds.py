@@ -3,8 +3,8 @@
 `flash simulate` calls `bounds` and `quantities` after a simulated run, and prints the bounds beside its step time. A
 bound that the run misses by far shows a bottleneck, or an error of the simulator. A step trains one batch. α is
 `train.async_ratio`: it bounds the age of trained tokens, in training steps since the weights that sampled them. The
-bounds are propositions 1 and 2 of ROLL Flash. A step has N samples on K workers, E epochs and Q samples in flight.
-μ and L are the mean and the longest generation time, and μ_tr is the training time per sample:
+bounds are propositions 1 and 2 of the paper "Part II: ROLL Flash". A step has N samples on K workers, E epochs and Q
+samples in flight. μ and L are the mean and the longest generation time, and μ_tr is the training time per sample:
 
     queue scheduling   mean completion per sample ≤ μ/K + L/Q
     synchronous        T ≤ N·μ/K + L + E·N·μ_tr/K
@@ -86,12 +86,12 @@ class Episodes(NamedTuple):
         """Mean tokens of an episode that the trainer processes, including observations."""
         return self.prompt + self.observations + self.mean_tokens
 
-    def longest_s(self, samples: float, step_s: float) -> float:
-        """Return the expected seconds of the longest of `samples` episodes, if a token takes `step_s` seconds.
+    def longest_s(self, samples: float, token_s: float) -> float:
+        """Return the expected seconds of the longest of `samples` episodes, if a token takes `token_s` seconds.
 
         The k-th shortest of M drawn episodes is the longest of n samples with probability (k/M)^n − ((k−1)/M)^n.
         """
-        times = sorted(tokens * step_s + env for tokens, env in zip(self.tokens, self.env_s, strict=True))
+        times = sorted(tokens * token_s + env for tokens, env in zip(self.tokens, self.env_s, strict=True))
         count = len(times)
         return sum(time * ((k / count) ** samples - ((k - 1) / count) ** samples) for k, time in enumerate(times, 1))
 
@@ -111,18 +111,18 @@ def draw_episodes(simulate: SimulateConfig, max_new_tokens: int, max_turns: int)
     env_s: list[float] = []
     prompts = observations = contexts = 0.0
     for i in range(count):
-        draws = min(max(round(turns.draw(uniform(i, 0))), 1), max_turns)
+        turn_count = min(max(round(turns.draw(uniform(i, 0))), 1), max_turns)
         seen = prompt.draw(uniform(i, 1))
         prompts += seen
         made, spent = 0.0, reset.draw(uniform(i, 2)) + reward.draw(uniform(i, 3))
-        for turn in range(draws):
+        for turn in range(turn_count):
             if turn:
                 shown = observation.draw(uniform(i, 4, turn))
                 observations += shown
                 seen += shown
             # Stratified sampling: one draw in each of `count` equal parts, so that the lengths of single-turn episodes
             # have the exact tail of the distribution.
-            u = (i + 0.5) / count if draws == 1 else uniform(i, 5, turn)
+            u = (i + 0.5) / count if turn_count == 1 else uniform(i, 5, turn)
             length = float(min(max(round(response.draw(u)), 1), max_new_tokens))
             contexts += length * (seen + length / 2)
             seen += length
@@ -183,8 +183,11 @@ def quantities(config: Config, ledger: Mapping[str, int]) -> Quantities:
     if rollout.max_concurrent != "auto":
         in_flight = min(in_flight, rollout.max_concurrent * simulate.nodes)
 
-    def fullest(gpus: int) -> float:
-        """Return the most sequences per engine if this many GPUs serve engines: by places, samples and KV cache."""
+    def most_sequences(gpus: int) -> float:
+        """Return the most sequences that an engine decodes at once if this many GPUs serve engines.
+
+        Limits are `engine.max_sequences`, the samples in flight, and the engine's KV cache unless `kv_tokens` is 0.
+        """
         engines = max(1, gpus // config.engine.tensor_parallel)
         full = min(float(config.engine.max_sequences), in_flight / engines)
         if simulate.kv_tokens:
@@ -203,7 +206,7 @@ def quantities(config: Config, ledger: Mapping[str, int]) -> Quantities:
         engine_s = drawn.mean_tokens * token_s(running) / running + prefilled * simulate.prefill_s
         return engine_s * config.engine.tensor_parallel
 
-    per_engine, per_engine_all = fullest(simulate.rollout_gpus), fullest(simulate.gpus)
+    per_engine, per_engine_all = most_sequences(simulate.rollout_gpus), most_sequences(simulate.gpus)
     observed = drawn.prompt + drawn.observations
     # With `abort`, a sequence moves before the swap, and the engine that it moves to prefills it again.
     recompute = rollout.swap in ("recompute", "abort")
@@ -233,7 +236,7 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the bound for people."""
     formula: str
     """Formula of the bound, as text."""
-    plugged: str
+    values: str
     """Quantities in the formula with their values, as text for the table of `flash simulate`."""
     step_s: float
     """Seconds of the bound."""
@@ -259,20 +262,20 @@ def bounds(q: Quantities, batch_size: int) -> list[Bound]:
         Bound(
             name="generation alone, queued",
             formula="N·(μ/K + L/Q)",
-            plugged=f"{work}, K {serving}, Q {q.in_flight:.4g}",
+            values=f"{work}, K {serving}, Q {q.in_flight:.4g}",
             step_s=q.samples * queue_bound(q.generate_s, q.longest_s, serving, q.in_flight),
             part=True,
         ),
         Bound(
             name="synchronous, all GPUs in turn",
             formula="N·μ/K + L + E·N·μ_tr/K + c",
-            plugged=f"{work_all_gpus}, {train}, E 1, c {q.fixed_s + q.pause_s:.3g} s",
+            values=f"{work_all_gpus}, {train}, E 1, c {q.fixed_s + q.pause_s:.3g} s",
             step_s=sync_bound(*all_gpus) + q.fixed_s + q.pause_s,
         ),
         Bound(
             name="asynchronous, best split",
             formula="(N/K)·(μ + E·μ_tr) + L/(α+1) + c",
-            plugged=(
+            values=(
                 f"{work_all_gpus}, {train}, E 1, α {q.async_ratio:g}, β* {share:.2f}: {share * q.gpus:.3g} GPUs train, "
                 f"c {max(q.fixed_s, q.pause_s):.3g} s"
             ),
@@ -283,7 +286,7 @@ def bounds(q: Quantities, batch_size: int) -> list[Bound]:
     ]
 
 
-def _this_split(q: Quantities, batch_size: int, plugged: str) -> Bound:
+def _this_split(q: Quantities, batch_size: int, values: str) -> Bound:
     """Return the bound for the configured split of the GPUs between engines and trainers."""
     # Below α = 1 no complete batch can be generated while another one is trained, so the times of both phases add up.
     generation = q.samples * q.generate_s / q.rollout_gpus
@@ -292,13 +295,13 @@ def _this_split(q: Quantities, batch_size: int, plugged: str) -> Bound:
         return Bound(
             name="this split, synchronous",
             formula="N·μ/K_g + L + w + E·N·μ_tr/K_t + c",
-            plugged=f"{plugged}, w {q.pause_s:.3g} s, c {q.fixed_s:.3g} s",
+            values=f"{values}, w {q.pause_s:.3g} s, c {q.fixed_s:.3g} s",
             step_s=generation + q.longest_s + q.pause_s + training,
         )
     return Bound(
         name="this split, asynchronous",
         formula="max(N·μ/K_g + L/(α+1) + w, E·N·μ_tr/K_t + c)",
-        plugged=f"{plugged}, α {q.async_ratio:g}, w {q.pause_s:.3g} s, c {q.fixed_s:.3g} s",
+        values=f"{values}, α {q.async_ratio:g}, w {q.pause_s:.3g} s, c {q.fixed_s:.3g} s",
         step_s=max(generation + q.longest_s / (q.async_ratio + 1) + q.pause_s, training),
     )
 
@@ -311,10 +314,10 @@ def _capacity(q: Quantities, batch_size: int) -> Bound:
     slots = q.samples * q.least_s / q.rollout_gpus
     trainer = batch_size * q.train_s / (q.gpus - q.rollout_gpus) + q.fixed_s
     alive = q.samples * q.latency_s / q.in_flight
-    plugged = f"slots {slots:.4g} s, trainer {trainer:.4g} s, {q.in_flight:.4g} episodes in flight {alive:.4g} s"
+    values = f"slots {slots:.4g} s, trainer {trainer:.4g} s, {q.in_flight:.4g} episodes in flight {alive:.4g} s"
     if q.async_ratio == 0:
         step_s, formula = max(slots, alive) + trainer, "max(slots, in flight) + trainer"
     else:
         step_s, formula = max(slots, alive, trainer), "max(slots, in flight, trainer)"
     assert math.isfinite(step_s), "every quantity is finite"
-    return Bound(name="capacity", formula=formula, plugged=plugged, step_s=step_s, lower=True)
+    return Bound(name="capacity", formula=formula, values=values, step_s=step_s, lower=True)

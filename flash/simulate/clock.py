@@ -5,8 +5,9 @@ Simulations and most tests run on it, so that they take little time and give the
 that timer. Between two timers the order of tasks is asyncio's own, so a run is reproducible.
 
 Nothing outside the process advances this clock, so nothing can wait for the outside: a socket is refused when it is
-awaited, a thread when it reports its result. If no timer is left and no task can run, the tasks wait for each other.
-The loop then raises an error that lists these tasks and the lines at which they wait.
+awaited, `run_in_executor` when it is called, and any other thread when it reports its result. If no timer is left and
+no task can run, the tasks wait for each other. The loop then raises an error that lists these tasks and the lines at
+which they wait.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def refuse(self, what: str) -> ContractError:
         """Return the error for a task that would wait for `what`, and keep it for the next jump. Callers raise it."""
-        # The loop raises the error at its next jump too, because the caller may not raise it, or other code catch it.
+        # The loop raises the error at its next jump too, because code between the task and the loop may swallow it.
         self._refused = ContractError(
             f"{what} cannot be waited for on the virtual clock, which does not advance meanwhile; simulate it, or use "
             "the real clock"
@@ -91,22 +92,25 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def jump(self, seconds: float | None) -> None:
         """Advance the clock by `seconds`. The selector calls this where another loop would sleep.
 
+        Subclasses override it to look at the run whenever time passes, such as `_TimedLoop` in `flash.simulate.world`.
+
         `seconds` is None if no timer is set, so that the loop would wait for an event without a timeout.
 
         Raises:
             ContractError: no task can ever run again, or something was refused.
         """
         if self._refused is not None:
+            # The error is forgotten first, so that the loop can still run the cancelled tasks to their end.
             error, self._refused = self._refused, None
             raise error
         if seconds is None:
             raise ContractError(
                 "nothing can happen any more on the virtual clock: no timer is set and all tasks wait, for each other "
-                f"or for a thread outside of it:\n{_describe_tasks(self)}"
+                f"or for a thread:\n{_describe_tasks(self)}"
             )
         self._now += seconds
-        # A timer is due when its time is before now plus this resolution. After three months of virtual time a
-        # nanosecond is less than the rounding error of `now`, so with it no timer would ever be due again.
+        # asyncio regards a timer as due if its time is before `now` plus this attribute. From 2^24 seconds (six months)
+        # on, `now + 1e-9 == now`, so a fixed nanosecond would leave every timer undue.
         self._clock_resolution = max(_RESOLUTION_S, 2 * math.ulp(self._now))
 
 

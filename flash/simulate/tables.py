@@ -1,7 +1,7 @@
 """Output of `flash simulate` and `flash calibrate` on the terminal.
 
-A sweep simulates one configuration for each combination of values; a cell is one of them with its results. The ledger
-of a run counts its samples and tokens by their fate.
+A sweep simulates one configuration for each combination of values. A *cell* is one combination with its report and
+bounds. The *ledger* of a run counts its samples and tokens by their fate.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from flash.config.simulate import sampler
@@ -28,6 +29,13 @@ BAR = 32
 """Width of a full bar, in characters."""
 PLAIN_WIDTH = 240
 """Width of the output, in characters, if it is not a terminal. It is large so that no line is cut."""
+WASTE = {
+    "discarded_tokens_": ("", "tokens"),
+    "given_up_": ("given up", "samples"),
+    "retried_": ("repeated", "attempts"),
+    "filtered": ("filtered", "samples"),
+}
+"""Waste in the ledger: prefix of the keys, title, and unit. The rest of a key is the reason."""
 
 
 def print_run(config: Config, cell: SweepCell) -> None:
@@ -40,11 +48,11 @@ def print_run(config: Config, cell: SweepCell) -> None:
         f"{report.steps} steps of {config.train.batch_size} samples, async_ratio {config.train.async_ratio:g}"
     )
     console.print(f"simulated {report.seconds:.4g} s in {report.real_s:.2g} s\n")
-    _pairs(console, _speed(report))
-    _shares(console, report)
-    _ages(console, report)
-    _waste(console, report)
-    _bounds(console, cell)
+    _print_pairs(console, _speed_lines(report))
+    _print_shares(console, report)
+    _print_ages(console, report)
+    _print_waste(console, report)
+    _print_bounds(console, cell)
     longest = sampler(simulate.response_tokens).upper()
     if longest > config.rollout.max_new_tokens:
         console.print(
@@ -53,7 +61,7 @@ def print_run(config: Config, cell: SweepCell) -> None:
         )
 
 
-def _speed(report: SimReport) -> list[tuple[str, str]]:
+def _speed_lines(report: SimReport) -> list[tuple[str, str]]:
     """Return the lines on times, throughput, places and lengths, each as (title, text)."""
     per_trained = report.generated_tokens / max(report.trained_tokens, 1)
     bias = report.mean_trained_length / report.mean_issued_length - 1 if report.mean_issued_length else 0.0
@@ -78,7 +86,7 @@ def _speed(report: SimReport) -> list[tuple[str, str]]:
     ]
 
 
-def _shares(console: Console, report: SimReport) -> None:
+def _print_shares(console: Console, report: SimReport) -> None:
     """Print the shares of busy and idle time, the latter by cause."""
     table = _table("", "busy", "idle, by cause")
     for name, busy, idle in (
@@ -90,7 +98,7 @@ def _shares(console: Console, report: SimReport) -> None:
     console.print(table)
 
 
-def _ages(console: Console, report: SimReport) -> None:
+def _print_ages(console: Console, report: SimReport) -> None:
     """Print the trained tokens by age, as bars."""
     total = sum(report.ages.values())
     table = _table("\nage", "\nshare", "\ntrained tokens by age, in versions")
@@ -100,24 +108,22 @@ def _ages(console: Console, report: SimReport) -> None:
     console.print(table)
 
 
-def _waste(console: Console, report: SimReport) -> None:
-    """Print the counts of samples and tokens that were not trained, by reason.
+def _print_waste(console: Console, report: SimReport) -> None:
+    """Print what the run wasted, by reason.
 
-    The ledger counts them under keys such as `discarded_tokens_stale`, `given_up_stale` and `filtered`.
+    Discarded tokens are a share of the generated tokens. Samples that were given up or filtered, and repeated attempts,
+    are a share of the issued samples. The sample of a repeated attempt may be trained.
     """
     ledger = report.ledger
     generated = max(ledger.get("generated_tokens", 0), 1)
     issued = max(ledger.get("issued", 0), 1)
-    rows = [
-        (key.removeprefix("discarded_tokens_").replace("_", " "), "tokens", count, count / generated)
-        for key, count in ledger.items()
-        if key.startswith("discarded_tokens_") and count
-    ]
+    rows: list[tuple[str, str, int, float]] = []
     for key, count in ledger.items():
-        fate, _, reason = key.partition("_up_") if key.startswith("given_up_") else key.partition("_")
-        if (key == "filtered" or key.startswith(("given_up_", "retried_"))) and count:
-            name = {"given": "given up", "retried": "tried again"}.get(fate, fate)
-            rows.append((f"{name} {reason}".replace("_", " ").strip(), "samples", count, count / issued))
+        for prefix, (title, unit) in WASTE.items():
+            if key.startswith(prefix) and count:
+                reason = key.removeprefix(prefix).replace("_", " ")
+                share = count / (generated if unit == "tokens" else issued)
+                rows.append((f"{title} {reason}".strip(), unit, count, share))
     if not rows:
         console.print("\nwaste: none")
         return
@@ -127,17 +133,17 @@ def _waste(console: Console, report: SimReport) -> None:
     console.print(table)
 
 
-def _bounds(console: Console, cell: SweepCell) -> None:
+def _print_bounds(console: Console, cell: SweepCell) -> None:
     """Print the bounds on the time of a step, with their quantities, and the ratio of the run's step time to each."""
     table = _table("\nbound on a step", "\nseconds", "\nrun / bound", "\nformula and its quantities")
     for bound in cell.bounds:
         sign = "≥" if bound.lower else "≤"
         ratio = "" if bound.part or not bound.step_s else f"{cell.report.step_s / bound.step_s:.3f}"
-        table.add_row(bound.name, f"{sign} {bound.step_s:.4g}", ratio, f"{bound.formula}: {bound.plugged}")
+        table.add_row(bound.name, f"{sign} {bound.step_s:.4g}", ratio, f"{bound.formula}: {bound.values}")
     console.print(table)
 
 
-def watched(reports: Iterable[SimReport], count: int) -> Iterable[SimReport]:
+def with_progress(reports: Iterable[SimReport], count: int) -> Iterable[SimReport]:
     """Yield the reports of a sweep as they come, and show how many of `count` are done.
 
     A terminal shows a bar. Any other output gets one line for each report.
@@ -194,16 +200,18 @@ def recommendation(cells: Sequence[SweepCell], best: SweepCell) -> str:
 
 
 def print_calibration(fitted: Calibration, predicted: Floats, config: Path, file: Path) -> None:
-    """Print the fitted constants with their residuals, and how well they predict the step time of the measured run.
+    """Print the fitted constants with their errors, and how well they predict the step time of the measured run.
+
+    The error of a fit is the root mean square of its residuals, as a share of the mean measurement.
 
     Args:
         fitted: the calibration.
-        predicted: simulated seconds of a step, one value for each seed of the workload.
+        predicted: simulated seconds of a step, one value for each random draw of the workload.
         config: configuration file of the measured run.
         file: file to which the fitted table was written.
     """
     console = _console()
-    table = _table("fitted", "from", "residual", "constants")
+    table = _table("constants of", "fitted to", "error", "values")
     for part in fitted.parts:
         constants = ", ".join(f"{name} {value:.4g}" for name, value in part.constants.items())
         table.add_row(part.name, f"{part.points:,} points", f"{part.residual:.1%}", constants)
@@ -216,7 +224,7 @@ def print_calibration(fitted: Calibration, predicted: Floats, config: Path, file
         f"({predicted.mean() / fitted.step_s - 1:+.1%}; {predicted.min():.4g} to {predicted.max():.4g} s "
         f"over {predicted.size} draws of the workload)"
     )
-    console.print(f"written to {file}; use it with: flash simulate {config} {file}")
+    console.print(f"written to {file}; use it with: flash simulate {quote(str(config))} {quote(str(file))}")
 
 
 def _largest(shares: dict[str, float]) -> list[tuple[str, float]]:
@@ -224,7 +232,7 @@ def _largest(shares: dict[str, float]) -> list[tuple[str, float]]:
     return sorted(shares.items(), key=lambda item: -item[1])
 
 
-def _pairs(console: Console, rows: Iterable[tuple[str, str]]) -> None:
+def _print_pairs(console: Console, rows: Iterable[tuple[str, str]]) -> None:
     """Print titles and texts in two columns, and an empty line."""
     for title, text in rows:
         console.print(f"{title:<15}{text}")

@@ -26,10 +26,8 @@ from flash.config.tree import ClusterConfig, Config, ParallelConfig
 from flash.environment.interface import Environment
 from flash.hub import protocol as p
 from flash.hub.context import RunEnd
-from flash.hub.hub import NEW_RUN, Hub, InProcessCaller
-from flash.hub.recovery import Persistence, RecoveredState, SaveState, measure_state
+from flash.hub.hub import Hub, InProcessCaller
 from flash.observe.observer import MemoryObserver
-from flash.rollout.engine import Engine
 from flash.rollout.engine_state import StateTimes
 from flash.rollout.episode.episode import response_key
 from flash.rollout.node import NodeEnvironment, RolloutNode
@@ -69,7 +67,7 @@ def simulate(config: Config) -> SimReport:
 async def _run(config: Config) -> tuple[World, RunEnd, float]:
     """Run a simulation.
 
-    Returns it with its end, and the lag of 99 % of the passes of the event loop in real seconds.
+    Returns the world, the end of its run, and the real seconds that 99 % of the event loop's passes did not exceed.
     """
     world = World(config)
     end = await world.run()
@@ -129,20 +127,20 @@ class Meter:
         """Number of sequences that each engine runs since its last change."""
         self._idle: set[int] = set(range(count))
         """Numbers of the engines that are idle."""
-        self._slot_s = 0.0
-        """Seconds of all running sequences together."""
+        self._place_s = 0.0
+        """Sum of the seconds that each running sequence has held its place in an engine."""
 
     def start(self) -> None:
         """Begin to measure now, and discard all earlier time. Called at the first lease of a training sample."""
         self._settle()
         for times in self._times:
             times.forget()
-        self._slot_s = 0.0
+        self._place_s = 0.0
 
     def note_engine(self, index: int) -> None:
         """Record that the state of this engine may have changed."""
         state = self._state_of(index)
-        self._slot_s += self._times[index].enter(state, self._now()) * self._running[index]
+        self._place_s += self._times[index].enter(state, self._now()) * self._running[index]
         self._running[index] = self._running_of(index)
         if state == BUSY:
             self._idle.discard(index)
@@ -155,10 +153,10 @@ class Meter:
             self.note_engine(index)
 
     def read(self) -> tuple[list[dict[str, float]], float]:
-        """Return, for each engine, its seconds by state; and the sequence seconds of all engines together."""
+        """Return the seconds of each engine by state, and the sum of the seconds that sequences have held a place."""
         self._settle()
         now = self._now()
-        return [times.seconds(now) for times in self._times], self._slot_s
+        return [times.seconds(now) for times in self._times], self._place_s
 
     def _settle(self) -> None:
         """Count the time of all engines up to now."""
@@ -169,7 +167,7 @@ class Meter:
 class SimNode:
     """A node of the simulated run, with its engines and its number of leases, which the meter needs.
 
-    The node itself is the real `RolloutNode`, which `World.serve` makes and runs.
+    The node itself is the real `RolloutNode`, which `World.run` makes and runs.
     """
 
     def __init__(self, number: int, first_engine: int, engines: list[SimEngine]) -> None:
@@ -186,71 +184,51 @@ class SimNode:
 
 
 class World:
-    """A simulated run. It must be made in a task on the virtual clock on which it will run.
+    """A simulated run. Make it in a task on the virtual clock on which it will run: the constructor reads that clock.
 
-    `hub`, `nodes`, `engines` and `trainer` are public for tests and benchmarks that inspect the run while it goes on.
+    Its attributes without an underscore are public for tests and benchmarks that inspect the run while it goes on.
 
     Args:
         config: the run's configuration, with its `[simulate]` table.
         observer: receives the observations of the hub; None: a new one.
-        recovered: state of an earlier run that this one continues.
-        save_state: receives the hub's state each time the trainer requests a snapshot.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        observer: SimObserver | None = None,
-        *,
-        recovered: RecoveredState = NEW_RUN,
-        save_state: SaveState = measure_state,
-    ) -> None:
+    def __init__(self, config: Config, observer: SimObserver | None = None) -> None:
         assert config.simulate is not None, "the configuration has a [simulate] table"
         self.settings = config.simulate
         self.config = lifted(config, self.settings)
-        members = config.rollout.group_size + config.rollout.extra_per_group
-        self.workload = Workload(self.settings, config.run.seed, config.rollout.max_new_tokens, members)
+        tasks_per_group = config.rollout.group_size + config.rollout.extra_per_group
+        self.workload = Workload(self.settings, config.run.seed, config.rollout.max_new_tokens, tasks_per_group)
         self._now = anyio.current_time
-        """Clock of the run, in virtual seconds."""
+        """Returns the time of the run, in virtual seconds."""
         self._observer = observer or SimObserver()
-        self.hub = Hub(
-            self.config, self._observer, now=self._now, recovered=recovered, persistence=Persistence(save_state)
-        )
+        # Each of the next objects uses those above it: keep this order.
+        self.hub = Hub(self.config, self._observer, now=self._now)
         count = self.settings.rollout_gpus // config.engine.tensor_parallel
-        self.engines = [self.make_engine(index) for index in range(count)]
+        self.engines = [self._make_engine(index) for index in range(count)]
         self.meter = Meter(count, self._state, lambda index: self.engines[index].running, self._now)
         self.nodes = self._make_nodes()
         self._node_of = [node for node in self.nodes for _ in node.engines]
-        self.trainer = self.make_trainer(InProcessCaller(self.hub, self._after_trainer_call))
+        caller = InProcessCaller(self.hub, self._after_trainer_call)
+        self.trainer = SimTrainer(self.config, self.settings, caller, self._now, version=self.hub.progress.version)
         self._occupied: set[int] = set()
         """Numbers of the engines that have a request."""
-        self._issued: dict[int, Task] = {}
+        self._leased: dict[int, Task] = {}
         """Training tasks that were leased, by id."""
         self._first_lease_at: float | None = None
         """Time of the first lease of a training sample; None before it."""
         self._measured = self.meter.read()
         """Reading of the meter at the last commit."""
 
-    def make_engine(self, index: int, settings: SimulateConfig | None = None) -> SimEngine:
-        """Return an engine. `settings` replaces the run's settings, for benchmarks that make one engine slower."""
+    def _make_engine(self, index: int) -> SimEngine:
+        """Return the engine of number `index`, which reports its changes to the meter."""
         return SimEngine(
-            settings or self.settings,
+            self.settings,
             self.config.engine.max_sequences,
             self.workload.response_tokens,
             self.config.engine.stream_interval,
             on_change=lambda: self._engine_changed(index),
         )
-
-    def make_trainer(self, hub: InProcessCaller) -> SimTrainer:
-        """Return the trainer, at the version that the hub begins with."""
-        return SimTrainer(self.config, self.settings, hub, self._now, version=self.hub.progress.version)
-
-    def engine_factories(self, node: SimNode) -> list[Callable[[int], Engine]]:
-        """Return one function for each engine of a node, which the node's supervisor calls to start the engine.
-
-        Each function returns an existing engine, since simulated engines do not die. Tests override this method.
-        """
-        return [same_engine(engine) for engine in node.engines]
 
     def _make_nodes(self) -> list[SimNode]:
         """Divide the engines evenly among the nodes, in order, and return the nodes."""
@@ -263,20 +241,20 @@ class World:
     async def run(self) -> RunEnd:
         """Train all steps on the virtual clock. Returns the end of the run, or raises the error that ended it."""
         made: Counter[int] = Counter()
+        """Number of environments that were made for each problem, on all nodes together."""
         async with anyio.create_task_group() as group:
             for node in self.nodes:
-                group.start_soon(self.serve, node, made, name=f"node {node.number}")
+                group.start_soon(self._rollout_node(node, made).run, name=f"node {node.number}")
             group.start_soon(self.trainer.run, name="trainer")
             return await self.hub.run()
         # The task group swallows only its own cancellation, and nothing cancels it before the hub's end.
         raise AssertionError("the task group ended without the end of the run")
 
-    async def serve(self, node: SimNode, made: Counter[int]) -> None:
-        """Run a node until the run ends. `made` counts the environments of each problem, on all nodes together."""
-        await self._rollout_node(node, made).run()
-
     def _rollout_node(self, node: SimNode, made: Counter[int]) -> RolloutNode:
-        """Return a real node with simulated engines and environments. Its calls to the hub update the meter."""
+        """Return a real node with simulated engines and environments. Its calls to the hub update the meter.
+
+        Each environment that the node makes adds 1 to `made`, under the seed of its problem.
+        """
 
         def make_env(kind: str) -> Environment:
             return SimEnvironment(self.workload, made)
@@ -286,7 +264,9 @@ class World:
 
         link = HubLink(node.number, node.first_engine, InProcessCaller(self.hub, watch))
         env = NodeEnvironment(make_env)
-        return RolloutNode(self.config, link, self.engine_factories(node), SimTokenizer(), env, now=self._now)
+        # Simulated engines do not die, so the node's supervisor always gets the same ones.
+        factories = [same_engine(engine) for engine in node.engines]
+        return RolloutNode(self.config, link, factories, SimTokenizer(), env, now=self._now)
 
     def _engine_changed(self, index: int) -> None:
         """Report to the meter that an engine's sequences or its swap have changed. The engine calls this."""
@@ -304,7 +284,7 @@ class World:
             if training and self._first_lease_at is None:
                 self._first_lease_at = self._now()
                 self.meter.start()
-            self._issued |= training
+            self._leased |= training
         elif isinstance(request, p.DeliverRequest):
             node.leases -= len(request.ended)
         else:
@@ -349,7 +329,7 @@ class World:
         # The first step waits for the first samples, so rates leave it out.
         steady_s = commits[-1] - commits[0] if skipped else seconds
         steady = self.trainer.trained[skipped:]
-        states, slot_s = self._measured
+        states, place_s = self._measured
         places = len(self.engines) * self.config.engine.max_sequences
         names = {name for state in states for name in state}
         engine_s = {name: sum(state.get(name, 0.0) for state in states) for name in sorted(names)}
@@ -370,7 +350,7 @@ class World:
             trainer_idle=trainer,
             engine_busy=engines.pop(BUSY, 0.0),
             engine_idle=engines,
-            slot_use=slot_s / (seconds * places),
+            slot_use=place_s / (seconds * places),
             ages=dict(sorted(self.trainer.ages.items())),
             ledger=end.ledger,
             mean_trained_length=_mean(self.trainer.lengths),
@@ -389,7 +369,7 @@ class World:
 
     def issued_lengths(self) -> Counter[int]:
         """Return the number of issued samples by the response tokens that they have, or would have at their end."""
-        return Counter(self._length(task) for task in self._issued.values())
+        return Counter(self._length(task) for task in self._leased.values())
 
     def _length(self, task: Task) -> int:
         """Return the response tokens that a sample has at its end."""

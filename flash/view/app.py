@@ -159,7 +159,7 @@ def _number(request: Request, name: str, below: int | None = None) -> int:
     """Return the whole number with this name in a request's query.
 
     Raises:
-        HTTPException: it is no whole number, or not less than `below`.
+        HTTPException: the value is missing, is not a whole number of at most DIGITS digits, or is `below` or more.
     """
     text = request.query_params.get(name, "")
     if not text.isdecimal() or len(text) > DIGITS or (below is not None and int(text) >= below):

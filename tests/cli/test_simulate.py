@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from flash.cli.main import BROKEN_PIPE, main
@@ -25,7 +26,7 @@ from flash.cli.simulate import (
 from flash.config.load import load
 from flash.errors import ConfigError
 from flash.simulate.report import SimReport, SweepCell
-from flash.simulate.tables import recommendation
+from flash.simulate.tables import print_run, recommendation
 
 RUN = """
 run = { name = "small", steps = 4 }
@@ -139,6 +140,32 @@ def test_one_run_is_told_with_its_causes_and_bounds(run: Path, capsys: pytest.Ca
     assert "small: 2 GPUs generate, 2 train; 3 steps of 8 samples, async_ratio 1" in shown
     for part in ("step time", "throughput", "slot use", "engines", "trainers", "age", "waste", "capacity", "L/(α+1)"):
         assert part in shown
+
+
+def test_repeated_attempts_are_counted_as_attempts_and_not_as_samples(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = cell(5.0, {0: 5})
+    report = msgspec.structs.replace(
+        found.report,
+        ledger={
+            "issued": 10,
+            "generated_tokens": 100,
+            "discarded_tokens_stale": 20,
+            "given_up_env_error": 1,
+            "retried_env_error": 3,
+            "filtered": 2,
+        },
+    )
+    print_run(load(run, simulated=True), msgspec.structs.replace(found, report=report))
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    waste = lines[lines.index("waste count share") + 1 :][:4]
+    assert waste == [
+        "repeated env error (attempts) 3 30.0%",
+        "filtered (samples) 2 20.0%",
+        "given up env error (samples) 1 10.0%",
+        "stale (tokens) 20 20.0%",
+    ]
 
 
 def test_responses_that_the_run_cuts_are_pointed_out(run: Path, capsys: pytest.CaptureFixture[str]):

@@ -68,18 +68,17 @@ FACTS = (
 
 
 def open_regular_file(path: Path) -> BufferedReader:
-    """Open a regular file for reading. Never blocks, as opening a pipe would.
+    """Open a regular file for reading. The plain `open` would block at a pipe; this function raises.
 
     Raises:
         FileNotFoundError: there is no such file.
-        RunDirectoryError: it is no regular file, or it cannot be opened.
+        RunDirectoryError: it is no regular file, or it cannot be opened, for example without permission.
     """
     try:
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 - returned
     except FileNotFoundError:
-        raise
+        raise  # callers treat a missing file as an empty one
     except OSError as error:
-        # Opening a socket raises.
         raise RunDirectoryError(f"cannot read {path}: {error.strerror or error}") from error
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
