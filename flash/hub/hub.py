@@ -159,8 +159,8 @@ class Hub:
 
         No other step begins. The run does not wait for a running evaluation, and no last evaluation begins. The ranks
         write a checkpoint of the run's version, unless they have written this checkpoint already. If the ranks are only
-        starting, or train earlier steps again after a restart, the run may end without a new checkpoint. Work that is
-        not done within `deadlines.shutdown` is given up.
+        starting, train earlier steps again after a restart, or have made an update in a step that is given up, the run
+        may end without a new checkpoint. Work that is not done within `deadlines.shutdown` is given up.
 
         Returns a phrase for the work that the run still has to do before it ends, such as `writing a checkpoint of
         version 7`. The phrase is empty if the run was already over. A second call changes nothing and returns the

@@ -154,7 +154,10 @@ class RunStages:
     @property
     def _complete_groups(self) -> str:
         """Phrase with the number of complete groups, and the number that a batch needs."""
-        return f"{self._samples.pool.ready_groups} of {self._contract.groups_per_batch}"
+        batches = self._samples.batches
+        # The groups of earlier rounds of the step have left the pool, but they count for its batch.
+        dealt = len(batches.training) if batches.open else 0
+        return f"{dealt + self._samples.pool.ready_groups} of {self._contract.groups_per_batch}"
 
     def describe(self, stage: Stage) -> str:
         """Return a phrase for the event that the run waits for in this stage, with the numbers of this moment."""
@@ -187,6 +190,8 @@ class RunStages:
             return "ending its processes"
         if self._progress.batch == "forming" and step < self._run_steps:
             return f"finishing step {step} and writing a checkpoint"
+        if self._steps.weights_between_versions:
+            return "ending its processes"
         if self._steps.checkpoint_written:
             return "exporting the model" if self._steps.ranks_export else "ending its processes"
         return f"writing a checkpoint of version {step}"
@@ -209,7 +214,7 @@ class RunStages:
             return StartupPhase(STARTING_ENGINES)
         if answers := self._evaluations.progress:
             return StartupPhase("first evaluation", answers)
-        if self._steps.ranks_train:
+        if self._steps.step_begun:
             return StartupPhase("first step")
         return StartupPhase("first batch", f"{self._complete_groups} groups")
 

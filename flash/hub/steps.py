@@ -114,6 +114,17 @@ class TrainingSteps:
         return bool(self._rounds) and self._asking < self._config.trainer_world_size
 
     @property
+    def step_begun(self) -> bool:
+        """True if the ranks have begun the running step: a round of it was dealt."""
+        return bool(self._rounds)
+
+    @property
+    def weights_between_versions(self) -> bool:
+        """True if the ranks must write no checkpoint when the run ends now: they have made an update in a step that
+        they cannot finish."""
+        return self._partly_updated if self._end_reply is None else not self._end_reply.may_save
+
+    @property
     def ranks_wait_for_batch(self) -> bool:
         """True if any rank waits for a round."""
         return self._asking > 0
@@ -189,7 +200,7 @@ class TrainingSteps:
         # The first request fixes the reply for all ranks. The export of the model is a collective, so an interrupt
         # between their requests must not give them different replies.
         if self._end_reply is None:
-            self._end_reply = p.BatchReply(None, progress.stopping == "finished", may_save=not self._partly_updated)
+            self._end_reply = p.BatchReply(None, progress.stopping == "finished", may_save=not self.weights_between_versions)
             if progress.batch == "open":
                 self._give_up_step()
         return self._end_reply

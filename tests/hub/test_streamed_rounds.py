@@ -13,7 +13,7 @@ from flash.errors import ContractError
 from flash.hub import protocol as p
 from flash.hub.hub import Hub
 from flash.hub.recovery import HubState, RecoveredState
-from flash.hub.stages import Stage
+from flash.hub.stages import Stage, StartupPhase
 from flash.observe.observer import MemoryObserver
 from flash.samples.journal import MemoryJournal, Replay
 from flash.types import Lease, Shard
@@ -112,9 +112,26 @@ async def test_after_an_update_in_the_middle_of_a_step_an_interrupt_saves_nothin
     driver, groups = await begun(msgspec.structs.replace(config, algorithm=average))
     await driver.bring(0, *groups[0], *groups[1])
     await round_of(driver, 0)
-    driver.hub.interrupt()
+    assert driver.hub.interrupt() == "ending its processes"
     reply = await driver.hub.handle(p.BatchRequest(0, 0, [], 0, 1))
     assert (reply.shard, reply.may_save) == (None, False)
+    # The step is given up now, and the ranks still hold weights between two versions.
+    assert driver.hub.interrupt() == "ending its processes"
+
+
+async def test_groups_of_earlier_rounds_count_as_complete_groups_of_the_batch() -> None:
+    driver, groups = await begun(streamed())
+    await driver.bring(0, *groups[0], *groups[1])
+    await round_of(driver, 0)
+    assert driver.hub.stages.startup_phase() == StartupPhase("first step")
+    with pytest.raises(TimeoutError):
+        await round_of(driver, 1)
+    assert "(2 of 4 groups are complete)" in driver.hub.stages.describe(Stage.BATCH)
+    assert driver.hub.stages.startup_phase() == StartupPhase("first step")
+    await driver.bring(0, *groups[2], *groups[3])
+    await round_of(driver, 1)
+    await driver.hub.handle(p.Commit(0, {}))
+    assert "(0 of 4 groups are complete)" in driver.hub.stages.describe(Stage.BATCH)
 
 
 async def test_a_hub_that_is_lost_in_the_middle_of_a_step_leaves_its_groups_to_the_next_one() -> None:
