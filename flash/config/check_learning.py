@@ -509,13 +509,13 @@ SUPERVISED = AlgorithmConfig(objective="algorithms.objectives.reinforce:Supervis
 def supervised(config: Config) -> Config:
     """Return the configuration with the settings that an `[sft]` table needs; unchanged without such a table.
 
-    It gets the supervised objective and age 0. Settings for samples are turned off: recorded batches, routing replay,
+    It gets the supervised objective, age 0, and steps that are not streamed. Settings for samples are turned off: recorded batches, routing replay,
     and the alarm of an entropy that is too low.
     """
     if config.sft is None:
         return config
-    train, checkpoint = replace(config.train, async_ratio=0.0, max_token_age=None), config.checkpoint
-    config = replace(config, train=train, checkpoint=replace(checkpoint, batches="none"))
+    train = replace(config.train, async_ratio=0.0, max_token_age=None, stream=False)
+    config = replace(config, train=train, checkpoint=replace(config.checkpoint, batches="none"))
     alarms, rollout = config.alarms, replace(config.rollout, routing_replay=False)
     # Lists, as the fields are: a configuration that is written and read back must equal the one that was written.
     stop, kept = ([one for one in some if one != "entropy"] for some in (alarms.stop, alarms.checkpoint))

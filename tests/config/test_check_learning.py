@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from flash.config.check_learning import WHOLE_BATCH, why_not_streamed
+from flash.config.check_learning import WHOLE_BATCH, supervised, why_not_streamed
 from flash.config.load import load
 from flash.config.tree import Config
 from flash.errors import ConfigError
@@ -349,3 +349,9 @@ def test_a_step_is_streamed_unless_a_setting_needs_the_whole_batch(tables: dict[
         config = msgspec.convert(base | {"train": {"stream": True} | tables["train"]}, Config)
     found = why_not_streamed(config)
     assert found == reason or (found is not None and reason is not None and reason in found)
+
+
+def test_supervised_steps_are_not_streamed() -> None:
+    base: dict[str, Any] = {"run": {"name": "test"}, "model": {"path": "fake"}, "env": {"path": "fake:Fake"}}
+    config = msgspec.convert(base | {"train": {"stream": True}, "sft": {"data": "rows.jsonl"}}, Config)
+    assert not supervised(config).train.stream
