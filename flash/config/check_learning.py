@@ -509,8 +509,8 @@ SUPERVISED = AlgorithmConfig(objective="algorithms.objectives.reinforce:Supervis
 def supervised(config: Config) -> Config:
     """Return the configuration with the settings that an `[sft]` table needs; unchanged without such a table.
 
-    It gets the supervised objective, age 0, and steps that are not streamed. Settings for samples are turned off: recorded batches, routing replay,
-    and the alarm of an entropy that is too low.
+    It gets the supervised objective, age 0, and steps that are not streamed. Settings for samples are turned off:
+    recorded batches, routing replay, and the alarm of an entropy that is too low.
     """
     if config.sft is None:
         return config

@@ -200,7 +200,8 @@ class TrainingSteps:
         # The first request fixes the reply for all ranks. The export of the model is a collective, so an interrupt
         # between their requests must not give them different replies.
         if self._end_reply is None:
-            self._end_reply = p.BatchReply(None, progress.stopping == "finished", may_save=not self.weights_between_versions)
+            may_save = not self.weights_between_versions
+            self._end_reply = p.BatchReply(None, progress.stopping == "finished", may_save=may_save)
             if progress.batch == "open":
                 self._give_up_step()
         return self._end_reply
