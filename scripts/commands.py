@@ -12,8 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+"""Root of the repository."""
 VENV = ROOT / ".venv"
+"""Folder of the environment."""
 PYTHON = VENV / "bin" / "python"
+"""Interpreter of the environment."""
 STAMP = VENV / "flash-installed"
 """File with the fingerprint of a finished environment."""
 LOG = VENV / "flash-install.log"

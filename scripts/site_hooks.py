@@ -22,6 +22,7 @@ from algorithms import OBJECTIVES  # noqa: E402 - the path has to be there first
 EXAMPLES = ("toml", "py", "yaml")
 """Suffixes of the files in examples/ that get a page. They are also the names of the languages for highlighting."""
 CONTRIBUTING = "CONTRIBUTING.md"
+"""File in the root of the repository that gets a page."""
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:

@@ -86,10 +86,10 @@ def folders() -> Iterator[Path]:
 def probe(path: Path) -> Python | None:
     """Return the interpreter at `path`; None if it is too old, broken, a virtual environment, or cannot make one."""
     code = "import sys, venv, ensurepip; print(*sys.version_info[:3], sys.prefix == sys.base_prefix)"
-    told = (output(path, "-c", code, timeout=30) or "").split()
-    if told[-1:] != ["True"]:
+    found = (output(path, "-c", code, timeout=30) or "").split()
+    if found[-1:] != ["True"]:
         return None
-    version = tuple(map(int, told[:3]))
+    version = tuple(map(int, found[:3]))
     return Python(version, path) if version >= OLDEST_PYTHON else None
 
 
@@ -104,7 +104,10 @@ def pythons() -> list[Python]:
 
 
 def variables(home: Path, path: str) -> dict[str, str]:
-    """Return the environment variables of a new user who reaches the registry in the way of this machine."""
+    """Return the environment variables of a new user whose pip reaches the registry as this machine does.
+
+    `home` is the user's home folder, and `path` the value of PATH.
+    """
     seen = {key: value for key, value in os.environ.items() if KEPT.fullmatch(key)}
     listing = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False

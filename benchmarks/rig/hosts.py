@@ -48,7 +48,7 @@ def why_no_hosts() -> str:
     if absent:
         return f"not installed: {', '.join(absent)}"
     if sys.platform != "linux" or os.geteuid() != 0:
-        return "network namespaces want Linux and root"
+        return "network namespaces need Linux and root"
     try:
         subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], check=True, capture_output=True)
         socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0).close()
@@ -64,10 +64,14 @@ class Hosts(Kept):
         super().__init__("hosts")
         self.names = names
         self._switch = f"{self.folder.name}-wire"
+        """Name of the network namespace of the wire, which holds one end of each link."""
         self._spaces = [f"{self.folder.name}-{host}" for host in range(len(names))]
+        """Names of the hosts' network namespaces."""
         self._ways = Ways()
         self._started: list[subprocess.Popen[bytes]] = []
+        """Processes that `start` has started."""
         self._wire = ExitStack()
+        """Closes the wire's ports and ends its thread."""
 
     def begin(self) -> None:
         """Make the hosts, and the wire between them."""

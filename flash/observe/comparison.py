@@ -100,7 +100,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def _state(summary: Summary | None) -> str:
-    """Return whether a run has ended, and how, in words."""
+    """Return the state of a run for people: under way, failed or ended."""
     if summary is None:
         return "under way, or interrupted"
     return "failed" if summary.error else "ended"
@@ -142,8 +142,8 @@ def _best_of_k(row: Mapping[str, Any]) -> str:
 def _difference(one: Compared, other: Compared) -> str:
     """Return the difference of two runs' last evaluations with its interval; `-` if one of them has none.
 
-    The difference is the mean reward of `other` minus that of `one`. If 0 is not in the interval, it is more than
-    chance.
+    The difference is the mean reward of `other` minus that of `one`. If the interval excludes 0, the
+    difference is significant.
     """
     first, second = _interval(one.last), _interval(other.last)
     if first is None or second is None:

@@ -33,7 +33,7 @@ QUIET_S = 60.0
 SHOWN_ALARMS = 5
 """Largest number of alarms that are shown: the last ones."""
 MEAN_OF = 20
-"""Number of last steps that means are taken over."""
+"""Number of last steps over which the means of the table are taken."""
 BAR = 24
 """Characters of a bar."""
 TABLE_COLUMNS, LEAST_SPARKLINE = 52, 8

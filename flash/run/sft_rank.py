@@ -55,7 +55,7 @@ WISHES: Mapping[Wish | None, int] = {None: 0, "checkpoint": 1, "stop": 2}
 
 
 def run_sft_rank(order: ProcessOrder, config: Config) -> End:
-    """Train until no batch is left. A signal ends the training early, with a checkpoint. Returns the exit code.
+    """Train until no batch is left. A signal ends the training early, with a checkpoint. Returns its end.
 
     The ranks find each other through a store, which is torch's table of values that all ranks can read and write. It is
     a file in the scratch folder, because there is no hub that could give the ranks an address.

@@ -43,12 +43,18 @@ class _CompletionBody(RequestedSampling, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     echo: bool | None = None
+    """True to repeat the prompt in the answer; refused."""
     suffix: str | None = None
+    """Text after the answer; refused."""
     n: int | None = None
+    """Number of answers; null: one."""
     best_of: int | None = None
+    """Number of answers of which the best `n` are returned; refused unless it equals `n`."""
     stop: str | list[str] | None = None
     logprobs: int | None = None
+    """0: log-probs of the sampled tokens are wanted. Larger numbers ask for other tokens too, and are refused."""
     logit_bias: dict[str, float] | None = None
+    """Bias of each token, by its id; refused."""
 
 
 _decoder = msgspec.json.Decoder(_CompletionBody)

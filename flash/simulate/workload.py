@@ -3,7 +3,7 @@
 Every value is a pure function of the run's seed and of ids. So two runs with one seed have the same samples, whatever
 the order and the policy of their scheduling.
 
-There are three kinds of ids. A problem has the seed of its environment, which all members of a group share. A response
+There are three kinds of ids. A problem has the seed of its environment, which all tasks of a group share. A response
 has the key of its request (see `flash.rollout.episode.episode.response_key`). An environment has its `env_key`, which
 consists of its problem and of the number of environments that were made for the problem before.
 
@@ -53,14 +53,14 @@ class Workload:
         settings: the simulation's settings.
         run_seed: the run's seed.
         max_new_tokens: most tokens of a response.
-        members: number of tasks in a group, including redundant ones. They share a prompt and have consecutive task
-            ids.
+        tasks_per_group: number of tasks in a group, including redundant ones. They share a prompt and have consecutive
+            task ids.
     """
 
-    def __init__(self, settings: SimulateConfig, run_seed: int, max_new_tokens: int, members: int = 1) -> None:
+    def __init__(self, settings: SimulateConfig, run_seed: int, max_new_tokens: int, tasks_per_group: int = 1) -> None:
         self._seed = run_seed
         self._limit = max_new_tokens
-        self._members = members
+        self._tasks_per_group = tasks_per_group
         self._length_correlation = settings.length_correlation
         self._slow_share = settings.fail_slow
         self._slow_factor = settings.fail_slow_factor
@@ -99,9 +99,9 @@ class Workload:
         """Return the length of a response, between 1 and the limit of the run. `key` is the key of its request."""
         u = uniform(self._seed, _RESPONSE, key)
         if self._length_correlation:
-            # Gaussian copula: a number that the members of a group share correlates their lengths, while each single
+            # Gaussian copula: a number that the tasks of a group share correlates their lengths, while each single
             # length keeps the distribution of `response_tokens`.
-            group = key // (2 * KEYS_PER_TASK) // self._members
+            group = key // (2 * KEYS_PER_TASK) // self._tasks_per_group
             shared = _NORMAL.inv_cdf(uniform(self._seed, _GROUP_LENGTH, group, key % 2))
             own = math.sqrt(1 - self._length_correlation) * _NORMAL.inv_cdf(u)
             u = min(max(_NORMAL.cdf(math.sqrt(self._length_correlation) * shared + own), 1e-12), 1 - 1e-12)

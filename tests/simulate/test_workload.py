@@ -44,7 +44,7 @@ def test_the_responses_of_a_group_are_as_alike_as_asked_and_spread_as_before() -
     means: list[float] = []
     within: list[float] = []
     for one in settings:
-        work = Workload(one, 0, 4096, members=4)
+        work = Workload(one, 0, 4096, tasks_per_group=4)
         groups = [
             [work.response_tokens(response_key(Task(4 * group + i, group, i, 0), 0)) for i in range(4)]
             for group in range(2000)

@@ -104,10 +104,15 @@ class World:
         self._environments: Counter[int] = Counter()
         """Number of environments that were made for each problem."""
         self._generated = 0
+        """Number of sampled tokens, including discarded ones."""
         self._trained = 0
+        """Number of trained tokens."""
         self._train_s = 0.0
+        """Seconds that the trainer has trained."""
         self._oldest_age = 0
+        """Largest age of a trained sample so far, in versions."""
         self._commits: list[float] = []
+        """Times at which the steps ended, in virtual seconds."""
 
     @property
     def groups_per_batch(self) -> int:
@@ -212,10 +217,10 @@ class World:
 
 
 def make_workload(config: Config, extra_members: int = 0) -> Workload:
-    """Make the workload of a configuration."""
+    """Make the workload of a configuration. `extra_members`: tasks of a group beyond its size."""
     assert config.simulate is not None
-    members = config.rollout.group_size + extra_members
-    return Workload(config.simulate, config.run.seed, config.rollout.max_new_tokens, members)
+    tasks_per_group = config.rollout.group_size + extra_members
+    return Workload(config.simulate, config.run.seed, config.rollout.max_new_tokens, tasks_per_group)
 
 
 async def _load(engine: PeerEngine, published: Published) -> None:
