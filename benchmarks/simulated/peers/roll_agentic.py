@@ -49,9 +49,13 @@ class _Episode:
 
     def __init__(self, step: int, tasks: list[Task]) -> None:
         self.step = step
+        """Step in which the episode was opened."""
         self.unclaimed = list(reversed(tasks))
+        """Tasks that no environment has begun, the next one last."""
         self.finished: list[Finished] = []
+        """Results of the environments that have finished."""
         self.dropped = False
+        """True if the episode is too old for every later batch."""
 
 
 class RollAgentic:
@@ -61,12 +65,17 @@ class RollAgentic:
         self._world = world
         self._rules = rules
         self._slots = world.groups_per_batch + rules.extra_groups
+        """Number of groups of environments."""
         self._open: list[list[_Episode]] = [[] for _ in range(self._slots)]
         """Episodes that are not complete, for each group of environments."""
         self._opened = [0] * self._slots
+        """Number of steps whose episode each group of environments has opened or skipped."""
         self._complete: list[_Episode] = []
+        """Complete episodes that no batch has taken yet."""
         self._step = -1
+        """Current step; −1 before the first one."""
         self._changed = anyio.Event()
+        """Set when an episode is complete or a step begins, and then replaced."""
 
     async def run(self) -> PeerReport:
         """Simulate every step of the run, and report it."""
