@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
 PROMPT = [5, 6, 7, 8]
 ROUNDING = 4e-5
-"""Largest difference of a log-prob between engine and trainer. Float32 rounds the logits, and a low temperature multiplies
-the error. A token that only one of them leaves out would differ by over 0.01."""
+"""Largest difference of a log-prob between engine and trainer. Float32 rounds the logits, and a low temperature
+multiplies the error. A token that only one of them leaves out would differ by over 0.01."""
 HOW = {
     "top_k": Sampling(top_k=5),
     "top_p": Sampling(top_k=40, top_p=0.6),
