@@ -177,6 +177,7 @@ class InstructionProblem(NamedTuple):
     topic: str
     """Noun that the sentence is about."""
     rules: list[Rule]
+    """Rules that the sentence must follow."""
 
     def asked(self) -> str:
         """Return the prompt."""

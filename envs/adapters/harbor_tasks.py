@@ -68,10 +68,11 @@ class HarborMachine(msgspec.Struct, frozen=True):
     memory_mb: Annotated[int, Meta(gt=0)] | None = None
     """Memory, in MiB."""
     memory: str | None = None
-    """Older form of `memory_mb`, such as `2G`. `storage` is the older form of `storage_mb`."""
+    """Older form of `memory_mb`, such as `2G`."""
     storage_mb: Annotated[int, Meta(gt=0)] | None = None
     """Disk space, in MiB."""
     storage: str | None = None
+    """Older form of `storage_mb`, such as `10G`."""
     env: dict[str, str] = {}
     """Environment variables of all commands."""
     gpus: int = 0
@@ -111,8 +112,11 @@ class _File(msgspec.Struct, frozen=True):
     """Contents of a task.toml."""
 
     verifier: HarborVerifier = HarborVerifier()
+    """Settings of the tests that judge the task."""
     agent: HarborAgent = HarborAgent()
+    """Settings of the agent, here the policy."""
     environment: HarborMachine = HarborMachine()
+    """Description of the sandbox."""
     steps: list[Any] = []
     """Steps of a task of several parts. None is supported."""
 

@@ -62,6 +62,7 @@ class CaseOutcome(msgspec.Struct, frozen=True):
     """Result of one test."""
 
     cause: Cause
+    """Reason of the result: `passed`, or the kind of the failure."""
     detail: str = ""
     """Output or error of the program."""
     seconds: float = 0.0
@@ -69,6 +70,7 @@ class CaseOutcome(msgspec.Struct, frozen=True):
 
     @property
     def passed(self) -> bool:
+        """True if the program passed the test."""
         return self.cause == "passed"
 
 

@@ -138,8 +138,8 @@ class _Relay:
     async def _read_frames(self) -> None:
         """Process frames from the sandbox's end until the terminal ends.
 
-        Consumes frames. Waits for the terminal alone. Unblocked by output or the end of the terminal. Produces changes
-        of connections, and tasks that serve new ones.
+        Frames change the state of connections, and each new connection gets a task. This waits for the terminal alone:
+        a slow connection must not delay the frames of the others.
 
         Raises:
             SandboxError: the sandbox is lost, or its end breaks the protocol.

@@ -376,6 +376,7 @@ class _Number(NamedTuple):
     """Value of a written number."""
 
     value: Fraction
+    """Exact value as written."""
     rounded: Fraction | None
     """Half a unit of the last digit, if the number is a decimal that may be rounded; else None."""
 

@@ -186,7 +186,9 @@ class Chunk(msgspec.Struct, frozen=True):
     """Piece of a command's output, as it was written."""
 
     stream: StreamName
+    """Stream that the command wrote to: `stdout` or `stderr`."""
     data: bytes
+    """Bytes of the piece."""
 
 
 class JobStatus(msgspec.Struct, frozen=True):
@@ -219,6 +221,7 @@ class FileInfo(msgspec.Struct, frozen=True):
     name: str
     """Name as `os.fsdecode` returns it: bytes that are not UTF-8 become surrogates. Paths may contain them too."""
     kind: Literal["file", "folder", "link", "other"]
+    """Type of the entry; `other` is a device, a pipe or a socket."""
     size: int
     """Size in bytes."""
     mode: int

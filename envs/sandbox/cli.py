@@ -335,7 +335,10 @@ async def _serve(arguments: argparse.Namespace) -> int:
 
 
 async def _hosts(arguments: argparse.Namespace, stack: AsyncExitStack, service: str, lock: OwnerLock) -> list[Host]:
-    """Return the hosts of the service: the services of `--host`, or else this machine's engine."""
+    """Return the hosts of the service: the services of `--host`, or else this machine's engine.
+
+    `--engine`, `--warm` and `--users` are about this machine's engine, and have no effect with `--host`.
+    """
     from envs.sandbox.engines.docker import DockerBackend
     from envs.sandbox.engines.docker_containers import USERS, parse_users
     from envs.sandbox.pool.local_host import open_engine_host

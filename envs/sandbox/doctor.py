@@ -128,7 +128,9 @@ class ProbeFacts(msgspec.Struct, frozen=True):
     """Settings as the kernel shows them to the probe, `agent/probe.py`. Numbers of limits are texts of the kernel."""
 
     uid: int
+    """Number of the user that commands run as."""
     gid: int
+    """Number of that user's group."""
     capabilities: str
     """Effective capabilities, as a hexadecimal mask."""
     bounding: str
@@ -158,6 +160,7 @@ class ProbeFacts(msgspec.Struct, frozen=True):
     environment: list[str]
     """Names of the environment variables."""
     host_name: str
+    """Host name of the sandbox."""
     kernel: str
     """Text of /proc/version."""
 
@@ -166,6 +169,7 @@ class ProbeFindings(msgspec.Struct, frozen=True):
     """Output of the probe."""
 
     facts: ProbeFacts
+    """Settings of the sandbox."""
     attempts: dict[str, str]
     """Outcome of each attempt to break out: `worked`, or the name of the error that stopped it."""
 
@@ -182,6 +186,7 @@ class Diagnosis(msgspec.Struct, frozen=True):
     runtime: str
     """Container runtime of the sandbox; empty if the engine does not report it."""
     checks: list[DoctorCheck]
+    """Measurements, in the order in which they are shown."""
 
     @property
     def ok(self) -> bool:

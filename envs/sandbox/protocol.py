@@ -27,9 +27,8 @@ from envs.sandbox.api import (
     Timeout,
 )
 from envs.sandbox.pool.state import HostStatus, PoolFailure
-from envs.sandbox.text import encodable
 from flash import errors
-from flash.errors import FlashError, SandboxError
+from flash.errors import FlashError, SandboxError, encodable
 
 BINARY = "application/octet-stream"
 """Media type of the bytes of a file."""
@@ -172,6 +171,7 @@ class SessionInfo(msgspec.Struct, frozen=True):
     """An open session of a sandbox."""
 
     name: str
+    """Name that the client chose for the session."""
     restarts: int
     """Number of times that the shell was replaced, because a command ended it."""
 
@@ -194,6 +194,7 @@ class JobInfo(msgspec.Struct, frozen=True):
     """A background job that was started."""
 
     job_id: str
+    """Id by which the client asks for the job."""
 
 
 class StreamPiece(msgspec.Struct, frozen=True, tag="chunk"):
@@ -232,6 +233,7 @@ class Status(msgspec.Struct, frozen=True):
     boot: str
     """Identifier of this start of the service. It changes with each start."""
     hosts: list[HostStatus]
+    """State of each host."""
     states: dict[str, int]
     """Number of leases in each state."""
     queue: dict[str, int]

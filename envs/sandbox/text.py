@@ -81,11 +81,6 @@ def _zero(text: str) -> SandboxRefusedError:
     return SandboxRefusedError(f"{one_line(text[:80])} has a zero byte, which no command, name or path may have")
 
 
-def encodable(text: str) -> str:
-    """Return a text for people, with escapes for characters that cannot be encoded."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
 def unusable_command(command: str) -> str:
     """Return the error that a policy is shown, as the result, for a command that no sandbox can run; empty if one can.
 

@@ -64,8 +64,11 @@ class SweOptions(ShellOptions, frozen=True, kw_only=True, dict=True):
     image: str = "flash-sandbox-python"
     """Image of the sandboxes. It needs Python 3.6 or newer, and a shell."""
     turns: int = 12
+    """Number of answers in an episode."""
     command_timeout: float = 10.0
+    """Seconds that the commands of one answer may take."""
     output: int = 2000
+    """Characters shown of the commands' output: the first half and the last half."""
     template: Literal["chat", "plain"] = "chat"
     """Form of observations and answers. `chat`: messages, and commands in fenced blocks. `plain`, for tiny models:
     text, and the whole answer is commands."""

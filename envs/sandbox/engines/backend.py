@@ -81,6 +81,7 @@ class ContainerInfo(msgspec.Struct, frozen=True):
     name: str
     """Name that the caller of `create` chose."""
     running: bool
+    """True if the container runs."""
     labels: Mapping[str, str]
     """Labels of the container; the engine adds those of its image."""
     exit_code: int | None = None

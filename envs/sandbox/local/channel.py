@@ -273,10 +273,10 @@ class Channel:
             raise type(self._broken)(str(self._broken))
 
     async def run(self) -> None:
-        """Pass frames to their calls.
+        """Read frames from the link and pass them to their calls.
 
-        Consumes the link. Waits for bytes. Unblocked by the agent, or the end of the link. Produces frames for calls.
-        Returns when the link has ended; every call in progress then raises an error.
+        `LocalSandbox` runs this in a task for each link. It returns when the link has ended; every call in progress
+        then raises an error.
         """
         error = SandboxLostError("the channel to the sandbox was closed")
         try:

@@ -356,8 +356,8 @@ class LocalSandbox(AgentSandbox):
     async def _live(self, task_status: TaskStatus[None]) -> None:
         """Create the container, use it, and remove it.
 
-        Waits for the owner to end the sandbox, for its limits, and for its loss. Unblocked by any of them. Produces a
-        ready sandbox, then a removed container.
+        `__aenter__` starts this in a task, and returns when the sandbox is ready. The container is removed when the
+        owner ends the sandbox, when it exceeds a limit, or when it is lost.
         """
         try:
             with anyio.move_on_after(self._settings.start) as scope:

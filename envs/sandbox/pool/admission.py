@@ -157,6 +157,7 @@ class Grant(msgspec.Struct, frozen=True):
     """A decision: the request has a place on the host, until it is put back or removed."""
 
     request: PlaceRequest
+    """Request that has the place."""
     arrival: int
     """Serial number of the request by its arrival. `put_back` keeps it, so that the request keeps its age."""
     host: str
@@ -172,6 +173,7 @@ class _Waiting(msgspec.Struct):
     """A request in the queue."""
 
     request: PlaceRequest
+    """Request that waits."""
     arrival: int
     """Serial number of the request by its arrival."""
     late_at: int

@@ -33,6 +33,7 @@ class Ticket(msgspec.Struct, frozen=True):
     owner: str
     """Owner of that lease."""
     spec: Spec
+    """Kind of the sandbox."""
     snapshots: tuple[str, ...] = ()
     """Images made of this sandbox that are reported to a holder or used by forks. Set after a restart only."""
 
@@ -66,7 +67,9 @@ class Host(Protocol):
     """A place for sandboxes."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name of the host, unique in its pool."""
+        ...
 
     def report(self) -> HostReport:
         """Return the current state of the host."""
@@ -105,7 +108,7 @@ class Host(Protocol):
 
 
 class Container(msgspec.Struct, frozen=True):
-    """A container, or the image of a snapshot, as the engine lists it."""
+    """A container, or the image of a snapshot, as the engine lists it. `Reaper` decides about both in the same way."""
 
     id: str
     """Id of the container, or name of the image."""

@@ -126,10 +126,14 @@ class PoolJournal(Protocol):
     """Tables of leases by id, and of snapshots by image."""
 
     @property
-    def leases(self) -> JournalTable[Entry]: ...
+    def leases(self) -> JournalTable[Entry]:
+        """Table of the leases that are not done."""
+        ...
 
     @property
-    def snapshots(self) -> JournalTable[KeptSnapshot]: ...
+    def snapshots(self) -> JournalTable[KeptSnapshot]:
+        """Table of the snapshots that were reported to a holder."""
+        ...
 
 
 class MemoryTable(Generic[_T]):

@@ -104,6 +104,7 @@ class _Ready(msgspec.Struct):
     """A ready sandbox that waits for a request."""
 
     sandbox: Sandbox
+    """The sandbox, which `take` hands to the request."""
     key: str
     """Kind of the sandbox, as a `warm_key`."""
     expires: float
@@ -385,8 +386,8 @@ class LocalHost:
     async def _keep_warm(self) -> None:
         """Keep as many sandboxes ready as the policy wants, until cancelled.
 
-        Consumes requests and ends of sandboxes. Waits for one of them, or for the moment at which a target falls or a
-        ready sandbox grows too old. Produces ready sandboxes.
+        The numbers are computed again after each request and each end of a sandbox, and when time passes: a target
+        falls, or a ready sandbox grows too old. `run` starts this in a task.
         """
         assert self._tasks is not None
         while True:
@@ -469,8 +470,8 @@ class LocalHost:
     async def _check_engine(self) -> None:
         """Check if the engine answers, and remove containers without an owner, until cancelled.
 
-        Consumes the engine's list of containers. Waits `look_s` between two checks: the engine sends no event for a
-        container that its owner forgot. Produces removals, and the state that decides if this host takes sandboxes.
+        `look_s` passes between two checks: the engine sends no event for a container that its owner forgot. The host
+        takes no sandboxes while the engine does not answer. `run` starts this in a task.
         """
         while True:
             try:

@@ -63,8 +63,8 @@ class SandboxPool:
     async def _forget_expired(self) -> None:
         """Remove expired snapshots, until cancelled.
 
-        Consumes the book of snapshots. Waits until the next snapshot expires; unblocked by that time, and by changes of
-        the book. Produces only removals.
+        Between two removals it waits until the next snapshot expires or the book of snapshots changes. `begin` starts
+        this in a task.
         """
         while True:
             for kept in self.snapshots.expired():

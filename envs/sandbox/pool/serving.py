@@ -60,9 +60,9 @@ class LeaseServer:
     async def _serve(self, lease: SandboxLease) -> None:
         """Serve one lease from its order to its end.
 
-        Consumes the lease's grants. Waits for a host, for the sandbox to start, and then for the end: lost, given back,
-        not renewed, idle, or out of lifetime. Produces a ready sandbox; at the end everything of the lease is closed
-        and removed.
+        The lease waits for a place on a host, then for its sandbox to start, and then for its end. It ends if it is
+        given back, not renewed, idle for too long or out of lifetime, or if its sandbox is lost and not replaced. At
+        the end everything of the lease is closed and removed. Each lease has one task that runs this.
         """
         try:
             with lease.scope:
@@ -78,7 +78,7 @@ class LeaseServer:
                 await self._finish(lease)
 
     async def _keep_time(self, lease: SandboxLease) -> None:
-        """End the lease when one of its times has passed. Unblocked by these times, and by changes of its state."""
+        """End the lease when one of its times has passed. A change of its state sets new times."""
         while True:
             due, reason = lease.due()
             if due <= anyio.current_time():
@@ -236,8 +236,8 @@ class Recovery:
     async def _run_host(self, host: Host, placed: Sequence[tuple[Entry, SandboxLease]]) -> None:
         """Recover the sandboxes of an earlier run on a host, then run the host until cancelled.
 
-        Consumes the journal's entries of this host. Waits for the host to answer. Produces leases with their old
-        sandboxes; a lease whose sandbox is gone is treated as lost.
+        `placed` has the journal's entries of this host, each with its new lease. Once the host answers, each lease gets
+        its old sandbox; a lease whose sandbox is gone is treated as lost. `begin` starts one such task for each host.
         """
         tickets = [
             Ticket(e.sandbox_id, e.lease, e.owner, e.spec, (*dict(e.snapshots), *self._snapshots.made_of(e.lease)))

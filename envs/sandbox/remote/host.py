@@ -119,8 +119,8 @@ class RemoteHost:
     ) -> None:
         """Keep the report up to date, until cancelled.
 
-        Consumes the service's status. Waits until it changes. Unblocked by a change, or by an error if the host cannot
-        be reached. Produces the report that placement uses.
+        Each request for the service's status returns when the status has changed, or after `POLL_S`. If the service
+        cannot be reached, the report says that it takes no sandboxes. The pool starts this in a task.
         """
         task_status.started()
         version = -1
