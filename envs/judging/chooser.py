@@ -47,7 +47,7 @@ BEST = 5
 
 
 def compiled(text: str) -> "ast.AST | None":
-    """Return the syntax tree of a Python program; None if the text is not a program."""
+    """Return the syntax tree of a Python program, for `rank`; None if the text is not a program."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

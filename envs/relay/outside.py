@@ -188,7 +188,12 @@ class _Relay:
         return number, kind, piece
 
     def _take(self, number: int, kind: int, piece: bytes) -> None:
-        """Process one frame.
+        """Process one frame of the sandbox's end, in `_read_frames`.
+
+        Args:
+            number: number of the connection that the frame belongs to.
+            kind: kind of the frame, such as `OPEN` or `CLOSED`.
+            piece: content of the frame.
 
         Raises:
             SandboxLostError: the other end never sends this: a program of the sandbox has taken its place.

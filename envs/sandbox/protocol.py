@@ -318,7 +318,7 @@ def problem_of(error: FlashError) -> HttpProblem:
 
 
 def error_of(problem: HttpProblem) -> SandboxError:
-    """Return the error that the client raises for a problem that it has received."""
+    """Return the error that the client raises for a problem that it has received: the class that the service raised."""
     # Another version of the service may send a cause that this version does not know; then the status decides.
     kind = getattr(errors, problem.cause, None) if problem.cause in STATUS else None
     if kind is None or not issubclass(kind, SandboxError):

@@ -293,7 +293,10 @@ class Command:
         kill_all(lambda: tree(self.pid, self.number))
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process group. SIGKILL reaches all processes of the command."""
+        """Send a signal to the process group of a job. SIGKILL reaches all processes of the command.
+
+        The operation `job_signal` calls this. Does nothing once the job has ended: its process id may be another's.
+        """
         if self.ended_body is None:
             if number == _signal.SIGKILL:
                 self.kill()

@@ -558,7 +558,10 @@ class Stat:
 
 
 def processes() -> "list[Stat]":
-    """Return all processes of the sandbox, without the agent and zombies."""
+    """Return all processes of the sandbox, without the agent and zombies.
+
+    The searches for a command's processes use this. A process that ends meanwhile is left out.
+    """
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():

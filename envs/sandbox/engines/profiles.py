@@ -97,7 +97,7 @@ PROFILES = {
 
 
 def check(spec: Spec) -> ProfileSettings:
-    """Check a spec, and return the settings of its profile.
+    """Check a spec, and return the settings of its profile. `DockerContainers.create` calls this first.
 
     Raises:
         SandboxRefusedError: the spec is wrong, or asks for something that its profile does not allow.
