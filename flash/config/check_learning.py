@@ -445,6 +445,11 @@ def _needs_start_weights(config: Config, objective: Objective) -> bool:
     return objective.proximal_policy == "recompute" or (kl is not None and kl.place == "reward")
 
 
+def _keeps_steps(config: Config) -> bool:
+    """Return True if a resumed run can train the steps after its last checkpoint again, on the recorded batches."""
+    return config.checkpoint.batches != "none" and config.checkpoint.journal != "off"
+
+
 WHOLE_BATCH = (
     WholeBatch(
         'algorithm.advantage = "batch"',
@@ -475,6 +480,11 @@ WHOLE_BATCH = (
         "train.minibatches > 1, with a recomputed proximal policy or a KL in the reward",
         "log-probs under the weights before the first update are needed for all samples",
         lambda config, objective: config.train.minibatches > 1 and _needs_start_weights(config, objective),
+    ),
+    WholeBatch(
+        'train.minibatches > 1, with checkpoint.batches = "none" or checkpoint.journal = "off"',
+        "an interrupt between two updates would lose the steps since the last checkpoint",
+        lambda config, objective: config.train.minibatches > 1 and not _keeps_steps(config),
     ),
     WholeBatch(
         'rollout.on_expire = "wait"',

@@ -355,3 +355,16 @@ def test_supervised_steps_are_not_streamed() -> None:
     base: dict[str, Any] = {"run": {"name": "test"}, "model": {"path": "fake"}, "env": {"path": "fake:Fake"}}
     config = msgspec.convert(base | {"train": {"stream": True}, "sft": {"data": "rows.jsonl"}}, Config)
     assert not supervised(config).train.stream
+
+
+@pytest.mark.parametrize("checkpoint", [{}, {"batches": "none"}, {"journal": "off"}])
+def test_updates_within_a_streamed_step_need_batches_to_train_again(checkpoint: dict[str, Any]) -> None:
+    base: dict[str, Any] = {"run": {"name": "test"}, "model": {"path": "fake"}, "env": {"path": "fake:Fake"}}
+    average = {"objective": "decoupled_ppo", "options": {"proximal": "ewma"}}
+    tables = base | {"algorithm": average, "checkpoint": checkpoint}
+    one, two = (
+        why_not_streamed(msgspec.convert(tables | {"train": {"stream": True, "minibatches": count}}, Config))
+        for count in (1, 2)
+    )
+    assert one is None
+    assert ("an interrupt between two updates" in (two or "")) == bool(checkpoint)
