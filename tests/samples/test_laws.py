@@ -18,6 +18,7 @@ from flash.samples.batches import gather, split_into_shards
 from flash.samples.buffer import SampleBuffer
 from flash.samples.groups import GroupFilter
 from flash.samples.journal import Event, MemoryJournal, Replay
+from flash.samples.rules import RoundSize
 from flash.samples.store import BufferState
 from flash.types import Failure, Lease, Outcome, VersionRun
 from flash.waiting import run_to_end
@@ -43,7 +44,7 @@ class Incarnation(RuleBasedStateMachine):
         alpha=st.sampled_from([0.0, 0.25, 1.0, 2.5]),
         older=OLDER,
         group=st.sampled_from([2, 4]),
-        batches=st.sampled_from([1, 2]),
+        batches=st.sampled_from([1, 2, 4]),
         nodes=st.integers(1, 8),
         at_once=st.sampled_from([None, 1]),
         rules=st.fixed_dictionaries(
@@ -55,8 +56,9 @@ class Incarnation(RuleBasedStateMachine):
                 "extra_groups": st.integers(0, 2),
                 "waves": st.booleans(),
                 "filter": st.sampled_from([GroupFilter(), GroupFilter(drop_equal_rewards=True)]),
+                "round": st.sampled_from([None, RoundSize(1, 1, 1000), RoundSize(1, 2, 8)]),
             }
-        ).filter(lambda rules: rules["on_expire"] != "wait" or not rules["extra_groups"]),
+        ).filter(lambda rules: rules["on_expire"] != "wait" or not (rules["extra_groups"] or rules["round"])),
     )
     def begin(
         self,
@@ -89,6 +91,8 @@ class Incarnation(RuleBasedStateMachine):
         """Steps whose batches a previous incarnation has formed, perhaps under another contract."""
         self.leases: dict[int, tuple[Lease, int]] = {}
         self.training = self.taking = False
+        self.taken: list[int] = []
+        """Groups of the rounds of the running step so far."""
 
     def make(self, state: BufferState | None, version: int) -> SampleBuffer:
         return make_buffer(
@@ -198,7 +202,12 @@ class Incarnation(RuleBasedStateMachine):
         self.taking = groups is None and bool(self.buffer.samples.backlog)
         if groups is None:
             return
-        self.training = True
+        assert groups
+        self.training = not self.buffer.samples.batches.open
+        self.taken += [group.group_id for group in groups]
+        assert len(self.taken) == len({*self.taken})
+        if not self.training:
+            assert all(group.complete and not group.earlier for group in groups)
         assert all(len(group.trajectories()) + len(group.earlier) <= self.group for group in groups)
         for shard in run_to_end(split_into_shards(gather(groups, self.version, self.oldest), 2)):
             for sample in shard.samples:
@@ -212,11 +221,21 @@ class Incarnation(RuleBasedStateMachine):
     def commit(self) -> None:
         self.buffer.commit(self.version)
         self.version += 1
-        self.training = False
+        self.training, self.taken = False, []
         if self.version == STEPS:
             self.buffer.close()
             self.tidy_up()
             assert self.buffer.samples.in_flight == 0
+
+    @precondition(lambda self: self.buffer.samples.batches.open and not self.taking)
+    @rule()
+    def give_up_the_step(self) -> None:
+        """Interrupt the run in the middle of a step: the groups of its rounds are ready again."""
+        ready = self.buffer.samples.pool.ready_groups
+        self.buffer.put_back()
+        self.tidy_up()
+        assert self.buffer.samples.pool.ready_groups == ready + len(self.taken)
+        self.taken = []
 
     @precondition(lambda self: self.settled)
     @rule()
@@ -260,6 +279,8 @@ class Incarnation(RuleBasedStateMachine):
         if options is not None:
             self.alpha, older, extra_groups, on_expire = options
             self.rules = {**self.rules, "extra_groups": extra_groups, "on_expire": on_expire}
+            if on_expire == "wait":
+                self.rules["round"] = None
             bound = bound_of(self.alpha, older)
             self.settings |= {"alpha": self.alpha, "max_token_age": bound, **self.rules}
             self.begun = max(self.begun[0], self.alpha), max(self.begun[1], extra_groups)
@@ -284,12 +305,12 @@ class Incarnation(RuleBasedStateMachine):
         self.buffer.revoke(unclaimed)
         self.tidy_up()
         self.leases = {lease_id: self.leases[lease_id] for lease_id in kept}
-        self.training = self.taking = False
+        self.training, self.taking, self.taken = False, False, []
 
     @property
     def settled(self) -> bool:
         """True if a checkpoint may be made."""
-        return not (self.training or self.taking or self.buffer.samples.backlog)
+        return not (self.training or self.taken or self.taking or self.buffer.samples.backlog)
 
     def twin(self) -> SampleBuffer:
         """Return a buffer that continues from the state of this one."""
