@@ -468,7 +468,6 @@ def add_rhythm(commands: CommandParsers) -> argparse.ArgumentParser:
     parser.add_argument(
         "--at",
         type=int,
-        default=0,
         metavar="N",
         help="Token of that response with which the plot begins, counted from 0. Default: 0.",
     )
@@ -501,7 +500,7 @@ def run_rhythm(arguments: argparse.Namespace) -> int:
         tokenizer = HfTokenizer(weights.model)
         responses = _rhythm_responses(arguments, config, tokenizer)
         _check_shown(arguments, responses)
-        drawn = (arguments.show, arguments.at) if arguments.plot is not None else None
+        drawn = (arguments.show, arguments.at or 0) if arguments.plot is not None else None
         measured, picture = examine_responses(
             weights.model, weights.description, responses, options, tokenizer.token_texts, drawn
         )
@@ -535,6 +534,8 @@ def _check_rhythm(arguments: argparse.Namespace, config: Config | None) -> None:
             raise ConfigError(f"{override!r}: expected KEY=VALUE, an option of [algorithm.rhythm]")
     if arguments.prompt is not None and arguments.text is None:
         raise ConfigError("--prompt: expected --text beside it, the response to that prompt")
+    if arguments.at is not None and arguments.plot is None:
+        raise ConfigError("--at: expected --plot beside it, the plot that begins with that token")
     for name in ("step", "samples"):
         if arguments.text is not None and getattr(arguments, name) is not None:
             raise ConfigError(f"--{name} chooses samples of a run, and --text names another response; leave out one")
@@ -586,7 +587,7 @@ def _check_shown(arguments: argparse.Namespace, given: RhythmResponses) -> None:
     if not 0 <= arguments.show < count:
         raise ConfigError(f"--show: expected 0 to {count - 1}, one of the responses looked at, got {arguments.show}")
     tokens = given.trajectories[arguments.show].action_count
-    if not 0 <= arguments.at < tokens:
+    if not 0 <= (arguments.at or 0) < tokens:
         raise ConfigError(f"--at: expected 0 to {tokens - 1}, a token of that response, got {arguments.at}")
 
 

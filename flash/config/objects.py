@@ -71,10 +71,15 @@ def load_object(path: str) -> Any:
         raise ConfigError(f"expected `module:attribute`, got `{path}`")
     found: Any = _load_module(module_name)
     for name in attribute.split("."):
-        names = [other for other in dir(found) if not other.startswith("_")]
-        if name not in dir(found):
-            raise ConfigError(f"`{module_name}` has no `{attribute}`{suggest(name, names)}")
-        found = getattr(found, name)
+        try:
+            found = getattr(found, name)
+        except AttributeError as error:
+            public = [other for other in dir(found) if not other.startswith("_")]
+            raise ConfigError(f"`{module_name}` has no `{attribute}`{suggest(name, public)}") from error
+        except ConfigError:
+            raise
+        except BaseException as error:  # a module may import the attribute only now, in its `__getattr__`
+            raise _import_failure(module_name, error) from error
     return found
 
 
@@ -90,14 +95,18 @@ def _load_module(name: str) -> Any:
         return importlib.import_module(name)
     except ConfigError:  # its own message names what is missing, for example a package
         raise
-    except SyntaxError as error:
-        place = f"{error.filename}, line {error.lineno}"
-        raise ConfigError(f"importing `{name}` failed: SyntaxError: {error.msg} ({place})") from error
     except BaseException as error:  # the module is the user's: any exception, even SystemExit, is a fault of the input
+        raise _import_failure(name, error) from error
+
+
+def _import_failure(name: str, error: BaseException) -> ConfigError:
+    """Return the error to raise after an exception in the code of the module `name`, with its message and line."""
+    if isinstance(error, SyntaxError):
+        message, place = error.msg, f"{error.filename}, line {error.lineno}"
+    else:
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise ConfigError(
-            f"importing `{name}` failed: {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
-        ) from error
+        message, place = str(error), f"{frame.filename}, line {frame.lineno}"
+    return ConfigError(f"importing `{name}` failed: {type(error).__name__}: {message} ({place})")
 
 
 def _first_missing(name: str) -> str | None:

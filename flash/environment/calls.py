@@ -338,15 +338,18 @@ def _failure(call_name: str, error: BaseException) -> EnvError:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type, the message and the place of an exception, for error messages.
+    """Return `ValueError: message (file.py:12)` for an exception, for error messages.
 
-    For an exception group, its first exception is described.
+    Of an exception group, only the exception that `first_error` chooses is described: an error of Flash if there is
+    one, else the first.
     """
-    first = first_error(error) if isinstance(error, BaseExceptionGroup) else error
-    if isinstance(first.__cause__, StopIteration):  # a coroutine that raises one raises a RuntimeError instead
-        first = first.__cause__
+    chosen = first_error(error) if isinstance(error, BaseExceptionGroup) else error
+    cause = chosen.__cause__
+    # Python replaces a StopIteration that leaves a coroutine by a RuntimeError. A RuntimeError of the user is kept.
+    if type(chosen) is RuntimeError and isinstance(cause, StopIteration):
+        chosen = cause if message_of(chosen).endswith(" raised StopIteration") else chosen
     # An error that was put into a group without being raised has no traceback of its own.
-    return f"{type(first).__name__}: {message_of(first)}{place_of(first) or place_of(error)}"
+    return f"{type(chosen).__name__}: {message_of(chosen)}{place_of(chosen) or place_of(error)}"
 
 
 def message_of(error: BaseException) -> str:

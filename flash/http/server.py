@@ -70,7 +70,7 @@ def open_socket(address: HttpAddress) -> socket.socket:
         return _open_unix(address.unix)
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except socket.gaierror as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: a part of the name is empty or too long
         raise ConfigError(f"cannot listen at {address.host}: {error}") from error
     family, _, _, _, place = found[0]
     if not _is_loopback(str(place[0])) and address.certificate is None:
@@ -78,9 +78,12 @@ def open_socket(address: HttpAddress) -> socket.socket:
             f"{address.host} can be reached from other machines: tokens and all that is sent would travel in the "
             "clear. Give --certificate and --key, or listen at 127.0.0.1 or at a unix socket"
         )
-    # asyncio turns Nagle's algorithm off only for sockets that name the protocol TCP. With Nagle's algorithm each
-    # answer takes 40 ms longer.
-    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        # asyncio turns Nagle's algorithm off only for sockets that name the protocol TCP. With Nagle's algorithm each
+        # answer takes 40 ms longer.
+        bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    except OSError as error:  # the kernel lacks this kind of address
+        raise ConfigError(f"cannot listen at {address.host}: {error.strerror or error}") from error
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(place)
@@ -105,13 +108,10 @@ def _open_unix(path: Path) -> socket.socket:
 
     A socket that nobody listens at any more is replaced. Raises ConfigError if `path` is in use or cannot be bound.
     """
-    with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise ConfigError(f"{path} exists and is no socket")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            if probe.connect_ex(str(path)) == 0:
-                raise ConfigError(f"a service listens at {path} already")
-        path.unlink()  # A service that was killed has left this socket.
+    try:
+        _remove_dead_socket(path)
+    except OSError as error:
+        raise ConfigError(f"cannot listen at {path}: {error}") from error
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     # This sets the umask and does not use chmod afterwards, because other users could connect before the chmod.
     before = os.umask(0o177)
@@ -123,6 +123,22 @@ def _open_unix(path: Path) -> socket.socket:
     finally:
         os.umask(before)
     return bound
+
+
+def _remove_dead_socket(path: Path) -> None:
+    """Remove the unix socket at `path` that a killed service has left, if there is one.
+
+    Raises:
+        ConfigError: a service listens there, or `path` is no socket.
+        OSError: the path cannot be examined, or the socket cannot be removed.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise ConfigError(f"{path} exists and is no socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            if probe.connect_ex(str(path)) == 0:
+                raise ConfigError(f"a service listens at {path} already")
+        path.unlink()
 
 
 @asynccontextmanager
@@ -255,16 +271,17 @@ class BoundedBodies:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         body, holder = _Body(receive, self._limits), ""
+        counted = 0  # bytes of this body in `_held`; a piece that `_Body.receive` refuses is never added
 
         async def bounded() -> Message:
-            nonlocal holder
-            before = body.size
+            nonlocal holder, counted
             message = await body.receive()
-            if not before:
+            if not counted:
                 # The holder is known only now: the application has checked the token before it reads the first piece.
                 holder = scope["state"]["connection"].holder
-            self._held += body.size - before
-            self._held_by[holder] += body.size - before
+            self._held += body.size - counted
+            self._held_by[holder] += body.size - counted
+            counted = body.size
             if self._held > self._limits.held_bytes:
                 raise HTTPException(503, "too many large requests wait for their answers; try again later")
             if holder and self._held_by[holder] > self._limits.token_share * self._limits.held_bytes:
@@ -274,8 +291,8 @@ class BoundedBodies:
         try:
             await self._app(scope, bounded, send)
         finally:
-            self._held -= body.size
-            self._held_by[holder] -= body.size
+            self._held -= counted
+            self._held_by[holder] -= counted
             if not self._held_by[holder]:
                 del self._held_by[holder]
 

@@ -80,9 +80,8 @@ def written(folder: Path, **texts: str) -> list[Path]:
 def test_a_text_is_looked_at_under_a_model(flash: Command, model: Path, tmp_path: Path) -> None:
     text, prompt = written(tmp_path, text=TEXT + "\n", prompt="99+1=")
     picture, found = tmp_path / "seen.png", tmp_path / "seen.json"
-    code, out, err = flash(
-        *(model, "--text", text, "--prompt", prompt, "nearest=2", "credit=local", "--plot", picture, "--json", found)
-    )
+    options = ("nearest=2", "credit=local", "--plot", picture, "--at", 10, "--json", found)
+    code, out, err = flash(model, "--text", text, "--prompt", prompt, *options)
     assert (code, err) == (0, "")
     assert f"weights     {model}" in out
     assert f"1 response of {len(TEXT)} tokens, entropies at temperature 1" in out
@@ -122,7 +121,7 @@ def test_recorded_samples_are_looked_at_under_the_weights_of_the_run(
     flash: Command, model: Path, run_dir: Path, tmp_path: Path
 ) -> None:
     found = tmp_path / "seen.json"
-    code, out, err = flash(run_dir, "--model", model, "--samples", 4, "--show", 3, "--at", 10, "--json", found)
+    code, out, err = flash(run_dir, "--model", model, "--samples", 4, "--show", 3, "--json", found)
     assert (code, err) == (0, "")
     assert f"weights     {model}" in out
     assert "4 responses of 64 tokens, entropies at temperature 0.8" in out
@@ -153,7 +152,8 @@ def test_recorded_samples_are_looked_at_under_the_weights_of_the_run(
         ("{model} --text {text} --step 3", "--step chooses samples of a run"),
         ("{model} --text {text} --model {model}", "--model: the weights are those of {model} already"),
         ("{model} --text {text} --show 1", "--show: expected 0 to 0"),
-        ("{model} --text {text} --at 71", "--at: expected 0 to 70"),
+        ("{model} --text {text} --at 71 --plot {gone}.png", "--at: expected 0 to 70"),
+        ("{model} --text {text} --at 0", "--at: expected --plot beside it"),
         ("{model} --text {text} nearst=3", "`algorithm.rhythm.nearst`: this table has no such option; did you mean"),
         ("{model} --text {text} nearest=0", "`algorithm.rhythm.nearest`: expected an integer from 1"),
         ("{model} --text {text} nearest", "'nearest': expected KEY=VALUE"),

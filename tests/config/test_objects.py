@@ -107,6 +107,26 @@ def test_a_missing_attribute_names_the_nearest():
         load_object("flash.errors:ConfigErr")
 
 
+LAZY_MODULE = """
+def __getattr__(name):
+    if name == "Lazy":
+        return dict
+    if name == "Broken":
+        raise OSError("no such library")
+    raise AttributeError(name)
+"""
+
+
+def test_an_attribute_that_a_module_makes_on_demand_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lazy_of_test_objects.py").write_text(LAZY_MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_object("lazy_of_test_objects:Lazy") is dict
+    with pytest.raises(ConfigError, match=r"^`lazy_of_test_objects` has no `Other`"):
+        load_object("lazy_of_test_objects:Other")
+    with pytest.raises(ConfigError, match=r"^importing `lazy_of_test_objects` failed: OSError: no such library"):
+        load_object("lazy_of_test_objects:Broken")
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [

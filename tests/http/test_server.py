@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import anyio
 import pytest
+from starlette.exceptions import HTTPException
+from starlette.types import Message, Receive, Scope, Send
 
 from flash.errors import ConfigError
-from flash.http.server import HttpAddress, open_socket
+from flash.http.connections import HttpLimits
+from flash.http.server import BoundedBodies, HttpAddress, open_socket
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "::ffff:0.0.0.0"])
@@ -51,3 +58,57 @@ def test_an_answer_does_not_wait_for_the_acknowledgement_of_its_head():
     with open_socket(HttpAddress()) as bound:
         # Where asyncio looks before it turns Nagle's algorithm off.
         assert bound.proto == socket.IPPROTO_TCP
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64])
+def test_a_host_that_is_no_name_says_so(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"^cannot listen at "):
+        open_socket(HttpAddress(host=host))
+
+
+def test_a_kernel_without_a_kind_of_address_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(97, "Address family not supported by protocol")
+
+    monkeypatch.setattr("flash.http.server.socket.socket", refuse)
+    with pytest.raises(ConfigError, match=r"^cannot listen at .* not supported"):
+        open_socket(HttpAddress())
+
+
+def test_a_unix_socket_below_a_file_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"^cannot listen at .*Not a directory"):
+        open_socket(HttpAddress(unix=tmp_path / "file" / "s"))
+
+
+def test_a_body_that_was_too_large_leaves_the_held_bytes_as_they_were() -> None:
+    """After refused bodies, the limit on all held bodies together is still the given one."""
+    waiting: list[bytes] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": waiting.pop(0), "more_body": bool(waiting)}
+
+    async def send(message: Message) -> None:
+        """Send nothing."""
+
+    scope: dict[str, Any] = {"type": "http", "state": {"connection": SimpleNamespace(holder="")}}
+
+    async def read(scope: Scope, bounded: Receive, send: Send) -> None:
+        """Read a body. If it is the first of two, read the other one while the first is held."""
+        while (await bounded())["more_body"]:
+            pass
+        if scope.get("two"):
+            waiting.append(b"x" * 60)
+            await bodies({**scope, "two": False}, receive, send)
+
+    bodies = BoundedBodies(read, HttpLimits(body_bytes=100, held_bytes=150))
+
+    async def main() -> None:
+        waiting.extend([b"x" * 60] * 2)
+        with pytest.raises(HTTPException, match="413"):
+            await bodies(scope, receive, send)
+        waiting.append(b"x" * 100)
+        with pytest.raises(HTTPException, match="503"):
+            await bodies({**scope, "two": True}, receive, send)
+
+    anyio.run(main)

@@ -1,0 +1,28 @@
+"""Error messages about exceptions of the user's code."""
+
+from __future__ import annotations
+
+import pytest
+
+from flash.environment.calls import describe_error
+
+
+async def ends_early() -> None:
+    raise StopIteration("over")
+
+
+def chained(error: Exception) -> Exception:
+    error.__cause__ = StopIteration()
+    return error
+
+
+def test_a_stop_iteration_that_left_a_coroutine_is_shown_as_raised() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        ends_early().send(None)
+    assert describe_error(caught.value).startswith("StopIteration: over")
+
+
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError])
+def test_an_error_that_a_stop_iteration_caused_keeps_its_message(kind: type[Exception]) -> None:
+    error = chained(kind("the data set has no rows for seed 5"))
+    assert describe_error(error) == f"{kind.__name__}: the data set has no rows for seed 5"
