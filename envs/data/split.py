@@ -105,12 +105,20 @@ def divide(rows: Sequence[R], held_out: Sequence[R] | None, fraction: float, nam
 
 
 def show_prompt(prompt: Prompt, system_prompt: str | None, template: str) -> str | list[Message]:
-    """Return a prompt as an observation: `plain` text, or messages for the model's `chat` template."""
+    """Return a prompt as an observation: `plain` text, or messages for the model's `chat` template.
+
+    `plain` joins the texts of the messages of a chat with line ends. The system prompt comes first. If the chat begins
+    with a system message, both become one message, because many templates refuse a second one.
+    """
     if template == "plain":
         text = prompt if isinstance(prompt, str) else "\n".join(message.content for message in prompt)
         return (system_prompt or "") + text
-    system = [Message("system", system_prompt)] if system_prompt else []
-    return [*system, *([Message("user", prompt)] if isinstance(prompt, str) else prompt)]
+    messages = [Message("user", prompt)] if isinstance(prompt, str) else list(prompt)
+    if not system_prompt:
+        return messages
+    if messages and messages[0].role == "system":
+        return [Message("system", f"{system_prompt}\n\n{messages[0].content}"), *messages[1:]]
+    return [Message("system", system_prompt), *messages]
 
 
 @functools.lru_cache(maxsize=4)

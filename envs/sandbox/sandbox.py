@@ -30,7 +30,7 @@ import anyio.to_thread
 
 from envs.sandbox.api import Chunk, Command, FileInfo, Job, OnLost, Result, Session, Snapshot, Spec, State, Terminal
 from envs.sandbox.trees import COPY_BYTES, TreeLimits, pack, unpack
-from flash.errors import SandboxRefusedError
+from flash.errors import SandboxFileError, SandboxRefusedError
 
 MEMORY_BYTES = 1 << 20
 """Largest tree in bytes that is kept in memory while it is transferred; a larger one goes to a temporary file."""
@@ -179,13 +179,18 @@ class Files(Archives):
         """Copy a file or tree of the sandbox to `target`. Nothing is written outside of it, whatever the sandbox sends.
 
         Raises:
-            SandboxFileError: the target exists or cannot be written.
+            SandboxFileError: `path` cannot be read, or the target cannot be written. A tree is never written over a
+                file or into a folder that has entries; a single file replaces an existing file.
             SandboxLimitError: the tree exceeds the limits, or has devices, pipes or links that lead out of it.
         """
         with tempfile.SpooledTemporaryFile(MEMORY_BYTES) as archive:
             async with aclosing(self.get_archive(path, self.tree_limits)) as pieces:
                 async for piece in pieces:
-                    archive.write(piece)
+                    try:
+                        archive.write(piece)
+                    except OSError as error:  # The disk of temporary files is full.
+                        message = f"{path} cannot be downloaded: no temporary file can be written: {error}"
+                        raise SandboxFileError(message) from error
             archive.seek(0)
             await _in_thread(partial(unpack, archive, Path(target), self.tree_limits))
 

@@ -80,21 +80,29 @@ class Watched:
         self._reset_alarms()
 
     def _reset_alarms(self) -> None:
-        """Start with empty alarms, without those that the run's configuration turns off.
+        """Make new alarms that have seen no row. Alarms that the run's configuration turns off are left out.
 
-        It is called again if a resumed run has replaced the rows, so the alarms of the replaced rows are forgotten. A
-        configuration that cannot be read gives no alarms.
+        It is called again if a resumed run has replaced the rows, so the alarms of the replaced rows are forgotten.
+
+        Raises:
+            RunDirectoryError: the configuration is no regular file, or it may not be read.
         """
-        try:
-            with open_regular_file(self._directory.config):
-                pass
-            self._alarms = Alarms(load([self._directory.config], []).alarms.off)
-        except (ConfigError, FileNotFoundError):  # Another version of Flash wrote it, or it is not there yet.
-            self._alarms = None
+        self._alarms = self._new_alarms()
+        """None while the configuration cannot be read."""
         self._raised: deque[str] = deque(maxlen=SHOWN_ALARMS)
         self._checked = 0
-        """Number of rows whose alarms were raised."""
+        """Number of rows that the alarms have seen."""
         self._restarts_seen = self._steps.restarts
+
+    def _new_alarms(self) -> Alarms | None:
+        """Return the alarms of the run's configuration; None if another version of Flash wrote it or it is missing."""
+        try:
+            # Raises if the configuration is a pipe, at which `load` would block.
+            with open_regular_file(self._directory.config):
+                pass
+            return Alarms(load([self._directory.config], []).alarms.off)
+        except (ConfigError, FileNotFoundError):
+            return None
 
     def picture(self, now: float, width: int) -> Group:
         """Return the screen for a time in Unix seconds and a terminal width in columns.
@@ -107,12 +115,14 @@ class Watched:
         self._evals.read()
         if self._steps.restarts != self._restarts_seen:
             self._reset_alarms()
+        elif self._alarms is None:  # A run that starts again writes its configuration after its folder was away.
+            self._alarms = self._new_alarms()
         rows, evals = self._steps.rows, self._evals.rows
-        for row in rows[self._checked :]:
-            if self._alarms is not None:
+        if self._alarms is not None:
+            for row in rows[self._checked :]:
                 step = f"step {number(row, 'step') or 0:.0f}"
                 self._raised.extend(f"{step}: {alarm.text}" for alarm in self._alarms.step(row))
-        self._checked = len(rows)
+            self._checked = len(rows)
         cluster = read_cluster(self._directory)
         return Group(*self._parts(rows, evals, now, width), *(() if cluster is None else cluster_lines(cluster, now)))
 

@@ -104,6 +104,15 @@ async def test_a_prompt_goes_through_the_chat_template_or_stays_plain(rows):
 
 
 @pytest.mark.anyio
+async def test_a_chat_with_a_system_message_gets_no_second_one(tmp_path):
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
+    path = write(tmp_path / "rows.jsonl", [{"prompt": chat, "answer": 1}])
+    held_out = write(tmp_path / "held.jsonl", [{"prompt": "h", "answer": 1}])
+    env = DatasetEnv(DatasetOptions(path=path, held_out_path=held_out, system_prompt="Think."))
+    assert (await env.reset(0))[0] == [Message("system", "Think.\n\nBe brief."), Message("user", "hello")]
+
+
+@pytest.mark.anyio
 async def test_a_prompt_may_be_a_chat(tmp_path):
     chat = [{"role": "user", "content": "hello"}]
     path = write(tmp_path / "rows.jsonl", [{"prompt": chat, "answer": 1}])

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from flash.errors import RunDirectoryError
 from flash.observe.rundir.rundir import RunDirectory, SampleTimes, TurnTimes, sample_times, write_atomically
 from flash.observe.rundir.samples import readable, write_samples
 from flash.observe.rundir.summary import summarise
-from flash.types import Outcome, Span, Task, Trajectory, Turn, VersionRun
+from flash.types import Batch, Outcome, Span, Task, Trajectory, Turn, VersionRun
 from tests.branching import joined
 from tests.observe.sample_rows import eval_row, metrics_row, spans
 
@@ -244,6 +245,12 @@ def test_a_folder_that_cannot_be_made_names_the_setting(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunDirectoryError, match=r"run\.output_dir"):
         RunDirectory.open(tmp_path / "file" / "run", "")
+
+
+def test_a_folder_that_is_gone_while_files_are_written_into_it_is_named(directory: RunDirectory) -> None:
+    shutil.rmtree(directory.batches)
+    with pytest.raises(RunDirectoryError, match=f"the folder {directory.batches} is gone"):
+        directory.write_batch(Batch(0, 0, [], []), keep_all=True)
 
 
 def test_a_file_of_no_run_that_cannot_be_written_names_its_folder(tmp_path: Path) -> None:

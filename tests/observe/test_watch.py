@@ -109,6 +109,21 @@ def test_alarms_are_those_of_the_run_and_begin_anew_where_it_goes_back(directory
     assert "alarm" not in shown(watched)
 
 
+def test_alarms_are_shown_again_after_the_directory_was_away(directory: RunDirectory) -> None:
+    watched = Watched(directory)
+    written(directory, 30, entropy=0.001)
+    assert "alarm at step 2: " in shown(watched)
+    configuration = directory.config.read_text()
+    shutil.rmtree(directory.path)
+    assert "alarm" not in shown(watched)
+    again = RunDirectory.open(directory.path, "")
+    again.config.unlink()  # The rows may be there before the configuration.
+    written(again, 30, entropy=0.001)
+    assert "alarm" not in shown(watched)
+    again.config.write_text(configuration)
+    assert shown(watched).count("alarm at step 2: ") == 1
+
+
 def test_what_a_run_says_cannot_reach_the_terminal_as_control_characters(directory: RunDirectory) -> None:
     written(directory, 1, **{"domain/\x1b[31mred[bold]/reward": 0.5})
     text = shown(Watched(directory))

@@ -238,9 +238,13 @@ class Write:
             raise
 
     def open(self, mode: int) -> None:
-        """Open the existing file, or create it, to append to it."""
+        """Open the existing file, or create it with `mode`, to append to it."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY
-        self.fd = open_found(self.path, flags, mode, True)
+        try:
+            self.fd = open_found(self.path, flags | os.O_EXCL, mode, True)
+            os.fchmod(self.fd, mode)  # The umask has removed some permissions.
+        except FileExistsError:
+            self.fd = open_found(self.path, flags, mode, True)
         if not stat.S_ISREG(os.fstat(self.fd).st_mode) or on_proc(self.fd):
             raise CallRefusal("file", "{}: not a regular file".format(self.path))
 
@@ -519,10 +523,11 @@ def receive_tree(path: str) -> None:
     """
     import tarfile
 
-    places, folders = None, []
+    places, folders, single = None, [], False
     with os.fdopen(0, "rb", PIECE) as source, tarfile.open(fileobj=source, mode="r|") as archive:
         for member in archive:
             if member.name == "." and member.isfile():
+                single = True
                 write = Write(path, member.mode, False)
                 for piece in pieces_of(archive, member):
                     write.add(piece)
@@ -535,6 +540,8 @@ def receive_tree(path: str) -> None:
             if member.isdir():
                 folders.append(member)
             archive.members = []  # Otherwise it keeps all members in memory.
+    if places is None and not single:  # An archive of an empty folder may have no members.
+        os.close(locate(path + "/", True, True)[0])
     # Modes of folders are set last: nothing could be created in a folder without write permission.
     for member in reversed(folders):
         here = places.open(member.name)

@@ -17,7 +17,7 @@ import builtins
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Literal, Protocol
 
 import anyio
@@ -373,10 +373,10 @@ class LeasedSandbox(Sandbox):
     @asynccontextmanager
     async def session(self, name: str = "main") -> AsyncGenerator[LeasedSession]:
         # Each command of the session is a use of the lease by itself, so an idle session does not keep the lease alive.
-        async with self.lease.use() as sandbox:
-            pass
-        async with sandbox.session(name) as session:
-            yield LeasedSession(self.lease, session)
+        async with AsyncExitStack() as stack:
+            async with self.lease.use() as sandbox:
+                session = await stack.enter_async_context(sandbox.session(name))
+            yield LeasedSession(self.lease, sandbox, session)
 
     @asynccontextmanager
     async def terminal(self, command: Command) -> AsyncGenerator[Terminal]:
@@ -426,8 +426,10 @@ class LeasedSandbox(Sandbox):
 class LeasedSession:
     """A `Session` whose commands are uses of the lease."""
 
-    def __init__(self, lease: SandboxLease, session: Session) -> None:
+    def __init__(self, lease: SandboxLease, sandbox: Sandbox, session: Session) -> None:
         self.lease = lease
+        self._sandbox = sandbox
+        """Sandbox of the session. The lease may have a later one."""
         self._session = session
 
     @property
@@ -439,8 +441,11 @@ class LeasedSession:
         return self._session.restarts
 
     async def run(self, command: str, *, timeout: float) -> Result:
-        async with self.lease.use():
-            return await self._session.run(command, timeout=timeout)
+        async with self.lease.use() as sandbox:
+            if sandbox is self._sandbox:
+                return await self._session.run(command, timeout=timeout)
+        # Outside of `use`, because the loss of the session's sandbox says nothing about the sandbox in use.
+        return await self._session.run(command, timeout=timeout)
 
     async def interrupt(self) -> bool:
         return await self._session.interrupt()

@@ -485,16 +485,19 @@ def write_atomically(path: Path, data: Buffer, *, durably: bool = True) -> None:
 def writing(path: Path, advice: str = "") -> Generator[None]:
     """Turn an OSError inside the block into a RunDirectoryError that says what to do.
 
-    `advice` is the advice in the message, unless the disk is full or the folder is gone: these have their own.
+    `path` is the file or the folder that is written, also outside a run directory. `advice` is the advice in the
+    message, except for a full disk and for a missing folder: these two errors have advice of their own.
     """
     try:
         yield
     except OSError as error:
         advice = advice or f"check that you may write to {path.parent}"
-        if error.errno == errno.ENOENT and not path.parent.exists():
-            advice = f"the folder {path.parent} is gone: it was moved or removed while files were written there"
+        # If `path` is a folder, the file that failed is in it.
+        folder = Path(error.filename).parent if isinstance(error.filename, str) else path.parent
+        if error.errno == errno.ENOENT and not folder.exists():
+            advice = f"the folder {folder} is gone: it was moved or removed while files were written there"
         if error.errno in _FULL:
-            advice = "free space on that disk; a run continues with run.resume=true"
+            advice = "free space on that disk and start the command again; `flash train` continues with run.resume=true"
         raise RunDirectoryError(f"cannot write {path}: {error.strerror or error}; {advice}") from error
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import tempfile
 import tracemalloc
 from collections.abc import AsyncGenerator
 
@@ -36,6 +38,34 @@ async def test_ranges_of_files(bench):
         assert await sandbox.read("deep/er/file", offset=2_560_000) == b"more"
         assert (await sandbox.run("stat -c %a deep/er/file", timeout=LIMIT)).stdout == b"600\n"
         assert await sandbox.read("/proc/self/stat", limit=100) != b""
+
+
+async def test_an_append_creates_a_file_with_its_whole_mode(bench):
+    async with bench.sandbox() as sandbox:
+        await sandbox.write("appended", b"x", mode=0o666, append=True)
+        await sandbox.write("replaced", b"x", mode=0o666)
+        await sandbox.write("appended", b"x", mode=0o600, append=True)
+        result = await sandbox.run("stat -c %a appended replaced", timeout=LIMIT)
+        assert result.stdout == b"666\n666\n"
+
+
+async def test_an_empty_folder_is_uploaded(bench, tmp_path):
+    (tmp_path / "empty").mkdir()
+    async with bench.sandbox() as sandbox:
+        await sandbox.upload(tmp_path / "empty", "deep/new")
+        assert await sandbox.list("deep/new") == []
+
+
+async def test_a_full_disk_of_temporary_files_is_a_typed_error(bench, tmp_path, monkeypatch):
+    class Full(tempfile.SpooledTemporaryFile[bytes]):
+        def write(self, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    async with bench.sandbox() as sandbox:
+        await sandbox.write("file", b"x")
+        monkeypatch.setattr(tempfile, "SpooledTemporaryFile", Full)
+        with pytest.raises(SandboxFileError, match=r"file cannot be downloaded: .*No space left"):
+            await sandbox.download("file", tmp_path / "file")
 
 
 async def test_an_archive_may_name_its_folder_itself(bench, tmp_path):

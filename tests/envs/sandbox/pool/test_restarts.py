@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import asynccontextmanager
+from typing import cast
 
 import anyio
 import msgspec
@@ -11,7 +13,7 @@ import pytest
 from envs.sandbox.engines.backend import SNAPSHOT_LABEL
 from envs.sandbox.pool.host import HostSettings
 from envs.sandbox.pool.journal import MemoryPoolJournal
-from envs.sandbox.pool.lease import PROBE_S, REPLACED_WAIT_S, LeaseOrder, SandboxLease
+from envs.sandbox.pool.lease import PROBE_S, REPLACED_WAIT_S, LeasedSandbox, LeaseOrder, LeasingPool, SandboxLease
 from envs.sandbox.pool.simulated import SimulatedSandbox
 from flash.errors import SandboxClosedError, SandboxLostError
 from flash.simulate.clock import run_virtual
@@ -285,6 +287,42 @@ async def test_a_call_does_not_wait_for_ever_for_a_sandbox_whose_link_stays_brok
         with pytest.raises(SandboxLostError):
             await run(lease)
         assert anyio.current_time() - begin <= REPLACED_WAIT_S + PROBE_S
+
+
+class Shells(Linked):
+    """A sandbox with sessions whose commands run like its own. Each opening takes a second."""
+
+    @asynccontextmanager
+    async def session(self, name="main"):
+        await anyio.sleep(1)
+        if self.broken_until > anyio.current_time():
+            raise SandboxLostError("the channel to the sandbox ended")
+        yield self
+
+
+async def test_a_session_of_a_replaced_sandbox_says_nothing_about_the_later_one():
+    first, second = Shells(engine(), "a", SPEC, {}), Shells(engine(), "b", SPEC, {})
+    lease = ready_lease(first)
+    async with LeasedSandbox(cast("LeasingPool", None), lease).session() as session:
+        first.broken_until = math.inf
+        lease.sandbox = second
+        with pytest.raises(SandboxLostError, match="channel"):
+            await session.run("true", timeout=1)
+        lease.lost(second, SandboxLostError("the later sandbox was lost"))
+        with pytest.raises(SandboxLostError, match="later"):
+            await run(lease)
+
+
+async def test_a_loss_while_a_session_is_opened_is_told_once():
+    first = Shells(engine(), "a", SPEC, {})
+    lease = ready_lease(first)
+    first.broken_until = math.inf
+    with pytest.raises(SandboxLostError, match="channel"):
+        async with LeasedSandbox(cast("LeasingPool", None), lease).session():
+            pass
+    lease.lost(first, SandboxLostError("the sandbox was lost"))
+    lease.sandbox = Shells(engine(), "b", SPEC, {})
+    assert (await run(lease)).ok
 
 
 async def test_a_call_that_was_cancelled_has_not_told_of_the_loss():
