@@ -54,7 +54,7 @@ def _become(command: list[str]) -> None:
 
 
 def _stop(*_: object) -> None:
-    """Handle SIGTERM: kill all descendants and exit like a process that SIGTERM has ended, with code 143."""
+    """Handle SIGTERM: kill all descendants and exit with code 143, as a shell reports SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_children()
     os._exit(128 + signal.SIGTERM)

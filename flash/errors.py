@@ -74,7 +74,8 @@ class CheckpointError(FlashError):
 
 
 class RunDirectoryError(FlashError):
-    """The run directory cannot be written, or another launch writes to it."""
+    """A file of a run, or another output file, cannot be read or written, or another launch writes to the run
+    directory."""
 
 
 class RecordingError(FlashError):

@@ -1,8 +1,8 @@
 """Sandbox: the methods of every sandbox, wherever it runs.
 
-`Commands`, `Shells`, `Files`, `Snapshots` and `Lifecycle` are its parts. `Sandbox` combines them; a function that needs
-only one part takes that part as its parameter type. There are four kinds of sandboxes, and a call passes through one or
-several of them:
+`Commands`, `Shells`, `Archives`, `Files`, `Snapshots` and `Lifecycle` are its parts. `Sandbox` combines them; a
+function that needs only one part takes that part as its parameter type. There are four kinds of sandboxes, and a call
+passes through one or several of them:
 
 - `envs.sandbox.remote.client.RemoteSandbox` sends the call to a service over HTTP. The service's route calls the same
   method of a leased sandbox.
@@ -35,7 +35,7 @@ from flash.errors import SandboxFileError, SandboxRefusedError
 MEMORY_BYTES = 1 << 20
 """Largest tree in bytes that is kept in memory while it is transferred; a larger one goes to a temporary file."""
 _TREES = anyio.CapacityLimiter(4)
-"""Most threads that pack or unpack trees at the same time."""
+"""Limiter of the threads that pack or unpack trees: at most four at the same time."""
 
 
 class Commands:
@@ -148,7 +148,12 @@ class Files(Archives):
         """Replace a file atomically, or append to it. Missing folders are created.
 
         `mode` holds the permissions of a file that is created or replaced. No program in the sandbox sees half of a
-        replaced file, also if the call is cancelled.
+        replaced file, also if the call is cancelled. If `path` is a link, the link itself is replaced. Appending
+        follows links and keeps the mode of an existing file.
+
+        Raises:
+            SandboxFileError: the file cannot be written.
+            SandboxLimitError: the disk of the sandbox is full.
         """
         raise _refused(self, "write")
 

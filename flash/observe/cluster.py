@@ -268,7 +268,7 @@ class FailureTally:
 class ClusterFile:
     """Writes `cluster.json`: the newest state of the cluster, and the failures of the whole run.
 
-    A thread of the owner writes the file, one state at a time. A state that comes while another is being written is
+    The recorder's thread writes the file, one state at a time. A state that comes while another is being written is
     skipped, since the next one follows soon. A write error does not end the run.
 
     Args:
@@ -293,7 +293,7 @@ class ClusterFile:
         self._lock = threading.Lock()
         """Guards `_ended` and `_writing`: `end` runs in a thread, while the event loop still calls `show`."""
         earlier: Cluster | None = None
-        with suppress(RunDirectoryError):  # If the file cannot be written either, `show` returns a warning.
+        with suppress(RunDirectoryError):  # The failures of earlier hubs are lost then. The run must still start.
             earlier = read_cluster(directory)
         self._hub_processes = 1 if earlier is None else earlier.lives + 1
         self._tally = FailureTally() if earlier is None else FailureTally(earlier.failures, earlier.events)
@@ -328,7 +328,10 @@ class ClusterFile:
         return f"the state of the cluster cannot be written: {failed}"
 
     def end(self, ended: Literal["finished", "interrupted", "failed"], error: str = "") -> None:
-        """Write the last state with the end of the run, and wait until it is written. May be called in any thread."""
+        """Write the last state with the end of the run, and wait until it is written.
+
+        The recorder calls it once. It may be called in any thread.
+        """
         if error:
             self.failed("run_failed", error)
         with self._lock:
@@ -357,10 +360,10 @@ class ClusterFile:
 
 
 def read_cluster(directory: RunDirectory) -> Cluster | None:
-    """Return the newest state of a run's cluster; None if there is none that can be read.
+    """Return the newest state of a run's cluster; None if there is no file or its content is not a state.
 
     Raises:
-        RunDirectoryError: `cluster.json` is no regular file.
+        RunDirectoryError: `cluster.json` is no regular file, or it may not be read.
     """
     try:
         with open_regular_file(directory.cluster) as file:

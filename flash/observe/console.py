@@ -190,8 +190,13 @@ class Console:
 
 
 def evaluation_line(row: Row) -> str:
-    """Return the result of an evaluation as a line. A mean reward is called accuracy only if each reward is 0 or 1."""
+    """Return the result of an evaluation as a line. Parts whose numbers the row lacks are left out.
+
+    `row` is a row of evals.jsonl, or the row of `flash eval`. A mean reward is called accuracy only if each reward is 0
+    or 1.
+    """
     if HELD_OUT_NLL.name in row:
+        # In `flash sft`, a problem is a row of the data set.
         return f"{HELD_OUT_NLL.name} {fixed(row, HELD_OUT_NLL.name, 4)}, {_whole(row, 'problems')} rows"
     binary = number(row, "binary") == 1
     parts = [f"{'accuracy' if binary else 'mean reward'} {fixed(row, 'mean_reward', 3)}"]

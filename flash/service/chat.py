@@ -1,7 +1,8 @@
 """Chat completions of the OpenAI API: requests are decoded, and answers are encoded as one body or as a stream.
 
-`app` decodes a body with `read` and encodes the answers with a `ChatFormat`. `AgentRequest` and `PolicyAnswer` are the
-requests and answers of all three APIs. `flash sft` reads the messages of its rows with `messages_of`.
+`app` decodes a body with `read` and encodes the answers with a `ChatFormat`. `models` and `model` return the bodies
+of the routes below /v1/models. `AgentRequest` and `PolicyAnswer` are the requests and answers of all three APIs.
+`flash sft` reads the messages of its rows with `messages_of`.
 
 The run's configuration alone decides how tokens are sampled. Sampling settings that a request may name, such as
 `temperature`, do not change it; a difference is logged. A field that would forbid or force tokens is refused.
@@ -374,7 +375,7 @@ def model(name: str) -> bytes:
     """Return the body that describes the model `name`.
 
     Raises:
-        ApiError: there is no such model.
+        ApiError: `name` is not `MODEL`, the only model.
     """
     check_model(name)
     return msgspec.json.encode(_model())

@@ -365,7 +365,8 @@ class EpisodeSession:
     def agent_ended(self) -> None:
         """Record that the agent needs no more answers: `next_call` returns None from now on.
 
-        Called when the agent's program or function has returned, and after a reward of its own.
+        Called when the agent's program or function has returned, and after a reward of its own. Open calls stay open
+        until the end of the episode refuses them.
         """
         self._agent_over = True
         self._news.set()

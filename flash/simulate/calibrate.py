@@ -324,14 +324,16 @@ def _prefilled_tokens(
 ) -> Floats:
     """Return the expected number of tokens that the engine of each response prefills during that response.
 
-    These are the prompt tokens of the response itself, those of other responses that begin during it, and the tokens
-    that are computed again after swaps. A response is on the engine of another one with probability 1 / `engines`.
+    The number is an expected one, because the record does not name a response's engine. It counts the prompt tokens of
+    the response itself, those of other responses that begin during it, and the tokens that are computed again after
+    swaps. A response is on the engine of another one with probability 1 / `engines`.
     """
     begin, end = responses.begin, responses.end
     times, amounts = [begin], [responses.cold * load_factor / engines]
     if recompute and swaps:
         stops = np.array([swap.stop for swap in swaps])
-        # Of the sequences of all engines, 1 / `engines` are on the engine that swaps.
+        # The engine that swaps has 1 / `engines` of all sequences. This response is on it with probability 1 /
+        # `engines`.
         again = [_context_during(responses, swap) * load_factor / engines**2 for swap in swaps]
         times.append(stops)
         amounts.append(np.array(again))
@@ -340,12 +342,13 @@ def _prefilled_tokens(
     sums = np.concatenate([[0.0], np.cumsum(amount[order])])
     at = at[order]
     during = sums[np.searchsorted(at, end, side="left")] - sums[np.searchsorted(at, begin, side="left")]
-    # `during` counts the response's own tokens like those of another response. They count fully.
+    # `during` weights the response's own prompt like that of another response. Here its weight becomes 1.
     return during + responses.cold * (1 - load_factor / engines)
 
 
 def _context_during(responses: ResponseTimes, swap: Activity) -> float:
-    """Return the tokens of context of all responses that run during a swap, on all engines together."""
+    """Return the tokens of context of all responses that run from before a swap until after it, on all engines
+    together."""
     running = (responses.begin < swap.start) & (swap.stop < responses.end)
     begin, end = responses.begin[running], responses.end[running]
     done = (swap.start - begin) / (end - begin)

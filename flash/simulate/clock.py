@@ -1,8 +1,9 @@
 """VirtualLoop: the virtual clock, an asyncio event loop on which waiting takes no real time.
 
-Simulations and most tests run on it, so that they take little time and give the same result each time. The loop's
-`time()` is a counter. Where another loop would sleep until the next timer, this one advances the counter to
-that timer. Between two timers the order of tasks is asyncio's own, so a run is reproducible.
+`flash.simulate.world.simulate` runs on a subclass of it; tests and benchmarks call `run_virtual`. So they take little
+time and give the same result each time. The loop's `time()` is a counter. Where another loop would sleep until the next
+timer, this one advances the counter to that timer. Between two timers the order of tasks is asyncio's own, so a run is
+reproducible.
 
 Nothing outside the process advances this clock, so nothing can wait for the outside: a socket is refused when it is
 awaited, `run_in_executor` when it is called, and any other thread when it reports its result. If no timer is left and
@@ -38,6 +39,8 @@ _SHOWN_TASKS = 20
 def run_virtual(function: Callable[[*ArgsT], Awaitable[ResultT]], *args: *ArgsT) -> ResultT:
     """Run an async function like `anyio.run`, but on a virtual clock that starts at 0. Returns its result.
 
+    Tests and benchmarks call it. Errors of the function are raised as they are.
+
     Raises:
         ContractError: the tasks wait for each other, or for something outside the process.
     """
@@ -52,7 +55,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._thread = threading.get_ident()
         """Id of the thread that runs the loop."""
         self._refused: ContractError | None = None
-        """Error that the next jump raises; None if nothing was refused."""
+        """Error that the next jump raises; None if nothing was refused since the last jump."""
         super().__init__(_JumpingSelector(self))
 
     def time(self) -> float:
@@ -90,11 +93,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._refused
 
     def jump(self, seconds: float | None) -> None:
-        """Advance the clock by `seconds`. The selector calls this where another loop would sleep.
+        """Advance the clock by `seconds`. The selector calls this once in each pass of the loop.
 
-        Subclasses override it to look at the run whenever time passes, such as `_TimedLoop` in `flash.simulate.world`.
+        `_TimedLoop` in `flash.simulate.world` overrides it to measure the real time of each pass.
 
-        `seconds` is None if no timer is set, so that the loop would wait for an event without a timeout.
+        `seconds` is 0 if a task can run. It is None if no timer is set, so that the loop would wait for an event
+        without a timeout.
 
         Raises:
             ContractError: no task can ever run again, or something was refused.

@@ -47,7 +47,7 @@ LIFTED_S = 1e6
 LAG_BUCKET_S = 1e-4
 """Resolution of the measured times of passes of the event loop, in real seconds."""
 BUSY = "busy"
-"""State of an engine with a running sequence. All other states are causes of idleness."""
+"""State of an engine that decodes: it has a running sequence and does not swap weights."""
 
 
 def simulate(config: Config) -> SimReport:
@@ -103,7 +103,7 @@ def lifted(config: Config, settings: SimulateConfig) -> Config:
 
 
 class Meter:
-    """Adds up the time of engines by state: busy, or a cause of idleness.
+    """Adds up the time of engines by state: busy, swapping, or a cause of idleness.
 
     The world reports each change at once: with `note_engine` if the sequences or swaps of an engine have changed, and
     with `note_idle_causes` if the cause of idleness may have changed. Conservation: from `start` on, the seconds of an
@@ -126,9 +126,9 @@ class Meter:
         self._running = [0] * count
         """Number of sequences that each engine runs since its last change."""
         self._idle: set[int] = set(range(count))
-        """Numbers of the engines that are idle."""
+        """Numbers of the engines that are not busy: they are idle or swap weights."""
         self._place_s = 0.0
-        """Sum of the seconds that each running sequence has held its place in an engine."""
+        """Seconds in which a sequence had a place in an engine, added over all sequences, also during swaps."""
 
     def start(self) -> None:
         """Begin to measure now, and discard all earlier time. Called at the first lease of a training sample."""
@@ -138,7 +138,7 @@ class Meter:
         self._place_s = 0.0
 
     def note_engine(self, index: int) -> None:
-        """Record that the state of this engine may have changed."""
+        """Count the time since this engine's last change, and take its present state and number of sequences."""
         state = self._state_of(index)
         self._place_s += self._times[index].enter(state, self._now()) * self._running[index]
         self._running[index] = self._running_of(index)

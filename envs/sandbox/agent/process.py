@@ -51,8 +51,8 @@ DEFAULT_SIGNALS = (_signal.SIGPIPE, _signal.SIGXFSZ, _signal.SIGINT, _signal.SIG
 """Signals that Python or the agent ignores; programs expect the default."""
 
 UP, DOWN = 15, 10
-"""RLIMIT_RTTIME and RLIMIT_LOCKS, the limits that carry a command's number: `MIDDLE` plus it, and `MIDDLE` minus it.
-Python has no name for the second one."""
+"""RLIMIT_RTTIME and RLIMIT_LOCKS, the limits that carry a command's number. The first one is `MIDDLE` plus the number,
+the second one `MIDDLE` minus it. Python has no name for the second one."""
 CLOCK_TICK = os.sysconf("SC_CLK_TCK")
 """Clock ticks per second of CPU time."""
 ENDED = (b"Z", b"X")
@@ -92,7 +92,7 @@ class Launcher:
             self.answered.acquire()
 
     def serve(self) -> None:
-        """Run the thread: forbid it to write to /proc, then serve calls for ever. Ends if Landlock is missing."""
+        """Run the thread: forbid it to write to /proc, then serve calls for ever. Ends if it cannot be restricted."""
         self.restricted = forbid_writing_to_proc()
         self.answered.release()
         while self.restricted:

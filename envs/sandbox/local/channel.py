@@ -315,7 +315,8 @@ class Channel:
         await self._link.send(encode(number, operation, argument))
 
     async def open(self, operation: str, argument: object, *, room: int = 1 << 16) -> AgentCall:
-        """Begin a call. The caller must `finish` it. `room` is the number of bytes of output that it may have."""
+        """Begin a call. The caller must `finish` it. `room` is the number of bytes of output that the agent may send at
+        first."""
         self._numbers += 1
         # The additional bytes are for the result itself.
         call = self._calls[self._numbers] = AgentCall(self, self._numbers, room + (1 << 16))
@@ -327,7 +328,8 @@ class Channel:
         return call
 
     async def finish(self, call: AgentCall) -> None:
-        """End a call. If it has no result yet, the agent cancels it and ends everything that runs for it."""
+        """End a call. Without a result or a failure so far, the agent is told to cancel it and end all that runs for
+        it."""
         del self._calls[call.number]
         if not call.ended and self._broken is None:
             with anyio.move_on_after(CLOSE_SECONDS, shield=True):

@@ -322,15 +322,21 @@ class LocalSandbox(AgentSandbox):
         return SandboxClosedError(self._reason) if self._state == "closed" else SandboxLostError(self._reason)
 
     async def snapshot(self) -> Snapshot:
-        """Save the files as an image. The pool makes forks from it.
+        """Save the files as an image. The pool calls this for snapshots of the holder and for forks.
 
         If that fails or is cancelled, the image is removed: the engine may make it all the same, and nobody would know
         its name.
+
+        Raises:
+            SandboxLostError: the sandbox was lost.
+            SandboxClosedError: the sandbox was closed.
+            SandboxError: the engine cannot make the image.
         """
         (await self.channel()).check()
         tag = secrets.token_hex(16)
         name = f"{SNAPSHOT_NAME}:{tag}"
         most = profiles.disk_mib(self._spec) * profiles.MIB
+        # A working directory in memory is not in the container's layer, so its files are sent as a stream.
         tree = self.send_tree(self.hello.workdir, most) if self._surroundings.files_apart else None
         labels = {**self._container.labels, SNAPSHOT_LABEL: self._container.name, INSTANCE_LABEL: INSTANCE}
         try:

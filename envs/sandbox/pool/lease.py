@@ -88,7 +88,7 @@ class SandboxLease:
         self.reason = ""
         """Reason for the current state."""
         self.ending = "it was given back"
-        """Reason why the lease ends."""
+        """Reason why the lease ends. Set by `end`."""
         self.error: SandboxError | None = None
         """Error that ended the lease; None if it has not failed."""
         self.sandbox: Sandbox | None = None
@@ -126,18 +126,18 @@ class SandboxLease:
         self.uses = 0
         """Calls in progress."""
         self._last_use = anyio.current_time()
-        """Time of the end of the last call."""
+        """Time from which idleness counts: the order, the last change to `ready`, or the end of the last call."""
         self._changed = anyio.Event()
         """Event that is set, and replaced by a new one, at each change of state."""
         self._unreported: tuple[Sandbox | None, SandboxLostError] | None = None
         """A lost sandbox, and the error that the holder's next call raises."""
         self._reported: Sandbox | None = None
-        """Sandbox whose loss the holder already knows."""
+        """Sandbox for which a call of the holder has raised SandboxLostError. A probe that is answered clears it."""
 
     def set(self, state: LeaseState, reason: str = "") -> None:
         """Change the state, and wake every task that waits for a change.
 
-        The time without a call begins with `ready`.
+        The idle time in `due` is counted from the change to `ready` on.
         """
         self.state, self.reason = state, reason
         if state == "ready":

@@ -53,8 +53,8 @@ _log = logging.getLogger(__name__)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a full disk, or of a user's quota."""
 NO_ROW = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Errors from decoding a line that is no row. Either a crash cut the line off and later lines follow, or the disk is
-broken."""
+"""Errors from decoding bytes that are not the expected JSON, such as a line that is no row. Either a crash cut the line
+off and later lines follow, or the disk is broken."""
 FACTS = (
     ("model", ("model", "path")),
     ("environment", ("env", "path")),
