@@ -1,8 +1,8 @@
-"""Commands that read the run directory of a run, finished or in progress: view, watch, plot, compare, trace, and more.
+"""Commands that read the run directory of a run, finished or in progress.
 
-The others are track, export, replay and rhythm. Each command has a function `add_COMMAND`, which adds its parser, and a
-function `run_COMMAND`, which carries it out and returns the exit code. `flash.cli.main.COMMANDS` lists the former.
-Packages that take long to import are imported when a command needs them.
+They are view, watch, plot, compare, trace, track, export, replay and rhythm. Each command has a function `add_COMMAND`,
+which adds its parser, and a function `run_COMMAND`, which carries it out and returns the exit code.
+`flash.cli.main.COMMANDS` lists the former. Packages that take long to import are imported when a command needs them.
 """
 
 from __future__ import annotations
@@ -300,7 +300,10 @@ def add_export(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_export(arguments: argparse.Namespace) -> int:
-    """Write the weights of a run or of a checkpoint as a model folder, for `flash export`. Prints what it contains."""
+    """Write the weights of a run or of a checkpoint as a model folder, for `flash export`.
+
+    Prints what the folder contains, and what can read it.
+    """
     named: Path = arguments.weights.absolute()
     folder: Path = arguments.folder
     check_folder_writable(folder)
@@ -314,8 +317,9 @@ def run_export(arguments: argparse.Namespace) -> int:
             f"--merge has no effect on {directory.path}, which was trained without [lora]: leave it out, the whole "
             "model is written anyway"
         )
-    began = tomllib.loads(directory.config.read_text(encoding="utf-8"))["model"]["path"]
-    dtype = arguments.dtype or own_dtype(began)
+    # In `config`, the exported model may have replaced the model with which the run began.
+    first_model = tomllib.loads(directory.config.read_text(encoding="utf-8"))["model"]["path"]
+    dtype = arguments.dtype or own_dtype(first_model)
     chosen = export_model(str(named), config, folder, merged=arguments.merge, dtype=dtype)
     what, use = "the weights of", "model.path may name it, as may vLLM"
     if config.lora is not None and not arguments.merge:
@@ -528,7 +532,10 @@ def _rhythm_config(arguments: argparse.Namespace) -> Config | None:
 
 
 def _check_rhythm(arguments: argparse.Namespace, config: Config | None) -> None:
-    """Refuse options that would have no effect, and numbers without a meaning."""
+    """Raise ConfigError for options of `flash rhythm` that would have no effect here, and for less than 1 sample.
+
+    `_check_shown` checks the options about the responses that are shown.
+    """
     for override in arguments.config:
         if "=" not in override:
             raise ConfigError(f"{override!r}: expected KEY=VALUE, an option of [algorithm.rhythm]")
@@ -538,7 +545,7 @@ def _check_rhythm(arguments: argparse.Namespace, config: Config | None) -> None:
         raise ConfigError("--at: expected --plot beside it, the plot that begins with that token")
     for name in ("step", "samples"):
         if arguments.text is not None and getattr(arguments, name) is not None:
-            raise ConfigError(f"--{name} chooses samples of a run, and --text names another response; leave out one")
+            raise ConfigError(f"--{name} chooses samples of a run, and --text gives another response; leave out one")
     if arguments.model is not None and config is None:
         raise ConfigError(f"--model: the weights are those of {arguments.what} already; leave out one")
     if arguments.samples is not None and arguments.samples < 1:

@@ -148,12 +148,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--env",
         metavar="MODULE:CLASS",
-        help="Environment for the model that is named. Settings env.options.KEY=VALUE are its options.",
+        help="Environment in which MODEL is played, without a configuration. "
+        "Settings env.options.KEY=VALUE are its options.",
     )
     parser.add_argument(
         "--model",
         metavar="PATH",
-        help="Folder, hub id, GGUF file, checkpoint or run to sample from. Default: model.path, or a run's newest.",
+        help="Folder, hub id, GGUF file, checkpoint or run to sample from. "
+        "Default: model.path, or the newest weights of the run.",
     )
     parser.add_argument(
         "--transcripts",

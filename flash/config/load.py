@@ -1,4 +1,4 @@
-"""Load: reads TOML files and dotted overrides into a checked `Config`, and writes it back.
+"""Reads TOML files and dotted overrides into a checked `Config`, and writes it back.
 
 Files merge left to right, key by key in nested tables. Overrides are applied last; an empty table as an override clears
 a table. All faults of the input are found before anything starts. One `ConfigError` names all unknown keys and wrong
@@ -47,7 +47,7 @@ from flash.text import harmless
 DEEPEST = 64
 """Largest depth of nested tables and lists in a source. Only the options of environments may be nested freely."""
 OVERRIDE = "setting"
-"""Source name of keys that an override has set."""
+"""Source of keys that an override has set, as error messages show it."""
 RECORDED = "config.toml"
 """Name of the file in which a run records its configuration."""
 MOST_LISTED = 5
@@ -69,7 +69,8 @@ def load(
         paths: a TOML file, or several of them; later files take precedence.
         overrides: `dotted.key=value`; the value is parsed as TOML, or taken as text if it is not TOML.
         simulated: check only what a simulation needs, and not the model, environment or devices.
-        also: finds more problems; problems of keys that already have one are left out.
+        also: function that returns further problems of the checked configuration. Problems of keys that already have
+            one are left out.
 
     Raises:
         ConfigError: names every unknown key and wrong type; if there are none, every other problem.
@@ -138,12 +139,20 @@ def _files(paths: object) -> list[Path]:
 
 
 def given(paths: Sequence[Path], overrides: Sequence[str]) -> set[str]:
-    """Return the dotted keys that these sources set. Raises ConfigError if a source cannot be read."""
+    """Return the dotted keys that these sources set, and those of the tables around them.
+
+    Raises:
+        ConfigError: a source cannot be read.
+    """
     return set(_merged(paths, overrides)[1])
 
 
 def _merged(files: Sequence[Path], overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the merged tables of all sources, and for each dotted key the source that set it last."""
+    """Read and merge all sources. Return the tables, and the source that set each dotted key last.
+
+    Tables have dotted keys, too. A source is the path of a file, or OVERRIDE. An override with the bare word `none`
+    unsets its key. Raises ConfigError if a source cannot be read or is nested too deeply.
+    """
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for file in files:

@@ -1,4 +1,4 @@
-"""Objects named in the configuration by import path: environments, objectives, verifiers and sinks.
+"""Objects named in the configuration by import path, such as environments, objectives, verifiers, tools and sinks.
 
 `module:attribute` names anything that Python can import, including modules in the config's folder and in the working
 directory. So adding an object needs no change inside Flash. Options are checked against the signature before anything
@@ -61,7 +61,9 @@ def take_import_path() -> None:
 
 
 def load_object(path: str) -> Any:
-    """Import `module:attribute`; dots in the attribute reach into classes.
+    """Return the object at `module:attribute`, and import the module. Dots in the attribute reach into classes.
+
+    The working directory is added to the import path.
 
     Raises:
         ConfigError: the path has another form, the module is missing or fails to import, or it has no such attribute.

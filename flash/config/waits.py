@@ -1,5 +1,5 @@
-"""Time limits of waits that contain other waits. They follow from `[deadlines]`, so that no wait ends before its
-parts."""
+"""Time limits and intervals that follow from `[deadlines]` or go with it. No wait ends before the waits that it
+contains."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ ENGINE_STEP_S = 300.0
 LONGEST_PAUSE_S = 60.0
 """Largest pause before a dead engine starts again, in seconds. A pause lets the cause of the death pass; the limit
 keeps the node from being idle for long."""
-
 
 BEAT_S = 3.0
 """Seconds between two heartbeats of a trainer rank. When a collective fails after `deadlines.collective`, missing
@@ -97,9 +96,9 @@ def leaving_s(config: Config) -> float:
 
 
 def kept_s(config: Config) -> float:
-    """Return the seconds that a trainer rank waits until the hub has written its state.
+    """Return the seconds that trainer rank 0 waits until the hub has written its state into a checkpoint.
 
-    They are longer than any of the hub's stages may take.
+    They are longer than any stage of the hub may take in which the ranks save a checkpoint (`flash.hub.stages`).
     """
     deadlines = config.deadlines
     return max(deadlines.batch, deadlines.step, deadlines.shutdown) + deadlines.request

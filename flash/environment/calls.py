@@ -97,10 +97,11 @@ class UserTask(Generic[_T]):
         self.over = anyio.Event()
         """Set when the code has ended or was abandoned."""
         self.value: _T | None = None
-        """The code's result, if it has returned."""
+        """The code's result, if it has returned. None, as is `error`, if the code was cancelled or abandoned."""
         self.error: BaseException | None = None
         """The exception that the code has raised, if any."""
         self._task = asyncio.get_running_loop().create_task(self._run(), context=context)
+        # A task that is cancelled before its first step never runs `_run`.
         self._task.add_done_callback(lambda _: self._finish())
 
     def _finish(self) -> None:
@@ -114,7 +115,10 @@ class UserTask(Generic[_T]):
                 self._on_end()
 
     async def _run(self) -> None:
-        """Call the code, and store the result or the exception. This is the body of the task."""
+        """Call the code, and store the result or the exception. A cancellation by `end` is neither.
+
+        This is the body of the task.
+        """
         try:
             with self._scope:
                 if self._ending:  # `end` was called before the task has begun

@@ -164,7 +164,7 @@ class Expected(msgspec.Struct, frozen=True):
     hear: Callable[[Piece], None] | None = None
     """Function that is called with the pieces of the response while it is sampled; None: no function."""
     calling: bool = True
-    """True if calls of functions are left out of the pieces that `hear` gets."""
+    """True if calls of functions are separated from the text; the pieces that `hear` gets are then without them."""
 
 
 class LastResponse(Protocol):
@@ -184,7 +184,7 @@ class LastResponse(Protocol):
 
         After plain text, all of the response is content: parsers read only responses to chat messages.
 
-        `calling`: True if calls of functions are read; False if they stay part of the text.
+        `calling`: True if calls of functions are separated from the text; False if they stay part of it.
         """
         ...
 
@@ -217,6 +217,8 @@ class NextResponse(Protocol):
 class RemainingRoom(Protocol):
     """The part of `EpisodeView` with the turns, branches and tokens that the limits of the run still allow.
 
+    `prepare` makes `room` fast.
+
     A branch is one of the sequences of tokens that an episode has if it goes on from an earlier place (`go_on`).
     """
 
@@ -231,17 +233,20 @@ class RemainingRoom(Protocol):
         ...
 
     async def prepare(self, observation: Observation) -> None:
-        """Render an observation that may be shown next, in a thread if it is large, so that `room` returns at once.
+        """Render a large observation that may be shown next, in a thread, so that `room` returns at once.
+
+        Does nothing if the observation is small, or certainly too large.
 
         Raises:
-            EnvError: the observation cannot be shown.
+            EnvError: a large observation cannot be shown.
         """
         ...
 
     def room(self, observation: Observation) -> int:
         """Return the number of tokens left for a response if this observation is shown next.
 
-        An observation that leaves 0 tokens or fewer ends the episode if it is shown.
+        An observation that leaves 0 tokens or fewer ends the episode if it is shown. For an observation that is
+        certainly too large, the result is a negative upper bound.
 
         Raises:
             EnvError: the observation cannot be shown, for example because the model's chat template refuses it.

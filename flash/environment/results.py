@@ -1,8 +1,8 @@
 """Results of environments: check them and bring them into one form. Each mistake is an error that shows the value.
 
 The classes are a user's, so a result may have any type, and its methods may raise anything. The player of episodes
-calls the checks of `reset` and `step` through `flash.environment.calls.check_returned`, which adds to the error which
-method returned the value. `check_solved_examples` and `check_letters` are for the warm start of a tiny model.
+calls the functions through `flash.environment.calls.check_returned`, which adds to the error which method returned the
+value. `check_solved_examples` and `check_letters` are for the warm start of a tiny model.
 """
 
 from __future__ import annotations
@@ -119,8 +119,10 @@ def metrics_of(info: Info) -> dict[str, float]:
 def template_arguments(info: Info) -> dict[str, Any]:
     """Return `info["chat_template_kwargs"]` of `reset`: arguments of the model's chat template.
 
+    None counts as no arguments.
+
     Raises:
-        EnvError: the value does not map names to values.
+        EnvError: the value is not a mapping whose keys are texts.
     """
     given: object = info.get("chat_template_kwargs")
     if given is None:
@@ -129,8 +131,8 @@ def template_arguments(info: Info) -> dict[str, Any]:
         isinstance(name, str) for name in cast("Mapping[object, object]", given)
     ):
         raise EnvError(
-            f"reset() returned chat_template_kwargs in its info that are {_SHORT.repr(given)}: expected names with "
-            "values, as {'enable_thinking': False}"
+            "info['chat_template_kwargs'] of reset() must map names to values, such as {'enable_thinking': False}, but "
+            f"is {shown(given)}"
         )
     return dict(cast("Mapping[str, Any]", given))
 

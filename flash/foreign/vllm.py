@@ -1,7 +1,8 @@
-"""All functions of vLLM beyond its documented interface that the node loop uses, so that they are in one place.
+"""Flash's calls of vLLM, except the calls of AsyncLLM that its documentation describes.
 
-`flash.rollout.vllm.engine` calls them. vLLM's `AsyncLLM` (`llm` below) is in the node loop. It sends requests to the
-engine's *core*, a process which schedules steps. The core lets *workers*, further processes, compute them.
+They are here so that a new version of vLLM changes one module. The modules of `flash.rollout.vllm` use them. vLLM's
+`AsyncLLM` (`llm` below) is in the node loop. It sends requests to the engine's *core*, a process which schedules steps.
+The core lets *workers*, further processes, compute them.
 
 The attributes that are used are listed in `flash.foreign.vllm_touched`. Code that runs inside vLLM's workers is in
 `flash.foreign.vllm_worker`, and how processes start and end is in `flash.foreign.vllm_processes`. vLLM is imported
@@ -38,6 +39,7 @@ def engine_maker(arguments: dict[str, Any]) -> Callable[..., Any]:
     checked = AsyncEngineArgs(**arguments).create_engine_config()
     if current_platform.is_cpu() and not checked.model_config.use_mla:
         _check_head_size(checked.model_config)
+    # Without vLLM's default loggers. vLLM still turns statistics on if it gets a stat logger: see `disable_statistics`.
     return partial(AsyncLLM.from_vllm_config, checked, disable_log_stats=True)
 
 
@@ -66,10 +68,11 @@ def accept_typed_replies() -> None:
 
 
 def disable_statistics(llm: Any) -> None:
-    """Turn off the statistics that vLLM makes in this process, because they take time for each token.
+    """Turn off vLLM's statistics of requests in this process, because they take time for each token.
 
-    The statistics of steps, which the engine's core makes, still arrive (`stat_logger`). Call this before vLLM's
-    reading task starts, which happens at the first call from an event loop.
+    vLLM turns them on when it gets a stat logger, although `engine_maker` passes `disable_log_stats`. The statistics of
+    steps, which the engine's core makes, still reach the logger that `stat_logger` has made. Call this before vLLM's
+    reading task starts, at the first call from an event loop: the task reads the setting once, at its start.
     """
     llm.log_stats = llm.output_processor.log_stats = False
 
@@ -255,14 +258,18 @@ async def join_transfer(llm: Any, init_info: dict[str, Any]) -> None:
 async def update_weights(
     llm: Any, update_info: dict[str, Any], label: str, adapter: int = 0, dropped: Sequence[int] = ()
 ) -> dict[str, str] | None:
-    """Load new weights into a paused engine, or load a LoRA adapter. Tokens sampled after that carry `label`.
+    """Load new weights into a paused engine; or load a LoRA adapter.
+
+    vLLM labels all tokens that it samples afterwards with `label`. With several adapters these labels are wrong, and
+    `version_starts` in `flash.rollout.vllm.state` replaces them.
 
     Args:
         llm: the AsyncLLM.
-        update_info: describes the place from which the workers fetch the version (`UpdateInfo.update`).
+        update_info: describes the place from which each worker fetches the version, which is the weights after one
+            training step (`UpdateInfo.update`).
         label: label of the version.
         adapter: number of the adapter to load; 0 to load the model's weights.
-        dropped: numbers of adapters that are removed from the engine.
+        dropped: numbers of adapters that are removed from the engine. Used only with `adapter`.
 
     Returns:
         None if all workers have loaded the version. Otherwise the first failure that a worker reported, as plain

@@ -76,7 +76,7 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Slowest average rate at which a client may send a body or read an answer. A client that sends one byte now and
     then cannot keep a connection open."""
     stall_s: float = 30.0
-    """Seconds over which the rate is measured at which a client reads an answer."""
+    """Seconds over which the rate is averaged at which a client reads an answer."""
     idle_s: float = 75.0
     """Seconds for which a connection may stay open between two requests."""
     connections: int = 4096
@@ -88,7 +88,7 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StrangerConnections:
-    """Connections that may not have shown a valid token yet, the oldest first; at most `most` of them.
+    """Connections that perhaps have not shown a valid token yet, the oldest first; at most `most` of them.
 
     All connections of a server share one object.
     """
@@ -115,32 +115,34 @@ class StrangerConnections:
 class TokenConnections:
     """Connections of each bounded token, at most `most` for each, so that one token cannot use all connections.
 
-    All connections of a server share one object.
+    Tokens are given by name. A connection is *idle* if it has no request in progress. All connections of a server share
+    one object.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._open: Counter[str] = Counter()
         self._idle: dict[str, dict[HttpConnection, None]] = {}
-        """Connections without a request in progress, by token. The connection that is idle for longest is first."""
+        """Idle connections, by name of their token. The connection that has been idle for longest is first."""
 
-    def claim(self, connection: HttpConnection, token: str) -> bool:
-        """Count a connection, whose request has begun, as one of `token`, and as busy.
+    def claim(self, connection: HttpConnection, name: str) -> bool:
+        """Count a connection, whose request has begun, as one of the token with this name.
 
-        `HttpConnection.hold` calls it for each request. If the token has too many connections, the one that is idle for
-        longest is ended to make room. Returns False if none is idle; the caller then refuses the request.
+        The connection is then not idle, so it cannot be ended to make room. `HttpConnection.hold` calls this for each
+        request. If the token has `most` connections already, the connection that has been idle for longest is ended to
+        make room. Returns False if none is idle; the caller then refuses the request.
         """
-        if connection.holder == token:
-            self._idle.get(token, {}).pop(connection, None)
+        if connection.holder == name:
+            self._idle.get(name, {}).pop(connection, None)
             return True
-        if self._open[token] >= self._most:
-            if not (idle := next(iter(self._idle.get(token, {})), None)):
+        if self._open[name] >= self._most:
+            if not (idle := next(iter(self._idle.get(name, {})), None)):
                 return False
             self.remove(idle)
             idle.abort()
         self.remove(connection)
-        self._open[token] += 1
-        connection.holder = token
+        self._open[name] += 1
+        connection.holder = name
         return True
 
     def mark_idle(self, connection: HttpConnection) -> None:
@@ -150,16 +152,16 @@ class TokenConnections:
 
     def remove(self, connection: HttpConnection) -> None:
         """Forget a connection that has ended, or that now shows another token. Does nothing if it has no token."""
-        token, connection.holder = connection.holder, ""
-        if not token:
+        name, connection.holder = connection.holder, ""
+        if not name:
             return
-        if (idle := self._idle.get(token)) is not None:
+        if (idle := self._idle.get(name)) is not None:
             idle.pop(connection, None)
             if not idle:
-                del self._idle[token]
-        self._open[token] -= 1
-        if not self._open[token]:
-            del self._open[token]
+                del self._idle[name]
+        self._open[name] -= 1
+        if not self._open[name]:
+            del self._open[name]
 
 
 class SendTimer:
@@ -244,15 +246,15 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         scope: Any = self.scope  # None before the first request.
         return scope is not None and "token" in scope["state"]
 
-    def hold(self, token: str) -> None:
-        """Count this connection as one of `token`, whose number of connections is bounded.
+    def hold(self, name: str) -> None:
+        """Count this connection as one of the token with this name. The number of the token's connections is bounded.
 
         An application calls it for each request, once it has found the token valid.
 
         Raises:
             HTTPException: the token has too many connections, all of them with a request in progress.
         """
-        if not self._by_token.claim(self, token):
+        if not self._by_token.claim(self, name):
             raise HTTPException(
                 503, "this token has too many requests in progress; wait for some of them", {"connection": "close"}
             )

@@ -15,6 +15,7 @@ make. A refusal is an `HTTPException`, which is raised where the application rea
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import resource
@@ -59,10 +60,11 @@ class HttpAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def open_socket(address: HttpAddress) -> socket.socket:
-    """Return a socket that is bound to `address`.
+    """Return a socket that is bound to `address` and does not listen yet: `serving` lets it listen.
 
     Raises:
-        ConfigError: the address cannot be bound, or a public address has no TLS.
+        ConfigError: the address cannot be bound, a public address has no TLS, or only one of certificate and key is
+            given.
     """
     if (address.certificate is None) != (address.key is None):
         raise ConfigError("TLS needs both a certificate and its key")
@@ -72,8 +74,8 @@ def open_socket(address: HttpAddress) -> socket.socket:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:  # UnicodeError: a part of the name is empty or too long
         raise ConfigError(f"cannot listen at {address.host}: {error}") from error
-    family, _, _, _, place = found[0]
-    if not _is_loopback(str(place[0])) and address.certificate is None:
+    family, _, _, _, socket_address = found[0]
+    if not _is_loopback(str(socket_address[0])) and address.certificate is None:
         raise ConfigError(
             f"{address.host} can be reached from other machines: tokens and all that is sent would travel in the "
             "clear. Give --certificate and --key, or listen at 127.0.0.1 or at a unix socket"
@@ -86,11 +88,12 @@ def open_socket(address: HttpAddress) -> socket.socket:
         raise ConfigError(f"cannot listen at {address.host}: {error.strerror or error}") from error
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(place)
+        bound.bind(socket_address)
     except OSError as error:
         bound.close()
+        advice = "; choose another port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else ""
         raise ConfigError(
-            f"cannot listen at {address.host}:{address.port}: {error.strerror or error}; choose another port"
+            f"cannot listen at {address.host}:{address.port}: {error.strerror or error}{advice}"
         ) from error
     return bound
 

@@ -53,8 +53,9 @@ class Blocks:
     """Detector of blocks: decides from checks every TICK_S seconds when a loop is blocked, and by which code.
 
     Pure state without a clock. A *place* is a line of code, as file and line number. Invariant: each interval without
-    heartbeats is reported once, with the place that was seen most often in it. Time is measured by the number of
-    checks, because no check runs while the whole process is stopped, and the loop is not to blame then.
+    heartbeats is counted once, for the place that was seen most often in it. It is reported if `is_logged` allows it.
+    Time is measured by the number of checks, because no check runs while the whole process is stopped, and the loop is
+    not to blame then.
     """
 
     def __init__(self) -> None:
@@ -65,9 +66,10 @@ class Blocks:
         self._ran_s = 0.0
         """Seconds of processor time that the loop's thread has used since the last heartbeat."""
         self._place = ""
-        """Place that was reported for this interval; empty if it was not reported."""
+        """Place that blocks the loop in this interval; empty while none is known. `is_logged` may leave its message
+        out."""
         self.counts: Counter[str] = Counter()
-        """Number of reported intervals of each place."""
+        """Number of intervals in which each place blocked the loop."""
 
     @property
     def blocked(self) -> bool:
@@ -95,7 +97,7 @@ class Blocks:
             again = f"{self._place} still blocks the event loop, for {seconds:g} s"
             return again if seconds % REPEAT_S == 0 else None
         # A loop that waits for events in at least half of the checks is not blocked. It has no heartbeat because its
-        # process gets no CPU time.
+        # process gets no CPU time. The last heartbeat was up to TICK_S before the first check.
         if seconds < BLOCKED_S - TICK_S or 2 * self._seen.total() < self._checks:
             return None
         self._place = self._seen.most_common(1)[0][0]
@@ -182,22 +184,27 @@ class WatchedLoop(asyncio.SelectorEventLoop):
                 self._slow_until = self.time() + SLOW_S
         self.call_later(TICK_S, self._beat)
 
-    def _watch(self, thread: int, clock: int, warn: Callable[[str], None]) -> None:
-        """Check every TICK_S seconds which line the loop's thread executes.
+    def _watch(self, loop_thread: int, cpu_clock: int, warn: Callable[[str], None]) -> None:
+        """Check every TICK_S seconds which line the loop's thread executes, until the loop is closed.
 
-        `thread` is the id of that thread, and `clock` the id of the clock of its processor time. Stops the loop's
-        clock when the loop is found to be blocked. Waits for the clock. Unblocked by the end of the loop. Produces
-        messages, with which it calls `warn`.
+        Runs in the watching thread. If the loop is found to be blocked, this stops the loop's clock (`_stopped_at`),
+        and calls `warn` with the message for the user, if there is one.
+
+        Args:
+            loop_thread: id of the loop's thread.
+            cpu_clock: id of the clock that counts this thread's processor time (`time.pthread_getcpuclockid`).
+            warn: function that is called with each message.
         """
-        ran = time.clock_gettime(clock)
+        used_s = time.clock_gettime(cpu_clock)
         while not self._over.wait(TICK_S):
-            before, ran = ran, time.clock_gettime(clock)
-            frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
+            used_before_s, used_s = used_s, time.clock_gettime(cpu_clock)
+            frame = sys._current_frames().get(loop_thread)  # pyright: ignore[reportPrivateUsage]
             lines = lines_of(frame)
             # The loop waits in its own selector. A selector of user code, as in `subprocess.run`, counts as a block.
-            waits = [file for file, _ in lines[-2:]] in ([], [base_events.__file__, selectors.__file__])
+            # There is no line if the thread has ended.
+            loop_waits = [file for file, _ in lines[-2:]] in ([], [base_events.__file__, selectors.__file__])
             with self._state_lock:
-                message = self.blocks.check("" if waits else place_in(lines), ran - before)
+                message = self.blocks.check("" if loop_waits else place_in(lines), used_s - used_before_s)
                 if self.blocks.blocked and self._stopped_at is None:
                     self._stopped_at = self.time()
             if message is not None:

@@ -930,4 +930,4 @@ def test_reset_may_give_arguments_of_the_chat_template(info: dict[str, Any], pro
         assert "".join(map(chr, script.calls[0].prompt)) == prompt
     else:
         assert isinstance(played, Failure)
-        assert "chat_template_kwargs in its info that are 7: expected names with values" in played.message
+        assert "info['chat_template_kwargs'] of reset() must map names to values, such as" in played.message

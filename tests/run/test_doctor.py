@@ -135,7 +135,7 @@ def test_the_output_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_nearly_full_is_missing() -> None:
-    assert "GiB at least" in doctor.output(config(), 1 << 40).advice
+    assert "at least" in doctor.output(config(), 1 << 40).advice
 
 
 MOUNTS = """\

@@ -109,6 +109,6 @@ def test_another_persons_folder_in_the_place_of_the_model_stops_a_run() -> None:
 @pytest.mark.skipif(not os.access("/proc", os.W_OK), reason="permissions alone refuse this user")
 def test_a_place_that_takes_no_files_stops_a_run_with_what_helps() -> None:
     assert problem("model.fetch=tiny.gguf", "model.path=/proc/models/tiny") == (
-        "`model.path`: no file can be written in /proc: No such file or directory; name a folder that takes some, in "
-        'model.path, with model.fetch = "tiny.gguf"'
+        "`model.path`: no file can be written in /proc: No such file or directory; name a folder that can be written"
+        ', in model.path, with model.fetch = "tiny.gguf"'
     )

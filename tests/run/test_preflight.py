@@ -65,7 +65,8 @@ def test_a_run_that_can_be_started_leaves_no_trace(tmp_path: Path) -> None:
 @pytest.mark.skipif(not os.access("/proc", os.W_OK), reason="permissions alone refuse this user")
 def test_an_output_folder_that_takes_no_files_whatever_its_permissions_say_is_refused(tmp_path: Path) -> None:
     assert problem(make_config(tmp_path, run={"output_dir": "/proc/runs"})) == (
-        "`run.output_dir`: no file can be written in /proc: No such file or directory; name a folder that takes some"
+        "`run.output_dir`: no file can be written in /proc: No such file or directory; "
+        "name a folder that can be written"
     )
 
 

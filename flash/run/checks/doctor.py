@@ -252,16 +252,21 @@ def trackers(config: Config | None) -> Finding:
 
 
 def output(config: Config | None, least_gib: float = DISK_GIB) -> Finding:
-    """Check that the output folder, or its first existing parent, can be written and has `least_gib` GiB free."""
+    """Check that the output folder, or its first existing parent, can be written and has `least_gib` GiB free.
+
+    `least_gib` replaces DISK_GIB in tests.
+    """
     folder = _output_folder(config)
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".flash-doctor-"):
             free = shutil.disk_usage(folder).free
     except OSError as error:
-        return missing(f"{folder} cannot be written: {error.strerror}", "set run.output_dir to a folder of yours")
+        return missing(
+            f"{folder} cannot be written: {error.strerror}", "set run.output_dir to a folder in which you may write"
+        )
     text = f"{folder} can be written and has {free / GIB:.1f} GiB free"
     if free < least_gib * GIB:
-        return missing(text, f"free space there, {least_gib} GiB at least, or set run.output_dir")
+        return missing(text, f"make room there for at least {least_gib} GiB, or set run.output_dir")
     return ok(text)
 
 
@@ -317,13 +322,18 @@ def slurm(config: Config | None) -> Finding:
 
 
 def file_system(folder: Path, mounts: str) -> str:
-    """Return the kind of file system that a folder is on. `mounts` is the text of /proc/self/mountinfo."""
+    """Return the kind of file system that a folder is on, such as `nfs4`; `an unknown file system` if no mount fits.
+
+    `mounts` is the text of /proc/self/mountinfo.
+    """
     path = folder.resolve()
     kinds: dict[Path, str] = {}
     for line in mounts.splitlines():
+        # Before the dash, the fifth field is the mount point, in which a space is `\040`. The kind follows the dash.
         before, _, after = line.partition(" - ")
         point = Path(re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4]))
         if point == path or point in path.parents:
+            # A later mount at the same point hides the earlier one.
             kinds[point] = after.split()[0]
     return kinds[max(kinds, key=lambda point: len(point.parts))] if kinds else "an unknown file system"
 

@@ -123,8 +123,8 @@ def _trackers(config: Config) -> Iterator[ConfigProblem]:
 def _output_folders(config: Config) -> Iterator[ConfigProblem]:
     """Yield problems of folders that only the first node writes: the run directory, and its parent with the lock."""
     if os.environ.get("FLASH_NODE_RANK", "0") == "0":
-        folders = dict.fromkeys(map(_existing, (config.run_dir, config.run_dir.parent)))
-        for fault in filter(None, map(_unwritable, folders)):
+        folders = dict.fromkeys(map(_nearest_existing, (config.run_dir, config.run_dir.parent)))
+        for fault in filter(None, map(_fault_of_folder, folders)):
             yield ConfigProblem("run.output_dir", fault)
 
 
@@ -138,7 +138,7 @@ def _models(config: Config) -> Iterator[ConfigProblem]:
             refuse_foreign(path)
         except ConfigError as error:
             yield ConfigProblem(key, str(error))
-        if not path.exists() and (fault := _unwritable(_existing(path))):
+        if not path.exists() and (fault := _fault_of_folder(_nearest_existing(path))):
             yield ConfigProblem(key, fault)
     if config.model.fetch is not None:
         made[Path(config.model.path)] = "model.path"
@@ -191,7 +191,7 @@ def _fetched(config: Config) -> Iterator[ConfigProblem]:
     folder, source = Path(path), source_of(named)
     if why_not_there(folder, source) is None:
         return
-    if fault := _unwritable(_existing(folder.parent)):
+    if fault := _fault_of_folder(_nearest_existing(folder.parent)):
         yield ConfigProblem("model.path", f"{fault}, in model.path, with model.fetch = {show(named)}")
         return
     try:
@@ -354,19 +354,19 @@ def _present_settings(config: Config) -> dict[str, Any]:
     return tomllib.loads(dump(recorded(config)))
 
 
-def _existing(folder: Path) -> Path:
-    """Return the folder, or its nearest parent that exists."""
+def _nearest_existing(folder: Path) -> Path:
+    """Return the path, or its nearest parent that exists."""
     folder = folder.absolute()
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
-def _unwritable(folder: Path) -> str:
-    """Return the reason why no file can be written in a folder; empty if one can be."""
+def _fault_of_folder(folder: Path) -> str:
+    """Return an error message, with advice, if no file can be written in a folder; else empty."""
     # A file is written, because permissions are not enough: a file system may be read-only, full or over its quota.
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"\0")
             file.flush()
     except OSError as error:
-        return f"no file can be written in {folder}: {error.strerror or error}; name a folder that takes some"
+        return f"no file can be written in {folder}: {error.strerror or error}; name a folder that can be written"
     return ""

@@ -99,12 +99,13 @@ def use_torchrun_variables(environment: MutableMapping[str, str]) -> None:
 
 
 def end_with_torchrun() -> None:
-    """Send SIGTERM to this launcher when torchrun ends, if torchrun started it.
+    """Start a thread that sends SIGTERM to this process when torchrun ends, if torchrun started it.
 
-    torchrun kills its children if it ends in order, but not if it is killed itself.
+    The launcher calls this just before the launch. torchrun kills its children if it ends in order, but not if it is
+    killed itself. torchrun must be the direct parent: the end of one with a wrapper script between is not noticed.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # If torchrun has already ended, the parent is another process, and the end of torchrun is not noticed.
+        # If torchrun has already ended, the parent is init or a subreaper, and the end of torchrun is not noticed.
         descriptor = os.pidfd_open(os.getppid())
         threading.Thread(target=_terminate_after, args=(descriptor,), daemon=True).start()
 
