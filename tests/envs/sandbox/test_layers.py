@@ -9,7 +9,7 @@ from pathlib import Path
 import envs.sandbox
 
 LAYERS = (
-    ("api", "trees"),
+    ("api", "trees", "user_folder"),
     ("agent", "sandbox", "text", "tokens"),
     ("engines",),
     ("local", "images"),
