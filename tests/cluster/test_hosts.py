@@ -39,7 +39,7 @@ def test_a_run_of_one_node_is_reached_from_others_where_slurm_has_started_it(hos
                 variables=variables,
                 prepare=hosts.entrance(0),
             )
-        assert command.wait(60) == 0, output.read_text()
+        assert command.wait(300) == 0, output.read_text()  # the first command waits for the imports of the server
         return output.read_text().strip()
 
     assert address(FLASH_RDZV_ENDPOINT=f"{hosts.names[0]}:29411") == hosts.address(0)
