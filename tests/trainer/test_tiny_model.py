@@ -218,7 +218,10 @@ def test_an_interrupted_warm_start_leaves_a_model_that_is_used_and_called_so(tmp
     ours, whole = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (path, made))
     assert any(not torch.equal(ours[name], whole[name]) for name in whole)
     make_missing_models(wanting(path))
-    assert "its warm start, interrupted after 2 steps, has left it; remove the folder" in capsys.readouterr().out
+    assert (
+        "is used as it is, though its warm start was interrupted after 2 steps; remove the folder"
+        in capsys.readouterr().out
+    )
     make(path)
     make_missing_models(wanting(path))
     assert "has left it" not in capsys.readouterr().out
