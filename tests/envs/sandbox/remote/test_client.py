@@ -212,8 +212,7 @@ async def test_a_sandbox_that_is_replaced_slowly_does_not_end_for_its_client(tmp
         assert (await sandbox.run("echo new", timeout=10)).stdout == b"new\n"
 
 
-async def test_a_queued_command_of_a_session_has_its_own_timeout_after_the_wait(tmp_path, monkeypatch):
-    monkeypatch.setattr("envs.sandbox.remote.http.MARGIN_S", 0.5)
+async def test_a_queued_command_of_a_session_has_its_own_timeout_after_the_wait(tmp_path):
     async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox, sandbox.session() as session:
         results = []
 
