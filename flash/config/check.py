@@ -55,8 +55,9 @@ def unwise(config: Config) -> list[ConfigProblem]:
 
 
 def advise(config: Config, also: Iterable[ConfigProblem] = ()) -> None:
-    """Print a warning on standard error for each unwise setting, and for each problem of `also`."""
-    _warn([*unwise(config), *also])
+    """Print a warning on standard error for each setting that is unwise, in general or on this machine, and for each
+    problem of `also`."""
+    _warn([*unwise(config), *machine.advise_dtype(config), *also])
 
 
 def advise_on_engines(config: Config) -> None:

@@ -155,6 +155,34 @@ def _prints_version(name: str, path: str) -> bool:
     return asked.returncode == 0
 
 
+CPU_INFO = Path("/proc/cpuinfo")
+"""File in which Linux lists the features of each core."""
+
+BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""Names in `CPU_INFO` of instructions that compute in bfloat16, on x86 and on Arm."""
+
+
+def computes_bfloat16(info: Path = CPU_INFO) -> bool:
+    """Return True if this CPU has instructions for bfloat16, or if its features are unknown."""
+    try:
+        lines = info.read_text().splitlines()
+    except OSError:
+        return True
+    features = [line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))]
+    return not features or not BFLOAT16_FEATURES.isdisjoint(features[0])
+
+
+def advise_dtype(config: Config, info: Path = CPU_INFO) -> Iterator[ConfigProblem]:
+    """Warn of bfloat16 on a CPU that must emulate it. The warning depends on the machine and not on the settings alone,
+    so it is not part of `flash.config.check.unwise`."""
+    if config.gpus_per_node == 0 and config.model.dtype == "bfloat16" and not computes_bfloat16(info):
+        message = (
+            "this CPU has no instructions for bfloat16 and computes it several times slower than float32: set "
+            'model.dtype = "float32", which takes twice the memory for weights'
+        )
+        yield ConfigProblem("model.dtype", message)
+
+
 # -- [cluster] and [parallel] ----------------------------------------------------------------------------------------
 
 PROCESSES_PER_CORE = 4

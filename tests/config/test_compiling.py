@@ -1,4 +1,4 @@
-"""Engines on the CPU run eagerly where nothing can compile their graphs, and people are told."""
+"""On the CPU, engines run eagerly if nothing can compile their graphs, and bfloat16 may be slow. Warnings say so."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from flash.config.check import unwise
-from flash.config.machine import HEADERS, missing_compiler, runs_eagerly, why_eager
+from flash.config.machine import HEADERS, advise_dtype, missing_compiler, runs_eagerly, why_eager
 from flash.config.tree import Config
 from flash.rollout.vllm.start import engine_args, engine_variables
 from flash.run.checks.doctor import compilers
@@ -96,3 +96,25 @@ def test_the_doctor_names_a_compiler_that_is_not_there(path: Path) -> None:
 def test_the_doctor_finds_a_compiler(path: Path) -> None:
     program(path / "g++")
     assert compilers(None).state == compilers(config()).state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("features", "is_slow"),
+    [
+        ("flags\t\t: fpu avx2 sha_ni", True),
+        ("flags\t\t: fpu avx2 avx512f avx512_bf16", False),
+        ("Features\t: fp asimd", True),
+        ("Features\t: fp asimd bf16", False),
+        ("model name: a machine without a list of features", False),
+    ],
+)
+def test_bfloat16_on_a_cpu_without_instructions_for_it_is_reported(
+    tmp_path: Path, features: str, is_slow: bool
+) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text(f"processor\t: 0\n{features}\nbugs\t\t: bf16\n")
+    assert [problem.key for problem in advise_dtype(config(), info)] == ["model.dtype"] * is_slow
+    assert [*advise_dtype(config(gpus=1), info)] == []
+    single = msgspec.structs.replace(config(), model=msgspec.structs.replace(config().model, dtype="float32"))
+    assert [*advise_dtype(single, info)] == []
+    assert [*advise_dtype(config(), tmp_path / "missing")] == []

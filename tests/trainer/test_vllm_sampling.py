@@ -23,9 +23,10 @@ from tests.trainer.packed_cases import sharded
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
 PROMPT = [5, 6, 7, 8]
-ROUNDING = 4e-5
-"""Largest difference of a log-prob between engine and trainer. Float32 rounds the logits, and a low temperature
-multiplies the error. A token that only one of them leaves out would differ by over 0.01."""
+ROUNDING = 1e-5
+"""Largest difference of a log-prob between engine and trainer at temperature 1. Both round logits to float32, and a
+temperature below 1 divides the difference by itself."""
+
 HOW = {
     "top_k": Sampling(top_k=5),
     "top_p": Sampling(top_k=40, top_p=0.6),
@@ -106,7 +107,7 @@ def kept_by(logits_V: Tensor, how: Sampling, context: Sequence[int]) -> set[int]
 def test_law_4_the_ratio_is_1_at_equal_weights_however_tokens_are_drawn(served: Served, name: str) -> None:
     how = HOW[name]
     completion = drawn(served, how)
-    assert log_ratios(served, [trajectory(completion, how)]).abs().max() < ROUNDING
+    assert log_ratios(served, [trajectory(completion, how)]).abs().max() * min(1, how.temperature) < ROUNDING
 
 
 def test_samples_that_are_drawn_in_different_ways_share_a_step_of_the_engine_and_a_micro_batch(served: Served) -> None:
@@ -124,7 +125,8 @@ def test_samples_that_are_drawn_in_different_ways_share_a_step_of_the_engine_and
 
     found = served.call(all_at_once)
     together = [trajectory(found[name], HOW[name], group) for group, name in enumerate(HOW)]
-    assert log_ratios(served, together).abs().max() < ROUNDING
+    coldest = min(how.temperature for how in HOW.values())
+    assert log_ratios(served, together).abs().max() * coldest < ROUNDING
 
 
 @pytest.mark.parametrize("name", [name for name in HOW if HOW[name].has_kept_sets])

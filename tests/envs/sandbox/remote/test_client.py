@@ -12,8 +12,8 @@ from envs.sandbox.api import Chunk, Exec, Result
 from envs.sandbox.engines.fake import FakeBackend
 from envs.sandbox.pool.lease import LeaseOrder
 from envs.sandbox.pool.local_host import open_maker
-from envs.sandbox.protocol import Info
-from envs.sandbox.remote.client import SandboxClient, certificate_check
+from envs.sandbox.protocol import Info, SessionInfo, SessionResult
+from envs.sandbox.remote.client import RemoteSession, SandboxClient, certificate_check
 from envs.sandbox.remote.http import REPEAT_S
 from flash.errors import (
     ConfigError,
@@ -224,6 +224,23 @@ async def test_a_queued_command_of_a_session_has_its_own_timeout_after_the_wait(
             await anyio.sleep(0.3)
             tasks.start_soon(run, "sleep 2.5; echo second")
         assert results == [b"first\n", b"second\n"]
+
+
+class AskedSeconds:
+    """The sandbox of a session, which keeps the seconds that each call to the service may take."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    async def call_once(self, path, answer, body, seconds):
+        self.seconds.append(seconds)
+        return SessionResult(Result(0, None, False, False, b"", b"", False, False, 0.0, 0.0, 0), restarts=0)
+
+
+async def test_a_command_of_a_session_may_wait_and_then_run_for_its_timeout():
+    sandbox = AskedSeconds()
+    await RemoteSession(sandbox, SessionInfo("one", 0)).run("true", timeout=100)
+    assert sandbox.seconds == [200]
 
 
 async def test_a_call_that_was_cancelled_before_it_arrives_is_not_carried_out(tmp_path):
