@@ -35,7 +35,7 @@ from flash.config.decode import (
     tables_in,
     tag_field,
 )
-from flash.config.machine import count_gpus
+from flash.config.machine import computes_bfloat16, count_gpus
 from flash.config.models import is_hub_id, with_folder
 from flash.config.objects import import_from, own_folders
 from flash.config.section import ABSENT, REMOVED, Section
@@ -459,14 +459,18 @@ def keys(section: type[Section] = Config, prefix: str = "") -> tuple[tuple[str, 
 def _resolve(config: Config) -> Config:
     """Return the configuration with values that depend on other keys or on this machine.
 
-    A GGUF file becomes the folder that it is converted to, an `[sft]` table sets what it needs, and "auto" becomes the
-    number of GPUs. Checks and the rest of Flash see only the result.
+    A GGUF file becomes the folder that it is converted to, and an `[sft]` table sets what it needs. "auto" becomes the
+    number of GPUs and the precision for them, or for this CPU. Checks and the rest of Flash see only the result.
     """
     config = supervised(with_folder(config))
-    if config.cluster.gpus_per_node != "auto":
-        return config
-    cluster = msgspec.structs.replace(config.cluster, gpus_per_node=count_gpus())
-    return msgspec.structs.replace(config, cluster=cluster)
+    if config.cluster.gpus_per_node == "auto":
+        cluster = msgspec.structs.replace(config.cluster, gpus_per_node=count_gpus())
+        config = msgspec.structs.replace(config, cluster=cluster)
+    if config.model.dtype == "auto":
+        is_fast = config.gpus_per_node > 0 or computes_bfloat16()
+        model = msgspec.structs.replace(config.model, dtype="bfloat16" if is_fast else "float32")
+        config = msgspec.structs.replace(config, model=model)
+    return config
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:

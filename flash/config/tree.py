@@ -66,9 +66,9 @@ class ModelConfig(Section, frozen=True):
     fetch: str | None = None
     """Source from which a missing folder `path` is made: a model name that `flash fetch` lists, or a `.gguf` file.
     None: the folder must exist."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """[Precision](weights.md#precision) of the engines and of the trainer's passes. The trainer's master weights are
-    always float32."""
+    always float32. `auto`: bfloat16 on GPUs and on CPUs that have instructions for it, float32 on other CPUs."""
     head_dtype: Literal["float32", "model"] = "float32"
     """Precision of the output layer. `model` uses `dtype`, which is faster but increases the mismatch between engine
     and trainer."""

@@ -8,17 +8,18 @@ import msgspec
 import pytest
 
 from flash.config.check import unwise
-from flash.config.machine import HEADERS, advise_dtype, missing_compiler, runs_eagerly, why_eager
+from flash.config.load import load
+from flash.config.machine import HEADERS, advise_dtype, computes_bfloat16, missing_compiler, runs_eagerly, why_eager
 from flash.config.tree import Config
 from flash.rollout.vllm.start import engine_args, engine_variables
 from flash.run.checks.doctor import compilers
 from flash.run.node_loop import explain_engine_start
 
 
-def config(*, gpus: int = 0, eager: bool = False) -> Config:
+def config(*, gpus: int = 0, eager: bool = False, dtype: str = "bfloat16") -> Config:
     tree = {
         "run": {"name": "test"},
-        "model": {"path": "org/model"},
+        "model": {"path": "org/model", "dtype": dtype},
         "env": {"path": "module:Class"},
         "engine": {"enforce_eager": eager},
         "cluster": {"gpus_per_node": gpus},
@@ -113,8 +114,15 @@ def test_bfloat16_on_a_cpu_without_instructions_for_it_is_reported(
 ) -> None:
     info = tmp_path / "cpuinfo"
     info.write_text(f"processor\t: 0\n{features}\nbugs\t\t: bf16\n")
-    assert [problem.key for problem in advise_dtype(config(), info)] == ["model.dtype"] * is_slow
-    assert [*advise_dtype(config(gpus=1), info)] == []
-    single = msgspec.structs.replace(config(), model=msgspec.structs.replace(config().model, dtype="float32"))
-    assert [*advise_dtype(single, info)] == []
-    assert [*advise_dtype(config(), tmp_path / "missing")] == []
+    half = config(dtype="bfloat16")
+    assert [problem.key for problem in advise_dtype(half, info)] == ["model.dtype"] * is_slow
+    assert [*advise_dtype(config(gpus=1, dtype="bfloat16"), info)] == []
+    assert [*advise_dtype(config(dtype="float32"), info)] == []
+    assert [*advise_dtype(half, tmp_path / "missing")] == []
+
+
+def test_the_precision_is_by_default_one_that_the_hardware_computes_fast() -> None:
+    overrides = [["model.dtype=auto", f"cluster.gpus_per_node={gpus}"] for gpus in (8, 0)]
+    with_gpus, without = (load("examples/simulate.toml", keys, simulated=True).model.dtype for keys in overrides)
+    assert with_gpus == "bfloat16"
+    assert without == ("bfloat16" if computes_bfloat16() else "float32")

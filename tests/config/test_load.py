@@ -227,7 +227,10 @@ def test_an_override_of_another_form_is_refused(override):
             "train.betas=[0.9, 1.0]",
             "`train.betas` (setting): expected a list of 2: [a number at least 0 and below 1, a",
         ),
-        ("model.dtype=fp16", '`model.dtype` (setting): expected "bfloat16", "float16" or "float32", got "fp16"'),
+        (
+            "model.dtype=fp16",
+            '`model.dtype` (setting): expected "auto", "bfloat16", "float16" or "float32", got "fp16"',
+        ),
         ("run.resume=yes", '`run.resume` (setting): expected true or false, got "yes"'),
         ("run.name=a b", "`run.name` (setting): expected text matching ^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\\Z, got"),
         ("run.name.x=1", "`run.name` (setting): expected text matching ^[A-Za-z0-9_]"),
