@@ -1,7 +1,8 @@
 """Runs benchmarks by name, all of them by default: `python -m benchmarks [NAME …] [--quick]`.
 
 Full runs write their rows to benchmarks/results/. Further options belong to the commands of the benchmarks, which
-`--list` shows.
+`--list` shows, with the age of their rows: the day and commit that recorded them, and the number of later commits that
+changed the code that they measure.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import subprocess
 import sys
 from types import FrameType
 
-from benchmarks.form import RESULTS, ROOT
+import msgspec
+
+from benchmarks.form import COMMAND_TIMEOUT_S, RESULTS, ROOT, Recorded
 
 SIMULATED = (
     *("async_ratio", "end_to_end", "env_async", "gpu_split", "length_bias"),
@@ -32,6 +35,14 @@ MODULES = {
     "versus_trl": "benchmarks.versus_trl",
 }
 """Module of each benchmark, by its name."""
+MEASURED = {
+    **dict.fromkeys(SIMULATED, ("flash/hub", "flash/samples", "flash/rollout", "flash/simulate")),
+    "offpolicy": ("flash/trainer", "algorithms"),
+    "sandbox": ("envs/sandbox",),
+}
+"""Folders whose code a benchmark measures, by its name; all of Flash, if it is not named here."""
+EVERYTHING = ("flash", "algorithms", "envs")
+"""Folders that a run of `flash train` uses."""
 
 
 def main() -> int:
@@ -43,7 +54,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.list:
         for name, module in MODULES.items():
-            print(f"{name:20s} python -m {module}")
+            print(f"{name:18s} python -m {module:39s} {recorded(name)}")
         return 0
     unknown = [name for name in args.names if name not in MODULES]
     if unknown:
@@ -57,6 +68,19 @@ def main() -> int:
         print(f"failed: {', '.join(failed)}")
         return 1
     return 0
+
+
+def recorded(name: str) -> str:
+    """Return when the rows of a benchmark were recorded, and how often the measured code has changed since then."""
+    file = RESULTS / f"{name}.json"
+    if not file.exists():
+        return "no recorded rows"
+    found = msgspec.json.decode(file.read_bytes(), type=Recorded)
+    commit = found.machine["commit"].split()[0]
+    folders = [f"{folder}/*.py" for folder in MEASURED.get(name, EVERYTHING)]
+    words = ["git", "rev-list", "--count", f"{commit}..HEAD", "--", *folders]
+    counted = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT_S)
+    return f"{found.day}, {commit}, {counted.stdout.strip() or 'an unknown number of'} commits since"
 
 
 class Benchmarks:

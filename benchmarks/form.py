@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -72,6 +73,16 @@ class Row(msgspec.Struct, frozen=True):
         return "-" if self.at_most is None else f"<= {_figure(self.at_most)}"
 
 
+class Recorded(msgspec.Struct, frozen=True):
+    """Content of a file of `benchmarks/results`."""
+
+    day: str
+    """Day of the measurement, as YYYY-MM-DD."""
+    machine: dict[str, str]
+    """Machine, software and commit, by the titles of `machine`. Files of other machines may have the commit alone."""
+    rows: list[Row]
+
+
 class Args(msgspec.Struct, frozen=True):
     """Options that every benchmark gets from its command line."""
 
@@ -120,7 +131,8 @@ def main(
         rows = run(Args(quick=args.quick))
     print_table(rows)
     if args.json is not None:
-        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")
+        recorded = Recorded(day=time.strftime("%Y-%m-%d"), machine=dict(machine()), rows=rows)
+        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(recorded), indent=2) + b"\n")
         print(f"\nwritten to {args.json}")
     if plot is not None and picture is not None:
         plot(rows, picture)

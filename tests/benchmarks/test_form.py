@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import datetime
 import json
 import math
 from pathlib import Path
@@ -15,10 +16,14 @@ ROWS = [
 ]
 
 
-def test_the_json_is_a_list_of_rows_with_exactly_the_nine_keys(tmp_path: Path) -> None:
+def test_the_json_has_the_day_the_machine_and_rows_with_exactly_the_nine_keys(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     main("demo", "Measures nothing.", lambda _: ROWS, ["--json", str(file)])
-    written = json.loads(file.read_text())
+    recorded = json.loads(file.read_text())
+    assert list(recorded) == ["day", "machine", "rows"]
+    assert datetime.date.fromisoformat(recorded["day"])
+    assert {"cpu", "commit"} <= set(recorded["machine"])
+    written = recorded["rows"]
     assert written[0] == {
         "case": "16 tokens",
         "metric": "efficiency",
