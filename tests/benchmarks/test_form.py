@@ -22,7 +22,7 @@ def test_the_json_has_the_day_the_machine_and_rows_with_exactly_the_nine_keys(tm
     recorded = json.loads(file.read_text())
     assert list(recorded) == ["day", "machine", "rows"]
     assert datetime.date.fromisoformat(recorded["day"])
-    assert {"cpu", "commit"} <= set(recorded["machine"])
+    assert "cpu" in recorded["machine"]
     written = recorded["rows"]
     assert written[0] == {
         "case": "16 tokens",
