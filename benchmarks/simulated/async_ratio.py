@@ -1,9 +1,10 @@
 """Throughput and age by async ratio, at 40 GPUs, in a simulation.
 
-The peer's column has the figures of ROLL Flash's rules. Rows named AReaL have the figures of AReaL's rules: its
-admission bounds the average age, and no age is checked when a sample is trained. If 1 % of the answers are forty times
-longer, its oldest token is far older than η. `gain_at_2` is the share of the gain from α = 0 to 8 that α = 2 already
-has; according to the paper it is nearly all.
+The peer's column has the figures of ROLL Flash's rules. Rows named *streamed* train each batch while it is still
+sampled (`train.stream`). Rows named AReaL have the figures of AReaL's rules: its admission bounds the average age, and
+no age is checked when a sample is trained. If 1 % of the answers are forty times longer, its oldest token is far older
+than η. `gain_at_2` is the share of the gain from α = 0 to 8 that α = 2 already has; according to the paper it is nearly
+all.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ def measure(args: Args) -> list[Row]:
         bound = batch / capacity_s(config, report)
         rows.append(
             Row(f"{ratio}", "samples_per_s", "samples/s", own[ratio], None, peer=peer.samples_per_s, bound=bound)
+        )
+        streamed = ours(change(config, train={"stream": True}))
+        rows.append(
+            Row(f"{ratio}, streamed", "streamed_samples_per_s", "samples/s", streamed.samples_per_s, bound=bound)
         )
         rows.append(
             Row(f"{ratio}, AReaL", "areal_samples_per_s", "samples/s", own[ratio], None, peer=other.samples_per_s)

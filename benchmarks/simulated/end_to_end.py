@@ -24,15 +24,18 @@ CHAINS = {"alfworld": ((1.58, 2.27, 2.72), (8, 1)), "swe": ((1.23, 1.68, 1.81), 
 
 
 def rlvr(quick: bool) -> list[Row]:
-    """Simulate the single-turn workload, synchronous and asynchronous."""
+    """Simulate the single-turn workload: synchronous, asynchronous, and asynchronous with streamed steps."""
     smaller = {"batch_size": 512} if quick else {}
     fewer = {"gpus": 16, "rollout_gpus": 12} if quick else {}
     config = workload("rlvr_long", run={"steps": 5 if quick else 7}, train=smaller, simulate=fewer)
     baseline_s = synchronous(config, Baseline(env_async=True)).step_s
     peer_s = roll_flash(config, Rules(async_ratio=config.train.async_ratio)).step_s
-    report = ours(config)
-    known = None if quick else 2.24
-    return speedup("RLVR, async", baseline_s, report.step_s, peer_s, capacity_s(config, report), known)
+    report, streamed = ours(config), ours(change(config, train={"stream": True}))
+    bound_s = capacity_s(config, report)
+    return [
+        *speedup("RLVR, async", baseline_s, report.step_s, peer_s, bound_s, None if quick else 2.24),
+        Row("RLVR, async, streamed", "speedup", "x", baseline_s / streamed.step_s, bound=baseline_s / bound_s),
+    ]
 
 
 def agentic(name: str, quick: bool) -> list[Row]:
