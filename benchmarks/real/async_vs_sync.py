@@ -1,8 +1,8 @@
 """Wall-clock speed of asynchronous over synchronous training, on two cores that stand for two devices.
 
 All runs go through `flash train` with the same seed, environment, batch and number of samples. The node loop with its
-engine is pinned to core 0 and the trainer to core 1. First the script widens the model until a synchronous step trains
-about as long as it generates. Time runs from the end of the first evaluation, when rollouts begin, to the last
+engine is pinned to core 0 and the trainer to core 1. First the script lengthens the prompts until a synchronous step
+trains about as long as it generates. Time runs from the end of the first evaluation, when rollouts begin, to the last
 committed step.
 
 The bound of a speed-up is (generation + training) / max(generation, training), from the synchronous run: no schedule of
@@ -28,8 +28,8 @@ MODES = {
 }
 """Overrides of each run. The first one is the baseline."""
 
-FIRST_WIDTH, WIDTH_STEP, MOST_WIDTHS = 128, 32, 5
-"""Hidden size of the first model that is tried, the multiple that all widths are, and the largest number of tries."""
+FIRST_ZEROS, MOST_ZEROS, MOST_TRIES = 64, 200, 4
+"""Padding of the prompts that is tried first, and the largest one that fits, in tokens; largest number of tries."""
 BALANCE = 0.1
 """Largest relative difference of generation and training that counts as balanced."""
 PROBE_STEPS = 8
@@ -37,9 +37,9 @@ PROBE_STEPS = 8
 
 
 def compare(args: Args) -> list[Row]:
-    """Find the width, make all runs, and return their rows."""
-    model, tried = balanced(args)
-    size = [*model, f"run.steps={8 if args.quick else 30}"]
+    """Find the length of prompts, make all runs, and return their rows."""
+    padding, tried = balanced(args)
+    size = [*padding, f"run.steps={8 if args.quick else 30}"]
     runs = {
         case: train(WORKLOAD, f"bench-async-{number}", [*PINNED, *size, *overrides])
         for number, (case, overrides) in enumerate(MODES.items())
@@ -52,7 +52,7 @@ def compare(args: Args) -> list[Row]:
         for case, run in runs.items()
         if run is not baseline
     ]
-    rows += [Row(f"width {width}", "training_over_generation", "ratio", ratio) for width, ratio in tried.items()]
+    rows += [Row(f"{zeros} zeros", "training_over_generation", "ratio", ratio) for zeros, ratio in tried.items()]
     for case, run in runs.items():
         rows += [
             Row(case, "seconds", "s", run.seconds),
@@ -67,25 +67,23 @@ def compare(args: Args) -> list[Row]:
 
 
 def balanced(args: Args) -> tuple[list[str], dict[int, float]]:
-    """Return the overrides of the model with which the two halves of a synchronous step are most equal.
+    """Return the overrides of the prompts with which the two halves of a synchronous step are most equal.
 
-    Also returns training ÷ generation by the widths that were tried. A wider model makes training heavier faster than
-    generation, because a decoding step has few tokens and its time is mostly that of starting its operations. A short
-    form of the benchmark tries one width.
+    Also returns training ÷ generation by the numbers of zeros that were tried. `PaddedArithmetic` says why longer
+    prompts make training heavier. A short form of the benchmark tries one number.
     """
     tried: dict[int, float] = {}
-    width = FIRST_WIDTH
-    while width not in tried and len(tried) < (1 if args.quick else MOST_WIDTHS):
-        run = train(WORKLOAD, "bench-async-probe", [*PINNED, *SYNCHRONOUS, *_model(width), f"run.steps={PROBE_STEPS}"])
-        generation, training = halves(run)
-        tried[width] = training / generation
-        if abs(tried[width] - 1) <= BALANCE:
+    zeros = FIRST_ZEROS
+    while zeros not in tried and len(tried) < (1 if args.quick else MOST_TRIES):
+        probe = [*PINNED, *SYNCHRONOUS, *_padding(zeros), f"run.steps={PROBE_STEPS}"]
+        generation, training = halves(train(WORKLOAD, "bench-async-probe", probe))
+        tried[zeros] = training / generation
+        if abs(tried[zeros] - 1) <= BALANCE:
             break
-        # The ratio grows about like the width.
-        scaled = width * min(2.0, max(0.5, 1 / tried[width]))
-        width = max(WIDTH_STEP, round(scaled / WIDTH_STEP) * WIDTH_STEP)
-    best = min(tried, key=lambda width: abs(tried[width] - 1))
-    return _model(best), tried
+        # Training grows about like the tokens of a sample, of which some ten are not padding.
+        zeros = min(MOST_ZEROS, max(0, round((zeros + 10) / tried[zeros]) - 10))
+    best = min(tried, key=lambda zeros: abs(tried[zeros] - 1))
+    return _padding(best), tried
 
 
 def halves(run: Measured) -> tuple[float, float]:
@@ -94,9 +92,9 @@ def halves(run: Measured) -> tuple[float, float]:
     return run.mean("trainer_wait_s", settled), run.mean("trainer_step_s", settled)
 
 
-def _model(width: int) -> list[str]:
-    """Return the overrides of a model of this width. Each width has a folder, since its weights are made once."""
-    return [f"tiny_model.width={width}", f"model.path=outputs/models/bench-arithmetic-{width}"]
+def _padding(zeros: int) -> list[str]:
+    """Return the overrides of prompts with so many zeros. Each number has a model of its own, which is made once."""
+    return [f"env.options.zeros={zeros}", f"model.path=outputs/models/bench-padded-{zeros}"]
 
 
 if __name__ == "__main__":
