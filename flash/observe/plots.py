@@ -4,13 +4,16 @@
     offpolicy.png  distance between the trained tokens' sampling policy and the policy that was trained on them
     timeline.png   activity of each worker over time (flash.observe.timeline)
 
-`flash.observe.recorder` and `flash plot` call `write_plots`. All other numbers are charts of `flash view`. The
-simulator, `flash rhythm` and benchmarks draw their own plots in the same style.
+`flash.observe.recorder` calls `write_plots` at the end of a run, and `flash plot` calls it for a run of any age. All
+other numbers are charts of `flash view`. `flash simulate --plot` and `flash rhythm --plot` draw their own plots, and
+use `new_figure`, `png` and the colours of this file.
 
-A plot is 8 inches wide, at twice the resolution of a README. matplotlib is imported on the first call, and none of its
-global state is touched, so plots may be drawn in a worker thread. A number that is not known is NaN, which is a gap.
+matplotlib is imported on the first call, because its import is slow and most commands draw nothing. Nothing here uses
+matplotlib's global state (pyplot), because the recorder draws in a worker thread. A number that is not known is NaN,
+which matplotlib draws as a gap.
 
-Legend of shapes: S steps, E evaluations, K ages (versions between sampling and training).
+A row is a line of `metrics.jsonl`, one for each step, or of `evals.jsonl`, one for each evaluation on held-out
+problems. Legend of shapes: S steps, E evaluations, K ages (versions between sampling and training).
 """
 
 from __future__ import annotations
@@ -56,13 +59,14 @@ FAINT = "#8c8c8c"
 GRID = "#e6e6e6"
 """Colour of the grid."""
 BLUE = "#0072b2"
-"""Colours of curves, from Okabe and Ito's palette."""
+"""BLUE, ORANGE, GREEN and PURPLE are colours of curves, from Okabe and Ito's palette for colour-blind readers."""
 ORANGE = "#d55e00"
 GREEN = "#009e73"
 PURPLE = "#cc79a7"
 
 
 Row = Mapping[str, Any]
+"""A line of `metrics.jsonl` or `evals.jsonl`: numbers by the names of their columns."""
 CURVE_COLOURS = (BLUE, PURPLE, GREEN, "#e69f00", ORANGE)
 """Colours of several curves in one plot, in this order."""
 RATIO_TICKS = (
@@ -77,15 +81,15 @@ tick. The inverses of these ratios get a tick too."""
 LEAST_SMOOTHED = 20
 """Number of steps from which a running mean is drawn over a curve."""
 MOST_POINTS = 40
-"""Largest number of evaluations that are each marked by a point."""
+"""Largest number of evaluations in a plot of which each gets a point. More evaluations are only a line."""
 MASKED_COLUMNS = tuple(map(named, ("masked_old_share", "masked_correction_share", "masked_cap_share")))
 """Columns with shares of tokens that are left out of the loss or get weight 0."""
 _RATIO_KEY = re.compile(r"ratio_p50_age_(\d+)")
-"""Key of the median ratio of the tokens of one age."""
+"""Key in a row for the median ratio of the tokens of one age. The group is the age."""
 BINS = 400
-"""Number of time bins in the view of the whole run: a bin is about two pixels wide."""
+"""Number of time bins in the upper half of `timeline.png`, which shows the whole run."""
 MAX_LANES = 24
-"""Largest number of lanes in the plot. Of more lanes, evenly spaced ones are drawn."""
+"""Largest number of lanes in `timeline.png`. Of more lanes, evenly spaced ones are drawn."""
 
 
 def new_figure(height: float) -> Figure:
@@ -96,7 +100,10 @@ def new_figure(height: float) -> Figure:
 
 
 def plain_axes(figure: Figure, rows: int, columns: int, **options: Any) -> list[Axes]:
-    """Return a grid of axes in the style of all plots, row by row. `options` go to matplotlib's `subplots`."""
+    """Fill a figure with a grid of axes in the style of all plots, and return them row by row.
+
+    `options` go to matplotlib's `subplots`.
+    """
     grid = list(figure.subplots(rows, columns, **options).flat)
     for axes in grid:
         style_axes(axes)
@@ -137,25 +144,28 @@ def png(figure: Figure) -> bytes:
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """Return the unit for a duration that reads best: its length in seconds, and its name."""
+    """Return the unit of a time axis of this length: the seconds in one unit, and the unit's name."""
     if seconds < 300:
         return 1.0, "seconds"
     return (60.0, "minutes") if seconds < 3 * 3600 else (3600.0, "hours")
 
 
 def write_plots(run_dir: Path) -> list[Path]:
-    """Draw the plots that the run directory has rows for into its `plots/`, and return their paths.
+    """Draw the plots that the run directory has rows for into its folder `plots/`, and return their paths.
+
+    The recorder calls this at the end of a run, unless the run was interrupted. `flash plot` calls it on the user's
+    demand, also while the run goes on. Without any rows it makes no folder and returns an empty list.
 
     Raises:
         RunDirectoryError: the plots cannot be written.
     """
     directory = RunDirectory(run_dir)
     metrics, evaluations = by_step(directory.read_metrics()), by_step(directory.read_evaluations())
-    bars = timeline(directory.read_spans(), metrics)
+    lanes = timeline(directory.read_spans(), metrics)
     drawn = {
         "reward.png": draw_rewards(metrics, evaluations),
         "offpolicy.png": draw_offpolicy(metrics),
-        "timeline.png": None if bars is None else draw_timeline(bars),
+        "timeline.png": None if lanes is None else draw_timeline(lanes),
     }
     figures = {directory.plots / name: figure for name, figure in drawn.items() if figure is not None}
     if figures:
@@ -167,18 +177,22 @@ def write_plots(run_dir: Path) -> list[Path]:
 
 
 def draw_rewards(metrics: Sequence[Row], evaluations: Sequence[Row]) -> Figure | None:
-    """Draw reward and held-out accuracy, over steps on the left and over time on the right; None without rows."""
+    """Return `reward.png`: reward and held-out accuracy, over steps on the left and over time on the right.
+
+    `write_plots` passes the rows of the steps and of the evaluations. Returns None if there are no rows.
+    """
     if not metrics and not evaluations:
         return None
     figure = new_figure(3.4)
     left, right = plain_axes(figure, 1, 2, sharey=True)
     times, eval_times = run_times(metrics, evaluations)
-    known = np.concatenate([times, eval_times])
-    scale, unit = time_unit(float(np.nanmax(known)) if np.isfinite(known).any() else 0.0)
+    all_times = np.concatenate([times, eval_times])
+    scale, unit = time_unit(float(np.nanmax(all_times)) if np.isfinite(all_times).any() else 0.0)
     _draw_reward_curves(left, (column(metrics, "step"), column(evaluations, "step")), metrics, evaluations)
     _draw_reward_curves(right, (times / scale, eval_times / scale), metrics, evaluations)
     _label_steps(left)
     right.set_xlabel(unit)
+    # Values between 0 and about 1 are probably shares, such as accuracies: an axis from 0 shows how large they are.
     if left.get_ylim()[0] > 0 and left.get_ylim()[1] <= 1.3:
         left.set_ylim(0, None)
     _add_legend(figure, left)
@@ -186,9 +200,10 @@ def draw_rewards(metrics: Sequence[Row], evaluations: Sequence[Row]) -> Figure |
 
 
 def run_times(metrics: Sequence[Row], evaluations: Sequence[Row]) -> tuple[Floats, Floats]:
-    """Return the seconds since the run began of each step [S] and each evaluation [E].
+    """Return the seconds from the start of the run to the end of each step [S] and each evaluation [E].
 
-    A row without `wall_s` counts from the time of the first row.
+    `wall_s` of a row has these seconds, without pauses between an end of the run and its resume. A row without it gets
+    the seconds since the earliest `time` of all rows.
     """
     origin = min((at for row in (*metrics, *evaluations) if (at := number(row, "time")) is not None), default=0.0)
 
@@ -200,9 +215,9 @@ def run_times(metrics: Sequence[Row], evaluations: Sequence[Row]) -> tuple[Float
 
 
 def draw_offpolicy(metrics: Sequence[Row]) -> Figure | None:
-    """Draw effective sample size, ratios by age, tokens without a gradient, and entropy with gradient norm.
+    """Return `offpolicy.png`: effective sample size, ratios by age, tokens without a gradient, entropy, gradient norm.
 
-    Returns None if no row has an effective sample size.
+    `write_plots` passes the rows of the steps. Returns None if no row has an effective sample size, as in `flash sft`.
     """
     rows = [row for row in metrics if number(row, "ess") is not None]
     if not rows:
@@ -215,6 +230,7 @@ def draw_offpolicy(metrics: Sequence[Row]) -> Figure | None:
     weights.set_ylabel(named("ess").axis)
     _draw_ratios(ratios, *ratio_quantiles(rows))
     _draw_line(shares, steps, 100 * column(rows, "clip_fraction"), ORANGE, named("clip_fraction").label)
+    # A reason for which no token was masked in the whole run gets no curve, so that the legend stays short.
     masked = {mask.label: values for mask in MASKED_COLUMNS if np.nan_to_num(values := column(rows, mask.name)).any()}
     for (reason, share), colour in zip(masked.items(), CURVE_COLOURS[1:], strict=False):
         _draw_line(shares, steps, 100 * share, colour, f"masked: {reason}")
@@ -238,11 +254,11 @@ def draw_offpolicy(metrics: Sequence[Row]) -> Figure | None:
 
 
 def ratio_quantiles(rows: Sequence[Row]) -> tuple[Floats, Floats]:
-    """Return the ages [K] with a ratio, and the 1 %, 50 % and 99 % quantiles [K, 3] of the ratio at a step's start.
+    """Return the ages [K] that the rows have a ratio for, and its 1 %, 50 % and 99 % quantiles [K, 3] over the run.
 
     The ratio of a token is its probability under the policy that is trained, divided by its probability under the
-    policy that sampled it. A quantile over the run is the geometric mean of the steps' quantiles. The weight of a step
-    is its number of trained tokens of that age.
+    policy that sampled it. A row has the quantiles at the start of its step, by age. A quantile over the run is the
+    geometric mean of the steps' quantiles. The weight of a step is its number of trained tokens of that age.
     """
     ages = sorted({int(match[1]) for row in rows for key in row if (match := _RATIO_KEY.fullmatch(key)) is not None})
     ratios = [[_mean_ratio(rows, age, percent) for percent in (1, 50, 99)] for age in ages]
@@ -250,21 +266,26 @@ def ratio_quantiles(rows: Sequence[Row]) -> tuple[Floats, Floats]:
 
 
 def _mean_ratio(rows: Sequence[Row], age: int, percent: int) -> float:
-    """Return the weighted geometric mean of a quantile of the ratio at an age over all rows; NaN if no row has it."""
-    known = [
+    """Return one quantile of `ratio_quantiles`: a weighted geometric mean over all rows; NaN if no row has it."""
+    # `age_2` is the share of the trained tokens that have age 2. A ratio of 0 has no logarithm and is left out.
+    weighted = [
         (math.log(ratio), (number(row, f"age_{age}") or 0.0) * (number(row, "trained_tokens") or 0.0))
         for row in rows
         if (ratio := number(row, f"ratio_p{percent}_age_{age}"))
     ]
-    total = sum(weight for _, weight in known)
-    return math.exp(sum(ratio * weight for ratio, weight in known) / total) if total else math.nan
+    total = sum(weight for _, weight in weighted)
+    return math.exp(sum(log_ratio * weight for log_ratio, weight in weighted) / total) if total else math.nan
 
 
 def _draw_ratios(axes: Axes, ages: Floats, ratios: Floats) -> None:
-    """Draw the median of the ratio at each age, and a bar from its 1 % to its 99 % quantile."""
+    """Draw the median of the ratio at each age, and a bar from its 1 % to its 99 % quantile.
+
+    `ages` [K] and `ratios` [K, 3] come from `ratio_quantiles`.
+    """
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     low, median, high = ratios.T
+    # The axis is logarithmic and symmetric around 1, where both policies agree: 2 is as far from 1 as one half.
     axes.set_yscale("log")
     axes.axhline(1.0, color=FAINT, linewidth=1)
     axes.vlines(ages, low, high, color=BLUE, linewidth=min(12.0, 120 / (1 + len(ages))), alpha=0.35)
@@ -284,28 +305,28 @@ def _draw_ratios(axes: Axes, ages: Floats, ratios: Floats) -> None:
 def _draw_reward_curves(
     axes: Axes, places: tuple[Floats, Floats], metrics: Sequence[Row], evaluations: Sequence[Row]
 ) -> None:
-    """Draw rewards as a line, and evaluations as points in the band of their intervals.
+    """Draw one half of `reward.png`: rewards as a line, and evaluations as points in the band of their intervals.
 
     `places` has the x values of the steps [S] and of the evaluations [E]. A run of `flash sft` has no rewards: its
     losses are drawn instead.
     """
-    learned = any("nll" in row for row in metrics)
-    trained_key, held_out = ("nll", "held_out_nll") if learned else ("reward_mean", "mean_reward")
-    _draw_line(
-        axes, places[0], column(metrics, trained_key), BLUE, "loss" if learned else "reward of the trained samples"
-    )
-    known = np.isfinite(column(evaluations, held_out))
-    accuracy, low, high = (column(evaluations, key)[known] for key in (held_out, "low", "high"))
+    supervised = any("nll" in row for row in metrics)
+    trained_key, held_out_key = ("nll", "held_out_nll") if supervised else ("reward_mean", "mean_reward")
+    label = "loss" if supervised else "reward of the trained samples"
+    _draw_line(axes, places[0], column(metrics, trained_key), BLUE, label)
+    # Evaluations without a value are dropped, so that the line joins the others instead of having a gap.
+    known = np.isfinite(column(evaluations, held_out_key))
+    held_out, low, high = (column(evaluations, key)[known] for key in (held_out_key, "low", "high"))
     at = places[1][known]
     axes.fill_between(at, low, high, color=ORANGE, alpha=0.18, linewidth=0)
     axes.plot(
         at,
-        accuracy,
+        held_out,
         color=ORANGE,
         linewidth=2,
-        marker="o" if len(accuracy) <= MOST_POINTS else "",
+        marker="o" if len(held_out) <= MOST_POINTS else "",
         markersize=4.5,
-        label="held-out loss" if learned else "held-out accuracy, 95 % interval",
+        label="held-out loss" if supervised else "held-out accuracy, 95 % interval",
     )
 
 
@@ -317,14 +338,15 @@ def _label_steps(*all_axes: Axes) -> None:
 
 
 def _add_legend(figure: Figure, axes: Axes) -> None:
-    """Add a legend with the labels of these axes, if they have labels."""
+    """Add a legend with the labels of these axes above the figure, if they have labels."""
     handles, labels = axes.get_legend_handles_labels()
     if labels:
         outside_legend(figure, handles, labels)
 
 
 def _draw_line(axes: Axes, x: Floats, values: Floats, colour: str, label: str = "") -> None:
-    """Draw one number per step. From LEAST_SMOOTHED steps on, draw it pale, with the running mean on top."""
+    """Draw `values` of the steps over `x` (steps or times). From LEAST_SMOOTHED steps on, draw the values pale, with
+    their running mean on top."""
     if len(x) < LEAST_SMOOTHED:
         axes.plot(x, values, color=colour, linewidth=2, label=label)
         return
@@ -333,10 +355,14 @@ def _draw_line(axes: Axes, x: Floats, values: Floats, colour: str, label: str = 
 
 
 def _running_mean(values: Floats) -> Floats:
-    """Return the mean of a window around each value, a twentieth of all values and at least five, without NaN."""
-    half = max(2, len(values) // 40)
+    """Return the mean of the known values in a window around each value; NaN where the window has none.
+
+    The window is about a twentieth of all values long, and at least five values.
+    """
+    half = max(2, len(values) // 40)  # values on each side of the middle one
     window = np.ones(2 * half + 1)
     known = np.isfinite(values)
+    # The full convolution is 2 · half longer than `values`. Without both ends, entry i is the window around value i.
     sums = np.convolve(np.where(known, values, 0.0), window)[half:-half]
     counts = np.convolve(known.astype(np.float64), window)[half:-half]
     return np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0)
@@ -352,9 +378,10 @@ def column(rows: Sequence[Row], key: str) -> Floats:
 
 
 def draw_timeline(series: TimelineSeries) -> Figure:
-    """Draw the whole run on top and the close-up below.
+    """Return `timeline.png`: the whole run on top, and below it the close-up, a few steps in detail.
 
-    A lane with more than BINS spans is drawn as shares of time in the whole run: its bars would be too thin to see.
+    `write_plots` passes the result of `timeline`. In the whole run, a lane with more than BINS spans is drawn as shares
+    of time, because its bars would be too thin to see.
     """
     lanes = _drawn_lanes(series.lanes)
     figure = new_figure(1.7 + 2 * 0.34 * len(lanes))
@@ -377,6 +404,7 @@ def draw_timeline(series: TimelineSeries) -> Figure:
             color=INK,
             fontsize=9,
         )
+    # A grey band with two lines marks the close-up in the whole run.
     marks = ((first - series.start) / scale, (last - series.start) / scale)
     whole.axvspan(*marks, color=INK, alpha=0.15, linewidth=0, zorder=0)
     whole.vlines(marks, -0.55, len(lanes) - 0.45, color=INK, linewidth=1)
@@ -386,7 +414,7 @@ def draw_timeline(series: TimelineSeries) -> Figure:
     close.set_xlabel(f"{_close_up_title(series.zoom_steps)} (marked above), seconds")
     for axes in (whole, close):
         axes.set_yticks(range(len(lanes)), [lane.name for lane in lanes])
-        axes.set_ylim(len(lanes) - 0.45, -0.55)
+        axes.set_ylim(len(lanes) - 0.45, -0.55)  # the larger end first, which puts lane 0 on top
         axes.tick_params(axis="y", length=0)
         axes.grid(visible=False)
         axes.spines["left"].set_visible(False)
@@ -397,8 +425,11 @@ def draw_timeline(series: TimelineSeries) -> Figure:
 def _draw_shares(axes: Axes, place: int, shares: dict[str, Floats], edges: Floats) -> None:
     """Draw a lane as the shares of its activities in each time bin, with work below and waiting on top.
 
-    `place` is the row of the lane, counted from 0 at the top. `edges` are the edges of the bins, in the unit of the x
-    axis.
+    Args:
+        axes: axes to draw on. Their y axis points down.
+        place: row of the lane, counted from 0 at the top.
+        shares: share of each bin by activity, from `lane_shares`.
+        edges: edges of the bins, one more than bins, in the unit of the x axis.
     """
     floor = np.full(len(edges) - 1, place + 0.4)
     for name in sorted(shares, key=lambda name: name in IDLE):
@@ -408,7 +439,7 @@ def _draw_shares(axes: Axes, place: int, shares: dict[str, Floats], edges: Float
 
 
 def _draw_bars(axes: Axes, place: int, spans: Sequence[Activity], window: tuple[float, float], scale: float) -> None:
-    """Draw a lane bar by bar. Where bars overlap, the activity that is later in COLOURS is on top.
+    """Draw a lane with a bar for each activity. Where bars overlap, the activity that is later in COLOURS is on top.
 
     Args:
         axes: axes to draw on.
@@ -442,7 +473,11 @@ def _drawn_lanes(lanes: Sequence[TimelineLane]) -> list[TimelineLane]:
 
 
 def _close_up_title(steps: tuple[int, int] | None) -> str:
-    """Return the words for the steps of the close-up. `steps` are the first and the last of them, or None."""
+    """Return the words for the part of the run in the close-up.
+
+    `steps` are its first and last step; None if too few steps were recorded, when the close-up is the middle of the
+    run's time.
+    """
     if steps is None:
         return "the middle"
     return f"step {steps[0]}" if steps[0] == steps[1] else f"steps {steps[0]} to {steps[1]}"

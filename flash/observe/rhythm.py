@@ -1,11 +1,15 @@
-"""Results of `flash rhythm`: their form in a file, their lines in the terminal, and their plot (`--plot`).
+"""Results of `flash rhythm`: their form in a file (`--json`), their lines in the terminal, and their plot (`--plot`).
 
-`flash rhythm` measures the attention of a model in given responses. For each token, *WAAD* is how far back the local
-heads look; a large change of it marks a *plan token*. *FAI* is how much later tokens attend to a token; a large value
-marks an *anchor token*. `algorithms/rhythm.py` defines both.
+`flash rhythm` measures the attention of a model in given responses. An attention head is *local* if it looks back few
+tokens, and *global* if it looks back many; other heads are neither. For each token, *WAAD* is how far back the local
+heads look; a large change of it marks a *plan token*. *FAI* is how much the global heads of later tokens look at the
+token; a large value marks an *anchor token*. `algorithms/rhythm.py` defines both.
 
-Texts of tokens come from models and files. Their control characters are escaped, so that they cannot control a
-terminal.
+`flash.run.rhythm` measures and makes the structs. `flash.cli.runs` then calls `head_lines`, `coupling_lines` and
+`response_lines` for the terminal, and `rhythm_png` for the plot.
+
+A *place* is the index of a token in its sequence, the prompt and the response. Texts of tokens come from models and
+files. Their control characters are escaped, so that they cannot control a terminal.
 
 Shape legend: B = tokens that are drawn, 2 = local and global heads.
 """
@@ -43,9 +47,8 @@ LABEL = 11
 GAP = 2
 """Columns of the terminal between two tokens."""
 DECIMALS = 6
-"""Digits after the point that are shown. Rounding errors of sums are smaller, and so are shown as 0."""
-
-
+"""Digits after the point to which means and differences are rounded. Rounding errors of sums are smaller, so that they
+are shown as 0."""
 HEIGHT = 7.6
 """Height of the plot in inches."""
 MOST_NAMED = 48
@@ -53,8 +56,8 @@ MOST_NAMED = 48
 NAME = 8
 """Largest number of characters of a token on an axis."""
 BRIGHTEST = 0.99
-"""Quantile of the attention weights that gets the darkest colour. With the maximum, a few tokens with very large
-weights would make all others invisible."""
+"""Quantile of the attention weights in a map. Weights above it get the darkest colour. With the maximum instead, a few
+very large weights would make all others invisible."""
 
 
 class MeasuredHead(msgspec.Struct, frozen=True):
@@ -67,22 +70,25 @@ class MeasuredHead(msgspec.Struct, frozen=True):
     span: float
     """Mean number of tokens that the head looks back, over all queries in the responses."""
     kind: str
-    """`local`, `global`, or neither."""
+    """`local` or `global`; empty if the head is neither."""
 
 
 class MeasuredResponse(msgspec.Struct, frozen=True):
-    """Signals of a response of R tokens. Each list but `tokens` has R entries."""
+    """Signals of a response of R tokens. Each list but `tokens` has R entries.
+
+    The R tokens need not be neighbours: between two turns of a recorded sample stand tokens of the environment.
+    """
 
     name: str
     """Name of the response for people."""
     tokens: list[str]
-    """The text of each token of the whole sequence."""
+    """The text of each token of the whole sequence, the prompt and the environment's tokens included."""
     places: list[int]
-    """Places of the response's tokens in the sequence."""
+    """Indices of the response's tokens in `tokens`, ascending."""
     waad: list[float]
     """WAAD of each token, in tokens."""
     change: list[float]
-    """Δ: change of WAAD at each token."""
+    """Δ: absolute change of WAAD from each token to the next one; 0 at the last token of a turn."""
     fai: list[float]
     """FAI of each token."""
     entropy: list[float]
@@ -116,24 +122,33 @@ def visible(token: str) -> str:
 
 
 def shortened(text: str, columns: int) -> str:
-    """Cut a text to at most `columns` terminal columns. A cut text ends with an ellipsis."""
+    """Return a text cut to at most `columns` terminal columns. A cut text ends with an ellipsis."""
     if width(text) <= columns:
         return text
-    ends = accumulate(width(one) for one in text)
-    return "".join(one for one, end in zip(text, ends, strict=True) if end < columns) + "…"
+    # A character may take two columns or none. A character that ends before the last column leaves it to the ellipsis.
+    ends = accumulate(width(character) for character in text)
+    return "".join(character for character, end in zip(text, ends, strict=True) if end < columns) + "…"
 
 
 def head_lines(heads: Sequence[MeasuredHead], columns: int) -> Iterator[str]:
-    """Yield lines with the heads of each kind, as layer.head (span). Heads of neither kind come last."""
+    """Yield lines with the heads of each kind, as layer.head (span). Heads of neither kind come last.
+
+    `columns` is the width of the terminal. A kind without heads has no line.
+    """
     for kind in ("local", "global", ""):
         cells = [f"{one.layer}.{one.head} ({one.span:.1f})" for one in heads if one.kind == kind]
         widths = [len(cell) + GAP for cell in cells]
+        # The kind stands only at the start of its first line.
         for block in _blocks(widths, columns - LABEL) if cells else ():
             yield _row((kind or "neither") if block.start == 0 else "", cells[block], widths[block])
 
 
 def coupling_lines(couplings: Sequence[Coupling]) -> Iterator[str]:
-    """Yield a table of the means at marked and other tokens, their difference, and the difference by chance."""
+    """Yield a table with a line for each comparison of marked tokens with other ones.
+
+    The columns are: number of marked tokens, mean over the marked tokens, mean over the others, difference of the
+    means, mean difference by chance with its 95 % interval, and p-value. A number that is NaN is shown as `-`.
+    """
     names = max(len(one.name) for one in couplings)
     titles = f"{'tokens':>7} {'mean':>9} {'others':>9} {'more by':>9} {'by chance, 95 % of shifts':>32} {'p':>6}"
     yield f"{'':{names}} {titles}"
@@ -145,7 +160,10 @@ def coupling_lines(couplings: Sequence[Coupling]) -> Iterator[str]:
 
 
 def response_lines(response: MeasuredResponse, columns: int) -> Iterator[str]:
-    """Yield the tokens with their signals beneath them, in blocks that fit into `columns`."""
+    """Yield a table of a response: a column for each token, with its signals beneath it, each in a row.
+
+    `columns` is the width of the terminal. A long response has several blocks of rows, with an empty line after each.
+    """
     changes = zip(response.change, response.plan, strict=True)
     influences = zip(response.fai, response.anchor, strict=True)
     rows = {
@@ -156,8 +174,9 @@ def response_lines(response: MeasuredResponse, columns: int) -> Iterator[str]:
         "multiplier": ["" if value == 1 else f"{value:.2f}" for value in response.multiplier],
     }
     texts = [shortened(visible(response.tokens[place]), LONGEST_TEXT) for place in response.places]
-    cells = list(zip(texts, *rows.values(), strict=True))
-    widths = [max(map(width, cell)) + GAP for cell in cells]
+    # A token's column is as wide as its widest cell, which is its text or one of its signals.
+    token_columns = zip(texts, *rows.values(), strict=True)
+    widths = [max(map(width, cells)) + GAP for cells in token_columns]
     for block in _blocks(widths, columns - LABEL):
         yield _row("token", texts[block], widths[block])
         for name, values in rows.items():
@@ -166,24 +185,32 @@ def response_lines(response: MeasuredResponse, columns: int) -> Iterator[str]:
 
 
 def _blocks(widths: Sequence[int], columns: int) -> Iterator[slice]:
-    """Yield ranges of neighbouring cells that fit into one line, at least one cell each."""
+    """Divide the cells of a table into lines: yield the range of cells of each line.
+
+    `widths` has the width of each cell. A line has at most `columns` columns, but at least one cell, even if this cell
+    is wider.
+    """
     begin, used = 0, 0
-    for place, one in enumerate(widths):
-        if used + one > columns and place > begin:
-            yield slice(begin, place)
-            begin, used = place, 0
-        used += one
+    for number, cell in enumerate(widths):
+        if used + cell > columns and number > begin:
+            yield slice(begin, number)
+            begin, used = number, 0
+        used += cell
     yield slice(begin, len(widths))
 
 
 def _row(name: str, cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Return a line of the table: the name of the row, and its cells aligned to the right."""
+    """Return a line of the table: the name of the row, and its cells aligned to the right in their `widths`."""
+    # Python's own alignment counts characters, but some characters take two columns of a terminal.
     padded = (" " * (room - width(cell)) + cell for cell, room in zip(cells, widths, strict=True))
     return f"{name:{LABEL}}{''.join(padded)}".rstrip()
 
 
 def _number(value: float) -> str:
-    """Return a number with three significant digits, since FAI gets smaller in a longer response."""
+    """Return a number with three significant digits; `-` for NaN.
+
+    A fixed number of decimals would not do, since FAI gets smaller in a longer response.
+    """
     return "-" if math.isnan(value) else f"{round(value, DECIMALS):.3g}"
 
 
@@ -193,27 +220,31 @@ def _signed(value: float) -> str:
 
 
 class DrawnRhythm(NamedTuple):
-    """Part of a response with its attention maps."""
+    """Range of B neighbouring tokens that the plot shows, with their attention maps."""
 
     response: MeasuredResponse
+    """The whole response. The plot shows only those of its tokens that are in the range."""
     start: int
-    """Place in the sequence of the first of the B tokens."""
+    """Index in `response.tokens` of the first of the B tokens."""
     map_2BB: npt.NDArray[np.float32]
     """Mean attention weights of the local and global heads. Rows are queries, columns are keys."""
 
 
 def rhythm_png(drawn: DrawnRhythm) -> bytes:
-    """Return the plot as the content of a PNG file. Characters that no installed font has are drawn as boxes."""
+    """Return the plot as the content of a PNG file, for `flash rhythm --plot`.
+
+    Characters that no installed font has are drawn as boxes. The warning about them is hidden: the user cannot mend it.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"Glyph .* missing from font")
         return png(draw_rhythm(drawn))
 
 
 def draw_rhythm(drawn: DrawnRhythm) -> Figure:
-    """Draw the two attention maps, and beneath them WAAD with its plan tokens and FAI with its anchor tokens.
+    """Return the figure: two attention maps, and beneath them WAAD with its plan tokens and FAI with its anchor tokens.
 
     In the local map, phrases form a sawtooth at the diagonal. In the global map, a token that many later tokens attend
-    to is a column.
+    to is a column. `rhythm_png` calls this.
     """
     figure = new_figure(HEIGHT)
     axes = figure.subplot_mosaic([["local", "global"], ["waad", "waad"], ["fai", "fai"]], height_ratios=[3.6, 1.3, 1.3])
@@ -230,14 +261,18 @@ def draw_rhythm(drawn: DrawnRhythm) -> Figure:
 
 
 def _draw_map(axes: Axes, drawn: DrawnRhythm, map_BB: npt.NDArray[np.float32], title: str) -> None:
-    """Draw an attention map below its diagonal. A dashed line separates the prompt from the response."""
+    """Draw one attention map, `map_BB`, of `drawn`: rows are the tokens that look, columns the tokens looked at.
+
+    Dashed lines separate the prompt from the response.
+    """
     from matplotlib.colors import PowerNorm
 
     size = len(map_BB)
+    # A token cannot look at a later one. NaN leaves the part above the diagonal white.
     seen_BB = np.where(np.tri(size, dtype=bool), map_BB, np.nan)
     top = float(np.nanquantile(seen_BB, BRIGHTEST))
-    places = np.arange(size + 1) + drawn.start - 0.5
-    axes.pcolormesh(places, places, seen_BB, cmap="Blues", norm=PowerNorm(0.5, 0, max(top, 1e-6)), rasterized=True)
+    edges = np.arange(size + 1) + drawn.start - 0.5  # the cell of a token has the token's place in its middle
+    axes.pcolormesh(edges, edges, seen_BB, cmap="Blues", norm=PowerNorm(0.5, 0, max(top, 1e-6)), rasterized=True)
     begin = drawn.response.places[0] - 0.5
     if drawn.start < begin < drawn.start + size:
         axes.axhline(begin, color=FAINT, linewidth=0.8, linestyle="--")
@@ -249,6 +284,7 @@ def _draw_map(axes: Axes, drawn: DrawnRhythm, map_BB: npt.NDArray[np.float32], t
     axes.set_xlabel("looked at")
     axes.set_ylabel("looking")
     axes.locator_params(integer=True)
+    # A map is half as wide as the plot, so that half as many names fit on its axes.
     if size <= MOST_NAMED // 2:
         _name_tokens(axes, drawn, both=True)
 
@@ -256,27 +292,28 @@ def _draw_map(axes: Axes, drawn: DrawnRhythm, map_BB: npt.NDArray[np.float32], t
 def _draw_signal(
     axes: Axes, drawn: DrawnRhythm, values: list[float], marks: list[bool], name: str, marked: str
 ) -> None:
-    """Draw a value for each token of the response. Tokens of the environment are gaps.
+    """Draw a signal over the tokens in the range of `drawn`. Tokens that are not of the response are gaps.
 
     Args:
         axes: axes to draw on.
         drawn: the part of the response that is drawn.
-        values: value of each token of the whole response.
-        marks: True for each token that gets a mark.
-        name: label of the y axis.
+        values: value of each of the R tokens of the whole response.
+        marks: True for each of the R tokens that gets a mark, a plan token or an anchor token.
+        name: name of the signal, the label of the y axis.
         marked: label of the marks in the legend.
     """
     stop = drawn.start + drawn.map_2BB.shape[1]
     line = np.full(stop - drawn.start, np.nan)
-    peaks = np.full(stop - drawn.start, np.nan)
+    marked_values = np.full(stop - drawn.start, np.nan)
     for place, value, mark in zip(drawn.response.places, values, marks, strict=True):
         if drawn.start <= place < stop:
             line[place - drawn.start] = value
-            peaks[place - drawn.start] = value if mark else np.nan
+            marked_values[place - drawn.start] = value if mark else np.nan
     places = np.arange(drawn.start, stop)
     axes.plot(places, line, color=BLUE, linewidth=1.6, marker=".", markersize=4)
-    axes.plot(places, peaks, color=ORANGE, marker="o", markersize=5, linewidth=0, label=marked)
+    axes.plot(places, marked_values, color=ORANGE, marker="o", markersize=5, linewidth=0, label=marked)
     axes.set_xlim(drawn.start - 0.5, stop - 0.5)
+    # If all values are 0, the axis ends at 1: matplotlib warns of an axis without length.
     axes.set_ylim(0, 1.12 * float(np.nanmax(line, initial=0.0)) or 1.0)
     axes.set_ylabel(name)
     axes.legend(
@@ -291,11 +328,11 @@ def _draw_signal(
 
 
 def _name_tokens(axes: Axes, drawn: DrawnRhythm, *, both: bool) -> None:
-    """Write the tokens on the x axis; with `both`, also on the y axis."""
+    """Write the texts of the drawn tokens on the x axis; with `both`, also on the y axis."""
     places = list(range(drawn.start, drawn.start + drawn.map_2BB.shape[1]))
     names = [shortened(visible(drawn.response.tokens[place]), NAME) for place in places]
-    upright = max(map(len, names)) > 1
-    axes.set_xticks(places, names, rotation=90 if upright else 0, fontsize=8)
+    turned = max(map(len, names)) > 1
+    axes.set_xticks(places, names, rotation=90 if turned else 0, fontsize=8)
     if both:
         axes.set_yticks(places, names, fontsize=8)
     # Without this, matplotlib takes a dollar sign in a token as the start of a formula.

@@ -1,12 +1,15 @@
 """The timeline of a run: a lane of activities for each worker, their shares of time, and the lanes as a trace.
 
-An *activity* is something that a worker (an engine or a trainer rank) was busy with from one time to another; the
-recorder writes each as a line of `spans.jsonl`. `flash.observe.plots` draws the lanes; `flash view` and the simulator
-use their shares of time. `flash trace` writes the trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open. A
-trace has Chrome's "Trace Event Format": complete events (`X`) with times in microseconds, on threads that metadata
-events (`M`) name, and counters (`C`).
+An *activity* is something that a worker was busy with from one time to another; the recorder writes each as a line of
+`spans.jsonl`, so it is also called a *span*. A worker is an engine, a trainer rank, or `evaluation`, the evaluations of
+the whole run. A lane has the name of its worker. `flash.observe.plots` draws the lanes for `timeline.png`, with `timeline`; `flash view` draws them with
+`lane_shares`; `flash calibrate` measures the time of swaps with `covered_until`.
 
-Legend: B bins of time. Times are Unix seconds.
+`flash trace` writes the result of `trace`, which Perfetto (ui.perfetto.dev) and chrome://tracing open. A trace has
+Chrome's "Trace Event Format": complete events (`X`) with times in microseconds, on threads that metadata events (`M`)
+name, and counters (`C`).
+
+Legend: B bins of time. Times are Unix seconds, but those of a trace count from its begin.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from flash.observe.rundir.summary import by_step, number
 from flash.types import Activity
 
 Row = Mapping[str, Any]
+"""A line of `metrics.jsonl`, for one step: numbers by the names of their columns."""
 Floats = npt.NDArray[np.float64]
 
 COLOURS = {
@@ -42,30 +46,33 @@ OTHER = "#000000"
 IDLE = ("wait",)
 """Activities that do not count as work."""
 ZOOM_STEPS = 8
-"""Number of steps in the close-up, the part of the run that `timeline.png` draws a second time in detail."""
-
-
+"""Largest number of steps in the close-up, the part of the run that `timeline.png` draws a second time in detail."""
 TRACE_COUNTERS = ("reward_mean", "tokens_per_second", "age_mean", "queue_ready_groups", "in_flight")
 """Columns of `metrics.jsonl` that the trace draws as curves above the lanes."""
 LANES, STEPS = 1, 2
-"""Numbers of the two processes in a trace. Process LANES has the workers' lanes, process STEPS the steps."""
+"""Numbers of the two processes in a trace. Viewers show each process as a block of rows: LANES has the workers' lanes,
+STEPS the steps and counters."""
 
 
 class TimelineLane(NamedTuple):
     """Activities of one worker, a row of the timeline."""
 
     name: str
+    """Name of the worker, such as `trainer 0`."""
     spans: list[Activity]
     busy: float
-    """Share of the run's time that the worker spent on activities other than waiting."""
+    """Share of the recorded time of all lanes that this worker spent on activities other than waiting."""
 
 
 class TimelineSeries(NamedTuple):
     """Lanes of a run with the times to draw, in Unix seconds."""
 
     lanes: list[TimelineLane]
+    """Lanes of all workers, from top to bottom."""
     start: float
+    """Start of the first activity of all lanes."""
     stop: float
+    """End of the last activity of all lanes."""
     zoom: tuple[float, float]
     """First and last second of the close-up."""
     zoom_steps: tuple[int, int] | None
@@ -75,9 +82,9 @@ class TimelineSeries(NamedTuple):
 def timeline(spans: Sequence[Activity], metrics: Sequence[Row]) -> TimelineSeries | None:
     """Sort the spans into lanes and choose the close-up, for `timeline.png`; None if there are no spans.
 
-    `metrics` are the rows of the steps, which say when each step has ended.
+    `flash.observe.plots.write_plots` calls this. `metrics` are the rows of the steps, which say when each step ended.
     """
-    spans = [span for span in spans if span.stop > span.start]
+    spans = [span for span in spans if span.stop > span.start]  # drop activities that took no time
     if not spans:
         return None
     start, stop = min(span.start for span in spans), max(span.stop for span in spans)
@@ -100,25 +107,30 @@ def drawing_order(names: Iterable[str]) -> list[str]:
 
 
 def lane_shares(spans: Sequence[Activity], edges: Floats) -> dict[str, Floats]:
-    """Return the share of each time bin [B] that a lane spent on each activity, for B + 1 edges in Unix seconds.
+    """Return the share of each time bin [B] that a lane spent on each activity, by the name of the activity.
 
-    No instant counts twice: where activities overlap, the time belongs to the one that is later in COLOURS.
-    Law: the shares of a bin sum to at most 1.
+    `edges` are the B + 1 edges of the bins in Unix seconds, ascending. No instant counts twice: where activities
+    overlap, the time belongs to the one that is later in COLOURS. Law: the shares of a bin sum to at most 1.
     """
     width = np.diff(edges)
-    taken: list[Activity] = []
+    counted: list[Activity] = []
     shares: dict[str, Floats] = {}
     covered = np.zeros(len(width))
+    # From the last activity in COLOURS to the first: each one gets the time that it adds to those before it.
     for name in reversed(drawing_order(span.name for span in spans)):
-        taken.extend(span for span in spans if span.name == name)
-        union = np.diff(covered_until(taken, edges)) / width
+        counted.extend(span for span in spans if span.name == name)
+        union = np.diff(covered_until(counted, edges)) / width
         shares[name] = np.clip(union - covered, 0.0, 1.0)
         covered = union
     return shares
 
 
 def covered_until(spans: Sequence[Activity], times: Floats) -> Floats:
-    """Return, for each time, the number of seconds before it that lie inside at least one span."""
+    """Return, for each time, the number of seconds before it that lie inside at least one span.
+
+    `spans` must not be empty.
+    """
+    # Merge spans that overlap or touch, so that no second counts twice.
     starts: list[float] = []
     stops: list[float] = []
     for span in sorted(spans, key=lambda span: span.start):
@@ -127,6 +139,8 @@ def covered_until(spans: Sequence[Activity], times: Floats) -> Floats:
         else:
             starts.append(span.start)
             stops.append(span.stop)
+    # The answer grows by one second per second inside a merged span, and stays constant outside. So it is linear
+    # between the starts and stops. At the start of merged span i it is `before[i]`, and at its stop `before[i + 1]`.
     knots = np.array([knot for pair in zip(starts, stops, strict=True) for knot in pair])
     lengths = np.array(stops) - np.array(starts)
     before = np.concatenate([[0.0], np.cumsum(lengths)])
@@ -134,23 +148,33 @@ def covered_until(spans: Sequence[Activity], times: Floats) -> Floats:
 
 
 def _priority(name: str) -> tuple[int, str]:
-    """Return the sort key of an activity's name for `drawing_order`."""
+    """Return the sort key of an activity for `drawing_order`: its place in COLOURS, then its name."""
     return ([*COLOURS].index(name) if name in COLOURS else len(COLOURS), name)
 
 
 def lane_order(name: str) -> tuple[int, list[tuple[int, str]]]:
-    """Return a sort key: engines first, then trainers, then the rest. Digits in names are compared as numbers."""
-    kinds = ("engine", "trainer")
-    kind = next((place for place, word in enumerate(kinds) if word in name), len(kinds))
-    return kind, [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", name)]
+    """Return the key that sorts the names of lanes: engines first, then trainers, then the rest.
+
+    Digits in names are compared as numbers, so that `engine 2` comes before `engine 10`.
+    """
+    workers = ("engine", "trainer")
+    block = next((place for place, word in enumerate(workers) if word in name), len(workers))
+    return block, [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _zoom(steps: Sequence[Row], start: float, stop: float) -> tuple[tuple[float, float], tuple[int, int] | None]:
     """Choose the window of the close-up: ZOOM_STEPS steps in the middle of the run, or half of a shorter run's steps.
 
     Returns its first and last second, and its first and last step. A row's time is the end of its step, so the window
-    begins at the end of the step before the first one.
+    begins at the end of the step before the first one. With fewer than two steps, the window is the middle half of the
+    time, and the steps are None.
+
+    Args:
+        steps: rows of the steps, in order.
+        start: start of the first activity, in Unix seconds.
+        stop: end of the last activity, in Unix seconds.
     """
+    # The hub writes the row of a step a moment after the step's last activity, so one second more is allowed.
     ended = [row for row in steps if (at := number(row, "time")) is not None and start <= at <= stop + 1]
     if len(ended) < 2:
         middle, quarter = (start + stop) / 2, (stop - start) / 4
@@ -166,10 +190,13 @@ def _zoom(steps: Sequence[Row], start: float, stop: float) -> tuple[tuple[float,
 
 
 def trace(spans: Sequence[Activity], metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the content of the trace file, for `flash trace`. Its times count from `trace_begin`."""
+    """Return the content of the trace file, for `flash trace`: the lanes of the workers, and a row of steps.
+
+    `metrics` are the rows of the steps. The times of the trace count from `trace_begin`.
+    """
     begin = trace_begin(spans, metrics)
     spans = [span for span in spans if span.stop > span.start]
-    ended = [row for row in metrics if number(row, "time") is not None]
+    ended = [row for row in metrics if number(row, "time") is not None]  # a row without a time has no place
     return {
         "displayTimeUnit": "ms",
         "traceEvents": [
@@ -188,7 +215,7 @@ def trace_begin(spans: Sequence[Activity], metrics: Sequence[Mapping[str, Any]])
 
 
 def _lane_events(spans: Sequence[Activity], begin: float) -> Iterator[dict[str, Any]]:
-    """Yield the events of each lane on a thread of its own.
+    """Yield the events of each lane on a thread of its own, for process LANES. `begin` is the start of the trace.
 
     A lane has more threads if activities overlap and neither lies inside the other: viewers cannot show these on one.
     """
@@ -206,9 +233,14 @@ def _lane_events(spans: Sequence[Activity], begin: float) -> Iterator[dict[str, 
 
 
 def _tracks(spans: Iterable[Activity]) -> list[list[Activity]]:
-    """Divide activities into tracks. Any two activities of a track do not overlap, or one lies inside the other."""
+    """Divide the activities of a lane into tracks, each for one thread of a trace.
+
+    Any two activities of a track do not overlap, or one lies inside the other.
+    """
     tracks: list[list[Activity]] = []
+    # For each track, the activities that are not over at the current start, each inside the one before it.
     opened: list[list[Activity]] = []
+    # Of activities with one start, the longest comes first, so that the others can lie inside it.
     for span in sorted(spans, key=lambda span: (span.start, -span.stop)):
         for track, inside in zip(tracks, opened, strict=True):
             while inside and inside[-1].stop <= span.start:
@@ -224,7 +256,10 @@ def _tracks(spans: Iterable[Activity]) -> list[list[Activity]]:
 
 
 def _step_events(rows: Iterable[Mapping[str, Any]], begin: float) -> Iterator[dict[str, Any]]:
-    """Yield an event for each step, with the numbers of its row, and its counters at the end of the step."""
+    """Yield an event for each step, with the numbers of its row, and its counters at the end of the step.
+
+    `rows` have a time. `begin` is the start of the trace, in Unix seconds.
+    """
     for row in rows:
         start, seconds = _begun(row), number(row, "interval_s") or 0.0
         event = _complete(f"step {row.get('step')}", STEPS, 1, start - begin, seconds)
@@ -236,12 +271,16 @@ def _step_events(rows: Iterable[Mapping[str, Any]], begin: float) -> Iterator[di
 
 
 def _begun(row: Mapping[str, Any]) -> float:
-    """Return the start of a step, in Unix seconds: the row's time is the end of the step."""
+    """Return the start of a row's step, in Unix seconds. The row's `time` is the end of the step, and `interval_s` its
+    length; a row without a length gets its end."""
     return float(row["time"]) - (number(row, "interval_s") or 0.0)
 
 
 def _complete(name: str, process: int, thread: int, start: float, seconds: float) -> dict[str, Any]:
-    """Return a complete event: a bar. `start` and `seconds` are its start in the trace and its length, in seconds."""
+    """Return a complete event, which viewers draw as a bar.
+
+    `start` is in seconds since the start of the trace, and `seconds` is the length.
+    """
     return {"ph": "X", "name": name, "pid": process, "tid": thread, "ts": _micros(start), "dur": _micros(seconds)}
 
 
