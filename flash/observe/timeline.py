@@ -1,9 +1,10 @@
 """The timeline of a run: a lane of activities for each worker, their shares of time, and the lanes as a trace.
 
 An *activity* is something that a worker was busy with from one time to another; the recorder writes each as a line of
-`spans.jsonl`, so it is also called a *span*. A worker is an engine, a trainer rank, or `evaluation`, the evaluations of
-the whole run. A lane has the name of its worker. `flash.observe.plots` draws the lanes for `timeline.png`, with `timeline`; `flash view` draws them with
-`lane_shares`; `flash calibrate` measures the time of swaps with `covered_until`.
+`spans.jsonl`, so it is also called a *span*. A worker is an engine, a trainer rank, or `evaluation`, which stands for
+all evaluations of the run. A lane has the name of its worker. `flash.observe.plots` draws the lanes for `timeline.png`,
+with `timeline`; `flash view` draws them with `lane_shares`; `flash calibrate` measures the time of swaps with
+`covered_until`.
 
 `flash trace` writes the result of `trace`, which Perfetto (ui.perfetto.dev) and chrome://tracing open. A trace has
 Chrome's "Trace Event Format": complete events (`X`) with times in microseconds, on threads that metadata events (`M`)

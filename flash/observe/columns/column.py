@@ -1,8 +1,8 @@
 """An entry of the table of columns: the name of a number in a run's rows, its meaning, and how it is shown.
 
-A *row* is a line of `metrics.jsonl` (one for each step) or of `evals.jsonl`, or the numbers of an engine. The entries
-are in `training`, `speed` and `table` beside this file. This file also has the functions that format numbers for
-people.
+A *row* is a line of `metrics.jsonl` (one for each step) or of `evals.jsonl` (one for each evaluation on held-out
+problems), or the numbers of an engine. The entries are in `training`, `speed` and `table` beside this file. This file
+also has the functions that format numbers for people.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from flash.config.tree import AlarmName
 from flash.observe.rundir.summary import number
 
 Row = Mapping[str, Any]
+"""Numbers by the names of their columns."""
 
 BLANK = "-"
 """Text in place of a number that the row does not have."""
@@ -29,13 +30,14 @@ PLACEHOLDERS = {
     "P": r"(\d+)",
     "N": r"(\d+)",
 }
-"""Words in capitals that stand for several names in a column's name, and the expressions that match these names."""
+"""Placeholders: words in capitals that stand for several names in a column's name, such as NAME for the name of a
+domain. Each has the regular expression, with one group, that matches these names."""
 FORMS = {"share": ".1%", "tokens": "short", "tokens/s": "short", "versions": ".1f", "s": ".1f", "GiB": ".2f"}
 """Number format of each unit: a format specification, or `short` for three digits with a suffix such as k."""
 OTHER_FORM = ".3f"
 """Number format of a unit that `FORMS` does not have."""
 UNIT_WORDS = {"s": "seconds"}
-"""Word for a unit in a sentence, where it is not the unit itself."""
+"""Word that names a unit in a sentence, if it differs from the unit as `Column.unit` writes it."""
 
 
 def by_tokens(row: Row) -> float:
@@ -55,7 +57,7 @@ class Alarm(NamedTuple):
     """
 
     name: AlarmName
-    """Name by which `alarms.off` turns the alarm off, and `alarms.stop` and `alarms.checkpoint` name it."""
+    """Name in the settings `alarms.off` (never raised), `alarms.stop` (ends the run) and `alarms.checkpoint`."""
     limit: float
     """Largest healthy value; the smallest one if `below` is true. A share, or a number in the column's unit."""
     message: str
@@ -64,20 +66,22 @@ class Alarm(NamedTuple):
     weight: Callable[[Row], float] = by_tokens
     """Weight of a row in the mean. It is called only with rows that have the column."""
     number: Callable[[Row], float] | None = None
-    """Computes the share to compare with the limit from a row. None: the column's own value is compared."""
+    """Function that computes from a row the share to compare with the limit. None: the column's own value is compared.
+    """
     looks_at: str = ""
     """Words for the compared number in docs/metrics.md. Empty: the column's name."""
     below: bool = False
     """True if the alarm is raised below the limit; False if it is raised above it."""
     min_steps: int = 3
-    """Steps before the alarm may be raised. The first steps of a new or resumed run differ from the later ones."""
+    """Number of steps that this process must have seen before the alarm may be raised. The first steps of a new or
+    resumed run differ from the later ones."""
 
     def is_share(self, column: Column) -> bool:
         """Return True if the compared number is a share of 1. `column` is the alarm's own column."""
         return self.number is not None or column.unit == "share"
 
 
-class Column(msgspec.Struct, frozen=True, dict=True):
+class Column(msgspec.Struct, frozen=True, dict=True):  # `dict=True` because `cached_property` needs a `__dict__`
     """Column of a row, or a family of columns: a word of `PLACEHOLDERS` in its name stands for several names."""
 
     name: str
@@ -87,17 +91,17 @@ class Column(msgspec.Struct, frozen=True, dict=True):
     unit: str = ""
     """Unit: `share` (of 1), `tokens`, `versions`, `s` (seconds), …; empty if the number has none."""
     form: str = ""
-    """Number format, if that of the unit does not fit: a format specification, or `short`."""
+    """Number format: a format specification of Python, or `short`. Empty: the format of the unit in `FORMS`."""
     label: str = ""
     """Short name in legends, tables and on axes."""
     title: str = ""
-    """Short name in the line that the terminal prints for each step."""
+    """Short name in the line that the terminal prints for each step; empty if the line does not have the column."""
     chart: str = ""
-    """Id of the chart of `flash view` that draws the column."""
+    """Id of the chart of `flash view` that draws the column; empty if none does."""
     worry: str = ""
-    """Sentence about what to worry about, which completes "worry when"."""
+    """Bad sign in this number: words that complete "worry when"; empty if there is no such sign."""
     helps: str = ""
-    """Advice: what to do about it."""
+    """Advice against that bad sign, and words of the alarm about the number; empty if there is none."""
     alarm: Alarm | None = None
     """Alarm about the number; None if there is none."""
     tracker_name: str = ""
@@ -114,9 +118,9 @@ class Column(msgspec.Struct, frozen=True, dict=True):
         return re.sub("[A-Z]+", "*", self.name)
 
     def placeholder_text(self, key: str) -> str | None:
-        """Return the text that `key` has in place of the placeholders, joined with `_`; empty if the name has none.
+        """Return the text that a row's `key` has in place of the placeholders; None if the key is not of this column.
 
-        None: `key` is not a name of this column.
+        The texts of several placeholders are joined with `_`. A name without placeholders gives an empty text.
         """
         found = self._pattern.fullmatch(key)
         return None if found is None else "_".join(found.groups())
@@ -126,7 +130,7 @@ class Column(msgspec.Struct, frozen=True, dict=True):
 
         NaN stands for a value that was not finite. JSON has null for it, and a person must see that it was not finite.
         """
-        value = row.get(self.name, "")
+        value = row.get(self.name, "")  # a missing key gives "", because None is the value of a number not finite
         if value is None or isinstance(value, (int, float)):
             return math.nan if (known := number(row, self.name)) is None else known
         return None
@@ -139,7 +143,7 @@ class Column(msgspec.Struct, frozen=True, dict=True):
         return self.means if named else f"{self.means} ({self.unit})"
 
     def text(self, value: float | None, percent: str = " %") -> str:
-        """Return a value as people read it. `percent` is written after a percentage."""
+        """Return a value of the column as people read it; `-` for None. `percent` is written after a percentage."""
         if value is None:
             return BLANK
         form = self.form or FORMS.get(self.unit, OTHER_FORM)
@@ -149,13 +153,17 @@ class Column(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def limit(self) -> float | None:
-        """Limit of the alarm; None if there is no alarm, or if it compares another number than the column's."""
+        """Limit of the alarm, which charts draw as a line.
+
+        None if there is no alarm, or if it compares another number than the column's.
+        """
         alarm = self.alarm
         return None if alarm is None or alarm.number is not None else alarm.limit
 
     @property
     def axis(self) -> str:
-        """Label of an axis: the column's label, and its unit if it has one."""
+        """Label of a plot's axis: the column's label, and its unit if it has one."""
+        # Plots show shares in percent.
         unit = "%" if self.unit == "share" else self.unit
         return f"{self.label}, {unit}" if unit else self.label
 
@@ -201,19 +209,23 @@ def fixed(row: Mapping[str, Any], key: str, digits: int) -> str:
 
 
 def short(value: float | None) -> str:
-    """Return a number with three digits and a suffix, such as 9.81k; `-` for None."""
+    """Return a number with three digits and a suffix, such as 9.81k; `-` for None.
+
+    A number below 1000 is rounded to a whole number.
+    """
     if value is None:
         return BLANK
-    for unit, scale in (("", 1.0), ("k", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12)):
+    for suffix, scale in (("", 1.0), ("k", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12)):
+        # 999.5, 99.95 and 9.995 are the numbers from which rounding would add a fourth digit.
         if abs(value) < 999.5 * scale:
             scaled = value / scale
-            digits = 0 if abs(scaled) >= 99.95 or not unit else 1 if abs(scaled) >= 9.995 else 2
-            return f"{scaled:.{digits}f}{unit}"
+            decimals = 0 if abs(scaled) >= 99.95 or not suffix else 1 if abs(scaled) >= 9.995 else 2
+            return f"{scaled:.{decimals}f}{suffix}"
     return f"{value:.2e}"  # a number that is larger than any unit, or not finite
 
 
 def clock(seconds: float) -> str:
-    """Return seconds as `m:ss`; from an hour on as `h:mm:ss`."""
+    """Return seconds as `m:ss`, from an hour on as `h:mm:ss`; `-` if they are not finite."""
     if not math.isfinite(seconds):
         return BLANK
     minutes, second = divmod(round(seconds), 60)

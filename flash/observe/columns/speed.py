@@ -1,4 +1,8 @@
-"""Columns about the speed of a run, its failures and its counters of samples and tokens."""
+"""Columns about the speed of a run, its failures and its counters of samples and tokens.
+
+The functions compute numbers and weights of alarms (`Alarm.number`, `Alarm.weight`): `flash.observe.alarms` calls them
+with the row of each step. `flash.observe.columns.table` joins this group of columns with those of `training`.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +10,33 @@ from flash.observe.columns.column import Alarm, Column, ColumnGroup, Row
 from flash.observe.rundir.summary import number
 
 AFTER_RESTART = "after_restart"
-"""Key that is true in the row of a step with a restart, and in the next row. Alarms add it to their copy of the row.
+"""Key that is true in the row of a step with a restart of engines or trainer ranks, and in the next row.
 
-The waits in these rows are waits for the restart, and no sign of a bad configuration.
+`flash.observe.alarms` adds it to its own copy of the row, so that it is in no file. The waits in these rows are waits
+for the restart, and no sign of a bad configuration.
 """
 
 
 def _seconds(row: Row) -> float:
-    """Return the seconds of the step, as an alarm's weight; 0 near a restart, so that the step does not count."""
+    """Return the seconds of the step, its weight in alarms about waiting; 0 at a restart, so that it does not count."""
     return 0.0 if row.get(AFTER_RESTART) else number(row, "interval_s") or 0.0
 
 
 def _failures(row: Row) -> float:
-    """Return the number of failed attempts, without the attempts that were lost with a node or a previous hub."""
+    """Return the number of failed attempts at a sample since the last step, without cancelled ones.
+
+    Cancelled attempts were lost with a node or a previous hub, and are no fault of the environment.
+    """
     return (number(row, "failures") or 0.0) - (number(row, "failures_cancelled") or 0.0)
 
 
 def _attempts(row: Row) -> float:
-    """Return the number of attempts at a sample: failed ones, and samples of the batch. It is an alarm's weight."""
+    """Return the weight of a step in the alarm `failures`: its failed attempts and its samples that were trained."""
     return _failures(row) + (number(row, "samples") or 0.0)
 
 
 def _failed_share(row: Row) -> float:
-    """Return the share of the attempts that failed, which an alarm compares with its limit."""
+    """Return the share of the attempts that failed, which the alarm `failures` compares with its limit."""
     return _failures(row) / max(_attempts(row), 1.0)
 
 

@@ -19,7 +19,7 @@ Kind = Literal["step", "evaluation", "engine"]
 """Kind of a row: a row of `metrics.jsonl`, a row of `evals.jsonl`, or the numbers of an engine in `cluster.json`."""
 
 APART = ("step", "time")
-"""Columns that trackers do not receive as values: they are the place of the values on the axes."""
+"""Columns that trackers do not receive as values: they say where on the axes the other values are."""
 
 EVALUATION = ColumnGroup(
     "",
@@ -73,7 +73,7 @@ EVALUATION = ColumnGroup(
         Column("wall_s", "seconds since the run began", "s"),
     ),
 )
-"""Columns of a held-out evaluation."""
+"""Columns of an evaluation on held-out problems, a row of `evals.jsonl`."""
 
 # A number that the engine itself reports is a field of `flash.rollout.engine.Pressure` with the same name. The numbers
 # that its node counts are added in `flash.rollout.reports`.
@@ -135,7 +135,8 @@ GROUPS: Mapping[Kind, Sequence[ColumnGroup]] = {
 
 
 class Chart(msgspec.Struct, frozen=True):
-    """Chart of `flash view`. It draws the columns that name it, and takes its texts from them."""
+    """Chart of `flash view`, and panel of the Grafana dashboard that it offers. It draws the columns that name it, and
+    takes its texts from them."""
 
     id: str
     """Name that the columns have in `Column.chart`."""
@@ -150,7 +151,7 @@ class Chart(msgspec.Struct, frozen=True):
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Columns that the chart draws. Its unit is that of the first column."""
+        """Columns that the chart draws, which all have one unit."""
         return tuple(column for column in columns(self.of) if column.chart == self.id)
 
 
@@ -187,15 +188,18 @@ def columns(of: Kind) -> Iterable[Column]:
 _NAMED: Mapping[Kind, Mapping[str, Column]] = {
     kind: {column.name: column for column in columns(kind)} for kind in GROUPS
 }
-"""Columns by their names."""
+"""Columns by kind of row and by name."""
 _WITH_PLACEHOLDER = {
     kind: [column for column in by_name.values() if column.has_placeholder] for kind, by_name in _NAMED.items()
 }
-"""Columns whose names stand for several keys."""
+"""Columns whose names stand for several keys, by kind of row. `column_of` tries these last."""
 
 
 def named(name: str, of: Kind = "step") -> Column:
-    """Return the column with this name, placeholders included. Raises KeyError if there is none."""
+    """Return the column of which this is the name in the table, with its placeholders, such as `age_N`.
+
+    Raises KeyError if there is none. `column_of` finds the column for a key of a row, such as `age_2`.
+    """
     return _NAMED[of][name]
 
 

@@ -1,4 +1,9 @@
-"""Columns about training: the batch of a step, its loss and updates, and how far off policy it was."""
+"""Columns about training: the batch of a step, its loss and updates, and how far off policy it was.
+
+Each `ColumnGroup` is a table of docs/metrics.md; `flash.observe.columns.table` joins the groups. The functions compute
+numbers and weights of alarms (`Alarm.number`, `Alarm.weight`): `flash.observe.alarms` calls them with the row of each
+step.
+"""
 
 from __future__ import annotations
 
@@ -8,34 +13,46 @@ from flash.observe.rundir.summary import number
 SKIPPED = "skipped_steps"
 """Column with the number of updates in the whole run that were skipped because of a non-finite gradient."""
 SKIPPED_NOW = "skipped_now"
-"""Key with the number of updates skipped in this step. Alarms compute it and add it to their copy of the row."""
+"""Key with the number of updates skipped in this step. `flash.observe.alarms` computes it, and adds it to its own copy
+of the row, so that it is in no file."""
 FINITE = ("loss", "entropy", "grad_norm")
 """Columns that must be finite numbers in each step of a healthy run."""
 MISMATCH = 0.01
 """Largest healthy mismatch between engine and trainer. bfloat16 causes 1e-4 to 3e-3 in dense models, and runs were seen
 to collapse above about 0.01 (Liu, Li et al. 2025, "When Speed Kills Stability")."""
 LOWER_ALPHA = "lower `train.async_ratio` or `train.learning_rate`"
-"""Advice for a batch that is too far off policy."""
+"""Advice for a batch that is too far off policy. α is the documents' letter for `train.async_ratio`."""
 
 
 def _masked(row: Row) -> float:
-    """Return the share of tokens that corrections and caps take out of the loss, which an alarm compares."""
+    """Return the share of tokens that corrections and caps take out of the loss, for the alarm `masked`."""
     return (number(row, "masked_correction_share") or 0.0) + (number(row, "masked_cap_share") or 0.0)
 
 
 def _nothing_to_learn(row: Row) -> float:
-    """Return 1 for a step without any advantage, else 0: an alarm compares the share of such steps."""
+    """Return 1 for a step in which every advantage is 0, else 0.
+
+    The mean of these numbers is the share of such steps, which the alarm `equal_rewards` compares with its limit.
+    """
     return float(number(row, "advantage_abs_mean") == 0)
 
 
 def _nonfinite(row: Row) -> float:
-    """Return 1 for a step with a number that is not finite or with a skipped update, else 0. An alarm compares it."""
+    """Return 1 for a step with a number that is not finite or with a skipped update, else 0.
+
+    The mean of these numbers is the share of such steps, which the alarm `nonfinite` compares with its limit.
+    """
+    # The key is there, but `number` returns None: the value is not finite.
     bad = any(key in row and number(row, key) is None for key in FINITE)
     return float(bad or (number(row, SKIPPED_NOW) or 0.0) > 0)
 
 
 def _age_0_tokens(row: Row) -> float:
-    """Return the number of trained tokens of age 0: only with these does the policy's own change not count."""
+    """Return the number of trained tokens of age 0, the weight of a step in the alarm `mismatch`.
+
+    These tokens were sampled with the weights that the step trains. For older tokens, the log-probs of engine and
+    trainer also differ because the policy has changed.
+    """
     return (number(row, "age_0") or 0.0) * by_tokens(row)
 
 
