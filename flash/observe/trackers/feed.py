@@ -1,8 +1,10 @@
 """A feed passes the rows and alarms of a run to one receiver: a tracker, the user's own sink, or the alarm command.
 
 The run neither waits for a receiver nor fails with it: `Feed.put` only adds an event to a queue, and a thread of the
-feed calls the receiver. The owner prints `Feed.warnings()` and, at the end of the run, the result of `Feed.close()`.
+feed calls the receiver. The owner of all feeds of a run is `flash.observe.trackers.receivers.Receivers`. The recorder
+prints the results of `warnings`, and at the end of the run those of `close`.
 
+An *event* is a row of the run or an alarm, with its *kind*: `step`, `evaluation`, `summary`, `error` or `alarm`.
 Law: once a feed is closed, the number of events given = taken + failed + dropped. The receiver's loss is reported.
 """
 
@@ -18,27 +20,31 @@ from typing import Any
 WAITING = 1000
 """Largest number of events in the queue of a slow receiver. Further events are dropped until there is room again."""
 SILENT_S = 60.0
-"""Seconds of a single call after which a warning is given. Importing a package and connecting may take long too."""
-
+"""Seconds of a single call after which a warning is given. It is long, because importing a package and connecting to a
+server may take long without a fault."""
 STOPPED_S = 0.5
 """Seconds that a killed receiver has to return to the feed's thread. The user's own sink cannot be killed."""
 
 
 class ReceiverError(Exception):
-    """A receiver has failed. The message completes a sentence that begins with the receiver's name."""
+    """A receiver has failed. The message completes a sentence that begins with the receiver's name.
+
+    A `Receiver` raises it, and `Feed` makes a warning of it. The warning about any other error also has the error's type.
+    """
 
 
 class Receiver:
     """Base of receivers, which get the events of a run. A subclass must define `send`, and may define the others.
 
-    The feed's thread calls `open` once, then `send` for each event, and `close` at the end. These three may block and
-    raise anything. The owner of the feed calls `kill` and `missed` at the end of the run, through `Feed.close`.
+    The feed's thread calls `open` once, then `send` for each event, also if `open` has failed, and `close` at the end.
+    These three may block and raise anything. `Feed.close` calls `kill` and `missed`, in the thread of its own caller.
     """
 
     consequence = "; the run goes on, and its directory has all rows"
     """End of the warning about a failure: its consequence for the user."""
     catches_up = False
-    """True if one event makes up for all events before it. Then at most one event needs to wait in the queue."""
+    """True if one event makes up for all earlier ones, as for a tracker's process, which reads rows from the run's
+    files. Then at most one event needs to wait in the queue."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -55,12 +61,16 @@ class Receiver:
         """Release everything. No event comes after it."""
 
     def kill(self) -> None:
-        """End what was started, since the deadline is over. Called by another thread, while a call may still run."""
+        """End what `open` and `send` have started, since the deadline is over.
+
+        A call of `open`, `send` or `close` may still run in the feed's thread; killing should make it return.
+        """
 
     def missed(self, given: int, failed: int, dropped: int) -> str:
         """Return a sentence about events that the receiver did not get; empty if it got all.
 
-        `given` is the number of all events. Of these, the receiver failed on `failed`, and did not get `dropped`.
+        `Feed.close` calls this. `given` is the number of all events. Of these, the receiver failed on `failed`, and did
+        not get `dropped`.
         """
         missed = failed + dropped
         return f"{self.name} missed {missed} of {given}: {failed} failed, {dropped} dropped" if missed else ""
@@ -69,7 +79,7 @@ class Receiver:
 class Feed:
     """Queue and thread of one receiver. `now` gives seconds of a monotonic clock.
 
-    The owner's thread calls `put`, `warnings` and `close`.
+    The owner calls `put`, `warnings` and `close`, one call at a time. The thread runs `_run`.
     """
 
     def __init__(self, receiver: Receiver, now: Callable[[], float] = time.monotonic) -> None:
@@ -77,19 +87,25 @@ class Feed:
         self._now = now
         self._events: SimpleQueue[tuple[str, dict[str, Any]] | None] = SimpleQueue()
         """Events that wait. None is the end."""
-        self._given = self._dropped = 0
-        """Numbers of events that `put` has counted, and of those that it has dropped for lack of room."""
+        self._given = 0
+        """Number of events that `put` has counted."""
+        self._dropped = 0
+        """Number of these events that `put` has dropped because the queue was full."""
         self._reported: set[str] = set()
-        """Kinds of warnings that were given. Each is given once."""
-        self._closed = self._late = False
-        """`_late`: True if the receiver did not end in time and was killed. Its further failures are not reported."""
-        # Only the feed's thread writes these.
-        self._taken = self._failed = 0
-        """Numbers of events that the receiver has taken, and on which it has failed."""
+        """Warnings that were given, of `failure`, `behind` and `silent`. Each is given once."""
+        self._closed = False
+        """True once `close` was called."""
+        self._late = False
+        """True if the receiver did not end in time and was killed. Its further failures are not reported."""
+        # Only the feed's thread writes the next two numbers.
+        self._taken = 0
+        """Number of events for which `send` has returned."""
+        self._failed = 0
+        """Number of events for which `send` has raised an error."""
         self._failures: SimpleQueue[str] = SimpleQueue()
         """Warnings about failures that `warnings` has not returned yet."""
         self._calling_since: float | None = None
-        """Start of the call that now runs; None between calls."""
+        """Start of the receiver's call that now runs, in seconds of `now`; None between calls."""
         self._thread = threading.Thread(target=self._run, name=receiver.name, daemon=True)
         self._thread.start()
 
@@ -115,10 +131,11 @@ class Feed:
     def warnings(self) -> list[str]:
         """Return warnings that were not returned before: failures, a full queue, and a call that takes very long."""
         name, found = self._receiver.name, [self._failures.get() for _ in range(self._failures.qsize())]
-        if self._dropped and self._first_time("behind"):
+        if self._dropped and self._is_first("behind"):
             found.append(f"{name} is {WAITING} rows behind: new rows are dropped until it has caught up")
         seconds = 0.0 if (since := self._calling_since) is None else self._now() - since
-        if seconds > SILENT_S and "failure" not in self._reported and self._first_time("silent"):
+        # After a failure the user has read the consequence already.
+        if seconds > SILENT_S and "failure" not in self._reported and self._is_first("silent"):
             hangs = f"{name} has not answered for {seconds:.0f} s: it hangs, or cannot be reached"
             found.append(f"{hangs}{self._receiver.consequence}")
         return found
@@ -126,8 +143,8 @@ class Feed:
     def close(self, seconds: float) -> list[str]:
         """Wait at most `seconds` until the receiver has taken the rest, then kill the receiver and drop what is left.
 
-        Returns the last warnings, and a sentence about all events that the receiver missed. A second call returns
-        nothing.
+        Returns the last warnings, and a sentence about all events that the receiver missed. A second call does nothing
+        and returns an empty list: the recorder calls `close` after the last row, and again when it is closed itself.
         """
         if self._closed:
             return []
@@ -141,14 +158,15 @@ class Feed:
         found = self.warnings()
         if self._late:
             found.append(f"{self._receiver.name} did not take the rest in {seconds:g} s and was ended")
+        # Beside the events that `put` has dropped, these are events still in the queue, and one that still runs.
         dropped = self._given - self._taken - self._failed
         missed = self._receiver.missed(self._given, self._failed, dropped)
         return [*found, missed] if missed else found
 
-    def _first_time(self, kind: str) -> bool:
-        """Return True at the first call for a kind of warning, so that each kind is reported once."""
-        first = kind not in self._reported
-        self._reported.add(kind)
+    def _is_first(self, warning: str) -> bool:
+        """Return True if this warning (`failure`, `behind` or `silent`) was not given before, and remember it."""
+        first = warning not in self._reported
+        self._reported.add(warning)
         return first
 
     def _run(self) -> None:
@@ -166,12 +184,15 @@ class Feed:
         self._call(self._receiver.close)
 
     def _call(self, method: Callable[[], None]) -> bool:
-        """Call a method of the receiver, and return True if it raised nothing. The first failure becomes a warning."""
+        """Call a method of the receiver, and return True if it raised nothing. The feed's thread calls this.
+
+        The first failure becomes a warning, which `warnings` returns.
+        """
         self._calling_since = self._now()
         try:
             method()
         except BaseException as error:  # foreign code: whatever it raises is its failure, and not the run's
-            if not self._late and self._first_time("failure"):
+            if not self._late and self._is_first("failure"):
                 failure = f"{error}" if isinstance(error, ReceiverError) else f"failed: {type(error).__name__}: {error}"
                 self._failures.put(f"{self._receiver.name} {failure}{self._receiver.consequence}")
             return False

@@ -1,6 +1,7 @@
 """All receivers of a run that its configuration names: `observe.sink`, `track.to` and `alarms.command`.
 
-`flash.observe.recorder` owns the `Receivers` of a run. Each receiver has a `Feed` of its own.
+`flash.observe.recorder` owns the `Receivers` of a run. Each receiver has a `Feed` of its own: a queue, and a thread
+that calls the receiver. So no receiver makes the run wait.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from flash.observe.trackers.feed import Feed, Receiver, ReceiverError
 from flash.observe.trackers.trackers import TrackerProcess
 
 COMMAND_S = 5.0
-"""Seconds that a call of the alarm command may take. It must be less than the end of an interrupted run may take."""
+"""Seconds that one start of the alarm command may take. It is less than the default of `deadlines.close`, the time that
+an interrupted run has to end: the command of its last alarm should end before."""
 ERROR_BYTES = 1000
 """Bytes of the alarm command's error output that a warning quotes."""
 
@@ -37,17 +39,27 @@ class Receivers:
     """All receivers of a run: pass them rows and alarms, print their warnings, and close them with the run."""
 
     def __init__(self, config: Config, directory: RunDirectory, resume_at: int | None) -> None:
-        """Start a feed for each receiver. `resume_at` is the version that a resumed run continues from, or None."""
+        """Start a feed for each receiver.
+
+        Args:
+            config: configuration of the run, which names the receivers.
+            directory: run directory, from which the trackers' processes read rows.
+            resume_at: version that a resumed run continues from; None for a new run.
+        """
         path, command = config.observe.sink, config.alarms.command
         self._sink = None if path is None else Feed(SinkReceiver(path, lambda: make_sink(path, config, resume_at)))
+        """Feed of the sink; None if the configuration names none."""
         self._alarms = None if command is None else Feed(AlarmCommand(command))
+        """Feed of the alarm command; None if the configuration names none."""
         trackers = [Feed(TrackerProcess(directory, name)) for name in dict.fromkeys(config.track.to)]
         self._row_feeds = [*([] if self._sink is None else [self._sink]), *trackers]
+        """Feeds that get rows: of the sink and of the trackers."""
 
     def row(self, kind: str, row: Mapping[str, Any], *, last: bool = False) -> None:
         """Pass a row to the sink and the trackers, without waiting.
 
         `kind` is `step` or `evaluation`; for the last row it is `summary`, or `error` if an error has ended the run.
+        `last` is true for the last row, which enters even a full queue.
         """
         for feed in self._row_feeds:
             feed.put(kind, row, last=last)
@@ -58,7 +70,10 @@ class Receivers:
             self._alarms.put("alarm", alarm._asdict())
 
     def lost(self) -> Mapping[str, int]:
-        """Return the number of rows that the sink has missed so far, as a column of a step's row; empty without one."""
+        """Return the number of rows that the sink has missed so far, as a column of a step's row.
+
+        The recorder adds it to each row. It is empty without a sink.
+        """
         return {} if self._sink is None else {"sink_lost": self._sink.lost}
 
     def warnings(self) -> list[str]:
@@ -78,12 +93,17 @@ class Receivers:
 
 
 class SinkReceiver(Receiver):
-    """The user's own sink. `make` runs in the feed's thread, since a sink may have to connect to a server first."""
+    """The user's own sink."""
 
     def __init__(self, path: str, make: Callable[[], Sink]) -> None:
+        """Prepare the sink that `observe.sink` names as `path`.
+
+        `make` makes it. It runs in the feed's thread, since a sink may have to connect to a server first.
+        """
         super().__init__(f"the sink {path}")
         self._make = make
         self._sink: Sink | None = None
+        """Sink that `open` has made; None before, and if making it failed."""
 
     def open(self) -> None:
         """Call the user's function that makes the sink."""
@@ -97,7 +117,10 @@ class SinkReceiver(Receiver):
 
 
 def make_sink(path: str, config: Config, resume_at: int | None) -> Sink:
-    """Call the function that `observe.sink` names, and return the sink that it makes.
+    """Call the function that `observe.sink` names as `path`, and return the sink that it makes.
+
+    The function gets the configuration as tables of settings, and `resume_at`: the version that a resumed run
+    continues from; None for a new run.
 
     Raises:
         ConfigError: there is no such function.
@@ -116,7 +139,7 @@ class AlarmCommand(Receiver):
     The command gets the alarm's text as its input, and the alarm's name in the environment variable FLASH_ALARM.
     """
 
-    consequence = ""
+    consequence = ""  # the terminal shows each alarm, so the user loses nothing
 
     def __init__(self, command: str, seconds: float = COMMAND_S) -> None:
         """Split `command` as a shell does it. `seconds` is the time limit of a call."""
@@ -124,9 +147,10 @@ class AlarmCommand(Receiver):
         self._words = shlex.split(command)
         self._seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
+        """Process of the command that was started last; None before the first alarm."""
 
     def send(self, kind: str, row: dict[str, Any]) -> None:
-        """Start the command with an alarm and wait for its end.
+        """Start the command with an alarm and wait for its end. `row` has the fields of a `RaisedAlarm`.
 
         Raises:
             ReceiverError: the command cannot be started, takes too long, or ends with an error.
@@ -157,7 +181,7 @@ class AlarmCommand(Receiver):
                 raise ReceiverError(f"ended with code {process.returncode}: {text}")
 
     def kill(self) -> None:
-        """Kill the command and all processes of its session."""
+        """Kill the command and all processes of its group, if it runs: after its time limit, or at the run's end."""
         process = self._process
         if process is not None and process.poll() is None:
             with suppress(ProcessLookupError):

@@ -12,6 +12,9 @@ terminal, and wait for networks.
 
 Law: a step is sent once, also if a resumed run makes it again, unless the process is killed between sending the step
 and writing that down. Nothing is dropped: rows that were not sent stay in the run's own files.
+
+An *event* is a notification from the run's process to a tracker's process that the run's files have a new row. Its
+*kind* is `step` or `evaluation`, or one of `LAST_EVENTS`.
 """
 
 from __future__ import annotations
@@ -54,15 +57,16 @@ be sent after later steps."""
 
 
 NAME_LENGTH = 200
-"""Largest number of characters in the name of a value."""
+"""Largest number of characters that the part of a value's name after `train/` or `eval/` has in trackers."""
 ALIVE_CHECK_S = 0.5
-"""Seconds between two checks that the run still lives."""
+"""Seconds between two checks of the tracker's process that the run's process still lives."""
 RETRY_S = 1.0
 """Seconds until a tracker that fails at the end of the run is tried again."""
 LAST_EVENTS = ("summary", "error")
-"""Kinds of a run's last event: `summary` if the run ended well, and `error` if it failed."""
+"""Kinds of a run's last event: `summary` if the run ended in order, also early by a signal or an alarm; `error` if it
+failed."""
 KILLED = "killed"
-"""Kind that stands for the death of the run without a last event. No run sends it."""
+"""Kind that `_next_event` returns if the run died without a last event. No run sends it."""
 ERROR_LENGTH = 500
 """Largest number of characters of an error that is reported to the run."""
 _INVALID = re.compile(r"[^\w.-]")
@@ -77,9 +81,9 @@ class RunDescription(msgspec.Struct, frozen=True):
     project: str
     """Name of the project or experiment that the run belongs to."""
     config: Mapping[str, Any]
-    """Configuration of the run."""
+    """Configuration of the run: tables of settings."""
     folder: Path
-    """Folder for files that the tracker writes on this machine."""
+    """Folder for files that the tracker writes on this machine: `track/` in the run directory."""
     id: str | None
     """Id of the run in the tracker; None if the tracker does not know the run yet."""
 
@@ -91,7 +95,10 @@ class Tracker(Protocol):
     """Id by which the tracker finds the run again."""
 
     def log(self, values: Mapping[str, float], step: int, at: float) -> None:
-        """Send numbers of a step. `at` is the time when they were measured, in Unix seconds."""
+        """Send numbers by their names in trackers. `at` is the time when they were measured, in Unix seconds.
+
+        `step` is the step that they belong to, or before which the evaluation was made.
+        """
         ...
 
     def close(self, *, failed: bool) -> None:
@@ -114,6 +121,7 @@ class Wandb:
             dir=str(run.folder),
             settings=wandb.Settings(silent=True),
         )
+        # Draw all values (`*`) over X_AXIS instead of the calls' own numbers.
         self._run.define_metric(X_AXIS)
         self._run.define_metric("*", step_metric=X_AXIS)
 
@@ -137,6 +145,7 @@ class Trackio:
             name=self.id,
             config=dict(run.config),
             resume="allow",
+            # No page for a notebook, and no numbers about the machine: Flash sends its own.
             embed=False,
             auto_log_gpu=False,
             auto_log_cpu=False,
@@ -178,6 +187,7 @@ class MLflow:
         self._entities = import_module("mlflow.entities")
         self._client = mlflow.MlflowClient()
         if run.id is not None:
+            # The run exists with its configuration. It was closed if the tracker's process ended in order.
             self.id = run.id
             self._client.update_run(self.id, status="RUNNING")
             return
@@ -210,12 +220,13 @@ TRACKERS: dict[TrackerName, Callable[[RunDescription], Tracker]] = {
 
 
 def not_installed(name: str) -> str | None:
-    """Return what to do about a tracker's missing package; None if the package is installed.
+    """Return an error message if the package of the tracker `name` is missing; None if it is installed.
 
-    A folder with the name of the package is no proof: Weights & Biases leaves such a folder in the working directory.
-    Python finds it as a package without a file.
+    `flash train` and `flash doctor` call this in their checks, and `flash track` before it sends rows.
     """
     found = find_spec(name)
+    # A folder with the name of the package is no proof: Weights & Biases leaves such a folder in the working directory.
+    # Python finds it as a package without a file (`origin`).
     if found is not None and found.origin is not None:
         return None
     return f"`{name}` is not installed here: `pip install {name}`, or take it out"
@@ -240,7 +251,8 @@ class TrackerPlace(msgspec.Struct, frozen=True):
 class Tracking:
     """Sends the rows of one run to one tracker.
 
-    Only the process that holds the lock of `tracker_lock` may call `send`. `unsent` only reads, so it needs no lock.
+    `run_tracker` has one during the run, and `flash track` makes one after it. Only the process that holds the lock of
+    `tracker_lock` may call `send`. `unsent` only reads, so it needs no lock.
     """
 
     def __init__(self, directory: RunDirectory, name: TrackerName) -> None:
@@ -248,15 +260,19 @@ class Tracking:
         self._name: TrackerName = name
         self._file = folder_of(directory) / f"{name}.json"
         self._place = _read_place(self._file)
+        """Last rows that the tracker has received, equal to the content of the file."""
         self._steps = Followed(directory.metrics, dict[str, Any])
+        """Rows of the steps in the run's files. `_unsent_rows` reads the new ones."""
         self._evals = Followed(directory.evals, dict[str, Any])
+        """Rows of the evaluations in the run's files."""
         self._tracker: Tracker | None = None
         """Open run in the tracker; None before the first call of `send`, and after one that failed."""
 
     def send(self, project: str | None = None) -> None:
-        """Send all rows that the tracker does not have. Raises whatever the tracker raises.
+        """Send all rows that the tracker does not have, and write down after each row that it was sent.
 
-        `project` replaces `track.project`.
+        The first call opens the run in the tracker. `project` replaces the setting `track.project`. Raises whatever the
+        tracker raises; rows that were sent before are not sent again.
         """
         tracker = self._tracker or self._open(project)
         # If the tracker raises below, it stays None, and the next call opens it again: it may be in a broken state.
@@ -272,17 +288,20 @@ class Tracking:
         return sum(1 for _ in self._unsent_rows())
 
     def close(self, *, failed: bool) -> None:
-        """Close the tracker's run, as failed or as finished. Raises whatever the tracker raises."""
+        """Close the tracker's run, as failed or as finished, if it is open. Raises whatever the tracker raises."""
         if self._tracker is not None:
             self._tracker.close(failed=failed)
 
     def _open(self, project: str | None) -> Tracker:
-        """Open the run in the tracker. Stores its id there, so that a later process continues the same run."""
+        """Open the run in the tracker, and return it. Writes its id down, so that a later process continues this run.
+
+        `project` replaces the setting `track.project`.
+        """
         config = settings(self._directory)
-        table = config.get("track", {})
+        track = config.get("track", {})
         run = RunDescription(
             name=config.get("run", {}).get("name") or self._directory.path.resolve().name,
-            project=project or table.get("project") or TrackConfig().project,
+            project=project or track.get("project") or TrackConfig().project,
             config=config,
             folder=self._file.parent,
             id=self._place.id,
@@ -320,7 +339,10 @@ def folder_of(directory: RunDirectory) -> Path:
 
 
 def settings(directory: RunDirectory) -> dict[str, Any]:
-    """Return the run's configuration as it is recorded in its directory. `flash track` reads it, too.
+    """Return the run's configuration as it is recorded in its directory: tables of settings.
+
+    A tracker's process and `flash track` read it without checking it, so that the rows of a run of another version of
+    Flash can be sent too.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -333,10 +355,10 @@ def settings(directory: RunDirectory) -> dict[str, Any]:
 
 @contextmanager
 def tracker_lock(directory: RunDirectory, name: TrackerName, *, wait: bool = False) -> Generator[bool]:
-    """Hold the lock of a tracker inside the block, so that no other process sends the same rows.
+    """Hold the lock of the tracker `name` inside the block, so that no other process sends the same rows.
 
-    Yields True if this process holds the lock. Without `wait`, it yields False if another process holds it; with
-    `wait`, it waits until the other process has ended.
+    The file of the lock is `track/NAME.lock`. Yields True if this process holds the lock. If another process holds it,
+    the function yields False, or with `wait` waits until that process releases the lock.
     """
     folder = folder_of(directory)
     with writing(folder):
@@ -352,7 +374,11 @@ def tracker_lock(directory: RunDirectory, name: TrackerName, *, wait: bool = Fal
 
 
 def _read_place(file: Path) -> TrackerPlace:
-    """Return the content of `track/NAME.json`; if there is no such file, the place before the first row."""
+    """Return the content of `track/NAME.json`; if there is no such file, the place before the first row.
+
+    Raises:
+        RunDirectoryError: the file cannot be read.
+    """
     try:
         return msgspec.json.decode(file.read_bytes(), type=TrackerPlace)
     except FileNotFoundError:
@@ -364,18 +390,16 @@ def _read_place(file: Path) -> TrackerPlace:
 
 
 def tracked(kind: Kind, row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a row, under their names in trackers."""
+    """Return the finite numbers of a row under their names in trackers, as `Tracking.send` passes them to a tracker."""
     known = {key: value for key in row if key not in APART and (value := number(row, key)) is not None}
     return {_tracked_name(kind, key): float(value) for key, value in known.items()}
 
 
 def _tracked_name(kind: Kind, key: str) -> str:
-    """Return a name that every tracker accepts.
-
-    Environments may give their metrics any name, and MLflow reads names as paths.
-    """
+    """Return the name in trackers for the key of a row: that of its column, or else one that every tracker accepts."""
     if (column := column_of(key, kind)) is not None and column.tracker_name:
         return column.tracker_name
+    # Environments may give their metrics any name, and MLflow reads a name as a path.
     parts = (_INVALID.sub("_", part) for part in key.split("/"))
     name = "/".join("_" if part in ("", ".", "..") else part for part in parts)
     return f"{'train' if kind == 'step' else 'eval'}/{name[:NAME_LENGTH]}"
@@ -387,23 +411,30 @@ def _tracked_name(kind: Kind, key: str) -> str:
 class TrackerProcess(Receiver):
     """Starts the process of a tracker, and notifies it when the run's files have new rows.
 
-    Protocol: each event is a line with its kind. The process answers with a line that has an error message, or an empty
-    line. The output of the tracker goes to its log.
+    `flash.observe.trackers.receivers` makes one for each tracker of `track.to`, with a `Feed`, whose thread calls
+    `open`, `send` and `close`. Protocol: each event is a line with its kind, on the standard input of the process. The
+    process answers with a line that has an error message, or an empty line. It answers a last event when the tracker's
+    run is closed. The output of the tracker goes to its log.
     """
 
-    catches_up = True
+    catches_up = True  # at one event the process sends all new rows
 
     def __init__(self, directory: RunDirectory, tracker: TrackerName) -> None:
         super().__init__(f"the tracker {tracker}")
         self._directory = directory
         self._tracker: TrackerName = tracker
-        self._command = f"`flash track {directory.path} --to {tracker}` sends"
-        self.consequence = f"; the run goes on without it, and {self._command} the missing rows later"
+        self._command_sends = f"`flash track {directory.path} --to {tracker}` sends"
+        """Words for people, which go on with the rows that the command sends."""
+        self.consequence = f"; the run goes on without it, and {self._command_sends} the missing rows later"
         self._log = folder_of(directory) / f"{tracker}.log"
         self._process: subprocess.Popen[bytes] | None = None
 
     def open(self) -> None:
-        """Start the process of the tracker. The feed's thread calls this and the methods below."""
+        """Start the process of the tracker.
+
+        Raises:
+            RunDirectoryError: the folder `track/` cannot be written.
+        """
         with writing(self._log.parent):
             self._log.parent.mkdir(exist_ok=True)
             log = self._log.open("ab")
@@ -417,7 +448,7 @@ class TrackerProcess(Receiver):
             )
 
     def send(self, kind: str, row: dict[str, Any]) -> None:
-        """Notify the process of an event, and wait for its answer. The process reads the row from the run's files.
+        """Notify the process of an event, and wait for its answer. The process reads `row` from the run's files.
 
         Raises:
             ReceiverError: the process was not started or has ended, or the tracker failed.
@@ -427,7 +458,7 @@ class TrackerProcess(Receiver):
             raise ReceiverError("was not started")
         assert process.stdin is not None
         assert process.stdout is not None
-        with suppress(BrokenPipeError):
+        with suppress(BrokenPipeError):  # the process has ended, which the missing answer shows below
             process.stdin.write(f"{kind}\n".encode())
         answer = process.stdout.readline().decode("utf-8", "replace")
         if not answer:
@@ -436,7 +467,7 @@ class TrackerProcess(Receiver):
             raise ReceiverError(f"failed: {error}; it is tried again")
 
     def close(self) -> None:
-        """Close the input of the process, and wait for its end."""
+        """Close the input of the process, which ends it, and wait for its end."""
         if self._process is not None:
             with self._process as process:
                 assert process.stdin is not None
@@ -444,7 +475,7 @@ class TrackerProcess(Receiver):
                 process.wait()
 
     def kill(self) -> None:
-        """Kill the process and all processes of its session."""
+        """Kill the process and all processes of its group, if it runs."""
         if self._process is not None and self._process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -452,22 +483,27 @@ class TrackerProcess(Receiver):
     def missed(self, given: int, failed: int, dropped: int) -> str:
         """Return a sentence about the rows that the tracker does not have; empty if it has all.
 
-        The counts of events do not matter, because one event makes up for all events before it.
+        The rows are counted in the run's files. The counts of events do not matter, because one event makes up for all
+        events before it.
         """
         try:
             left = Tracking(self._directory, self._tracker).unsent()
         except FlashError as error:
             return f"{self.name}: {error}"
-        return f"{self.name} has not received {left} rows: {self._command} them" if left else ""
+        return f"{self.name} has not received {left} rows: {self._command_sends} them" if left else ""
 
 
 def run_tracker(run_dir: str, name: str) -> None:
     """Run the tracker's process: send new rows at each event of the run, and the rest at its end.
 
     `TrackerProcess` starts it. Events come from standard input, one line each, and answers go to standard output. A
-    tracker that fails at the end is tried again until the run kills this process, after
-    `flash.observe.recorder.RECEIVERS_S`. If the run dies without a last event, nothing is tried again, and the
+    tracker that fails at the end is tried again until the run kills this process, after at most
+    `flash.observe.recorder.RECEIVERS_S` seconds. If the run dies without a last event, nothing is tried again, and the
     tracker's run is closed as failed.
+
+    Args:
+        run_dir: path of the run directory.
+        name: name of the tracker, a key of TRACKERS.
     """
     os.nice(5)  # The run's own processes come first.
     # Answers go to the pipe that is stdout now. Afterwards stdout is the log, since trackers print there.
@@ -486,15 +522,21 @@ def run_tracker(run_dir: str, name: str) -> None:
         while error and kind != KILLED:  # the run kills this process when the deadline is over
             time.sleep(RETRY_S)
             error = _error_of(tracking.send)
-        _reply(answers, _error_of(lambda: tracking.close(failed=kind != LAST_EVENTS[0])))
+        _reply(answers, _error_of(lambda: tracking.close(failed=kind != "summary")))
 
 
 def _next_event(parent: int) -> str:
-    """Wait for the run's next event, and return its kind, or KILLED if the run, process `parent`, has died."""
+    """Wait for the run's next event, and return its kind, or KILLED if the run has died.
+
+    `parent` is the number of the run's process, which started this one. The call is unblocked by a line or the end of
+    standard input, or by the death of the parent.
+    """
     while not select.select([0], [], [], ALIVE_CHECK_S)[0]:
-        # The end of the input is no sure sign of death: another process of the run may hold the input open.
+        # The end of the input would also show the death, but another process of the run may hold the input open. A
+        # process whose parent has died gets another parent.
         if os.getppid() != parent:
             return KILLED
+    # One read is one event: the run writes an event only after the answer to the one before. Empty: end of the input.
     return os.read(0, 100).decode().strip() or KILLED
 
 
