@@ -1,7 +1,7 @@
-"""Writing of each step's batch, by a thread in the order of the steps.
+"""Writing of each step's batch, by a thread in the order of the steps, so that the hub does not wait for the disk.
 
-Three files get it: the exact batch (`recording`), lengths and times of all samples, and a few samples in readable form.
-`flash.observe.recorder` owns the `Batches` of a run.
+Three files get it: the exact batch (`recording`), lengths and times of all samples (`samples.jsonl`), and a few samples
+in readable form (`samples`). `flash.observe.recorder` owns the `Batches` of a run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_BYTES = 10**9
 
 
 class TokenText(Protocol):
-    """Text of single tokens, for readable samples."""
+    """Text of single tokens, for readable samples. The tokenizer of the model has this method."""
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text of each token."""
@@ -37,20 +37,24 @@ class _Shown(NamedTuple):
     """Sample of a batch that is written in readable form."""
 
     place: int
-    """Place of the sample in the batch."""
+    """Index of the sample in the batch."""
     trajectory: Trajectory
     group_rewards: list[float]
     """Rewards of all samples of the group in the batch."""
 
 
 class Batches:
-    """Writes batches in a thread, and reads them back. The methods that write do not block; those that read do.
+    """Writes batches in a thread, and reads them back. `begin`, `commit` and `end` do not block; the other methods do.
 
-    The recorder calls `begin` when a step gets its batch, and `commit` when the step is committed. A hub that resumes a
-    run reads batches with `steps` and `of`.
+    The recorder calls `begin` when a step gets its batch, and `commit` when the step is committed. If trainer
+    ranks restart from a checkpoint, the hub reads the batches of later steps with `steps` and `of`, and the ranks train
+    these steps again. The hub calls `written` before a checkpoint, whose restart needs the files.
 
     Args:
-        writer: executor with one thread, in which all files are written and read.
+        config: configuration of the run.
+        directory: run directory.
+        tokenizer: decodes the tokens of the readable samples.
+        writer: executor with one thread, in which all files are written and read, one after the other.
         most_bytes: largest size of all readable samples together, in bytes.
     """
 
@@ -63,31 +67,34 @@ class Batches:
         most_bytes: int = MOST_BYTES,
     ) -> None:
         self._keep = config.checkpoint.batches
+        """Exact batches to keep: `none`, `all`, or `kept`: those since the oldest checkpoint."""
         self._count = config.run.log_samples
+        """Number of samples of each step that are written in readable form."""
         self._most_bytes = most_bytes
         self._directory = directory
         self._tokenizer = tokenizer
         self._writer = writer
         self._writing: deque[Future[None]] = deque()
-        """Writes that are not known to have ended, in order."""
-        self._held: dict[int, list[_Shown]] = {}
-        """Samples to write in readable form, of each step that is not committed yet."""
+        """Writes in the order of their calls, without those that were seen to have ended."""
+        # Only the thread uses the next two.
+        self._uncommitted: dict[int, list[_Shown]] = {}
+        """Samples to write in readable form, by step, of steps that are not committed yet."""
         self._bytes: int | None = None
         """Bytes of all files with readable samples; None until they are first counted."""
 
     def begin(self, batch: Batch) -> None:
-        """Write the batch of a step. Raises the error of an earlier write."""
+        """Start to write the batch of a step. Raises the error of an earlier write."""
         self._write(self._write_batch, batch)
 
     def commit(self, step: int, seen: Sequence[TrainedSample]) -> None:
-        """Write a few readable samples of a committed step, with the trainer's values of their tokens.
+        """Start to write a few readable samples of a committed step, with the trainer's values of their tokens.
 
-        Raises the error of an earlier write.
+        `seen` has the values that the trainer ranks have reported. Raises the error of an earlier write.
         """
         self._write(self._write_shown, step, seen)
 
     def steps(self) -> list[int]:
-        """Return the steps whose batches are recorded. Blocks until all earlier writes are done, and counts them."""
+        """Return the steps whose batches are recorded, in order. Blocks until all earlier writes are done."""
         return self._writer.submit(recording.recorded_steps, self._directory.batches).result()
 
     def of(self, step: int) -> Batch:
@@ -100,11 +107,11 @@ class Batches:
             self._writing.popleft().result()
 
     def end(self) -> None:
-        """Write the readable samples of steps that were not committed, at the end of the run. Does not block."""
+        """Start to write the readable samples of steps that were not committed, at the end of the run."""
         self._writer.submit(self._write_rest)
 
     def _write(self, write: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Call `write` in the thread. Raises the error of a write that has ended."""
+        """Let the thread call `write`. Raises the error of an earlier write that has ended, and so ends the run."""
         while self._writing and self._writing[0].done():
             self._writing.popleft().result()
         self._writing.append(self._writer.submit(write, *args, **kwargs))
@@ -112,52 +119,53 @@ class Batches:
     # -- in the thread -----------------------------------------------------------------------------------------------
 
     def _write_batch(self, batch: Batch) -> None:
-        """Write lengths and times of the samples, then the exact batch: a recorded batch implies the rest.
-
-        A sample whose tokens are all too old has no row: it counts only in the baseline of its group, and the ledger
-        counts it as given up.
-        """
+        """Write lengths and times of the samples, then the exact batch. Keep the samples to show until `commit`."""
         step = batch.step
+        # A sample whose tokens are all too old has no row: it counts only in the baseline of its group, and the ledger
+        # counts it as given up.
         trained = [t for t in batch.trajectories if t.trained_tokens(batch.min_version) > 0]
         self._directory.append_samples(sample_times(t, step) for t in trained)
         if self._count > 0:
-            self._held[step] = self._shown(batch)
+            self._uncommitted[step] = self._shown(batch)
+        # The batch is last: a restart that finds it may rely on the rows.
         if self._keep != "none":
             self._directory.write_batch(batch, keep_all=self._keep == "all")
 
     def _write_shown(self, step: int, seen: Sequence[TrainedSample]) -> None:
-        """Write the readable samples of a committed step.
+        """Write the readable samples of a committed step, with the trainer's values (`seen`).
 
-        If a previous hub process held the batch, it is read from its recording. Without a recording the step has none.
+        If a previous hub process got the batch, it is read from its recording. Without a recording the step has no
+        readable samples.
         """
-        shown = self._held.pop(step, None)
+        shown = self._uncommitted.pop(step, None)
         if shown is None and self._count > 0:
             with suppress(RecordingError):
                 shown = self._shown(recording.read_batch(self._directory.batches, step))
         self._write_readable(step, shown or [], seen)
 
     def _write_rest(self) -> None:
-        """Write samples of steps that were not committed, without the trainer's values.
-
-        A write error is ignored here, since the run ends with an error of its own.
-        """
+        """Write the readable samples of steps that were not committed, without the trainer's values."""
+        # A write error is ignored here: nobody waits for this call, and the run is over.
         with suppress(RunDirectoryError):
-            for step, shown in self._held.items():
+            for step, shown in self._uncommitted.items():
                 self._write_readable(step, shown, ())
 
     def _shown(self, batch: Batch) -> list[_Shown]:
-        """Choose the samples of a batch that are written in readable form, as the trainer ranks choose them."""
-        rewards: dict[int, list[float]] = {}
+        """Choose the samples of a batch that are written in readable form.
+
+        The trainer ranks choose with the same function, so they report values of the same samples.
+        """
+        group_rewards: dict[int, list[float]] = {}
         for one in batch.trajectories:
-            rewards.setdefault(one.task.group_id, []).append(one.reward)
+            group_rewards.setdefault(one.task.group_id, []).append(one.reward)
         places = samples_to_show((one.trained_tokens(batch.min_version) > 0 for one in batch.trajectories), self._count)
         chosen = [(place, batch.trajectories[place]) for place in places]
-        return [_Shown(place, one, rewards[one.task.group_id]) for place, one in chosen]
+        return [_Shown(place, one, group_rewards[one.task.group_id]) for place, one in chosen]
 
     def _write_readable(self, step: int, shown: Sequence[_Shown], seen: Sequence[TrainedSample]) -> None:
         """Write the readable samples of a step, and delete files if all of them together are too large.
 
-        `seen` has the trainer's values, each by the place of its sample in the batch.
+        `seen` has the trainer's values of tokens. Each entry names its sample by the index in the batch.
         """
         if not shown:
             return
@@ -167,6 +175,7 @@ class Batches:
             readable(one, step, texts(one.tokens().tolist()), group_rewards=rewards, seen=seen_at.get(place))
             for place, one, rewards in shown
         )
+        # A resumed run has files already.
         if self._bytes is None:
             files = (samples_of(self._directory, there) for there in sampled_steps(self._directory))
             self._bytes = sum(file.stat().st_size for file in files)

@@ -1,11 +1,11 @@
 """The recording of a run: the exact batch of each step, one file per step, so that the step can be trained again.
 
-`flash.observe.rundir.batches` writes it, `flash replay` and a resumed hub read it. A file is a sequence of records:
-first a `RecordingHead`, then one trajectory per record. It is written under another name and renamed when it is
-complete.
+`flash.observe.rundir.batches` writes it in the recorder's thread. A resumed hub, `flash replay` and `flash rhythm` read
+it. A file is a sequence of records: first a `RecordingHead`, then one `Trajectory` per record. It is written under
+another name and renamed when it is complete.
 
-A record is `length u32, CRC-32 u32, msgpack`, little-endian. The journal (flash.run.journal) has the same
-records.
+A record is stored in a *frame*: its length (u32), its CRC-32 (u32), and the record in msgpack, all little-endian. The
+journal (`flash.run.journal`) has frames of the same form.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from flash.errors import RecordingError
 from flash.types import Batch, BatchSample, Trajectory
 
 HEADER = struct.Struct("<II")
-"""Header of a record: its length in bytes, and its CRC-32."""
+"""Header of a frame: the length of its record in bytes, and the CRC-32 of the record."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 _SUFFIX = ".bin"
 """End of the name of a recording."""
 _WRITE_BYTES = 64 << 10
-"""Bytes of records after which they are written to the file."""
+"""Bytes of frames that `write_batch` collects before it writes them to the file."""
 FORMAT = 3
-"""Version of the records. Since version 2 a task has its sampling settings; since version 3 a trajectory has the tokens
-that could have been sampled at each position."""
+"""Version of the format of recordings. Since version 2 a task has its sampling settings; since version 3 a trajectory
+has the tokens that could have been sampled at each position."""
 _STEP = re.compile(r"step-([0-9]+)")
 """Name of a file or folder of one step, without the end after a dot."""
 
 
 class RecordingHead(msgspec.Struct, frozen=True):
-    """First record of a file. The other records are trajectories."""
+    """First record of a recording. The other records are trajectories, in the order of `Batch.trajectories`."""
 
     step: int
     """Step that trains the batch."""
@@ -49,20 +49,20 @@ class RecordingHead(msgspec.Struct, frozen=True):
     trajectories: int
     """Number of records that follow."""
     earlier: list[BatchSample]
-    """`Batch.earlier` of the batch."""
+    """Samples that earlier steps have trained, of groups that are continued in this batch (`Batch.earlier`)."""
     format: Literal[3]
-    """`FORMAT`. An older Flash must refuse the file: it would assume that each token was sampled from all tokens."""
+    """`FORMAT`. Any other number is refused: the records of another version mean something else."""
     rounds: list[int] = []
-    """`Batch.rounds` of the batch."""
+    """Number of samples of each round of the step; empty if it has one round (`Batch.rounds`)."""
 
 
 def write_batch(folder: Path, batch: Batch) -> None:
-    """Write a batch to the file of its step.
+    """Write a batch to the file of its step in `folder`, the `batches/` of a run directory.
 
-    It is written in parts: encoding all records in one call would block the other threads of the process.
+    When this returns, the file is complete and on disk. `RunDirectory.write_batch` calls it.
 
     Raises:
-        OSError: the folder cannot be written; no file of this step is left then.
+        OSError: the folder cannot be written, or the disk is full. The incomplete file is deleted then.
     """
     file = _file(folder, batch.step)
     aside = file.with_name(file.name + ".tmp")
@@ -71,13 +71,14 @@ def write_batch(folder: Path, batch: Batch) -> None:
             head = RecordingHead(
                 batch.step, batch.min_version, len(batch.trajectories), batch.earlier, FORMAT, batch.rounds
             )
-            frame = bytearray()
+            # One record after the other: encoding them all in one call would block the other threads of the process.
+            frames = bytearray()
             for record in (head, *batch.trajectories):
-                append_frame(frame, record)
-                if len(frame) > _WRITE_BYTES:
-                    out.write(frame)
-                    frame.clear()
-            out.write(frame)
+                append_frame(frames, record)
+                if len(frames) > _WRITE_BYTES:
+                    out.write(frames)
+                    frames.clear()
+            out.write(frames)
             out.flush()
             os.fsync(out.fileno())
         aside.replace(file)
@@ -87,10 +88,13 @@ def write_batch(folder: Path, batch: Batch) -> None:
 
 
 def read_batch(folder: Path, step: int) -> Batch:
-    """Read a batch back.
+    """Return the batch of a step from its file in `folder`, the `batches/` of a run directory.
+
+    The hub calls it for a step that restarted trainer ranks train again, the recorder for readable samples of such a
+    step, and `flash replay` and `flash rhythm` for the step that the user chose.
 
     Raises:
-        RecordingError: it is missing or damaged, or another version of Flash wrote it.
+        RecordingError: the file is missing or damaged, or another version of Flash wrote it.
     """
     file = _file(folder, step)
     try:
@@ -101,7 +105,7 @@ def read_batch(folder: Path, step: int) -> Batch:
             trajectories = [decoder.decode(record) for record in records]
     except OSError as error:
         raise RecordingError(f"cannot read {file}: {error.strerror or error}") from error
-    except (ValueError, StopIteration) as error:
+    except (ValueError, StopIteration) as error:  # `next` raises StopIteration for an empty file
         raise RecordingError(
             f"{file} is damaged, or another version of Flash wrote it: {str(error) or 'it is empty'}; "
             f"step {step} cannot be trained again from it"
@@ -114,25 +118,35 @@ def read_batch(folder: Path, step: int) -> Batch:
 
 
 def step_named(name: str) -> int | None:
-    """Return the step in a name such as `step-000012`; None if the name has another form, so Flash did not make it."""
+    """Return the step in a name such as `step-000012`; None if the name has another form.
+
+    A file of another form in a folder of steps was not written by Flash, and the callers leave it alone.
+    """
     found = _STEP.fullmatch(name)
     return int(found[1]) if found else None
 
 
 def checkpointed(folder: Path) -> list[int]:
-    """Return the versions of all checkpoints, complete or not, in order."""
+    """Return the versions of all checkpoints in `folder`, complete or not, in order.
+
+    Their folders are named like steps. The journal and the recorder keep what the oldest of these checkpoints needs.
+    """
     named = (step_named(entry.name) for entry in folder.glob("*"))
     return sorted(version for version in named if version is not None)
 
 
 def recorded_steps(folder: Path) -> list[int]:
-    """Return the steps whose batches are recorded, in order."""
+    """Return the steps whose batches are recorded in `folder`, in order."""
     named = (step_named(file.stem) for file in folder.glob(f"*{_SUFFIX}"))
     return sorted(step for step in named if step is not None)
 
 
 def forget_before(folder: Path, step: int) -> None:
-    """Delete the batches of the steps before `step`: no checkpoint needs them any more."""
+    """Delete the batches of the steps before `step`.
+
+    `RunDirectory.write_batch` calls this with the version of the oldest checkpoint: a run that is resumed from a
+    checkpoint of version n makes step n first, and so needs no earlier batch.
+    """
     for recorded in recorded_steps(folder):
         if recorded < step:
             _file(folder, recorded).unlink(missing_ok=True)
@@ -143,21 +157,23 @@ def _file(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}{_SUFFIX}"
 
 
-# -- records -----------------------------------------------------------------------------------------------------------
+# -- frames ------------------------------------------------------------------------------------------------------------
 
 
-def append_frame(buffer: bytearray, value: Any) -> None:
-    """Append a record with this value to a buffer."""
-    data = _ENCODER.encode(value)
+def append_frame(buffer: bytearray, record: Any) -> None:
+    """Append a record to a buffer, in a frame. `write_batch` and the journal call this for each record."""
+    data = _ENCODER.encode(record)
     buffer += HEADER.pack(len(data), zlib.crc32(data))
     buffer += data
 
 
 def read_frames(source: BinaryIO) -> Iterator[bytes]:
-    """Yield the content of each record, from the current place to the end of the file.
+    """Yield each record in msgpack, without its header, from the current place to the end of the file.
+
+    `read_batch` and the journal decode the records.
 
     Raises:
-        ValueError: a record is cut off or damaged. The records before it have been yielded.
+        ValueError: a frame is cut off or damaged. The records before it have been yielded.
     """
     while header := source.read(HEADER.size):
         if len(header) < HEADER.size:
@@ -175,14 +191,15 @@ def read_frames(source: BinaryIO) -> Iterator[bytes]:
 
 
 def whole_frame_after(file: Path, start: int) -> bool:
-    """Return True if a whole record begins anywhere after byte `start`.
+    """Return True if a whole frame begins anywhere after byte `start`.
 
-    The journal asks this about a damaged record at `start`. A crash damages only the end of a file. If a whole record
-    follows, the damage has another cause, and records of the run are lost.
+    The journal calls this if the frame at byte `start` is damaged. A crash damages only the end of a file. If a whole
+    frame follows, the damage has another cause, and records of the run are lost.
     """
     size = file.stat().st_size
     if size - start <= HEADER.size:
         return False
+    # The length in the damaged header is no guide to the next frame, so every byte is tried as a start.
     with (
         file.open("rb") as stream,
         mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
@@ -192,7 +209,7 @@ def whole_frame_after(file: Path, start: int) -> bool:
 
 
 def _whole_at(view: memoryview, offset: int, size: int) -> bool:
-    """Return True if a whole record begins at `offset`. `size` is the size of the file in bytes."""
+    """Return True if a whole frame begins at byte `offset` of a file. `view` is its content, `size` its bytes."""
     length, crc = HEADER.unpack_from(view, offset)
     begin = offset + HEADER.size
     # Records are short msgpack arrays and maps, and their first byte says so. This test skips most offsets cheaply.

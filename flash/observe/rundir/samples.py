@@ -1,7 +1,8 @@
 """Readable samples of a run: texts, tokens and values of a few trained samples of each step.
 
-`flash.observe.rundir.batches` makes them with `readable` and writes them with `write_samples`; `flash view` reads them.
-A step has one Arrow file, which any reader of Arrow can open as a table. Columns are read one by one, so a search of
+`flash.observe.rundir.batches` makes them with `readable` and writes them with `write_samples`, in a thread of the
+recorder; `flash view` reads them. `flash sample` also makes them, for transcripts of answers that no step trains. A
+step has one Arrow file, which any reader of Arrow can open as a table. Columns are read one by one, so a search of
 samples does not read their tokens. Files are replaced atomically. If all files together are larger than
 `flash.observe.rundir.batches.MOST_BYTES`, every second file is deleted, so that the rest is spread over the whole run.
 
@@ -35,9 +36,9 @@ saves."""
 COMPRESSED = ipc.IpcWriteOptions(compression="lz4")
 """Options for writing compressed files."""
 TOKENS_AT_ONCE = 8192
-"""Largest number of tokens of samples that are written together. A larger sample is written alone."""
+"""Largest number of tokens of the samples that are made columns together. A larger sample is converted alone."""
 KEPT_AT_LEAST = 2
-"""Smallest number of files that are kept: the first and the last."""
+"""Smallest number of files that `thin_samples` leaves: the first and the last."""
 T = TypeVar("T")
 # The four constants below are the format of a file. Their names are those of the fields of `SampleTurn`,
 # `SampleOutline` and `Sample`.
@@ -87,9 +88,9 @@ class SampleTurn(msgspec.Struct, frozen=True):
     """Turn of a sample in readable form."""
 
     observation: str
-    """Text that the policy was shown."""
+    """Text that the policy was shown before the response."""
     action: str
-    """Text of the response."""
+    """Text of the response that the policy sampled."""
     reward: float
     """Reward that the environment gave for the response."""
     generate_s: float
@@ -113,36 +114,45 @@ class TokenValues(msgspec.Struct, frozen=True):
     """Log-prob with which the engine sampled the token, in nats."""
     logprobs: list[float] = []
     """Log-prob of the token that the trainer computed before its step, in nats. This and the following lists are empty
-    if no trainer reported values, and NaN where `TrainedSample` says so."""
+    if no trainer reported values. In a branch without a trained token, all values are NaN."""
     entropies: list[float] = []
     """Entropy of the trainer's distribution at the token, in nats."""
     advantages: list[float] = []
-    """Advantage with which the trainer multiplied the token's loss."""
+    """Advantage that the objective was given for the token; NaN for a token that is too old to be trained."""
     uses: list[int] = []
-    """`TokenUse` of each token, as an integer."""
+    """Use of each token in the loss, an integer of `flash.types.TokenUse`: 0 trained, 1 clipped, 2 rejected, 3 too old.
+    """
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """Trained sample in readable form."""
+    """Sample in readable form: an episode and, in a run, the use that its step made of it."""
 
     step: int
+    """Step that trained the sample; 0 in `flash sample`."""
     task_id: int
+    """Number of the task that asked for the sample, unique in a run."""
     group_id: int
+    """Number of the group: the samples with the same problem, whose rewards are compared."""
     sample_index: int
+    """Index of the sample's task among the members of its group."""
     seed: int
+    """Seed with which the environment was reset, which chooses the problem."""
     environment: str
     """Name of the environment in a run with several; otherwise empty."""
     outcome: Outcome
+    """`ok` or `truncated`: the environment or a limit ended the episode."""
     reward: float
+    """Reward of the whole episode."""
     turns: list[SampleTurn]
+    """Turns in the order in which the episode played them."""
     tokens: list[str]
     """Text of each token of observations and responses, branch by branch."""
     branches: list[int]
     """Index of the first token of each branch."""
     action_spans: list[Span]
-    """Tokens that the policy sampled: one [start, stop) per turn."""
+    """Positions in `tokens` of the action tokens: one range [start, stop) for each of `turns`."""
     versions: list[VersionRun]
-    """Policy version of the action tokens, run-length encoded in the order of the tokens."""
+    """Policy version of the action tokens, run-length encoded in the order of `tokens`."""
     ages: dict[int, int]
     """Number of action tokens of each age, in versions between sampling and training."""
     values: TokenValues
@@ -158,12 +168,14 @@ def readable(
     group_rewards: Sequence[float] = (),
     seen: TrainedSample | None = None,
 ) -> Sample:
-    """Return the readable form of a trajectory that was trained at `step`.
+    """Return the readable form of a trajectory.
 
     Args:
+        trajectory: the sample, with its tokens as numbers.
+        step: step that trained it, from which the ages of its tokens count.
         tokens: text of each of the trajectory's T tokens.
         group_rewards: rewards of all samples of the group in the batch.
-        seen: the trainer's values of the action tokens; None if there are none.
+        seen: values of the action tokens that the trainer has computed and reported; None if there are none.
     """
     assert len(tokens) == trajectory.length, "one text per token"
     ages: dict[int, int] = {}
@@ -195,8 +207,9 @@ def readable(
 
 
 def _values(trajectory: Trajectory, seen: TrainedSample | None) -> TokenValues:
-    """Return the values of the action tokens. Values of the trainer for another number of tokens are left out."""
+    """Return the values of the action tokens: those of the engine, and those of the trainer if it reported any."""
     sampled = _numbers(trajectory.logprobs)
+    # Values for another number of tokens cannot be assigned to the tokens. `uses` has one byte for each token.
     if seen is None or len(seen.uses) != len(sampled):
         return TokenValues(sampled)
     logprobs, entropies, advantages = map(_numbers, (seen.logprobs, seen.entropies, seen.advantages))
@@ -204,12 +217,12 @@ def _values(trajectory: Trajectory, seen: TrainedSample | None) -> TokenValues:
 
 
 def _numbers(values: bytes) -> list[float]:
-    """Decode float32 values from their bytes."""
+    """Return the numbers that bytes hold as little-endian float32."""
     return np.frombuffer(values, dtype="<f4").tolist()
 
 
 class SampleOutline(msgspec.Struct, frozen=True):
-    """Readable sample without its tokens, for lists and searches."""
+    """Readable sample without its tokens, for lists and searches. The fields mean what they mean in `Sample`."""
 
     step: int
     group_id: int
@@ -224,7 +237,8 @@ class SampleOutline(msgspec.Struct, frozen=True):
 def write_samples(directory: RunDirectory, step: int, samples: Iterable[Sample]) -> Path:
     """Write the readable samples of a step, and return the file. A step that is made again replaces its file.
 
-    `samples` should be a generator: freeing many samples at once would block other threads.
+    `flash.observe.rundir.batches` calls this after the step is committed, or at the end of the run. `samples` should be
+    a generator: freeing many samples at once would block other threads.
 
     Raises:
         RunDirectoryError: the disk is full, or the folder cannot be written.
@@ -243,8 +257,10 @@ def write_samples(directory: RunDirectory, step: int, samples: Iterable[Sample])
 def read_samples(directory: RunDirectory, step: int, group_id: int | None = None) -> list[Sample]:
     """Return the readable samples of a step, or of one group of it; empty if the file is missing or damaged.
 
+    `group_id` None means all groups. `flash view` calls this to show a sample or a group.
+
     Raises:
-        RunDirectoryError: the file may not be read.
+        RunDirectoryError: this user has no permission to read the file.
     """
     rows = _read(samples_of(directory, step), SCHEMA.names, group_id)
     return [found for row in rows if (found := _sample(row)) is not None]
@@ -253,8 +269,10 @@ def read_samples(directory: RunDirectory, step: int, group_id: int | None = None
 def read_outlines(directory: RunDirectory, step: int) -> list[SampleOutline]:
     """Return the readable samples of a step without their tokens; empty if the file is missing or damaged.
 
+    `flash view` calls this for its list of samples, and for a search.
+
     Raises:
-        RunDirectoryError: the file may not be read.
+        RunDirectoryError: this user has no permission to read the file.
     """
     rows = _read(samples_of(directory, step), list(SampleOutline.__struct_fields__))
     return [found for row in rows if (found := _converted(row, SampleOutline)) is not None]
@@ -272,9 +290,10 @@ def sampled_steps(directory: RunDirectory) -> list[int]:
 
 
 def thin_samples(directory: RunDirectory, most_bytes: int) -> int:
-    """Delete every second file until the rest has at most `most_bytes`, and return the bytes of the rest.
+    """Delete every second file, again and again, until the other files have at most `most_bytes` together.
 
-    The first and the last file are always kept.
+    Returns the bytes of the files that are left. The first and the last file are always kept, also if they are larger.
+    `flash.observe.rundir.batches` calls this when the files have become too large.
 
     Raises:
         RunDirectoryError: a file cannot be deleted.
@@ -282,18 +301,19 @@ def thin_samples(directory: RunDirectory, most_bytes: int) -> int:
     files = [samples_of(directory, step) for step in sampled_steps(directory)]
     sizes = {file: file.stat().st_size for file in files}
     while sum(sizes[file] for file in files) > most_bytes and len(files) > KEPT_AT_LEAST:
-        gone = files[1:-1:2]
+        deleted = files[1:-1:2]
         with writing(directory.trajectories):
-            for file in gone:
+            for file in deleted:
                 file.unlink(missing_ok=True)
-        files = [file for file in files if file not in set(gone)]
+        files = [file for file in files if file not in set(deleted)]
     return sum(sizes[file] for file in files)
 
 
 def _parts(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
-    """Divide samples into parts that are written together.
+    """Divide samples into parts, each of which `write_samples` makes a record batch of Arrow.
 
-    Parts are small, because making a column of a part blocks other threads.
+    Parts are small (TOKENS_AT_ONCE), because making a column of a part blocks other threads. Without samples there is
+    one empty part.
     """
     part, tokens = list[Sample](), 0
     for sample in samples:
@@ -306,12 +326,15 @@ def _parts(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
 
 
 def _column(samples: Sequence[Sample], name: str, kind: pa.DataType) -> pa.Array:
-    """Return a column of the file with one cell for each sample."""
+    """Return the column `name` of the file, with one cell of the Arrow type `kind` for each sample."""
     return pa.array([_cell(sample, name) for sample in samples], kind)
 
 
 def _cell(sample: Sample, name: str) -> Any:
-    """Return the value of a sample in a column, in a form that Arrow can convert."""
+    """Return the value of a sample in the column `name`, in a form that Arrow can convert.
+
+    Arrow converts neither enums nor structs. It wants a map as pairs, and a struct as a dict.
+    """
     match name:
         case "outcome":
             return str(sample.outcome)
@@ -328,7 +351,11 @@ def _cell(sample: Sample, name: str) -> Any:
 
 
 def _read(file: Path, columns: Sequence[str], group_id: int | None = None) -> list[dict[str, Any]]:
-    """Return the rows of these columns; empty if the file is missing, damaged, or of another version of Flash."""
+    """Return the rows of a file of samples, with these columns only.
+
+    `group_id` chooses the rows of one group; None means all. The result is empty if the file is missing, damaged, or of
+    another version of Flash. Raises RunDirectoryError if this user has no permission to read it.
+    """
     if not file.is_file():
         return []
     options = ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index(name) for name in columns])
@@ -346,15 +373,17 @@ def _read(file: Path, columns: Sequence[str], group_id: int | None = None) -> li
 
 
 def _sample(row: dict[str, Any]) -> Sample | None:
-    """Return the sample of a row of the file; None if the row does not have the form of one."""
+    """Return the sample of a row of the file; None if the row does not have the form of one. Changes `row`."""
+    # In the file, the values of tokens are columns of their own.
     row["values"] = {name: row.get(name) for name in TokenValues.__struct_fields__}
+    # `Span` and `VersionRun` are encoded as arrays (`array_like`), so msgspec expects tuples and no dicts.
     for name in ("action_spans", "versions"):
         row[name] = [tuple(one.values()) for one in row.get(name) or ()]
     return _converted(row, Sample)
 
 
 def _converted(row: dict[str, Any], kind: type[T]) -> T | None:
-    """Convert a row to a struct; None if it does not have that form."""
+    """Return a row as a struct of type `kind`; None if it does not have that form, as in a damaged file."""
     try:
         return msgspec.convert(row, kind)
     except msgspec.ValidationError:

@@ -29,7 +29,7 @@ STOPPED_S = 0.5
 class ReceiverError(Exception):
     """A receiver has failed. The message completes a sentence that begins with the receiver's name.
 
-    A `Receiver` raises it, and `Feed` makes a warning of it. The warning about any other error also has the error's type.
+    A `Receiver` raises it, and `Feed` makes a warning of it. The warning about any other error names the error's type.
     """
 
 
