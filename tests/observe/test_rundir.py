@@ -111,6 +111,13 @@ def test_each_incarnation_sets_its_rows_aside_in_its_own_folder(directory: RunDi
     assert [row["incarnation"] for row in directory.read_earlier_metrics()] == [0, 0, 0, 1, 1, 2]
 
 
+def test_a_folder_that_somebody_has_put_into_earlier_does_not_stop_a_resume(directory: RunDirectory) -> None:
+    (directory.earlier / "001 copy").mkdir(parents=True)
+    directory.append_metrics(metrics_row(0))
+    resumed = RunDirectory.open(directory.path, "", resume_at=0)
+    assert [row["step"] for row in lines(resumed.earlier / "001" / "metrics.jsonl")] == [0]
+
+
 def test_a_resume_with_nothing_to_undo_sets_nothing_aside(directory: RunDirectory) -> None:
     directory.append_metrics(metrics_row(0))
     resumed = RunDirectory.open(directory.path, "", resume_at=1)

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 Row = Mapping[str, Any]
+"""Content of one line of `metrics.jsonl` or `evals.jsonl`, or of `ledger.json`: numbers by their names."""
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ FACTS = (
 
 
 def open_regular_file(path: Path) -> BufferedReader:
-    """Open a regular file for reading. The plain `open` would block at a pipe; this function raises.
+    """Return a regular file, opened for reading. The plain `open` would block at a pipe; this function raises.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -89,13 +90,13 @@ def open_regular_file(path: Path) -> BufferedReader:
 class Followed(Generic[T]):
     """Rows of a growing file, for `flash watch`, `flash view` and trackers, which read while the run writes.
 
-    `read` takes in the lines that were appended since the last call.
-
-    A line is taken once it is complete. If the file was replaced or cut, as a resumed run does, `rows` starts again
-    from the beginning of the file, and `restarts` increases.
+    Each call of `read` adds the lines that were appended since the last call, as far as they are complete. If the file
+    was replaced or cut, as a resumed run does, `rows` starts again from the beginning of the file, and `restarts`
+    increases.
     """
 
     def __init__(self, path: Path, kind: type[T]) -> None:
+        """Prepare to read rows of type `kind` from the file `path`, which need not exist yet."""
         self._path = path
         self._decoder = msgspec.json.Decoder(kind)
         self._file: tuple[int, int] | None = None
@@ -105,29 +106,33 @@ class Followed(Generic[T]):
         self.rows: list[T] = []
         """Rows so far. A line that is no row is left out."""
         self.restarts = 0
-        """Number of times that the rows started again."""
+        """Number of times that `rows` started again. A caller that has used some rows must then forget them."""
 
     def read(self) -> None:
         """Add the appended rows to `rows`. Raises RunDirectoryError if the file cannot be read."""
         try:
             with open_regular_file(self._path) as file:
                 status = os.fstat(file.fileno())
-                self._begin((status.st_dev, status.st_ino), status.st_size)
+                self._forget_replaced((status.st_dev, status.st_ino), status.st_size)
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
-            self._begin(None, 0)
+            self._forget_replaced(None, 0)
             return
         except OSError as error:
             raise RunDirectoryError(f"cannot read {self._path}: {error.strerror or error}") from error
+        # A line without its end is read again by the next call.
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         for line in whole.splitlines():
             with suppress(*NO_ROW):
                 self.rows.append(self._decoder.decode(line))
 
-    def _begin(self, file: tuple[int, int] | None, size: int) -> None:
-        """Forget all rows if this is another file than before, or if it is shorter than the part that was read."""
+    def _forget_replaced(self, file: tuple[int, int] | None, size: int) -> None:
+        """Forget all rows if this is another file than before, or if it is shorter than the part that was read.
+
+        `file` is the device and inode of the file that `read` has found, None if there is none; `size` is its bytes.
+        """
         if file != self._file or size < self._offset:
             if self._file is not None:
                 self.restarts += 1
@@ -160,19 +165,25 @@ class SampleTimes(msgspec.Struct, frozen=True):
     step: int
     """Step that trained the sample."""
     group_id: int
+    """Number of the group: the samples with the same problem, whose rewards are compared."""
     reward: float
     turns: list[TurnTimes]
+    """Responses in the order in which the episode played them."""
 
 
 def sample_times(trajectory: Trajectory, step: int) -> SampleTimes:
-    """Return lengths and times of a trajectory that was trained at `step`."""
+    """Return lengths and times of a trajectory that was trained at `step`.
+
+    `flash.observe.rundir.batches` calls this for each sample of a batch, and appends the result to `samples.jsonl`.
+    """
     spans = spans_by_turn(trajectory)
     oldest = _oldest_versions(trajectory)
+    # The spans of a trajectory with branches are ordered by branch, and its turns by time. Order the versions by turn.
     if spans is not trajectory.action_spans:
         of_span = dict(zip(trajectory.action_spans, oldest, strict=True))
         oldest = [of_span[span] for span in spans]
     turns: list[TurnTimes] = []
-    ends = list(trajectory.branches)
+    ends = list(trajectory.branches)  # of each branch: the end of its tokens so far, at first its first token
     for span, turn, version in zip(spans, trajectory.turns, oldest, strict=True):
         observed, sampled = span.start - ends[turn.branch], span.stop - span.start
         turns.append(TurnTimes(observed, sampled, turn.start, turn.generate_s, turn.env_s, version, turn.branch))
@@ -186,18 +197,18 @@ def _oldest_versions(trajectory: Trajectory) -> list[int]:
     `trajectory.versions` is run-length encoded over all action tokens, so a run may reach over several spans.
     """
     runs, left, version = iter(trajectory.versions), 0, 0
-    found: list[int] = []
+    oldest: list[int] = []
     for span in trajectory.action_spans:
-        wanted, seen = span.stop - span.start, list[int]()
+        wanted, versions = span.stop - span.start, list[int]()
         while wanted > 0:
             if left == 0:
                 run = next(runs)
                 left, version = run.count, run.version
-            seen.append(version)
+            versions.append(version)
             taken = min(wanted, left)
             wanted, left = wanted - taken, left - taken
-        found.append(min(seen, default=-1))
-    return found
+        oldest.append(min(versions, default=-1))
+    return oldest
 
 
 class HubNumbers:
@@ -212,7 +223,8 @@ class HubNumbers:
     def begin(self) -> int:
         """Return the number of the hub that starts now, higher than that of all earlier hubs.
 
-        The number is in the file before this returns, so that no two hubs can ever have the same one.
+        The process of the hub calls this once, when it starts. The number is in the file before this returns, so that
+        no two hubs can ever have the same one.
 
         Raises:
             RunDirectoryError: the file cannot be read or written.
@@ -245,19 +257,19 @@ class AppendedFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._held: int | None = None
-        """Descriptor of the file; None before the first append."""
+        self._descriptor: int | None = None
+        """Descriptor of the file, open for reading only; None before the first append."""
         self._end = 0
         """Size of the file after the last append, in bytes."""
 
     def append(self, rows: Iterable[Any]) -> None:
-        """Append whole lines with one write, so that a killed process cuts off at most the last line.
+        """Append each row as a line of JSON, all with one write: a killed process cuts off at most the last line.
 
-        If the disk takes only a part of them, the file is cut back to its old end: a later line behind a cut-off one
-        would be lost with it.
+        Raises:
+            RunDirectoryError: the file cannot be written, for example because the disk is full.
         """
         data = _lines(rows)
-        self._check()
+        self._restore()
         # The file is unbuffered. Otherwise closing it after an error would write the rest, which would fail again.
         with writing(self._path), self._path.open("ab", buffering=0) as file:
             end = file.tell()
@@ -267,23 +279,27 @@ class AppendedFile:
                     while done < len(view):
                         done += file.write(view[done:])
             except OSError:
+                # Cut the file back to its old end: a later line behind a cut-off one would be lost with it.
                 with suppress(OSError):
                     file.truncate(end)
                 raise
             self._end = end + len(data)
-            if self._held is None:
-                self._hold()
+            if self._descriptor is None:
+                self._open_descriptor()
 
-    def _hold(self) -> None:
+    def _open_descriptor(self) -> None:
         """Open the descriptor that keeps a deleted file readable. It is closed with this object."""
-        self._held = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        self._finalizer = weakref.finalize(self, os.close, self._held)
+        self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        self._finalizer = weakref.finalize(self, os.close, self._descriptor)
 
-    def _check(self) -> None:
-        """Warn if somebody has changed the file since the last append. Put it back if it was deleted or replaced."""
-        if self._held is None:
+    def _restore(self) -> None:
+        """Write the file again if somebody has deleted or replaced it since the last append, and log a warning.
+
+        A file that somebody has cut cannot be restored: then this only logs a warning.
+        """
+        if self._descriptor is None:
             return  # Nothing was appended yet.
-        ours = os.fstat(self._held)
+        ours = os.fstat(self._descriptor)
         try:
             found = self._path.stat()
         except OSError:
@@ -296,7 +312,7 @@ class AppendedFile:
                 )
             return
         with writing(self._path):
-            with open(self._held, "rb", closefd=False) as file:
+            with open(self._descriptor, "rb", closefd=False) as file:
                 file.seek(0)
                 rows = file.read()
             kept = ""
@@ -305,8 +321,8 @@ class AppendedFile:
                 self._path.replace(aside)
                 kept = f"; the other file is now {aside.name}"
         write_atomically(self._path, rows)
-        self._finalizer()
-        self._hold()
+        self._finalizer()  # closes the descriptor of the deleted file
+        self._open_descriptor()
         _log.warning("%s was deleted or replaced while the run wrote it: its rows are put back%s", self._path, kept)
 
 
@@ -339,11 +355,11 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path, config_text: str, resume_at: int | None = None) -> RunDirectory:
-        """Create the folders, write the resolved configuration, and move the files of earlier steps or runs away.
+        """Prepare the directory of a run that begins or is resumed, and return it. The recorder calls this first.
 
-        `resume_at` is the version that a resumed run goes on from. Rows of later steps move to `earlier/`, because the
-        run makes these steps again. None starts a new run: the directory of an earlier run of this name is renamed to
-        `<name>.1`, `<name>.2`, …
+        Creates the folders and writes the resolved configuration, `config_text`. `resume_at` is the version that a
+        resumed run goes on from. Rows of later steps move to `earlier/`, because the run makes these steps again. None
+        starts a new run: the directory of an earlier run of this name is renamed to `<name>.1`, `<name>.2`, …
         """
         directory = cls(path)
         with writing(path, "check that run.output_dir names a folder you may write to"):
@@ -373,7 +389,7 @@ class RunDirectory:
         self._appended[self.samples].append(samples)
 
     def write_batch(self, batch: Batch, *, keep_all: bool) -> None:
-        """Write the batch of a step. Unless `keep_all`, delete the batches from before the oldest checkpoint."""
+        """Write the exact batch of a step. Unless `keep_all`, delete the batches from before the oldest checkpoint."""
         with writing(self.batches):
             recording.write_batch(self.batches, batch)
             if not keep_all and (versions := recording.checkpointed(self.checkpoints)):
@@ -415,7 +431,8 @@ class RunDirectory:
         version than `resume_at` sampled for it. Spans stay, because they are about times and not about steps. The
         summary moves, because the run goes on.
         """
-        used = [int(entry.name) for entry in self.earlier.glob("[0-9]*")]
+        # Each resume that moves files has its own folder. Somebody may have put others beside them, such as `001 copy`.
+        used = [int(entry.name) for entry in self.earlier.glob("[0-9]*") if entry.name.isdecimal()]
         aside = self.earlier / f"{max(used, default=0) + 1:03d}"
         _split(self.metrics, aside, dict[str, Any], lambda row: row.get("step", 0) < resume_at)
         _split(self.evals, aside, dict[str, Any], lambda row: row.get("version_max", row.get("step", 0)) <= resume_at)
@@ -456,16 +473,19 @@ class RunDirectory:
 
 
 def _set_aside(path: Path) -> None:
-    """Rename a directory to `<name>.N`, with the smallest number that is free."""
+    """Rename the directory of an earlier run, if there is one, to `<name>.N`, with the smallest number that is free."""
     if path.exists():
         number = next(n for n in itertools.count(1) if not path.with_name(f"{path.name}.{n}").exists())
         path.rename(path.with_name(f"{path.name}.{number}"))
 
 
 def write_atomically(path: Path, data: Buffer, *, durably: bool = True) -> None:
-    """Replace a file atomically: readers see the old content or the new one, also after a crash.
+    """Replace the content of a file atomically: readers see the old content or the new one, also after a crash.
 
     Without `durably` the file may be empty after a power failure. Use that for files that nothing is resumed from.
+
+    Raises:
+        RunDirectoryError: the file cannot be written. It has its old content then.
     """
     aside = path.with_name(path.name + ".tmp")
     with writing(path):
@@ -512,10 +532,10 @@ def _pretty(value: Any) -> bytes:
 
 
 def _whole_lines(path: Path, kind: type[T]) -> Iterator[tuple[bytes, T]]:
-    """Yield each line that is a row of this kind, with the row.
+    """Yield each line that is a row of type `kind`, with the row. A missing file has no lines.
 
-    A crash may have cut off the end of the file. Other lines that are no such row are skipped, and their number is
-    logged.
+    A last line without its end was cut off by a crash, and is left out. Other lines that are no such row are skipped,
+    and their number is logged. Raises RunDirectoryError if the file cannot be read.
     """
     decoder = msgspec.json.Decoder(kind)
     try:
@@ -537,21 +557,26 @@ def _whole_lines(path: Path, kind: type[T]) -> Iterator[tuple[bytes, T]]:
 
 
 def read_rows(path: Path, kind: type[T]) -> list[T]:
-    """Return the rows of a file. `kind` may have fewer fields than the rows."""
+    """Return the rows of a file; empty if there is no file. `kind` may have fewer fields than the rows.
+
+    Raises RunDirectoryError if the file cannot be read.
+    """
     return [row for _, row in _whole_lines(path, kind)]
 
 
 def _split(path: Path, aside: Path, kind: type[T], stays: Callable[[T], bool]) -> None:
-    """Remove the rows for which `stays` is False from a file, after writing them to a file in `aside`.
+    """Move the rows for which `stays` is False from the file `path` to a file of its name in the folder `aside`.
 
-    Lines that are no row of this kind are removed too. In this order a crash in between loses no row.
+    Lines that are no row of type `kind` are removed from the file.
     """
     kept: list[bytes] = []
-    cut: list[bytes] = []
+    moved: list[bytes] = []
     for line, row in _whole_lines(path, kind):
-        (kept if stays(row) else cut).append(line)
-    if cut:
+        (kept if stays(row) else moved).append(line)
+    # In this order a crash in between loses no row.
+    if moved:
         aside.mkdir(parents=True, exist_ok=True)
-        write_atomically(aside / path.name, b"".join(cut))
+        write_atomically(aside / path.name, b"".join(moved))
+    # The sizes are equal if no line was moved and none was damaged.
     if path.exists() and path.stat().st_size != sum(map(len, kept)):
         write_atomically(path, b"".join(kept))

@@ -2,6 +2,9 @@
 
 `flash.observe.recorder.write_summary` computes it when a run has ended. `number` and `by_step`, which read numbers and
 steps from rows, are used by everything that reads rows.
+
+A *row* is a line of `metrics.jsonl`, one for each step, or of `evals.jsonl`, one for each evaluation on held-out
+problems: numbers by the names of their columns (`flash.observe.columns`).
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from flash.config.tree import Config
 Row = Mapping[str, Any]
 
 DOMAIN = re.compile(r"domain/(.+)/(?:reward|share)")
-"""Column names that contain the name of a domain: a kind of problems with a share of the trained groups of its own."""
+"""Column names that contain the name of a domain (the group): a kind of problems that has its own share of the trained
+groups of samples."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +53,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: float | None
     """Generated tokens per second of the time in which steps were made."""
     async_ratio: float
+    """`train.async_ratio` of the configuration, as are `seed`, `model` and `objective`."""
     trainer_wait_share: float | None
     """Share of the trainer's time spent waiting for batches."""
     engine_idle_share: float | None
@@ -65,7 +70,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Number of times that an engine died and was started again."""
     seed: int
     model: str
+    """Folder or hub id of the model that the run began with."""
     objective: str
+    """Name of the loss."""
     canary_error: float | None
     """Largest mean difference in nats between an engine's log-probs and the trainer's, after a swap of weights."""
     error: str = ""
@@ -88,7 +95,8 @@ def summarise(
         config: configuration of the run.
         metrics: rows of the steps.
         evaluations: rows of the evaluations.
-        undone: rows of steps that a resumed run made again, and restarts that no row has. Only their restarts count.
+        undone: rows of steps that a resumed run made again, and restarts after the last step. Only their numbers of
+            restarts count, since all their other numbers are in `metrics` or were undone.
         ledger: totals of the ledger, which counts the fate of each sample and token.
         restarts: number of restarts of the hub.
         error: message of the error that ended the run; empty if none did.
@@ -129,27 +137,37 @@ def _whole(row: Row, key: str) -> int | None:
     return None if (value := number(row, key)) is None else int(value)
 
 
-def _counted(name: str, *rows: Sequence[Row]) -> int:
-    """Return the sum of a column over several sequences of rows."""
-    return int(sum(number(row, name) or 0 for some in rows for row in some))
+def _counted(name: str, *sequences: Sequence[Row]) -> int:
+    """Return the sum of the column `name` over all rows of several sequences. Rows without it count as 0."""
+    return int(sum(number(row, name) or 0 for rows in sequences for row in rows))
 
 
 def _stale_share(ledger: Row) -> float | None:
-    """Return the share of the tokens that were too old to be trained; None if no token was trained or too old."""
+    """Return the share of the response tokens that were too old to be trained, among these and the trained ones.
+
+    None if no token was trained or too old.
+    """
     stale = number(ledger, "discarded_tokens_stale") or 0
     known = stale + (number(ledger, "trained_tokens") or 0)
     return stale / known if known else None
 
 
 def domains_of(*rows: Mapping[str, Any]) -> list[str]:
-    """Return the names of the domains in these rows, in alphabetical order."""
+    """Return the names of the domains that these rows have columns of, in alphabetical order.
+
+    The terminal shows the reward of each.
+    """
     found = {match[1] for row in rows for key in row if (match := DOMAIN.fullmatch(key)) is not None}
     return sorted(found)
 
 
 def number(row: Row, key: str) -> float | None:
-    """Return the finite number under `key`, or None. An integer that is too large for a float counts as not finite."""
+    """Return the finite number under `key`; None if the row has none.
+
+    A row may have been read from a file that people or other programs have changed, so its values may be anything.
+    """
     value = row.get(key)
+    # The comparison is False for NaN and infinities, and for integers that are too large to become a float.
     return value if isinstance(value, (int, float)) and abs(value) <= sys.float_info.max else None
 
 
@@ -160,7 +178,10 @@ def by_step(rows: Sequence[Row]) -> list[Row]:
 
 
 def _step_seconds(row: Row) -> float:
-    """Return the wall seconds of a step: recorded, or computed from its tokens and rate; 0 if unknown."""
+    """Return the seconds from the end of the step before to the end of this row's step; 0 if unknown.
+
+    A row without `interval_s` gets them from its tokens and their rate.
+    """
     if (seconds := number(row, "interval_s")) is not None:
         return seconds
     tokens, rate = number(row, "tokens"), number(row, "tokens_per_second")
@@ -168,7 +189,7 @@ def _step_seconds(row: Row) -> float:
 
 
 def _over_time(metrics: Sequence[Row], key: str) -> float | None:
-    """Return the mean of a rate or share, weighted by the steps' seconds; None if it was not measured.
+    """Return the mean of the column `key`, a rate or a share, weighted by the steps' seconds; None if not measured.
 
     Times without a step, such as start-up, restarts and the last evaluation, do not lower it.
     """
@@ -178,7 +199,7 @@ def _over_time(metrics: Sequence[Row], key: str) -> float | None:
 
 
 def _wait_share(metrics: Sequence[Row]) -> float | None:
-    """Return the share of the time from step to step in which the trainer waited, over all rows; None if unknown."""
+    """Return the share of all steps' seconds in which the trainer waited for a batch; None if no row has both."""
     known = [
         (wait, seconds)
         for row in metrics
