@@ -2,8 +2,9 @@
 
 `envs.agent` makes the application once for each node and serves it with `flash.http`. An agent, whose code is not part
 of Flash, sends it the requests that it would send to OpenAI. Each request has the key of its episode as bearer token.
-The application finds the episode's session by the key and makes a `Call` there. The environment of the episode takes
-the call, lets the policy sample, and answers it.
+The application finds the episode's *session* (`sessions.EpisodeSession`) by the key and makes a `Call` there, for each
+answer that the request wants. The environment of the episode takes the call, lets the policy sample, and answers it.
+Each endpoint is a coroutine that Starlette runs for one request; it returns the HTTP response.
 
 The body of a request without a valid key is not read. `flash.http` bounds the number of connections, and how slowly
 clients may send requests and read answers. `fields.ApiError` is the response to a request that is refused.
@@ -43,14 +44,16 @@ RETRIES = "x-stainless-retry-count"
 """Header in which OpenAI's clients send how often they have sent a request before."""
 
 _T = TypeVar("_T")
-_Handler = Callable[[Request, EpisodeSession], Awaitable[Response]]
+_Endpoint = Callable[[Request, EpisodeSession], Awaitable[Response]]
+"""Function that answers the requests for one URL. It also gets the session of the request's key."""
 
 
 class AnswerFormat(Protocol):
     """An encoder of the answers to one request, in the format of one API: as one body, or as server-sent events.
 
-    Events of a stream, for each answer, counted from 0: `begin`, any number of `piece`, then `finish`. The last call is
-    `end`, or `fail` if an answer cannot be finished.
+    For one body, `_answered` calls `body`. For a stream, `_events` calls for each answer, counted from 0 (`index`):
+    `begin`, `piece` any number of times, then `finish`. The last call is `end`, or `fail` if an answer cannot be
+    finished.
     """
 
     def body(self, answers: Sequence[PolicyAnswer]) -> bytes:
@@ -79,14 +82,15 @@ class AnswerFormat(Protocol):
 
 
 def make_app(sessions: EpisodeSessions) -> Starlette:
-    """Return the ASGI application that serves the sessions of a node."""
+    """Return the ASGI application that serves the sessions of a node. `envs.agent` calls this once for each node."""
 
-    def with_session(handler: _Handler) -> Callable[[Request], Awaitable[Response]]:
-        """Return an endpoint that finds the session of a request's key, and answers every refusal as the API does."""
+    def with_session(endpoint: _Endpoint) -> Callable[[Request], Awaitable[Response]]:
+        """Return `endpoint` for Starlette: it finds the session of a request's key, and answers a refusal as the API
+        does."""
 
         async def handle(request: Request) -> Response:
             try:
-                return await handler(request, _session(sessions, request))
+                return await endpoint(request, _session(sessions, request))
             except ApiError as error:
                 return _error_response(error)
             except HTTPException as error:
@@ -113,7 +117,10 @@ def make_app(sessions: EpisodeSessions) -> Starlette:
 
 
 def _session(sessions: EpisodeSessions, request: Request) -> EpisodeSession:
-    """Return the session of the key in a request's `Authorization` header. Raises ApiError if there is none."""
+    """Return the session of the key in a request's `Authorization` header. Raises ApiError if there is none.
+
+    This runs before the body is read, for each request.
+    """
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     session = sessions.of_key(key.strip() if scheme.lower() == "bearer" else "")
     # This marks the connection as one with a valid token: without it, the server may end the connection at any time to
@@ -126,11 +133,11 @@ def _session(sessions: EpisodeSessions, request: Request) -> EpisodeSession:
 
 
 async def _chat(request: Request, session: EpisodeSession) -> Response:
-    """Answer a request for chat completions. Nothing is kept for later requests: each sends the whole conversation."""
+    """Answer a request for chat completions."""
     agent_request = await _read(request, chat.read)
 
     def keep_nothing(answer: PolicyAnswer, name: str) -> None:
-        """Do nothing."""
+        """Do nothing, since later requests of this API refer to no answer: each sends the whole conversation."""
 
     def format_for(name: str) -> AnswerFormat:
         return chat.ChatFormat(name, with_usage=agent_request.with_usage)
@@ -171,6 +178,7 @@ class _OwnReward(msgspec.Struct):
     """Body of a request with which an agent ends its episode."""
 
     reward: float
+    """Reward that the agent gives itself."""
 
 
 _own_reward = msgspec.json.Decoder(_OwnReward)
@@ -210,8 +218,8 @@ async def _answered(
         session: the session of its episode.
         agent_request: the decoded body.
         format_for: returns the format of the answers, given the name of the first call.
-        keep: called with each answer, and the name of the first call, before the client has all of the answer. So the
-            client's next request can refer to the answer.
+        keep: keeps an answer for later requests. It is called with each answer, and the name of the first call, before
+            the client has all of the answer. So the client's next request can refer to it.
 
     Raises:
         ApiError: the request is refused, or the episode ends before the answer has begun.
@@ -220,8 +228,10 @@ async def _answered(
     key, retries = request.headers.get("idempotency-key") or None, request.headers.get(RETRIES)
     retry = None if retries is None else retries != "0"
     calls: list[Call] = []
+    # Each call counts this request as a waiting one until the block or the stream ends (`Call.waited_for`).
     with ExitStack() as waits:
         for one in agent_request.each():
+            # The answers to one request have different keys, since equal keys would make them one call.
             calls.append(session.call(one, key and f"{key} {one.choice}", retry=retry))
             waits.enter_context(calls[-1].waited_for())
             # A request may ask for many answers to a long conversation: other requests run in between.
@@ -244,27 +254,30 @@ async def _answered(
 async def _while_connected(request: Request, wait: Callable[[], Awaitable[object]]) -> None:
     """Run `wait` until it returns. Raises ClientDisconnect, and cancels `wait`, if the client leaves before."""
 
-    async def watch(scope: anyio.CancelScope) -> None:
+    async def cancel_at_disconnect(scope: anyio.CancelScope) -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
         scope.cancel()
 
     async with unwrapped_group() as group:
-        group.start_soon(watch, group.cancel_scope)
+        group.start_soon(cancel_at_disconnect, group.cancel_scope)
         await wait()
         group.cancel_scope.cancel()
         return
+    # This line is reached only if the group was cancelled while `wait` ran: the client has left.
     raise ClientDisconnect
 
 
 class EventStream(StreamingResponse):
     """An HTTP response that streams the answers to one request as server-sent events, while they are sampled.
 
+    `_answered` returns it, and Starlette then calls it to send it.
+
     Args:
         calls: one call for each answer. The first has a piece or an outcome already.
         events: format of the events.
         keep: called with each answer before its end is sent.
-        waits: closed when the stream has ended or the client has left.
+        waits: the counts of this request as a waiting one, ended when the stream has ended or the client has left.
     """
 
     media_type = "text/event-stream"
@@ -286,7 +299,10 @@ class EventStream(StreamingResponse):
 async def _events(
     calls: Sequence[Call], events: AnswerFormat, keep: Callable[[PolicyAnswer], None]
 ) -> AsyncGenerator[bytes]:
-    """Yield the encoded events of all answers, one answer after the other. Waits for the pieces of each call."""
+    """Yield the encoded events of all answers, one answer after the other. Waits for the pieces of each call.
+
+    The arguments are those of `EventStream`.
+    """
     answers: list[PolicyAnswer] = []
     try:
         for index, call in enumerate(calls):
@@ -307,10 +323,16 @@ async def _events(
 
 
 async def _read(request: Request, read: Callable[[bytes], _T]) -> _T:
-    """Read the body of a request and decode it with `read`, in a thread if it is long. Raises ApiError."""
+    """Return the body of a request, decoded with `read`, in a thread if it is long.
+
+    Raises:
+        ApiError: `read` refuses the body, or it is compressed.
+        HTTPException: the body is too large.
+    """
     body = await _body(request)
     if len(body) <= READ_BYTES:
         return read(body)
+    # If the client leaves, the request ends at once, and the thread ends by itself: it only computes.
     limiter = request.app.state.reading
     return await anyio.to_thread.run_sync(read, body, abandon_on_cancel=True, limiter=limiter)
 
@@ -333,7 +355,10 @@ def _error_response(error: ApiError) -> Response:
 
 
 async def _unknown_url(request: Request, error: Exception) -> Response:
-    """Return an error that Starlette raises before an endpoint runs, such as an unknown path, as the API does."""
+    """Return the response to a request whose path or method no endpoint has, in the form of the API's errors.
+
+    Starlette calls this with the error that it raised when it looked for the endpoint.
+    """
     assert isinstance(error, HTTPException)
     place = f"{request.method} {request.url.path[:200]}"
     if error.status_code == 405:
@@ -342,5 +367,6 @@ async def _unknown_url(request: Request, error: Exception) -> Response:
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    """Return the response to a request that failed by a bug of Flash. The server logs the traceback."""
+    """Return the response to a request that failed by a bug of Flash. Starlette calls this, and raises the error again,
+    so that the server logs the traceback."""
     return _error_response(ApiError(500, f"The service failed: {type(error).__name__}.", "internal_error"))

@@ -4,6 +4,9 @@
 of the routes below /v1/models. `AgentRequest` and `PolicyAnswer` are the requests and answers of all three APIs.
 `flash sft` reads the messages of its rows with `messages_of`.
 
+A *call* is either a `sessions.Call`, which is one wanted answer with its request, or a call of a function (a *tool*) in
+a message. The *name* of a `Call` becomes part of ids.
+
 The run's configuration alone decides how tokens are sampled. Sampling settings that a request may name, such as
 `temperature`, do not change it; a difference is logged. A field that would forbid or force tokens is refused.
 """
@@ -53,9 +56,9 @@ class AgentRequest(msgspec.Struct, frozen=True):
     messages: list[Message]
     """Whole conversation, including earlier answers."""
     max_tokens: int | None
-    """Most tokens of the answer; None: the agent gives no limit."""
+    """Largest number of tokens of the answer; None: the agent gives no limit."""
     stream: bool = False
-    """True if the answer is streamed."""
+    """True if the answer is streamed to the agent while it is sampled."""
     with_usage: bool = False
     """True if a stream ends with the token counts."""
     tools: tuple[Tool, ...] = ()
@@ -63,9 +66,9 @@ class AgentRequest(msgspec.Struct, frozen=True):
     template: dict[str, Any] = {}
     """Arguments of the chat template."""
     calling: bool = True
-    """True if the answer is searched for calls."""
+    """True if the answer is searched for calls of functions."""
     parallel: bool = True
-    """True if the answer may have more than one call."""
+    """True if the answer may have more than one call of a function."""
     logprobs: bool = False
     """True if the agent wants the log-probs of the answer's tokens."""
     stop: tuple[str, ...] = ()
@@ -93,7 +96,10 @@ class AgentRequest(msgspec.Struct, frozen=True):
         return [*self.tools, self.template] if self.template else list(self.tools)
 
     def each(self) -> list[AgentRequest]:
-        """Return one request for each answer that the agent wants, with `choice`, `common` and `size` set."""
+        """Return one request for each answer that the agent wants, with `choice`, `common` and `size` set.
+
+        `app` makes a call of each in the session of the episode.
+        """
         content = self._content()
         common, size = _digest(content), len(content)
         return [
@@ -104,12 +110,17 @@ class AgentRequest(msgspec.Struct, frozen=True):
     def digest(self) -> bytes:
         """Return a digest that is equal for requests with the same content and the same `choice`.
 
-        Sessions find by it the earlier call that a request repeats.
+        Sessions find by it the earlier call that a request repeats. The last byte is `choice`: the answers to one
+        request must be different calls.
         """
         return (self.common or _digest(self._content())) + bytes([self.choice])
 
     def _content(self) -> bytes:
-        """Return the fields that determine the answer, encoded. `stream` only changes how the answer is sent."""
+        """Return the fields that determine the answer, encoded.
+
+        `stream` and `with_usage` are not among them, because they only change how the answer is sent, nor is
+        `sampling`, because it is ignored.
+        """
         fields = self.messages, self.tools, self.template, self.calling, self.parallel
         return msgspec.json.encode((*fields, self.max_tokens, self.logprobs, self.stop))
 
@@ -123,7 +134,7 @@ class PolicyAnswer(msgspec.Struct, frozen=True):
     """An answer of the policy. `envs.agent` makes it from a sampled response, and the formats of the APIs encode it."""
 
     message: Message
-    """Content, reasoning and calls of the answer."""
+    """Content, reasoning and calls of functions of the answer."""
     cut: bool
     """True if the answer was cut off at a limit of tokens."""
     prompt_tokens: int
@@ -137,9 +148,10 @@ class PolicyAnswer(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct):
-    """A chat message, in the format of requests and data sets."""
+    """A chat message, in the format of requests and data sets. `messages_of` checks it."""
 
     role: str
+    """A key of `ROLES`."""
     content: str | list[ContentPart] | None = None
     reasoning_content: str | None = None
     """Reasoning of an assistant."""
@@ -148,6 +160,7 @@ class ChatMessage(msgspec.Struct):
     thinking: str | None = None
     """Reasoning, under the name in the chat template of GPT-OSS."""
     tool_calls: list[tools.GivenCall] | None = None
+    """Calls of functions by an assistant."""
     tool_call_id: str | None = None
     """Id of the call whose result the message has."""
     name: str | None = None
@@ -157,7 +170,7 @@ class ChatMessage(msgspec.Struct):
     refusal: str | None = None
     """Text of an assistant's message that refuses, instead of a content."""
     weight: float | None = None
-    """Weight of an answer in a row for `flash sft`; 0: the answer is not trained."""
+    """Weight of an answer in a row for `flash sft`; 0: the answer is not trained. Requests have no such field."""
 
 
 class _ResponseFormat(msgspec.Struct):
@@ -167,7 +180,10 @@ class _ResponseFormat(msgspec.Struct):
 
 
 class _ChatBody(RequestedSampling, kw_only=True):
-    """Fields of a request's body that the service reads. All other fields are ignored."""
+    """Fields of a request's body that the service reads. They have the meaning that OpenAI's API gives them.
+
+    Some of them are read only to be refused (`_refuse_unsupported`). All other fields of a body are ignored.
+    """
 
     model: str
     messages: list[ChatMessage]
@@ -191,7 +207,7 @@ _decoder = msgspec.json.Decoder(_ChatBody)
 
 
 def read(body: bytes) -> AgentRequest:
-    """Decode the body of a request.
+    """Return the request for chat completions in a body. `app` calls this for each request, in a thread if it is long.
 
     Raises:
         ApiError: the body is not JSON or not such a request, names another model, or asks for something unsupported.
@@ -243,10 +259,12 @@ def _refuse_unsupported(parsed: _ChatBody) -> None:
 def messages_of(chat_messages: list[ChatMessage]) -> list[Message]:
     """Return messages in the form of the episode. A result of a function gets the function's name from its call.
 
+    `read` calls this for a request, and `flash sft` for a row.
+
     Raises:
         ApiError: a message has an unknown role, calls of functions from another role, or content that is not text.
     """
-    called: dict[str, str] = {}
+    called: dict[str, str] = {}  # names of the called functions, by the id of the call
     messages: list[Message] = []
     for index, one in enumerate(chat_messages):
         message = _message(one, f"messages[{index}]")
@@ -275,7 +293,10 @@ def _message(chat_message: ChatMessage, place: str) -> Message:
 
 
 class ChoiceFormat:
-    """Base of the two formats whose bodies and server-sent events have `choices`, one for each answer.
+    """Base of the formats of chat completions and of completions, whose bodies and server-sent events have `choices`,
+    one for each answer.
+
+    `app` calls the methods in the order that `flash.service.app.AnswerFormat` describes.
 
     Args:
         head: fields that every event has.
@@ -296,11 +317,12 @@ class ChoiceFormat:
         return _event(error.content)
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        """Encode a server-sent event with the head, these `choices`, and `more` fields."""
         return _event({**self._head, "choices": choices, **more})
 
 
 class ChatFormat(ChoiceFormat):
-    """Format of chat completions. In a stream, calls and log-probs are sent at the end of each answer.
+    """Format of chat completions. In a stream, calls of functions and log-probs are sent at the end of each answer.
 
     Args:
         name: name of the first call, which becomes part of the completion's id.
@@ -341,17 +363,23 @@ class ChatFormat(ChoiceFormat):
 
 
 def _event(content: dict[str, Any]) -> bytes:
-    """Encode a server-sent event without a name."""
+    """Encode a server-sent event. It has no `event:` line, as in the API."""
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 def _choice(index: int, delta: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
-    """Return the `choices` of an event: `delta` is new in the answer `index`. `more` replaces other fields."""
+    """Return the `choices` of an event: `delta` is the new part of the message of answer `index`.
+
+    `more` replaces other fields.
+    """
     return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}]
 
 
 def _message_fields(message: Message) -> dict[str, Any]:
-    """Return the non-empty parts of a message: content, reasoning and calls. A message without calls has a content."""
+    """Return the non-empty parts of an answer's message for a body: content, reasoning and calls of functions.
+
+    A message without calls always has a content, which may be empty.
+    """
     fields: dict[str, Any] = {}
     if message.content or not message.tool_calls:
         fields["content"] = message.content
@@ -387,7 +415,7 @@ def _model() -> dict[str, Any]:
 
 
 def _head(name: str, kind: str) -> dict[str, Any]:
-    """Return the fields at the beginning of a body or event. `kind` is its type."""
+    """Return the fields at the beginning of a body or event. `kind` is its type in the API, the field `object`."""
     return {"id": f"chatcmpl-{name}", "object": kind, "created": int(time.time()), "model": MODEL}
 
 

@@ -1,7 +1,8 @@
 """Completions of the OpenAI API: requests and answers of agents that write the whole text of a conversation themselves.
 
 A text that begins exactly with an earlier text and its answer continues the conversation there. White space counts.
-`app` decodes a body with `read` and encodes the answers with a `CompletionFormat`.
+`app` decodes a body with `read` and encodes the answers with a `CompletionFormat`. The *name* of the `sessions.Call`
+for the first answer becomes part of the completion's id.
 """
 
 from __future__ import annotations
@@ -35,10 +36,14 @@ from flash.types import Piece
 
 
 class _CompletionBody(RequestedSampling, kw_only=True):
-    """Fields of a request's body that the service reads. All other fields are ignored."""
+    """Fields of a request's body that the service reads. They have the meaning that OpenAI's API gives them.
+
+    All other fields of a body are ignored.
+    """
 
     model: str
     prompt: str | list[Any]
+    """The text, or a list of only the text. Other lists, such as several texts or tokens, are refused."""
     max_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -61,9 +66,10 @@ _decoder = msgspec.json.Decoder(_CompletionBody)
 
 
 def read(body: bytes, earlier: EarlierAnswers) -> tuple[AgentRequest, str]:
-    """Decode the body of a request. Returns the request, whose messages are the parts of its text, and the whole text.
+    """Return the request in a body, whose messages are the parts of its text, and the whole text.
 
-    `earlier` has the earlier texts and answers of the episode, by which the text is divided.
+    `app` calls this for each request, in a thread if it is long. `earlier` has the earlier texts and answers of the
+    episode, by which the text is divided.
 
     Raises:
         ApiError: the body is not JSON or not such a request, names another model, or asks for something unsupported.
@@ -106,7 +112,7 @@ class CompletionFormat(ChoiceFormat):
     """Format of completions. In a stream, log-probs are in the last event of each answer.
 
     Args:
-        name: name of the first call, which becomes part of the completion's id.
+        name: name of the first `Call`.
         with_usage: True if a stream ends with the token counts.
     """
 
@@ -133,12 +139,12 @@ class CompletionFormat(ChoiceFormat):
 
 
 def _head(name: str) -> dict[str, Any]:
-    """Return the fields of a body and of each event that do not depend on the answers."""
+    """Return the fields of a body and of each event that do not depend on the answers. `name` is that of the `Call`."""
     return {"id": f"cmpl-{name}", "object": "text_completion", "created": int(time.time()), "model": MODEL}
 
 
 def _choice(answer: PolicyAnswer, index: int) -> dict[str, Any]:
-    """Return a complete answer as an element of `choices`."""
+    """Return a complete answer as an element of `choices`. `index` is its number among the answers, from 0."""
     finish = "length" if answer.cut else "stop"
     return {"index": index, "text": answer.message.content, "logprobs": _logprobs(answer), "finish_reason": finish}
 

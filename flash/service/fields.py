@@ -1,8 +1,9 @@
 """Request fields that all APIs have in common, the checks of their values, and `ApiError`, the response of a refusal.
 
-`chat`, `completions` and `responses` decode the bodies of their requests with these functions. The run's configuration
-alone decides how answers are sampled, because training needs the probabilities of the tokens under these settings. So a
-request's own sampling settings are ignored with a warning, and fields that would forbid or force tokens are refused.
+The `read` functions of `chat`, `completions` and `responses` decode the body of each request with these functions, and
+`app` sends an `ApiError` that they raise as the response. The run's configuration alone decides how answers are
+sampled, because training needs the probabilities of the tokens under these settings. So a request's own sampling
+settings are ignored with a warning, and fields that would forbid or force tokens are refused.
 """
 
 from __future__ import annotations
@@ -77,9 +78,10 @@ MODEL = "policy"
 
 
 class ContentPart(msgspec.Struct):
-    """Part of the content of a message."""
+    """Part of the content of a message. Its text is in `text` or `refusal`."""
 
     type: str
+    """Type of the part. `text_of` refuses all but `TEXT_PARTS`."""
     text: str | None = None
     refusal: str | None = None
     """Text of a part of type `refusal`."""
@@ -115,12 +117,16 @@ def invalid(error: msgspec.ValidationError, place: str = "") -> ApiError:
 
     `place` is the place of the wrong value in the request. If it is empty, the place is taken from msgspec's message.
     """
+    # msgspec's message is, for example, "Expected `int`, got `str` - at `$.max_tokens`".
     message, _, within = str(error).partition(" - at ")
     return ApiError(400, f"Invalid request: {error}.", None, place or within.strip("`$.") or _missing(message))
 
 
 def _missing(message: str) -> str | None:
-    """Return the name of the missing field if msgspec's error message is about one, else None."""
+    """Return the name of the missing field if msgspec's error message is about one, else None.
+
+    Such a message is, for example, "Object missing required field `model`".
+    """
     parts = message.split("`")
     return parts[1] if "missing required field" in message else None
 
@@ -132,14 +138,15 @@ def check_model(name: str) -> None:
 
 
 def check_limit(limit: int | None, name: str) -> None:
-    """Raise ApiError if the limit of an answer's tokens is less than 1. `name` is the field of the limit."""
+    """Raise ApiError if the limit of an answer's tokens is less than 1. `name` is the request field that gives it."""
     if limit is not None and limit < 1:
         raise ApiError(400, "An answer has at least 1 token.", None, name)
 
 
 MOST_ELEMENTS = 16_384
-"""Most elements of one request: its messages, parts, calls and tools together. Each takes about 4 microseconds to
-decode and 40 to render. Requests with many of them are decoded and rendered in threads, one at a time."""
+"""Largest number of elements of one request: its messages, parts, calls of functions and tools together. Each takes
+about 4 microseconds to decode and 40 to render. Requests with many of them are decoded and rendered in threads, one at
+a time."""
 
 
 def check_elements(lists: Iterable[Sequence[Any]], name: str) -> None:
@@ -156,20 +163,20 @@ def check_elements(lists: Iterable[Sequence[Any]], name: str) -> None:
 
 
 MOST_CHOICES = 128
-"""Most answers to one request, as in the API."""
+"""Largest number of answers to one request, as in the API."""
 
 
 def answers_wanted(n: int | None) -> int:
-    """Return the number of answers that the request wants: `n`, or 1 without it. Raises ApiError if it is too large."""
+    """Return the number of answers that a request wants: `n`, or 1 without it. Raises ApiError if `n` is invalid."""
     if n is not None and not 1 <= n <= MOST_CHOICES:
         raise ApiError(400, f"`n` is from 1 to {MOST_CHOICES}.", None, "n")
     return n or 1
 
 
 MOST_STOPS = 4
-"""Most stop texts of a request, as in the API."""
+"""Largest number of stop texts of a request, as in the API. An answer ends before the first stop text in it."""
 STOP_CHARACTERS = 1000
-"""Most characters of one stop text. The limit bounds the time of engines, which look for the texts after every
+"""Largest number of characters of one stop text. It bounds the time of engines, which look for the texts after every
 token."""
 
 
@@ -221,9 +228,9 @@ class Unserved(msgspec.Struct, kw_only=True):
 
 
 class RequestedSampling(Unserved, kw_only=True):
-    """Unsupported fields, arguments of the chat template, and fields for the sampling of an answer.
+    """Base of the bodies of all APIs: unsupported fields, arguments of the chat template, and sampling settings.
 
-    The run's configuration decides how answers are sampled, whatever values a request gives.
+    The run's configuration decides how answers are sampled, whatever sampling settings a request gives.
     """
 
     chat_template_kwargs: dict[str, Any] | None = None
@@ -248,22 +255,28 @@ def requested_sampling(body: RequestedSampling) -> tuple[tuple[str, float], ...]
 
 
 def warn_of_ignored_sampling(requested: Iterable[tuple[str, float]], sampling: Sampling) -> None:
-    """Log a warning for each sampling setting of a request that differs from the run's, since it has no effect."""
+    """Log a warning for each sampling setting of a request that differs from the run's, since it has no effect.
+
+    `EpisodeSession.call` calls this for each call. `requested` comes from `requested_sampling`; `sampling` has the
+    settings of the run.
+    """
     # This is a warning and not an error: agents are other people's code, and they may set these fields anyway.
     for name, value in requested:
-        own = NEUTRAL[name] if name in NEUTRAL else getattr(sampling, name)
+        used = NEUTRAL[name] if name in NEUTRAL else getattr(sampling, name)
         # In a request, a negative `top_k` means that all tokens may be sampled; in the run's settings, 0 means that.
-        if value != own and not (name == "top_k" and value < own == 0):
-            _warn_once(name, value, own)
+        if value != used and not (name == "top_k" and value < 0 and used == 0):
+            _warn_once(name, value, used)
 
 
 @lru_cache(1024)
-def _warn_once(name: str, value: float, own: float) -> None:
-    """Log a warning that a setting has no effect. The cache makes sure that each value is reported only once."""
-    where = (
-        "" if name in NEUTRAL else f" (rollout.{name}{', in evaluations eval.temperature' * (name == 'temperature')})"
-    )
-    log.warning("an agent asks for %s = %g; its answers are sampled with %g%s", name, value, own, where)
+def _warn_once(name: str, value: float, used: float) -> None:
+    """Log a warning that an agent's value of a sampling setting has no effect, because `used` is used.
+
+    The cache is here only for its effect that an equal call does nothing, so that each value is reported once.
+    """
+    in_evaluations = ", in evaluations eval.temperature" if name == "temperature" else ""
+    key = "" if name in NEUTRAL else f" (rollout.{name}{in_evaluations})"
+    log.warning("an agent asks for %s = %g; its answers are sampled with %g%s", name, value, used, key)
 
 
 def refuse_unserved(body: Unserved) -> None:
@@ -282,9 +295,9 @@ def refuse_set_fields(fields: dict[str, Any]) -> None:
 
 
 def text_of(content: str | list[ContentPart] | None, place: str) -> str:
-    """Return a content, or the joined texts of its parts. Raises ApiError if a part is not text.
+    """Return the text of a content, the joined texts of its parts if it has any. Raises ApiError if a part is no text.
 
-    `place` is the place of the message in the request, for the error message.
+    `place` is the place of the message or item in the request, such as `messages[2]`, for the error message.
     """
     if isinstance(content, list):
         if any(part.type not in TEXT_PARTS for part in content):

@@ -9,8 +9,10 @@ answer. The prompt shows the tools before all messages, so all requests of a bra
 Clients may repeat the history in another form with the same meaning. Therefore `number_calls` replaces the ids of calls
 by numbers, `sort_results` sorts the results of calls, and `says_the_same` compares two messages.
 
-The *tools* of a request are here its `form`: its tools, and the arguments of the chat template if it has any.
-`sessions` asks for the place of a request with `History.place`, and records the answer with `History.answer`.
+The *tools* of a request are here its `form`: its tools, and the arguments of the chat template if it has any. A *call*
+is a call of a function (a tool) by the policy, and a *result* is a message with the result of one.
+`EpisodeSession` of `sessions` calls `History.place` when it looks at a request, and `History.answer` when the request
+has its answer.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ class Continuation(NamedTuple):
     branch: int
     """Number of the branch, counted from 0 in the order in which branches began."""
     answers: int
-    """Number of answers of that branch that are kept, including answers shared with an earlier branch."""
+    """Number of answers of that branch that come before the place, including answers shared with an earlier branch."""
     begins: bool
-    """True if a new branch begins there."""
+    """True if a new branch begins there: it has the messages of `branch` up to the place."""
     added: list[Message]
-    """Messages of the request after that place. Results of calls have the ids that the policy has seen."""
+    """Messages of the request after that place. Results have the ids of calls that the policy has seen."""
 
 
 class _Branch:
@@ -56,49 +58,58 @@ class _Branch:
         self.tools = list(tools)
         """`form` of the requests of this branch."""
         self.answers = list(answers)
-        """Places of the policy's answers in `messages`, ascending."""
+        """Indices of the policy's answers in `messages`, ascending."""
         self._numbered: list[Message] | None = None
         """Result of `number_calls(messages)`; None if it is not computed yet."""
 
     def add(self, messages: Iterable[Message]) -> None:
-        """Append messages to the branch."""
+        """Append messages to the branch. The caller adds to `answers` and sets `tools`."""
         self.messages += messages
         self._numbered = None
 
-    def shared(self, numbered: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        """Return the places in a request after each message of this branch that the request repeats.
+    def repeated(self, numbered: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        """Return the ends, in a request, of the first messages of this branch that the request repeats.
 
-        The first place is 0, before any message; the number of repeated messages is one less than that of places. A
-        request with other tools repeats nothing.
+        Element i of the result is the number of messages of the request that say the same as the first i messages of
+        this branch. The first element is 0. A request with other tools repeats nothing.
+
+        Args:
+            numbered: result of `number_calls` for the messages of the request.
+            tools: `form` of the request.
         """
-        places = [0]
+        ends = [0]
         if not _same_tools(tools, self.tools):
-            return places
+            return ends
         if self._numbered is None:
             self._numbered = number_calls(self.messages)
         for known in self._numbered:
-            start = places[-1]
+            start = ends[-1]
             if start == len(numbered):
                 break
             length = _repeats(known, numbered, start)
             if not length:
                 break
-            places.append(start + length)
-        return places
+            ends.append(start + length)
+        return ends
 
     def with_known_ids(self, kept: int, messages: Sequence[Message], numbered: Sequence[Message]) -> list[Message]:
-        """Return the messages of a request that follow the first `kept` messages of this branch.
+        """Return `messages`, in which results have the ids of calls that the policy has seen.
 
-        The client may have renamed the ids of calls. So the results of calls get the ids that the policy has seen.
-        `numbered` is the result of `number_calls` for `messages`.
+        The client may have renamed the ids of calls.
+
+        Args:
+            kept: number of messages of this branch after which `messages` follow.
+            messages: messages that a request adds there.
+            numbered: the same messages, with the numbers of `number_calls` instead of ids.
         """
         ids = [call.id for message in self.messages[:kept] for call in message.tool_calls]
         renamed = list(messages)
         for index, message in enumerate(numbered):
-            place = message.tool_call_id
-            if message.role == TOOL and place.isdecimal() and int(place) < len(ids):
+            number = message.tool_call_id
+            # A result of a call that the request itself adds keeps its id: `ids` has only calls of this branch.
+            if message.role == TOOL and number.isdecimal() and int(number) < len(ids):
                 renamed[index] = msgspec.structs.replace(
-                    renamed[index], tool_call_id=ids[int(place)], name=message.name
+                    renamed[index], tool_call_id=ids[int(number)], name=message.name
                 )
         return renamed
 
@@ -108,20 +119,26 @@ class History:
 
     def __init__(self) -> None:
         self._branches = [_Branch([], [], [])]
+        """Branches, in the order in which they began. The first one is empty until the first answer."""
 
     def place(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Continuation:
-        """Return the place at which a request continues. `tools` is the `form` of the request."""
+        """Return the place at which a request continues. Changes nothing: the request has no answer yet.
+
+        The session calls this when the environment takes the request, and when a request arrives while another one is
+        open. `messages` are all messages of the request, and `tools` is its `form`.
+        """
         messages = sort_results(messages)
         numbered = number_calls(messages)
-        places = [branch.shared(numbered, tools) for branch in self._branches]
-        shared = [len(one) - 1 for one in places]
+        ends = [branch.repeated(numbered, tools) for branch in self._branches]
+        shared = [len(one) - 1 for one in ends]  # number of first messages of each branch that the request repeats
         # Branches of which the request repeats all messages: it continues the longest of them.
         whole = [number for number, branch in enumerate(self._branches) if shared[number] == len(branch.messages)]
         if whole:
             number = max(whole, key=shared.__getitem__)
             kept, answers = shared[number], len(self._branches[number].answers)
         else:
-            # Otherwise a new branch begins, after the last answer that the request shares with any branch.
+            # Otherwise a new branch begins, after the last answer that the request shares with any branch. `given` has
+            # the number of shared answers in each branch, and `begins` the number of messages up to the last of them.
             given = [bisect_left(branch.answers, shared[number]) for number, branch in enumerate(self._branches)]
             begins = [
                 branch.answers[count - 1] + 1 if count else 0
@@ -129,12 +146,15 @@ class History:
             ]
             number = max(range(len(begins)), key=begins.__getitem__)
             kept, answers = begins[number], given[number]
-        start = places[number][kept]
+        start = ends[number][kept]
         added = self._branches[number].with_known_ids(kept, messages[start:], numbered[start:])
         return Continuation(number, answers, not whole, added)
 
     def answer(self, place: Continuation, message: Message, tools: Sequence[Tool] = ()) -> None:
-        """Record the messages that a request has added at `place`, and the policy's answer to them."""
+        """Record the messages that a request has added at `place`, and the policy's answer to them.
+
+        `place` comes from the method `place` and no answer was recorded since. `tools` is the `form` of the request.
+        """
         branch = self._branches[place.branch]
         if place.begins:
             until = branch.answers[place.answers - 1] + 1 if place.answers else 0
@@ -146,7 +166,11 @@ class History:
 
 
 class EarlierAnswers:
-    """Conversations up to each earlier answer, for requests that name one or repeat its text."""
+    """Conversations up to each earlier answer of an episode, for requests that name one or repeat its text.
+
+    Each `EpisodeSession` has one. The endpoints of `app` add each answer of responses and completions. The `read`
+    functions of these APIs look earlier ones up.
+    """
 
     def __init__(self) -> None:
         self.responses: dict[str, list[Message]] = {}
@@ -158,8 +182,8 @@ class EarlierAnswers:
     def parts(self, text: str) -> list[Message]:
         """Split a text into the messages of the longest earlier text that it begins with, and a message with the rest.
 
-        Agents often write the stop text of an answer behind it. It is removed from the rest, because the policy has
-        sampled it already.
+        `completions.read` calls this for each request. Agents often write the stop text of an answer behind it. It is
+        removed from the rest, because the policy has sampled it already.
         """
         # The keys are copied, because this runs in a thread for long texts, while the event loop may add one.
         earlier = (one for one in list(self._texts) if len(one) < len(text) and text.startswith(one))
@@ -168,25 +192,29 @@ class EarlierAnswers:
         return [*messages, Message(TEXT, text[len(known) :].removeprefix(stop))]
 
     def add_text(self, text: str, parts: list[Message], answer: Message, stop: str) -> None:
-        """Record the answer to a text, whose messages are `parts`. `stop` is the stop text that ended it, or empty."""
+        """Record the answer to a text, for later texts that begin with both.
+
+        `parts` are the messages of the text, from `parts`. `stop` is the stop text that ended the answer, or empty.
+        """
         self._texts[text + answer.content] = [*parts, answer], stop
 
 
 def sort_results(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with successive results of calls in the order of the calls.
+    """Return messages with successive results in the order of their calls.
 
-    Nothing is sorted if a result belongs to no known call.
+    Successive results of which one belongs to no known call are left in their order.
     """
     # Chat templates that do not show the ids of calls identify a result by its position alone.
     ordered, start = list(messages), 0
     if not any(message.role == TOOL for message in messages):
         return ordered
     numbered = number_calls(messages)
+    # The messages from `start` to `stop` are successive results, with a message of another role, or the end, at `stop`.
     for stop in range(len(numbered) + 1):
         if stop < len(numbered) and numbered[stop].role == TOOL:
             continue
-        places = [message.tool_call_id for message in numbered[start:stop]]
-        if len(places) > 1 and all(place.isdecimal() for place in places):
+        numbers = [message.tool_call_id for message in numbered[start:stop]]
+        if len(numbers) > 1 and all(number.isdecimal() for number in numbers):
             order = sorted(range(start, stop), key=lambda at: int(numbered[at].tool_call_id))
             ordered[start:stop] = [ordered[at] for at in order]
         start = stop + 1
@@ -194,7 +222,10 @@ def sort_results(messages: Sequence[Message]) -> list[Message]:
 
 
 def _repeats(known: Message, messages: Sequence[Message], start: int) -> int:
-    """Return how many messages, from `start` on, together say the same as `known`; 0 if no number of them does."""
+    """Return how many messages, from index `start` on, together say the same as `known`; 0 if no number of them does.
+
+    `known` is a message of a branch, and `messages` are those of a request. Calls are numbered in both.
+    """
     message = messages[start]
     if known == message or says_the_same(known, message):
         return 1
@@ -203,6 +234,7 @@ def _repeats(known: Message, messages: Sequence[Message], start: int) -> int:
         more = messages[stop]
         if not (message.role == more.role == ASSISTANT and _follows(message, more)):
             return 0
+        # `_follows` makes sure that at most one of the two has a content, and at most one a reasoning.
         content, reasoning = message.content or more.content, message.reasoning or more.reasoning
         message = Message(ASSISTANT, content, reasoning, message.tool_calls + more.tool_calls)
         if len(message.tool_calls) > len(known.tool_calls):
@@ -213,9 +245,10 @@ def _repeats(known: Message, messages: Sequence[Message], start: int) -> int:
 
 
 def _follows(last: Message, more: Message) -> bool:
-    """Return True if `more` can continue the assistant's message `last`: reasoning precedes content and calls.
+    """Return True if `more` can be the next part of the answer that the assistant's message `last` begins.
 
-    Calls continue any message, but only if `more` has nothing else.
+    The order of the parts is reasoning, content, calls. A message with calls can follow any part, if it has nothing
+    else.
     """
     if more.tool_calls:
         return not (more.content or more.reasoning)
@@ -234,22 +267,25 @@ def number_calls(messages: Sequence[Message]) -> list[Message]:
     if not any(message.tool_calls or message.role == TOOL for message in messages):
         return list(messages)
     numbered: list[Message] = []
-    waiting: dict[str, list[tuple[int, str]]] = {}
+    # Number and function of the calls that a result of an id may belong to: by the id, the calls of the newest message
+    # that has the id.
+    candidates: dict[str, list[tuple[int, str]]] = {}
     count = 0
     for message in messages:
         if message.tool_calls:
-            waiting.update((call.id, []) for call in message.tool_calls)
+            candidates.update((call.id, []) for call in message.tool_calls)
             calls: list[ToolCall] = []
             for call in message.tool_calls:
-                waiting[call.id].append((count, call.name))
+                candidates[call.id].append((count, call.name))
                 calls.append(ToolCall(str(count), call.name, call.arguments))
                 count += 1
             message = msgspec.structs.replace(message, tool_calls=tuple(calls))
         elif message.role == TOOL:
-            found = waiting.get(message.tool_call_id)
+            found = candidates.get(message.tool_call_id)
             if found:
-                place, name = found.pop(0) if len(found) > 1 else found[0]
-                message = msgspec.structs.replace(message, tool_call_id=str(place), name=name or message.name)
+                # The last call stays, so that a second result of one call belongs to it, too.
+                number, name = found.pop(0) if len(found) > 1 else found[0]
+                message = msgspec.structs.replace(message, tool_call_id=str(number), name=name or message.name)
             else:
                 message = msgspec.structs.replace(message, tool_call_id=f"?{message.tool_call_id}")
         numbered.append(message)
@@ -257,7 +293,7 @@ def number_calls(messages: Sequence[Message]) -> list[Message]:
 
 
 def says_the_same(known: Message, message: Message) -> bool:
-    """Return True if a message of a request says the same as the earlier message `known`.
+    """Return True if a message of a request says the same as `known`, a message of a branch. `_repeats` calls this.
 
     White space at the beginning and end of a text is ignored, except in completions. An assistant's reasoning may be
     missing, or be part of the content between `<think>` and `</think>`. The arguments of a call are compared as JSON
@@ -276,6 +312,7 @@ def says_the_same(known: Message, message: Message) -> bool:
         )
     if len(message.tool_calls) != len(known.tool_calls):
         return False
+    # Only if the texts differ as they are: one side may have its reasoning inside the content.
     if message.content.strip() != known.content.strip() or message.reasoning.strip() not in (
         "",
         known.reasoning.strip(),
@@ -288,7 +325,7 @@ def says_the_same(known: Message, message: Message) -> bool:
 
 
 def _reasoning_and_content(message: Message) -> tuple[str, str]:
-    """Return an assistant's reasoning, from its own field and from the content, and the rest of the content."""
+    """Return an assistant's reasoning, from its own field and from the content, and the content without it."""
     content = message.content.strip()
     before, mark, after = content.partition(THINK_END)
     reasoning = message.reasoning.strip()
@@ -296,11 +333,12 @@ def _reasoning_and_content(message: Message) -> tuple[str, str]:
         return reasoning, content
     # Some chat templates write the first mark into the prompt. The answer then contains only the second mark.
     inside = before.strip().removeprefix(THINK).strip()
+    # A client may send one reasoning in both places.
     return inside if reasoning in ("", inside) else f"{reasoning}\n{inside}".strip(), after.strip()
 
 
 def _same_tools(tools: Sequence[Tool], others: Sequence[Tool]) -> bool:
-    """Return True if two requests offer the same functions, in any order."""
+    """Return True if two requests have the same `form`: equal functions in any order, and equal template arguments."""
     if len(tools) != len(others):
         return False
     return list(tools) == list(others) or sorted(map(_encoded, tools)) == sorted(map(_encoded, others))
@@ -323,7 +361,10 @@ def _same_call(one: ToolCall, other: ToolCall) -> bool:
 
 
 def _value(arguments: str) -> Any:
-    """Return the parsed JSON. Empty arguments are an empty object. Text that is not JSON is returned unchanged."""
+    """Return the arguments of a call as a value that can be compared: the parsed JSON, as `_typed` returns it.
+
+    Empty arguments and null are an empty object. Text that is not JSON is returned unchanged.
+    """
     if not arguments.strip():
         return _typed({})
     try:

@@ -7,6 +7,9 @@ becomes several items.
 The node that runs the agent serves this API, for agents that use it. `app` decodes a body with `read` and encodes the
 answer with a `ResponseFormat`. The session keeps, for each response of the episode, the conversation up to its end, so
 that a later request can name the response in `previous_response_id`. Nothing else is stored.
+
+An *event* is a server-sent event of a stream. An item in an event is a dict, in the form that OpenAI's clients expect.
+The *name* of the `sessions.Call` that a request makes becomes part of all ids.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ Event = tuple[str, dict[str, Any]]
 
 
 class _MessageItem(msgspec.Struct):
-    """Message of any role. A message of an assistant is the content of an answer."""
+    """Message of any role. A message of an assistant is the content of an answer, without its reasoning and calls."""
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -62,12 +65,13 @@ class _CallItem(msgspec.Struct):
 
     call_id: str
     name: str
+    """Name of the function."""
     arguments: str | dict[str, Any] | None = ""
     """Arguments as JSON text. Some clients send the JSON object itself."""
 
 
 class _ResultItem(msgspec.Struct):
-    """Result of a call of a function."""
+    """Result of the call of a function that has the id `call_id`."""
 
     call_id: str
     output: str | list[ContentPart]
@@ -91,7 +95,9 @@ _ITEMS: dict[str, type[_Item]] = {
 
 
 class _MessageBuilder:
-    """A builder of messages from items. Successive reasoning, content and calls of an assistant are one message.
+    """A builder of messages from the items of a request. `_input_messages` makes one for each request.
+
+    Successive reasoning, content and calls of an assistant become one message.
 
     Args:
         before: messages of the conversation before the items.
@@ -105,7 +111,11 @@ class _MessageBuilder:
         """Names of the called functions by the id of the call."""
 
     def add(self, item: _Item, place: str) -> None:
-        """Add the next item. `place` is the item's place in the request, for error messages."""
+        """Add the next item. `place` is the item's place in the request, such as `input[2]`, for error messages.
+
+        Raises:
+            ApiError: the item has an unknown role, or content that is not text.
+        """
         match item:
             case _MessageItem(role):
                 if role not in ROLES or role == TOOL:
@@ -127,7 +137,10 @@ class _MessageBuilder:
                 self.made.append(Message(TOOL, text_of(output, place), tool_call_id=call_id, name=name))
 
     def _add_to_assistant(self, more: Message) -> None:
-        """Append `more` to the last message if the order of its parts allows it, else begin a new message with it."""
+        """Append `more`, one part of an answer, to the last message if its order allows it, else make it a new message.
+
+        A message of the episode has at most one reasoning and one content, so each of these is in only one of the two.
+        """
         last = self.made[-1] if self.made else None
         if last is None or last.role != ASSISTANT or not _continues(last, more):
             self.made.append(more)
@@ -151,9 +164,9 @@ def _continues(last: Message, more: Message) -> bool:
 
 
 def _decode_item(item: dict[str, Any], place: str) -> _Item:
-    """Decode an item by its type; an item without a type is a message.
+    """Return an item in the form of its type; an item without a type is a message.
 
-    `place` is the item's place in the request, for error messages.
+    `place` is the item's place in the request, such as `input[2]`, for error messages.
 
     Raises:
         ApiError: the item has an unknown type or the wrong form.
@@ -172,9 +185,9 @@ def _decode_item(item: dict[str, Any], place: str) -> _Item:
 
 
 def answer_items(answer: PolicyAnswer, name: str) -> Iterator[dict[str, Any]]:
-    """Yield an item for the reasoning, for the content and for each call of an answer.
+    """Yield an item for the reasoning, for the content and for each call of a function of an answer.
 
-    `name` is the name of the `Call` in the session. It becomes part of the items' ids.
+    `name` is the name of the `Call` in the session, which becomes part of the items' ids.
     """
     message, status = answer.message, "incomplete" if answer.cut else "completed"
     if message.reasoning:
@@ -187,13 +200,13 @@ def answer_items(answer: PolicyAnswer, name: str) -> Iterator[dict[str, Any]]:
 
 
 def reasoning_item(name: str, text: str, status: str) -> dict[str, Any]:
-    """Return the item of an answer's reasoning. `name` is the name of the `Call`, which becomes part of the id."""
+    """Return the item of an answer's reasoning, `text`. `name` is the name of the `Call`; `status` is the API's."""
     part = {"type": "reasoning_text", "text": text}
     return {"type": REASONING, "id": f"rs_{name}", "summary": [], "content": [part], "status": status}
 
 
 def message_item(name: str, text: str, status: str) -> dict[str, Any]:
-    """Return the item of an answer's content. `name` is the name of the `Call`, which becomes part of the id."""
+    """Return the item of an answer's content, `text`. `name` is the name of the `Call`; `status` is the API's."""
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
     return {"type": MESSAGE, "id": f"msg_{name}", "role": ASSISTANT, "status": status, "content": [part]}
 
@@ -208,6 +221,7 @@ def begin_events(item: dict[str, Any], index: int) -> Iterator[Event]:
 
     The events show the item without its text, which `delta_event` adds.
     """
+    # Only calls of functions have arguments. All other items have a content, which is one part.
     empty = {key: [] for key in ("content", "summary") if key in item} | (
         {"arguments": ""} if "arguments" in item else {}
     )
@@ -218,21 +232,21 @@ def begin_events(item: dict[str, Any], index: int) -> Iterator[Event]:
 
 
 def delta_event(item: dict[str, Any], index: int, text: str) -> Event:
-    """Return the event that adds `text` to an item. `index` is its place among the items of the answer."""
+    """Return the event that adds `text` to an item. `index` is the item's place among the items of the answer."""
     kind = "function_call_arguments" if "arguments" in item else item["content"][0]["type"]
     return f"response.{kind}.delta", {**_item_fields(item, index), "delta": text, **_logprobs_field(kind)}
 
 
 def end_events(item: dict[str, Any], index: int) -> Iterator[Event]:
-    """Yield the events at the end of an item. `index` is its place among the items of the answer."""
-    place = _item_fields(item, index)
+    """Yield the events at the end of an item. `index` is the item's place among the items of the answer."""
+    fields = _item_fields(item, index)
     if "arguments" in item:
         done = {"arguments": item["arguments"], "name": item["name"]}
-        yield "response.function_call_arguments.done", {**place, **done}
+        yield "response.function_call_arguments.done", {**fields, **done}
     else:
         (part,) = item["content"]
-        yield f"response.{part['type']}.done", {**place, "text": part["text"], **_logprobs_field(part["type"])}
-        yield "response.content_part.done", {**place, "part": part}
+        yield f"response.{part['type']}.done", {**fields, "text": part["text"], **_logprobs_field(part["type"])}
+        yield "response.content_part.done", {**fields, "part": part}
     yield "response.output_item.done", {"output_index": index, "item": item}
 
 
@@ -245,7 +259,10 @@ def _item_fields(item: dict[str, Any], index: int) -> dict[str, Any]:
 
 
 def _logprobs_field(kind: str) -> dict[str, Any]:
-    """Return the field for log-probs, which only events about output text have. The service gives none here."""
+    """Return the field for log-probs, which only events about a part of type `kind` = `output_text` have.
+
+    It is empty, because this API of the service gives no log-probs.
+    """
     return {"logprobs": []} if kind == "output_text" else {}
 
 
@@ -253,12 +270,13 @@ def _logprobs_field(kind: str) -> dict[str, Any]:
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True):
-    """A request of an agent through OpenAI's Responses API."""
+    """A request of an agent through OpenAI's Responses API. `read` makes it, for `app` and `ResponseFormat`."""
 
     request: AgentRequest
-    """The request in the form of all APIs."""
+    """The request in the form that all APIs share."""
     messages: list[Message]
-    """Messages of the conversation without instructions, because each request sends its own instructions."""
+    """Messages of the conversation without instructions. `app` keeps them for later requests, each of which sends its
+    own instructions."""
     previous: str | None
     """Id of the response that the request continues; None if it names none."""
 
@@ -285,7 +303,10 @@ class _Text(msgspec.Struct):
 
 
 class _ResponsesBody(RequestedSampling, kw_only=True):
-    """Fields of a request's body that the service reads. All other fields are ignored."""
+    """Fields of a request's body that the service reads. They have the meaning that OpenAI's API gives them.
+
+    Some of them are read only to be refused. All other fields of a body are ignored.
+    """
 
     model: str
     input: str | list[dict[str, Any]]
@@ -309,7 +330,7 @@ _decoder = msgspec.json.Decoder(_ResponsesBody)
 
 
 def read(body: bytes, earlier: Mapping[str, Sequence[Message]]) -> ResponsesRequest:
-    """Decode the body of a request.
+    """Return the request of the Responses API in a body. `app` calls this for each request, in a thread if it is long.
 
     Args:
         body: the body.
@@ -325,6 +346,7 @@ def read(body: bytes, earlier: Mapping[str, Sequence[Message]]) -> ResponsesRequ
     refuse_unserved(parsed)
     refuse_set_fields(
         {
+            # Clients that keep the conversation themselves ask for encrypted reasoning. Here it comes in plain text.
             "include": [one for one in parsed.include or () if one != "reasoning.encrypted_content"],
             "background": parsed.background,
             "conversation": parsed.conversation,
@@ -396,11 +418,11 @@ def _input_messages(items: str | list[dict[str, Any]], before: Sequence[Message]
 
 
 _NO_ANSWER = PolicyAnswer(Message(ASSISTANT, ""), cut=False, prompt_tokens=0, tokens=0)
-"""Placeholder from which the events at the beginning of a stream are made."""
+"""Empty answer. The events at the beginning of a stream have a whole response, made of it."""
 
 
 def response_id(name: str) -> str:
-    """Return the id of the response to the call with this name."""
+    """Return the id of the response whose `Call` has this name. `app` keeps the conversation under it."""
     return f"resp_{name}"
 
 
@@ -420,7 +442,7 @@ class ResponseFormat:
         self._name = name
         self._request = request
         self._number = 0
-        """Number of the next event, counted from 0."""
+        """Number of the next event of the stream, counted from 0."""
         self._sent_text: dict[str, str] = {}
         """Text that was sent so far, by the types of the items that have begun and in their order."""
         self._ended_types: set[str] = set()
@@ -438,13 +460,16 @@ class ResponseFormat:
         return self._encoded([("response.created", {"response": begun}), ("response.in_progress", {"response": begun})])
 
     def piece(self, piece: Piece, index: int) -> bytes:
-        """Encode a new piece of the answer. Content ends the item of the reasoning; later reasoning has no event."""
+        """Encode a new piece of the answer. Content ends the item of the reasoning; later reasoning has no event.
+
+        The API has no way to continue an item that has ended. The response at the end has all reasoning.
+        """
         events: list[Event] = []
         if piece.reasoning and MESSAGE not in self._sent_text:
             events += self._delta_events(reasoning_item(self._name, piece.reasoning, "completed"), piece.reasoning)
         if piece.content:
             if sent := self._sent_text.get(REASONING):
-                events += self._rest_events(reasoning_item(self._name, sent, "completed"))
+                events += self._end_events(reasoning_item(self._name, sent, "completed"))
             events += self._delta_events(message_item(self._name, piece.content, "completed"), piece.content)
         return self._encoded(events)
 
@@ -456,9 +481,10 @@ class ResponseFormat:
         """Encode the rest of the answer, the ends of its items, and the whole response."""
         (answer,) = answers
         whole = _response(answer, self._name, self._request)
+        # Items that were sent keep their places: content may have begun before any reasoning. The rest follows them.
         begun = list(self._sent_text)
         whole["output"].sort(key=lambda item: begun.index(item["type"]) if item["type"] in begun else len(begun))
-        events = [event for index, item in enumerate(whole["output"]) for event in self._rest_events(item, index)]
+        events = [event for index, item in enumerate(whole["output"]) for event in self._end_events(item, index)]
         return self._encoded([*events, (f"response.{whole['status']}", {"response": whole})])
 
     def fail(self, error: ApiError) -> bytes:
@@ -466,7 +492,10 @@ class ResponseFormat:
         return self._encoded([("error", {key: error.content["error"][key] for key in ("code", "message", "param")})])
 
     def _delta_events(self, item: dict[str, Any], text: str) -> Iterator[Event]:
-        """Yield the events that add `text` to an item, and before them the events of its beginning if it is new."""
+        """Yield the event that adds `text` to an item, and before it the events of its beginning if it is new.
+
+        `piece` calls this for reasoning and content. Each type of item is one item of the answer.
+        """
         kind = item["type"]
         if kind not in self._sent_text:
             self._sent_text[kind] = ""
@@ -474,25 +503,26 @@ class ResponseFormat:
         self._sent_text[kind] += text
         yield delta_event(item, list(self._sent_text).index(kind), text)
 
-    def _rest_events(self, item: dict[str, Any], index: int = 0) -> Iterator[Event]:
+    def _end_events(self, item: dict[str, Any], index: int = 0) -> Iterator[Event]:
         """Yield the events for the part of an item that was not sent yet, which may be all of it, and for its end.
 
-        Yields nothing if the end was sent already. `index` is the place of the item among the items of the answer.
+        Yields nothing if the end was sent already. `index` is the place of the item among the items of the answer; the
+        reasoning that `piece` ends is always the first item.
         """
         kind, sent = item["type"], self._sent_text.get(item["type"])
         if kind in self._ended_types:
             return
         if sent is None:
             yield from begin_events(item, index)
-        if rest := item_text(item)[len(sent or "") :]:
-            yield delta_event(item, index, rest)
+        if unsent := item_text(item)[len(sent or "") :]:
+            yield delta_event(item, index, unsent)
         # Calls are not marked, because an answer may have several of them, all of one type.
         if sent is not None:
             self._ended_types.add(kind)
         yield from end_events(item, index)
 
     def _encoded(self, events: Iterable[Event]) -> bytes:
-        """Encode events, numbered in the order in which they are sent."""
+        """Encode events as they are sent, numbered in the order of the stream."""
         lines: list[bytes] = []
         for kind, more in events:
             content = msgspec.json.encode({"type": kind, "sequence_number": self._number, **more})
@@ -502,7 +532,10 @@ class ResponseFormat:
 
 
 def _response(answer: PolicyAnswer, name: str, responses_request: ResponsesRequest) -> dict[str, Any]:
-    """Return a response as an object of the API. Fields that the service does not support have their neutral values."""
+    """Return the answer as a response of the API. Fields that the service does not support have neutral values.
+
+    `name` is the name of the call.
+    """
     request = responses_request.request
     return {
         "id": response_id(name),

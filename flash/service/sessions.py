@@ -1,13 +1,15 @@
 """EpisodeSession: the calls of one episode, between the agent that makes them and the environment that answers them.
 
-The agent's side is `app`: it uses `call` once for each request, and waits for the pieces and the answer of the `Call`.
-The environment's side is `envs.agent`: it uses `next_call`, then `answer` or `refuse`, and `end` at last.
+The agent's side is `app`: it uses `call` once for each answer that a request wants, and waits for the pieces and the
+answer of the `Call`. Where this file speaks of a request, it means one wanted answer.
+The environment's side is `envs.agent`: it uses `next_call`, then `answer` or `refuse`; `EpisodeSessions.close` ends the
+session at last.
 
-A call is open until it has an answer. Several calls may be open; they are answered one after the other, in the order of
-their arrival. A request that repeats an earlier one gets the answer of that call, even if the answer is not there yet.
-A request with an idempotency key repeats the call of that key. Without a key, equal requests are different calls, with
-two exceptions: the client of the earlier call left without the answer, or a header of the request marks it as a retry
-(OpenAI's clients set this header).
+A call is open until it has an answer or is refused. Several calls may be open; they are answered one after the other,
+in the order of their arrival. A request that repeats an earlier one gets the answer of that call, even if the answer is
+not there yet. A request with an idempotency key repeats the call of that key. Without a key, equal requests are
+different calls, with two exceptions: the client of the earlier call left without the answer, or a header of the request
+marks it as a retry (OpenAI's clients set this header).
 
 Law of calls: every call ends. The owner of the environment bounds the time of an episode, and `end` refuses all open
 calls.
@@ -39,10 +41,10 @@ from flash.types import ASSISTANT, Message, Observation, Piece
 KEY_BYTES = 16
 """Random bytes of a key. An agent cannot guess 128 bits, and so not the key of another episode."""
 MOST_OPEN = 1024
-"""Most open calls of one episode."""
+"""Largest number of open calls of one episode."""
 OPEN_BYTES = 64 << 20
-"""Most bytes of all open calls of one episode. The bound on connections does not bound them: a call stays open when its
-client has left, since the client may send the request again."""
+"""Largest number of bytes of all open calls of one episode together. The bound on connections does not bound them: a
+call stays open when its client has left, since the client may send the request again."""
 OVER = "The episode of this key is over."
 """Error message for a request after the end of its episode."""
 _SECRET = secrets.token_bytes(32)
@@ -52,7 +54,7 @@ _SECRET = secrets.token_bytes(32)
 class AnswerDeltas:
     """Pieces of one answer, and the part of its content that is held back. It has no task and no clock.
 
-    `Call` adds the sampled pieces, and sends `pieces` to the agent.
+    `Call` adds the sampled pieces, and the agent gets `pieces`. A piece is *sent* when it is in `pieces`.
 
     Args:
         stop: stop texts. The content ends before the first one, which the agent does not receive.
@@ -61,15 +63,18 @@ class AnswerDeltas:
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = stop
         self._reasoning = ""
+        """Reasoning that was sent."""
         self._content = ""
-        self._held = ""
-        """End of the content that is not sent yet, since it may be the beginning of a stop text."""
+        """Content that was sent."""
+        self._held_back = ""
+        """Content after that, which is not sent yet, since it may be the beginning of a stop text."""
         self._stopped = False
+        """True once the content contained a stop text. No content is sent after it."""
         self.pieces: list[Piece] = []
         """Pieces that the agent gets, in order."""
 
     def add(self, piece: Piece) -> None:
-        """Take a newly sampled piece, and send the part of it that cannot belong to a stop text."""
+        """Add a newly sampled piece, and send the part of it that cannot belong to a stop text."""
         self._send(Piece(self._hold_back(piece.content), piece.reasoning))
 
     def _hold_back(self, content: str) -> str:
@@ -80,19 +85,21 @@ class AnswerDeltas:
         """
         if self._stopped:
             return ""
-        content, found = before_stop(self._held + content, self._stop)
+        content, found = before_stop(self._held_back + content, self._stop)
         if found:
             self._stopped = True
             return content
-        held = max((_stop_beginning(content, stop) for stop in self._stop), default=0)
-        at = len(content) - held
-        self._held = content[at:]
+        size = max((_stop_beginning(content, stop) for stop in self._stop), default=0)
+        at = len(content) - size
+        self._held_back = content[at:]
         return content[:at]
 
     def finish(self, message: Message) -> Message:
-        """Send the rest of the complete answer. Returns its message with content and reasoning as they were sent."""
-        rest = Piece(_rest(self._content, message.content), _rest(self._reasoning, message.reasoning))
-        self._send(rest)
+        """Send the part of the complete answer that was not sent yet.
+
+        Returns `message`, the answer's message, with content and reasoning as they were sent.
+        """
+        self._send(Piece(_unsent(self._content, message.content), _unsent(self._reasoning, message.reasoning)))
         return msgspec.structs.replace(message, content=self._content, reasoning=self._reasoning)
 
     def _send(self, piece: Piece) -> None:
@@ -109,19 +116,23 @@ def _stop_beginning(text: str, stop: str) -> int:
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
 
 
-def _rest(sent: str, whole: str) -> str:
+def _unsent(sent: str, whole: str) -> str:
     """Return the end of `whole` that was not sent yet; empty if `whole` begins otherwise than the text that was sent.
 
-    White space at the beginning does not matter, because vLLM's parsers may strip it from the whole text.
+    `sent` is the content or the reasoning that was sent in pieces, and `whole` is the one in the complete answer.
     """
     if whole.startswith(sent):
         return whole[len(sent) :]
+    # vLLM's parsers may strip white space from the beginning of the whole text.
     begun, stripped = sent.lstrip(), whole.lstrip()
     return stripped[len(begun) :] if stripped.startswith(begun) else ""
 
 
 class Call:
-    """A request of the agent, and its answer. Requests that repeat it share the call."""
+    """A request of the agent for one answer, and this answer. Requests that repeat it share the call.
+
+    `EpisodeSession.call` makes it. `app` waits for its answer, and `envs.agent` and the session give the answer.
+    """
 
     def __init__(self, name: str, request: AgentRequest, key: bytes | None) -> None:
         self.name = name
@@ -133,16 +144,16 @@ class Call:
         self.digest = request.digest()
         """Digest of the content, equal for equal requests."""
         self.size = request.size
-        """Bytes of the request, which count for `OPEN_BYTES`."""
+        """Bytes of the request, which count for `OPEN_BYTES`; 0 for all but the first of several answers to it."""
         self.waiting = 0
         """Number of requests that wait for the answer, or for the rest of it."""
         self.delivered = False
-        """True if a request has got the answer."""
+        """True if `answer` has returned the answer to a request."""
         self._deltas = AnswerDeltas(request.stop)
         self._outcome: PolicyAnswer | ApiError | None = None
         """The answer, or the error of a refused call; None while the call is open."""
         self._news = anyio.Event()
-        """Set when there is a new piece or the outcome. `_notify` then replaces it."""
+        """Event for coroutines that wait. It is set when there is a new piece or the outcome; `_notify` replaces it."""
 
     @contextmanager
     def waited_for(self) -> Generator[None]:
@@ -194,18 +205,21 @@ class Call:
             raise self._outcome
 
     def add(self, piece: Piece) -> None:
-        """Add a newly sampled piece of the answer. `envs.agent` calls this."""
+        """Add a newly sampled piece of the answer. The episode calls this for a request whose answer is streamed."""
         self._deltas.add(piece)
         self._notify()
 
     def answered(self, answer: PolicyAnswer) -> PolicyAnswer:
-        """Complete the call with its answer. Returns the answer with the message that the agent receives."""
+        """End the call with its answer. Returns the answer with the message that the agent receives.
+
+        `EpisodeSession.answer` calls this.
+        """
         delivered = msgspec.structs.replace(answer, message=self._deltas.finish(answer.message))
         self._end(delivered)
         return delivered
 
     def refused(self, error: ApiError) -> None:
-        """End the call with an error instead of an answer."""
+        """End the call with an error instead of an answer. `EpisodeSession.refuse` calls this."""
         self._end(error)
 
     def _end(self, outcome: PolicyAnswer | ApiError) -> None:
@@ -223,7 +237,10 @@ class Call:
 
 
 class PendingCall(NamedTuple):
-    """An open call, and the branch in which it continues the conversation."""
+    """An open call, and the place in the history of the episode at which it continues the conversation.
+
+    The environment gets it from `EpisodeSession.next_call`, and from `queued`.
+    """
 
     call: Call
     place: Continuation
@@ -231,14 +248,14 @@ class PendingCall(NamedTuple):
 
     @property
     def observation(self) -> Observation:
-        """Observation that the policy gets: the messages that the call adds, or one text for a completion."""
+        """Observation that the policy gets: the messages that the request adds, or one text for a completion."""
         added = self.place.added
         texts = [message.content for message in added if message.role == TEXT]
         return "".join(texts) if texts and len(texts) == len(added) else added
 
 
 def _ignore_queued(pending: PendingCall) -> None:
-    """Do nothing: the environment does not prepare calls in advance."""
+    """Do nothing. This is `EpisodeSession.queued` until the environment sets another function."""
 
 
 class EpisodeSession:
@@ -255,15 +272,18 @@ class EpisodeSession:
         self.reward: float | None = None
         """Reward that the agent gave itself, which ended the episode; None if it gave none."""
         self.queued: Callable[[PendingCall], None] = _ignore_queued
-        """Called with each call that arrives while another one is open. The place of the call is the one in the present
-        history; later answers may change it."""
+        """Function of the environment that is called with each call that arrives while another one is open, so that its
+        answer can be sampled in advance. The place of the call is the one in the present history; later answers may
+        change it."""
         self._rewarding = rewarding
         self._sampling = sampling
         self._history = History()
+        """Messages and answers of the episode so far."""
         self._by_key: dict[bytes, Call] = {}
+        """Open and answered calls by the digest of their idempotency key (`Call.key`)."""
         self._by_content: dict[bytes, list[Call]] = {}
-        """Calls without an idempotency key by their digest, in the order of arrival. Refused calls are in neither
-        dictionary."""
+        """Open and answered calls without an idempotency key, by the digest of their content (`Call.digest`), in the
+        order of arrival."""
         self._open: deque[Call] = deque()
         """Open calls, the oldest first."""
         self._pending: PendingCall | None = None
@@ -271,14 +291,16 @@ class EpisodeSession:
         self._agent_over = False
         """True if the agent needs no more answers."""
         self._ended = False
-        """True if the environment has ended the episode."""
+        """True if `end` has ended the episode."""
         self._news = anyio.Event()
-        """Set when a call arrives or the agent ends, to wake `next_call`."""
+        """Event that is set when a call arrives or the agent ends. It wakes `next_call`, which replaces it."""
 
     # -- the agent's side --------------------------------------------------------------------------------------------
 
     def call(self, request: AgentRequest, key: str | None = None, *, retry: bool | None = None) -> Call:
         """Return the call of a request: a new one, or the earlier one that the request repeats.
+
+        `app` calls this for each answer that an HTTP request wants. A new call is open from then on.
 
         Args:
             request: the request.
@@ -294,52 +316,34 @@ class EpisodeSession:
         warn_of_ignored_sampling(request.sampling, self._sampling)
         if request.messages[-1].role == ASSISTANT:
             raise ApiError(400, "The last message must not be the assistant's own.", None, "messages")
-        digest = None if key is None else blake2b(key.encode("utf-8", "surrogatepass")).digest()
-        call = Call(secrets.token_hex(12), request, digest)
-        if digest is not None:
-            known = self._call_of_key(digest, call)
-            if known.digest != call.digest:
+        # A key is a text of any length from the agent; its digest is short.
+        key_digest = None if key is None else blake2b(key.encode("utf-8", "surrogatepass")).digest()
+        new = Call(secrets.token_hex(12), request, key_digest)
+        if key_digest is not None:
+            earlier = self._by_key.get(key_digest)
+            if earlier is not None and earlier.digest != new.digest:
                 raise ApiError(400, "An earlier request with this idempotency key had another content.")
         else:
-            alike = self._by_content.get(call.digest, [])
-            known = _repeated_call(alike, retry)
-            if known is None:
-                self._check_room(call)
-                known = call
-                self._by_content.setdefault(call.digest, []).append(call)
-        if known is call:
-            self._open.append(call)
-            self._news.set()
-            if len(self._open) > 1:
-                self.queued(PendingCall(call, self._history.place(request.messages, request.form)))
-        return known
-
-    def _call_of_key(self, key: bytes, call: Call) -> Call:
-        """Return the earlier call with this idempotency key.
-
-        If there is none, store `call` under the key, and return it.
-
-        Raises:
-            ApiError: there is none, and too many calls are open.
-        """
-        if key not in self._by_key:
-            self._check_room(call)
-            self._by_key[key] = call
-        return self._by_key[key]
+            earlier = _repeated_call(self._by_content.get(new.digest, []), retry)
+        if earlier is not None:
+            return earlier
+        self._check_room(new)
+        if key_digest is not None:
+            self._by_key[key_digest] = new
+        else:
+            self._by_content.setdefault(new.digest, []).append(new)
+        self._open.append(new)
+        self._news.set()
+        if len(self._open) > 1:
+            self.queued(PendingCall(new, self._history.place(request.messages, request.form)))
+        return new
 
     def _check_room(self, more: Call) -> None:
-        """Raise ApiError if one more call would be too much. A single call is accepted whatever its size."""
+        """Raise ApiError if one more open call would be too much. A single call is accepted whatever its size."""
         size = more.size + sum(call.size for call in self._open)
         if len(self._open) >= MOST_OPEN or (self._open and size > OPEN_BYTES):
             message = f"{len(self._open)} requests of this episode wait for their answers already."
             raise ApiError(429, message, "too_many_requests")
-
-    def _forget(self, call: Call) -> None:
-        """Forget a call that was refused, so that an equal request becomes a new call."""
-        if call.key is not None:
-            del self._by_key[call.key]
-        else:
-            self._by_content[call.digest].remove(call)
 
     def reward_with(self, reward: float) -> None:
         """End the episode with a reward that the agent gives itself.
@@ -365,8 +369,8 @@ class EpisodeSession:
     def agent_ended(self) -> None:
         """Record that the agent needs no more answers: `next_call` returns None from now on.
 
-        Called when the agent's program or function has returned, and after a reward of its own. Open calls stay open
-        until the end of the episode refuses them.
+        `envs.agent` calls this when the agent's program or function has ended, and `reward_with` after a reward of its
+        own. Open calls stay open until `end` refuses them.
         """
         self._agent_over = True
         self._news.set()
@@ -374,9 +378,10 @@ class EpisodeSession:
     # -- the environment's side --------------------------------------------------------------------------------------
 
     async def next_call(self) -> PendingCall | None:
-        """Wait for the oldest open call and return it; None when the agent has ended.
+        """Wait for the oldest open call and return it; None when the agent has ended, also if calls are open.
 
-        The call stays open and is returned again until `answer` or `refuse`.
+        The call stays open and is returned again until `answer` or `refuse`. A call that arrives, or the agent's end,
+        unblocks the wait.
         """
         while not self._agent_over:
             if self._open:
@@ -389,31 +394,32 @@ class EpisodeSession:
 
     def answer(self, answer: PolicyAnswer) -> None:
         """Answer the call that `next_call` has returned, and add the answer to the history."""
-        assert self._pending is not None, "no call was taken"
-        place, form = self._pending.place, self._pending.call.request.form
-        delivered = self._take_first().answered(answer)
+        assert self._pending is not None, "`next_call` has returned no call since the last answer"
+        place, form = self._pending.place, self._pending.call.request.form  # the end of a call drops its request's form
+        self._pending = None
+        # The history gets the message as it was sent, because the agent's next request repeats that one.
+        delivered = self._open.popleft().answered(answer)
         self._history.answer(place, delivered.message, form)
 
     def refuse(self, error: ApiError) -> None:
         """Refuse the oldest open call. The history does not change, and an equal request becomes a new call."""
-        call = self._take_first()
-        self._forget(call)
+        self._pending = None
+        call = self._open.popleft()
+        if call.key is not None:
+            del self._by_key[call.key]
+        else:
+            self._by_content[call.digest].remove(call)
         call.refused(error)
 
-    def _take_first(self) -> Call:
-        """Remove the oldest open call and return it."""
-        self._pending = None
-        return self._open.popleft()
-
     def end(self) -> None:
-        """End the episode: refuse all open calls, and all requests from now on."""
+        """End the episode: refuse all open calls, and all requests from now on. `EpisodeSessions.close` calls this."""
         self._ended = True
         while self._open:
             self.refuse(ApiError(401, OVER, "invalid_api_key"))
 
 
 def _repeated_call(alike: Sequence[Call], retry: bool | None) -> Call | None:
-    """Return the call of the same content that a request without a key repeats; None for a new call.
+    """Return the call that a request without an idempotency key repeats; None if the request is a new call.
 
     Args:
         alike: calls of the same content, the oldest first.
@@ -435,15 +441,16 @@ class EpisodeSessions:
 
     def __init__(self) -> None:
         self._by_digest: dict[bytes, EpisodeSession] = {}
+        """Open sessions, by the digest of their key (`_digest`)."""
 
     def open(self, *, rewarding: bool = False, sampling: Sampling = PLAIN) -> tuple[EpisodeSession, str]:
-        """Open a new session. Returns the session and its key. The arguments are those of `EpisodeSession`."""
+        """Open the session of a new episode. Returns the session and its key. `EpisodeSession` has the arguments."""
         key, session = secrets.token_hex(KEY_BYTES), EpisodeSession(rewarding=rewarding, sampling=sampling)
         self._by_digest[_digest(key)] = session
         return session, key
 
     def close(self, key: str) -> None:
-        """End the session of a key, and forget the key."""
+        """End the session of a key, and forget the key. Does nothing if no session has the key."""
         session = self._by_digest.pop(_digest(key), None)
         if session is not None:
             session.end()

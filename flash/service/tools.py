@@ -1,7 +1,8 @@
 """Functions that an agent lets the policy call: their descriptions in requests, and the calls in messages.
 
 A *tool* in the format of chat templates (`flash.types.Tool`) is `{"type": "function", "function": {...}}`. `chat` and
-`responses` use these functions for requests, `flash sft` for its rows, and `envs.tools` for its own tools.
+`responses` use these functions for requests, `flash sft` for its rows, and `envs.tools` for its own tools. A *call* is
+a call of such a function by the policy.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ class Function(msgspec.Struct):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    """JSON schema of the function's arguments."""
     strict: bool | None = None
-    """True if the client wants calls that follow the schema. This is not enforced; see `is_well_formed`."""
+    """True if the client wants calls whose arguments follow the schema in `parameters`. This is not enforced."""
 
 
 class GivenTool(msgspec.Struct):
     """Tool of a request, as it was decoded. `offered` checks it."""
 
     type: str
+    """Type of the tool; only `function` is accepted."""
     function: Function | None = None
 
 
@@ -45,6 +48,7 @@ class GivenCall(msgspec.Struct):
 
     function: GivenFunction
     id: str | None = ""
+    """Id that the result of the call names."""
     type: str | None = "function"
     """Type of the call. Clients that assemble a call from the chunks of a stream may send null."""
 
@@ -108,12 +112,12 @@ def calls_of(requested: Sequence[GivenCall]) -> tuple[ToolCall, ...]:
 
 
 def as_json(arguments: str | dict[str, Any] | None) -> str:
-    """Return the arguments of a call as JSON text; missing arguments are an empty text."""
+    """Return the arguments of a call in a request as JSON text; missing arguments are an empty text."""
     return msgspec.json.encode(arguments).decode() if isinstance(arguments, dict) else arguments or ""
 
 
 def encoded_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
-    """Return calls in the format of an API's answer."""
+    """Return the calls of an answer of the policy in the form that chat completions have for them."""
     return [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in calls
@@ -123,7 +127,8 @@ def encoded_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
 def is_well_formed(call: ToolCall, tools: Sequence[Tool]) -> bool:
     """Return True if a call names one of the functions in `tools`, and its arguments are a JSON object.
 
-    `envs.agent` counts the calls of the policy that are not well formed. The function's schema is not checked.
+    `envs.agent` calls this for each call of an answer, and counts those that are not well formed. The function's schema
+    is not checked.
     """
     if all(tool["function"]["name"] != call.name for tool in tools):
         return False
