@@ -27,25 +27,30 @@ MISMATCH = named("mismatch_k3_age_0")
 BY_ENVIRONMENT = named("mismatch_k3_env_NAME")
 """Replaces `MISMATCH` in a run with several environments: each environment has its own mismatch."""
 ALARMS = {column.name: (column, column.alarm) for column in columns("step") if column.alarm is not None}
-"""All alarms with their columns, by the name of the column."""
+"""All alarms with their columns, by the name of the column, which is the key of its number in a row."""
 
 
 class RaisedAlarm(NamedTuple):
-    """Alarm that this step raised."""
+    """Alarm that a step raised. The recorder prints it, and starts the command of `alarms.command` with it."""
 
     name: AlarmName
+    """Name in the settings of `[alarms]`."""
     text: str
     """Line for people: the number, its meaning, advice, and the number of steps in the mean."""
 
 
 class Alarms:
-    """State of all alarms of a run: numbers of the last rows, and the alarms that are raised now."""
+    """State of all alarms of a run: numbers of the last rows, and the alarms that are raised now.
+
+    A *key* is the name of a number in a row. Each alarm has one, but the mismatch has one for each environment.
+    """
 
     def __init__(self, off: Collection[AlarmName] = ()) -> None:
         """Start without rows. `off`: names of alarms that are never raised."""
         self._off = off
         self._measured: deque[dict[str, tuple[float, float]]] = deque(maxlen=WINDOW)
-        """For each of the last rows and each key: the row's weight in the alarm, and the weight times the number."""
+        """For each of the last rows, by the key of the alarm: the row's weight in the mean, and the weight times the
+        number."""
         self._raised: set[str] = set()
         """Keys whose alarm was raised, and whose number has not been well within the limit since (`RECOVERED`)."""
         self._skipped: float | None = None
@@ -63,7 +68,10 @@ class Alarms:
         return list(self._raise(alarms))
 
     def _raise(self, alarms: Mapping[str, tuple[Column, Alarm]]) -> Iterator[RaisedAlarm]:
-        """Compare the mean of each number with its limit, and yield the alarms that are newly raised."""
+        """Compare the mean of each number with its limit, and yield the alarms that are newly raised.
+
+        `alarms` has the alarms by key, from `_alarms_by_key`. `step` calls this after it has added the newest row.
+        """
         rows = self._measured
         for key, (column, alarm) in alarms.items():
             limit = alarm.limit
@@ -73,6 +81,7 @@ class Alarms:
                 continue  # weight 0: no row has the number
             found = sum(weighed for _, weighed in known) / weight
             beyond = limit - found if alarm.below else found - limit
+            # The number is far on the healthy side of the limit: the alarm may be raised again.
             if beyond <= -RECOVERED * limit:
                 self._raised.discard(key)
             if beyond > 0 and len(rows) >= alarm.min_steps and key not in self._raised:
@@ -80,6 +89,7 @@ class Alarms:
                 count = len(rows)
                 last = f"the last {count} steps" if count > 1 else "the last step"
                 shown = f"{found:.0%}" if alarm.is_share(column) else f"{found:.2g}"
+                # If the key is not the column's name, it is the key of one environment's mismatch.
                 where = "" if key == column.name else f" in {BY_ENVIRONMENT.placeholder_text(key)!r}"
                 text = f"{shown} {alarm.message.format(where)}: {without_marks(column.helps)} ({last})"
                 yield RaisedAlarm(alarm.name, text)
@@ -94,7 +104,7 @@ class Alarms:
 
 
 def _alarms_by_key(row: Row) -> Mapping[str, tuple[Column, Alarm]]:
-    """Return the alarms by the key of the row that each compares.
+    """Return the alarms with their columns, by the key of `row` that each is about.
 
     In a row with a mismatch for each environment, each of these keys has the alarm of the mismatch.
     """
@@ -106,7 +116,10 @@ def _alarms_by_key(row: Row) -> Mapping[str, tuple[Column, Alarm]]:
 
 
 def _measured(key: str, alarm: Alarm, row: Row) -> tuple[float, float]:
-    """Return the row's weight in the alarm, and the weight times the number; zeros if the row has no such number."""
+    """Return the row's weight in the mean of an alarm, and the weight times the number under `key`.
+
+    Both are 0 if the row has no such number.
+    """
     found = number(row, key) if alarm.number is None else alarm.number(row)
     if found is None or key not in row:
         return 0.0, 0.0

@@ -6,7 +6,8 @@ result is `cluster.json`. `flash view`, `flash watch` and Prometheus read it, an
 and `ENGINE_NUMBERS`. Times are Unix seconds.
 
 Terms: a *lease* gives a sample to a node for a while. A *swap* loads the weights of a new policy version into an
-engine. The *hub* may die and be started again, so a run may have several hub processes, one after another.
+engine. The *hub* may die and be started again, so a run may have several hub processes, one after another. Nodes,
+engines and trainer ranks are numbered from 0 in the whole run.
 
 Invariant: the size of the file is bounded by the number of nodes and engines, the `MOST_…` constants below, and the
 lengths of texts.
@@ -36,21 +37,22 @@ from flash.types import Stock
 EVERY_S = 2.0
 """Seconds between two writes of the file, and between two reports of a node. The web page reads as often."""
 MOST_GONE = 32
-"""Largest number of nodes that are gone and still shown: the last ones."""
+"""Largest number of nodes that are gone and still in the file: the last ones."""
 MOST_LEASES = 12
-"""Largest number of leased samples that are shown one by one: the oldest ones."""
+"""Largest number of leased samples that the file has one by one: the oldest ones."""
 MOST_EVENTS = 100
 """Largest number of events in the file: the last ones."""
 MOST_KINDS = 32
-"""Largest number of kinds of failures. Failures of further kinds count as `other`."""
+"""Largest number of kinds of failures that are counted apart. Failures of further kinds count as `other`."""
 MOST_BYTES = 64 << 20
-"""Largest number of bytes of the file that are read. A real file has about a thousandth of it."""
+"""Largest number of bytes of the file that are read, so that a wrong file cannot fill the memory. A real file has about
+a thousandth of it."""
 EVENT_TEXT, FAILURE_TEXT = 2_000, 20_000
 """Largest number of characters of an event and of a failure's message. An environment's error may contain a whole web
 page."""
 
 HUB_VANISHED = "the previous hub ended without a last report: its process was killed, or its machine failed"
-"""Message of the failure `hub_lost`."""
+"""Message of the failure `hub_lost`, which counts hubs that died before they could write the end of the run."""
 
 NodeState = Literal["starting", "here", "silent", "leaving", "gone"]
 """State of a node. `silent`: it has not reported for some time. `leaving`: it takes no more samples."""
@@ -67,7 +69,7 @@ class EngineNow(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     """Policy version of the engine's weights; −1 if it has none yet."""
     loaded_at: float | None
-    """Time when the engine had loaded this version."""
+    """Time when the engine had loaded this version; None if it has none yet."""
     figures: dict[str, float] = {}
     """Numbers of the engine, by the names of `ENGINE` in `flash.observe.columns.table`."""
     deaths: int = 0
@@ -75,7 +77,7 @@ class EngineNow(msgspec.Struct, frozen=True, kw_only=True):
     died_at: float | None = None
     """Time of the last death; None if it never died."""
     why: str = ""
-    """Reason of the last death."""
+    """Reason of the last death; empty if it never died."""
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
@@ -88,6 +90,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     since: float
     """Time when the node's process started."""
     engines: list[EngineNow]
+    """Engines of the node."""
     episodes: int
     """Number of live episodes, each with its environment."""
     asking: int
@@ -109,7 +112,7 @@ class NodeNow(msgspec.Struct, frozen=True, kw_only=True):
     leases: int = 0
     """Number of samples that the node works on."""
     oldest_lease: float | None = None
-    """Time when the node got the oldest of these samples."""
+    """Time when the node got the oldest of these samples; None if it works on none."""
     gone_at: float | None = None
     """Time when the node left the run; None if it has not left."""
     why: str = ""
@@ -133,9 +136,13 @@ class LeaseNow(msgspec.Struct, frozen=True):
     """Sample that a node works on."""
 
     node: int
+    """Number of the node."""
     group_id: int
+    """Number of the sample's group: the samples with the same problem, whose rewards are compared."""
     sample_index: int
+    """Index of the sample in its group."""
     split: str
+    """`train`, or `eval` for an answer of an evaluation."""
     attempt: int
     """Number of earlier attempts at this sample, which have failed."""
     since: float
@@ -198,6 +205,7 @@ class Event(msgspec.Struct, frozen=True):
     """Line that was printed for people."""
 
     at: float
+    """Time when it was printed."""
     text: str
 
 
@@ -205,6 +213,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """Content of `cluster.json`."""
 
     at: float
+    """Time when the content was made."""
     hub: HubNow | None
     """State of the run; None until the hub has reported it."""
     host: str
@@ -222,11 +231,14 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     ended: Literal["", "finished", "interrupted", "failed"] = ""
     """End of the run. Empty if the run goes on or was killed."""
     error: str = ""
-    """Error that ended the run."""
+    """Error that ended the run; empty if none did."""
 
 
 def shortened(text: str, most: int) -> str:
-    """Return at most `most` characters of a text, and a note about the number of characters that are left out."""
+    """Return a text of at most `most` characters as it is, and of a longer one the beginning with a note.
+
+    The note has the number of characters that are left out. Events and messages of failures are shortened by this.
+    """
     return text if len(text) <= most else f"{text[:most]} … and {len(text) - most:,} characters more"
 
 
@@ -240,6 +252,7 @@ class FailureTally:
 
     def __init__(self, failures: Iterable[FailureKind] = (), events: Iterable[Event] = ()) -> None:
         self._kinds = {each.kind: each for each in failures}
+        """Failures by the name of their kind."""
         self._events = deque(events, maxlen=MOST_EVENTS)
 
     def failed(self, kind: str, message: str, now: float) -> None:
@@ -268,7 +281,8 @@ class FailureTally:
 class ClusterFile:
     """Writes `cluster.json`: the newest state of the cluster, and the failures of the whole run.
 
-    The recorder's thread writes the file, one state at a time. A state that comes while another is being written is
+    The recorder owns it, and calls `show` with each state, `failed` and `event` as these happen, and `end` at last. The
+    recorder's thread writes the file, one state at a time. A state that comes while another is being written is
     skipped, since the next one follows soon. A write error does not end the run.
 
     Args:
@@ -301,17 +315,18 @@ class ClusterFile:
             self._tally.failed("hub_lost", HUB_VANISHED, self._since)
 
     def failed(self, kind: str, message: str) -> None:
-        """Count a failure."""
+        """Count a failure of this kind, such as `env_error`, for the next write of the file."""
         self._tally.failed(kind, message, self._now())
 
     def event(self, text: str) -> None:
-        """Add a line that was printed for people."""
+        """Add a line that was printed for people, for the next write of the file."""
         self._tally.event(text, self._now())
 
     def show(self, hub: HubNow) -> str:
-        """Write a new state, unless one is being written or the run has ended.
+        """Start to write a new state in the thread, unless one is being written or the run has ended.
 
-        Returns a warning at the first write that failed, else an empty text.
+        The recorder calls this every two seconds. Returns a warning once, after the first write that has failed, else
+        an empty text.
         """
         with self._lock:
             # A later state has no end of the run, so it would show an ended run as a live one.
@@ -330,12 +345,13 @@ class ClusterFile:
     def end(self, ended: Literal["finished", "interrupted", "failed"], error: str = "") -> None:
         """Write the last state with the end of the run, and wait until it is written.
 
-        The recorder calls it once. It may be called in any thread.
+        The recorder calls it once, in any thread. `error` is the error that ended the run, or empty.
         """
         if error:
             self.failed("run_failed", error)
         with self._lock:
             self._ended = True
+        # From here on `show` starts no write.
         if self._writing is not None:
             # This waits for the write in progress, so that an older state cannot replace the last one.
             self._writing.exception()
@@ -344,7 +360,7 @@ class ClusterFile:
             _write(self._path, self._content(ended, error))
 
     def _content(self, ended: Literal["", "finished", "interrupted", "failed"] = "", error: str = "") -> Cluster:
-        """Return the content of the file at this moment."""
+        """Return the content of the file at this moment. `ended` and `error` are fields of it."""
         return Cluster(
             at=self._now(),
             hub=self._hub,
@@ -373,7 +389,8 @@ def read_cluster(directory: RunDirectory) -> Cluster | None:
 
 
 def _write(path: Path, content: Cluster) -> None:
-    """Write the file without forcing it to the disk: after a crash of the machine it is out of date in any case."""
+    """Write `cluster.json`. `ClusterFile` calls this in the recorder's thread, or at the end in the caller's."""
+    # Not durable: after a crash of the machine the content is out of date in any case.
     write_atomically(path, msgspec.json.encode(content), durably=False)
 
 
@@ -381,7 +398,7 @@ def _write(path: Path, content: Cluster) -> None:
 
 
 KIND = "kind"
-"""Label in monitoring systems for the kinds of a number, if there is no better word."""
+"""Label in monitoring systems, such as Prometheus, for the kinds of a number, if there is no better word."""
 
 
 class ClusterNumber(NamedTuple):
@@ -396,19 +413,23 @@ class ClusterNumber(NamedTuple):
     worry: str
     """Sentence that completes "worry when", and advice."""
     of: Callable[[Cluster], Mapping[str, float]]
-    """Computes the numbers by kind. A single number has the empty kind. No entry: there is nothing to count."""
+    """Function that computes the numbers by kind. A single number has the empty kind. If the result is empty, there is
+    nothing to count."""
     unit: str = ""
     """`share` for a share of 1; otherwise the title names the unit."""
     label: str = KIND
     """Label of the kinds in monitoring systems."""
     listed: bool = False
-    """True if people see only the sum here, since each kind is shown elsewhere with details."""
+    """True if `text` has only the sum, since people see each kind elsewhere with details."""
     of_the_run: bool = False
     """True if the number counts the whole run. It is then also shown after the end of the run, where a momentary number
     would be misleading."""
 
     def text(self, cluster: Cluster) -> str:
-        """Return the numbers as people read them; empty if there is nothing to count."""
+        """Return the numbers as people read them, such as `3 here, 1 silent`; empty if there is nothing to count.
+
+        Kinds with the number 0 are left out.
+        """
         values = self.of(cluster)
         if self.listed:
             return short(sum(values.values()))
@@ -426,7 +447,10 @@ def engines_of(cluster: Cluster) -> list[EngineNow]:
 
 
 def _of_hub(of: Callable[[HubNow], Mapping[str, float]]) -> Callable[[Cluster], Mapping[str, float]]:
-    """Return the function of a cluster for a function of the hub's state. It counts nothing before the hub reports."""
+    """Return `of`, a function of the hub's state, as a function of the whole cluster, for `ClusterNumber.of`.
+
+    The result is empty before the hub has reported its state.
+    """
     return lambda cluster: {} if cluster.hub is None else of(cluster.hub)
 
 
@@ -459,13 +483,14 @@ def _samples(hub: HubNow) -> Mapping[str, float]:
 
 
 def _episodes(hub: HubNow) -> Mapping[str, float]:
-    """Return the live episodes, and those whose environment works: each other episode has a request at an engine."""
+    """Return the number of live episodes, and of those whose environment works."""
     alive, requests = sum(one.episodes for one in _statuses(hub)), sum(_requests(hub).values())
+    # Each other episode has a request at an engine. An agent's episode may have several: the number is a lower bound.
     return {"alive": alive, "in the environment": max(0.0, alive - requests)}
 
 
 def _sandboxes(hub: HubNow) -> Mapping[str, float]:
-    """Return the sandboxes of all nodes that are in use, ready and waited for; empty without sandboxes."""
+    """Return the number of sandboxes of all nodes in use, ready and waited for; empty without sandboxes."""
     stocks = [stock for status in _statuses(hub) for stock in status.stocks]
     if not stocks:
         return {}
@@ -474,7 +499,7 @@ def _sandboxes(hub: HubNow) -> Mapping[str, float]:
 
 
 def _restarts(cluster: Cluster) -> Mapping[str, float]:
-    """Return the restarts of the whole run, and those of trainer ranks and engines under this hub."""
+    """Return the number of restarts of the whole run, and of trainer ranks and engines under this hub."""
     trainers = 0 if cluster.hub is None else cluster.hub.trainer_restarts
     engines = sum(engine.deaths for engine in engines_of(cluster))
     return {"of the run": cluster.lives - 1, "of trainers": trainers, "of engines": engines}
@@ -578,7 +603,7 @@ CLUSTER_NUMBERS = (
 
 
 def _engine_number(column: Column) -> ClusterNumber:
-    """Return a number of the cluster that has the value of `column` for each engine."""
+    """Return the `ClusterNumber` that has the value of `column` for each engine. `column` is one of engines."""
 
     def of(cluster: Cluster) -> Mapping[str, float]:
         """Return the value of each engine that has reported it, by the engine's number."""

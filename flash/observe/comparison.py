@@ -32,8 +32,9 @@ class Compared(msgspec.Struct, frozen=True):
     """Settings and results of a run so far."""
 
     path: Path
+    """Directory of the run."""
     settings: dict[str, Any]
-    """Settings by dotted keys."""
+    """Settings by dotted keys, such as `train.batch_size`, as the run has recorded them."""
     first: Mapping[str, Any]
     """Row of the first evaluation; empty if there is none."""
     last: Mapping[str, Any]
@@ -43,10 +44,11 @@ class Compared(msgspec.Struct, frozen=True):
 
 
 def read_run(path: Path) -> Compared:
-    """Read settings and results from a run directory.
+    """Return settings and results of the run in the directory `path`.
 
     Raises:
-        ConfigError: there is no run, or another version of Flash wrote it.
+        ConfigError: there is no run, or its files cannot be read, for example because another version of Flash wrote
+            them.
     """
     directory = RunDirectory(path)
     if not directory.config.is_file():
@@ -93,10 +95,12 @@ def differences(runs: Sequence[Compared]) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Return rows as lines with aligned columns, without spaces at their ends."""
+    """Return rows as lines for the terminal, with aligned columns and without spaces at their ends."""
     lines = [[one_line(text) for text in (title, *texts)] for title, texts in rows]
     widths = [max(map(width, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(map(_filled, line, widths)).rstrip() for line in lines]
+    # Python's own alignment counts characters, but some characters take two columns of a terminal.
+    filled = ([text + " " * (room - width(text)) for text, room in zip(line, widths, strict=True)] for line in lines)
+    return ["  ".join(texts).rstrip() for texts in filled]
 
 
 def _state(summary: Summary | None) -> str:
@@ -104,11 +108,6 @@ def _state(summary: Summary | None) -> str:
     if summary is None:
         return "under way, or interrupted"
     return "failed" if summary.error else "ended"
-
-
-def _filled(text: str, columns: int) -> str:
-    """Return a text with spaces after it, so that it fills these columns of the terminal."""
-    return text + " " * (columns - width(text))
 
 
 def _interval(row: Mapping[str, Any]) -> Interval | None:
@@ -140,10 +139,9 @@ def _best_of_k(row: Mapping[str, Any]) -> str:
 
 
 def _difference(one: Compared, other: Compared) -> str:
-    """Return the difference of two runs' last evaluations with its interval; `-` if one of them has none.
+    """Return the mean reward of `other` minus that of `one`, in their last evaluations, with its 95 % interval.
 
-    The difference is the mean reward of `other` minus that of `one`. If the interval excludes 0, the
-    difference is significant.
+    The result is `-` if one of them has no evaluation. If the interval excludes 0, the difference is significant.
     """
     first, second = _interval(one.last), _interval(other.last)
     if first is None or second is None:

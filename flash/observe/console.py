@@ -23,6 +23,7 @@ from flash.observe.stats import BestOf
 from flash.text import one_line
 
 Row = Mapping[str, Any]
+"""A line of `metrics.jsonl` or `evals.jsonl`: numbers by the names of their columns."""
 
 HEADER_EVERY = 20
 """Number of step lines between two headers."""
@@ -87,24 +88,26 @@ SFT_LINE = (
 class Console:
     """Terminal output of a run: lines for its events, and on a terminal a live line below them.
 
-    `finish` prints the closing table. `close` removes the live line; it may be called more than once.
+    The recorder calls the methods as the events happen, and `close` at last. `close` may be called more than once.
     """
 
     def __init__(self, config: Config, stream: TextIO | None = None) -> None:
+        """Start the live line if the output is a terminal. `stream` None means the standard output."""
         self._config = config
         terminal: TextIO = sys.stdout if stream is None else stream
         self._stream: TextIO | None = terminal
-        """Output without a live line; None after a write has failed."""
+        """Output that lines are written to if there is no live line; None after a write has failed."""
         self._live = _Live(config.run.steps, terminal) if terminal.isatty() else None
+        """Live line; None if the output is no terminal."""
         self._line, self._held_out = (LINE, HELD_OUT) if config.sft is None else (SFT_LINE, HELD_OUT_NLL)
         self._stages: set[str] = set()
-        """Stages that were printed, if the output is no terminal."""
+        """Stages that were printed, if there is no live line."""
         self._unshown_evaluation: float | None = None
         """Result of an evaluation that no step line has shown yet: a mean reward, or the loss in `flash sft`."""
         self._lines = 0
         """Number of step lines so far."""
         self._walls: deque[float] = deque(maxlen=RECENT_STEPS + 1)
-        """`wall_s` of the last steps, in seconds, to estimate the remaining time."""
+        """`wall_s` of the last steps: seconds from the start of the run to the end of each. They give the pace."""
 
     def note(self, text: str) -> None:
         """Print a line for the person at the terminal."""
@@ -144,14 +147,14 @@ class Console:
             )
 
     def evaluation(self, row: Row) -> None:
-        """Print a held-out evaluation. The next step line shows its result too."""
+        """Print the line of a finished evaluation on held-out problems. The next step line shows its result too."""
         self._unshown_evaluation = number(row, self._held_out.name)
         self._print(f"evaluation at step {_whole(row, 'step')}: {evaluation_line(row)}", "green")
         if self._live is not None:
             self._live.update(accuracy=fixed(row, self._held_out.name, 3))
 
     def finish(self, summary: Summary) -> None:
-        """Print the closing table, or, for a run without a step, a line that says so."""
+        """Remove the live line, and print the closing table, or, for a run without a step, a line that says so."""
         self.close()
         if not summary.steps:
             self._print(f"the run ended before its first step, in {self._config.run_dir}", "default")
@@ -216,7 +219,10 @@ def evaluation_line(row: Row) -> str:
 
 
 def environment_lines(row: Row) -> list[str]:
-    """Return a line for each of the environment's own metrics, with its mean."""
+    """Return a line for each of the environment's own metrics, with its mean. `flash eval` prints them.
+
+    `row` has the metrics under `env/NAME`.
+    """
     names = [name for name in row if name.startswith("env/")]
     width = max(map(len, names), default=0)
     return [f"{name.ljust(width)}  {fixed(row, name, 3)}" for name in names]
@@ -236,17 +242,25 @@ def best_of_lines(found: Sequence[BestOf], *, binary: bool) -> list[str]:
 
 
 def domain_line(row: Row) -> str:
-    """Return the mean reward and the share of each domain as a line; empty if there are no domains."""
+    """Return the mean reward and the share of each domain as a line; empty if there are no domains.
+
+    A domain is a kind of problems that has its own share of the trained groups. An evaluation has no shares.
+    """
     parts: list[str] = []
     for name in domains_of(row):
         share = number(row, f"domain/{name}/share")
-        parts.append(f"{name} {fixed(row, f'domain/{name}/reward', 3)}")
-        parts[-1] += "" if share is None else f" ({100 * share:.0f} %)"
+        text = f"{name} {fixed(row, f'domain/{name}/reward', 3)}"
+        parts.append(text if share is None else f"{text} ({100 * share:.0f} %)")
     return f"      {'  '.join(parts)}" if parts else ""
 
 
 class _Live:
-    """Live progress line, drawn by rich, and printing above it."""
+    """Live progress line, drawn by rich, and printing above it. A `Console` makes it for a terminal.
+
+    Args:
+        steps: number of steps of the whole run.
+        stream: the terminal.
+    """
 
     def __init__(self, steps: int, stream: TextIO) -> None:
         from rich.console import Console as RichConsole
@@ -277,9 +291,10 @@ class _Live:
         self._progress.update(self._task, **fields)
 
     def print(self, text: str, style: str) -> None:
-        """Print a line above the live line."""
+        """Print a line above the live line. `style` is a style of rich, such as `bold`."""
         from rich.text import Text
 
+        # A `Text` and no str, in which rich would take square brackets as markup.
         self._console.print(Text(text, style=style), soft_wrap=True)
 
     def stop(self) -> None:
@@ -288,14 +303,18 @@ class _Live:
 
 
 def closing_table(config: Config, summary: Summary) -> list[tuple[str, str]]:
-    """Return the closing table of a run, as (title, text) lines. A run of `flash sft` has losses and no rewards."""
+    """Return the closing table of a run, as (title, text) lines. `Console.finish` prints it.
+
+    A run of `flash sft` has losses and no rewards.
+    """
     directory = RunDirectory(config.run_dir)
     plots = sorted(directory.plots.glob("*.png"))
     ledger = ", ".join(f"{key} {value}" for key, value in summary.ledger.items() if value)
     first, *rest = summary_rows(summary)
     if config.sft is not None:
         rest = [row for row in rest if row[0] in ("steps", "trained", "time", "restarts")]
-        losses = [text for row in directory.read_evaluations() if (text := fixed(row, HELD_OUT_NLL.name, 4))]
+        losses = [fixed(row, HELD_OUT_NLL.name, 4) for row in directory.read_evaluations()]
+        # The first and the last loss; only one if there is one evaluation, or if both are equal.
         rest.insert(0, ("held out", " -> ".join(dict.fromkeys([*losses[:1], *losses[-1:]])) or BLANK))
         return [first, *rest, ("directory", str(directory.path)), *(("plot", str(plot)) for plot in plots)]
     return [
@@ -319,7 +338,10 @@ def _held_out_rewards(summary: Summary) -> str:
 
 
 def summary_rows(summary: Summary) -> list[tuple[str, str]]:
-    """Return the numbers of a run that has ended, without its evaluations, as (title, text) lines."""
+    """Return the numbers of a run that has ended, without its evaluations, as (title, text) lines.
+
+    The closing table has them, and `flash compare` prints them. The first one is the model.
+    """
     return [
         ("model", f"{summary.model}, {summary.objective}, seed {summary.seed}"),
         ("steps", str(summary.steps)),

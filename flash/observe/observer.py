@@ -16,26 +16,30 @@ Wish = Literal["checkpoint", "stop"]
 
 
 class Observer(Protocol):
-    """Receives the events of a run, in order. Calls must return at once, because the hub's event loop makes them."""
+    """Receives the events of a run, in order. Calls must return at once, because the hub's event loop makes them.
+
+    A *row* has numbers by the names of their columns (`flash.observe.columns`). In `flash sft` there is no hub: the
+    first trainer rank calls the recorder.
+    """
 
     def step(self, row: Mapping[str, float]) -> Wish | None:
-        """Receive the metrics of a committed step, and return a wish or None."""
+        """Receive the row of a committed step, one whose training has ended. Return a wish or None."""
         ...
 
     def evaluation(self, row: Mapping[str, float]) -> None:
-        """Receive the metrics of a finished evaluation."""
+        """Receive the row of a finished evaluation on held-out problems."""
         ...
 
     def activities(self, rows: Sequence[Activity]) -> None:
-        """Receive activities of workers with their times."""
+        """Receive activities of workers (engines, trainer ranks) with their times, when a worker reports them."""
         ...
 
     def batch(self, batch: Batch) -> None:
-        """Receive the batch that a step trains on."""
+        """Receive the whole batch of a step, when its last round is formed, and so before the step is committed."""
         ...
 
     def trained(self, step: int, seen: Sequence[TrainedSample]) -> None:
-        """Receive the trainer's values of single tokens of some samples, when the step is committed."""
+        """Receive the trainer's values of single tokens of some samples (`seen`), when the step is committed."""
         ...
 
     def ledger(self, totals: Mapping[str, int]) -> None:
@@ -43,11 +47,14 @@ class Observer(Protocol):
         ...
 
     def note(self, text: str) -> None:
-        """Receive a line for people."""
+        """Receive a line for people, about an event such as a node that has joined."""
         ...
 
     def failure(self, kind: str, message: str) -> None:
-        """Receive a failure after which the run goes on: of an attempt at a sample, or of a part of the cluster."""
+        """Receive a failure after which the run goes on: of an attempt at a sample, or of a part of the cluster.
+
+        `kind` is a short name, such as `env_error`, by which failures are counted.
+        """
         ...
 
 
@@ -69,7 +76,7 @@ class MemoryObserver:
         self.samples: dict[int, list[Trajectory]] = {}
         """Samples of each batch, by step."""
         self.seen: dict[int, list[TrainedSample]] = {}
-        """The trainer's values of single tokens, by step."""
+        """The trainer's values of single tokens of some samples, by step."""
         self.ledgers: list[dict[str, int]] = []
         """Totals of the ledger, one for each call."""
         self.notes: list[str] = []

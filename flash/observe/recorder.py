@@ -102,7 +102,10 @@ class Recorder:
             self._console.close()
 
     def step(self, row: Mapping[str, float]) -> Wish | None:
-        """Write and print the metrics of a committed step, and return the wish of the alarms that they raise."""
+        """Write, print and send the row of a committed step, and return the wish of the alarms that it raises.
+
+        The hub calls this when the trainer ranks have trained the step.
+        """
         full = {**row, "wall_s": self._now() - self._run_start, **self._receivers.lost()}
         self.directory.append_metrics(full)
         self._console.stage("training")
@@ -112,9 +115,10 @@ class Recorder:
         return self._report_alarms(self._alarms.step(full), last=last)
 
     def _report_alarms(self, alarms: Sequence[RaisedAlarm], *, last: bool) -> Wish | None:
-        """Print alarms, start the alarm command, and return the wish that the settings in `[alarms]` name for them.
+        """Print the alarms of a step, start the alarm command, and return the wish that `[alarms]` names for them.
 
-        After the last step (`last`) it returns no wish, since the run ends anyway.
+        `stop` in `[alarms]` is stronger than `checkpoint`. After the last step (`last`) there is no wish, since the run
+        ends anyway.
         """
         wanted = self._config.alarms
         wish: Wish | None = None
@@ -131,24 +135,31 @@ class Recorder:
         return wish
 
     def _warn_all(self, texts: Sequence[str]) -> None:
-        """Print warnings of receivers."""
+        """Print each of the warnings of receivers."""
         for text in texts:
             self._console.warn(text)
 
     def evaluation(self, row: Mapping[str, float]) -> None:
-        """Write and print the metrics of a finished evaluation."""
+        """Write, print and send the row of a finished evaluation."""
         full = {**row, "wall_s": self._now() - self._run_start}
         self.directory.append_evaluation(full)
         self._console.evaluation(full)
         self._send("evaluation", full)
 
     def _send(self, kind: str, row: Mapping[str, Any]) -> None:
-        """Pass a row to all receivers, without waiting, and print their warnings so far."""
+        """Pass a row to all receivers, without waiting, and print their warnings so far.
+
+        `kind` is `step` or `evaluation`.
+        """
         self._receivers.row(kind, row)
         self._warn_all(self._receivers.warnings())
 
     def _send_last(self, kind: str, row: Mapping[str, Any], *, interrupted: bool) -> None:
-        """Send receivers the end of the run, and wait until they have all rows or the deadline is over."""
+        """Send receivers the end of the run, and wait until they have all rows or the time limit is over.
+
+        `kind` is `summary`, with the summary as `row`, or `error`, with the error's type and message. For
+        `interrupted`, see `_close_receivers`.
+        """
         self._receivers.row(kind, row, last=True)
         self._close_receivers(interrupted=interrupted)
 
@@ -189,11 +200,14 @@ class Recorder:
         self._console.note(text)
 
     def failure(self, kind: str, message: str) -> None:
-        """Count a failure by its kind, and keep its message as the last one."""
+        """Count a failure of this kind for `cluster.json`, and keep its message as the last one of the kind."""
         self._cluster.failed(kind, message)
 
     def cluster(self, hub: HubNow) -> None:
-        """Write the state of the cluster for `flash view` and `flash watch`."""
+        """Start to write the state of the cluster for `flash view` and `flash watch`.
+
+        The process of the hub calls this every `flash.observe.cluster.EVERY_S` seconds.
+        """
         if warning := self._cluster.show(hub):
             self._console.warn(warning)
 
@@ -201,7 +215,8 @@ class Recorder:
         """Write the files that describe the whole run, send the receivers the summary, and print the closing table.
 
         In this order: wait for the batches; write ledger, summary, plots and the end of `cluster.json`; send the
-        summary; print. The hub's process calls it in a thread while its event loop still runs.
+        summary; print. The hub's process calls it in a thread, while its event loop still runs; the first trainer rank of
+        `flash sft` calls it directly.
 
         Args:
             ledger: totals of the ledger.

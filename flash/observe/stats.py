@@ -1,6 +1,7 @@
 """Means and best-of-k of evaluations, with confidence intervals. Pure functions.
 
 The hub uses them for the rows of evaluations; `flash eval`, `flash compare` and benchmarks use them for their results.
+An evaluation has rewards of *answers* to *problems*, often of several answers to each problem.
 """
 
 from __future__ import annotations
@@ -36,21 +37,25 @@ def difference(one: Interval, other: Interval) -> Interval:
 
 
 class BestOf(NamedTuple):
-    """Best reward among k answers to a problem, in the mean over problems."""
+    """Best reward among k answers to a problem, in the mean over problems. `best_of_each` makes it."""
 
     k: int
+    """Number of answers of which the best one counts."""
     interval: Interval
 
 
 def best_of(values: Sequence[float], k: int) -> float:
-    """Return the unbiased estimate of the best of k answers from n ≥ k answers: the mean over all choices of k of them.
+    """Return the unbiased estimate of the best of k answers to one problem, from the rewards of n ≥ k answers to it.
 
+    It is the mean of the best reward over all choices of k of the n answers.
     For 0/1 values, of which c are 1, it is pass@k = 1 − C(n − c, k) / C(n, k) (Chen et al. 2021, "Evaluating Large
     Language Models Trained on Code", equation 1).
     """
     n = len(values)
     assert 1 <= k <= n, "k of n answers"
-    best, weight = 0.0, k / n  # share of the choices whose best value is the greatest one
+    # From the greatest value down: `weight` is the share of the choices whose best value is `value`, and `below` the
+    # number of values after it.
+    best, weight = 0.0, k / n
     for below, value in zip(range(n - 1, -1, -1), sorted(values, reverse=True), strict=True):
         best += weight * value
         weight *= (below - k + 1) / below if below else 0.0
@@ -59,15 +64,17 @@ def best_of(values: Sequence[float], k: int) -> float:
 
 
 def best_of_each(answers: Sequence[Sequence[float]]) -> list[BestOf]:
-    """Return `best_of` for k = 1, 2, 4, … and the largest number of answers.
+    """Return `best_of` with intervals, for k = 1, 2, 4, … and the largest number of answers to a problem.
 
-    `answers` has the rewards of each problem's answers. Each k is a mean over the problems with at least k answers. If
-    all rewards are 0 or 1, all intervals are Wilson's, and that of k = 1 is `mean_interval` of the single answers.
+    `flash eval` prints the result. `answers` has the rewards of each problem's answers. Each k is a mean over the
+    problems with at least k answers. If all rewards are 0 or 1, all intervals are Wilson's, and that of k = 1 is
+    `mean_interval` of the single answers.
     """
     most = max(map(len, answers), default=0)
     binary = all(value in (0, 1) for values in answers for value in values)
     found: list[BestOf] = []
-    for k in sorted({1 << power for power in range(most.bit_length())} | {most} - {0}):
+    powers = {1 << power for power in range(most.bit_length())}
+    for k in sorted((powers | {most}) - {0}):
         enough = [values for values in answers if len(values) >= k]
         mean, variance = _clustered_mean([best_of(values, k) for values in enough], range(len(enough)))
         # No more than this number of estimates from separate answers can be made.
@@ -104,9 +111,10 @@ def mean_interval(values: Sequence[float], problems: Sequence[int] | None = None
 
 
 def _clustered_mean(values: Sequence[float], problems: Sequence[int]) -> tuple[float, float]:
-    """Return the mean of `values` and its variance, which is infinite for a single problem.
+    """Return the mean of `values` and the variance of this mean, which is infinite for a single problem.
 
-    The variance is that of a mean over clusters of unequal size (linearised ratio estimator); a problem is a cluster.
+    `problems[i]` is the problem that `values[i]` belongs to. The variance is that of a mean over clusters of unequal
+    size (linearised ratio estimator); a problem is a cluster.
     """
     n = len(values)
     assert len(problems) == n, "one problem per value"
@@ -136,20 +144,23 @@ def _effective_size(p: float, variance: float, *, problems: int, most: int) -> f
 
 
 def _wilson(p: float, n: float) -> Interval:
-    """Return Wilson's score interval of a share p of n samples."""
+    """Return Wilson's score interval of a share p among n samples. n need not be whole."""
     centre = (p + _Z * _Z / (2 * n)) / (1 + _Z * _Z / n)
     half = _Z / (1 + _Z * _Z / n) * math.sqrt(p * (1 - p) / n + _Z * _Z / (4 * n * n))
     return Interval(p, max(0.0, centre - half), min(1.0, centre + half))
 
 
 def _students_t(mean: float, variance: float, problems: int) -> Interval:
-    """Return Student's t interval of a mean over independent problems."""
+    """Return Student's t interval of a mean with this variance, over a number of independent problems."""
     half = _t_quantile(problems - 1) * math.sqrt(variance) if problems > 1 else math.inf
     return Interval(mean, mean - half, mean + half)
 
 
 def _t_quantile(degrees: int) -> float:
-    """Return Student's t, 97.5 % quantile; above the table, Abramowitz & Stegun 26.7.5 with an error below 1e-3."""
+    """Return the 97.5 % quantile of Student's t distribution with this number of degrees of freedom.
+
+    Above the table `_T` it is the series of Abramowitz & Stegun 26.7.5, with an error below 1e-3.
+    """
     if degrees <= len(_T):
         return _T[degrees - 1]
     first = (_Z**3 + _Z) / 4

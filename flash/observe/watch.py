@@ -27,6 +27,7 @@ from flash.observe.rundir.summary import number
 from flash.text import one_line
 
 Row = Mapping[str, Any]
+"""A line of `metrics.jsonl` or `evals.jsonl`: numbers by the names of their columns."""
 
 QUIET_S = 60.0
 """Seconds without a step from which on the title says how long ago the last step was."""
@@ -37,7 +38,7 @@ MEAN_OF = 20
 BAR = 24
 """Characters of a bar."""
 TABLE_COLUMNS, LEAST_SPARKLINE = 52, 8
-"""Terminal columns of the table without sparklines, and the smallest width of a sparkline that is drawn."""
+"""Width of the table without sparklines, and the smallest width of a sparkline that is drawn, in terminal columns."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 """Characters of a sparkline, from the lowest value to the highest."""
 OLD_S = 15.0
@@ -49,7 +50,7 @@ MESSAGE = 160
 
 
 HELD_OUT = named("mean_reward", "evaluation")
-"""Column of evaluations. All other columns here are of steps."""
+"""Column of evaluations on held-out problems. All other columns here are of steps."""
 NUMBERS = (
     named("reward_mean"),
     HELD_OUT,
@@ -72,24 +73,27 @@ class Watched:
     def __init__(self, directory: RunDirectory) -> None:
         self._directory = directory
         self._steps = Followed(directory.metrics, dict[str, Any])
+        """Rows of the steps. `picture` reads new ones."""
         self._evals = Followed(directory.evals, dict[str, Any])
+        """Rows of the evaluations. `picture` reads new ones."""
         self._restarts_seen = -1
-        """`Followed.restarts` of the steps whose alarms are shown."""
+        """`self._steps.restarts` at the last call of `_reset_alarms`."""
         self._facts: dict[str, str] = {}
         """Main settings of the run, under names for people."""
         self._reset_alarms()
 
     def _reset_alarms(self) -> None:
-        """Make new alarms that have seen no row. Alarms that the run's configuration turns off are left out.
+        """Make new alarms that have seen no row, and forget those that are shown.
 
-        It is called again if a resumed run has replaced the rows, so the alarms of the replaced rows are forgotten.
+        The constructor calls this, and `picture` if a resumed run has replaced the rows.
 
         Raises:
             RunDirectoryError: the configuration is no regular file, or it may not be read.
         """
         self._alarms = self._new_alarms()
-        """None while the configuration cannot be read."""
+        """Alarms, of which those are left out that the configuration turns off; None while it cannot be read."""
         self._raised: deque[str] = deque(maxlen=SHOWN_ALARMS)
+        """Texts of the last alarms, which the screen shows."""
         self._checked = 0
         """Number of rows that the alarms have seen."""
         self._restarts_seen = self._steps.restarts
@@ -105,7 +109,9 @@ class Watched:
             return None
 
     def picture(self, now: float, width: int) -> Group:
-        """Return the screen for a time in Unix seconds and a terminal width in columns.
+        """Read the new rows of the run, and return the screen. `flash watch` calls this every few seconds.
+
+        `now` is in Unix seconds, `width` is that of the terminal in columns.
 
         Raises:
             RunDirectoryError: a file of the run cannot be read.
@@ -115,7 +121,7 @@ class Watched:
         self._evals.read()
         if self._steps.restarts != self._restarts_seen:
             self._reset_alarms()
-        elif self._alarms is None:  # A run that starts again writes its configuration after its folder was away.
+        elif self._alarms is None:  # the folder of a run that starts anew has no configuration for a moment
             self._alarms = self._new_alarms()
         rows, evals = self._steps.rows, self._evals.rows
         if self._alarms is not None:
@@ -192,7 +198,7 @@ def numbers(rows: Sequence[Row], evals: Sequence[Row], width: int) -> Table:
 
 
 def waits(rows: Sequence[Row]) -> Iterator[Text]:
-    """Yield bars of the waiting trainer and the idle engines, as shares of the time of the given last steps."""
+    """Yield a bar for the waiting trainer and one for the idle engines, as shares of the time of `rows`, last steps."""
     for column in WAITS:
         known = [
             (value, number(row, "interval_s") or 0.0) for row in rows if (value := number(row, column.name)) is not None
@@ -205,25 +211,25 @@ def waits(rows: Sequence[Row]) -> Iterator[Text]:
 
 
 def counts(row: Row) -> Text:
-    """Return the counters of the last step as a line. From the fourth on, counters that are zero are left out."""
-    known = [(one, value) for one in COUNTERS if (value := number(row, one.name)) is not None]
-    return Text(
-        "  ".join(f"{one.label} {one.text(value)}" for place, (one, value) in enumerate(known) if value or place < 3)
-    )
+    """Return the counters in `row`, that of the last step, as a line. From the fourth on, zeros are left out."""
+    known = [(column, value) for column in COUNTERS if (value := number(row, column.name)) is not None]
+    shown = [(column, value) for place, (column, value) in enumerate(known) if value or place < 3]
+    return Text("  ".join(f"{column.label} {column.text(value)}" for column, value in shown))
 
 
 def bar(share: float) -> str:
-    """Draw a share of 1 as a bar."""
+    """Return a share of 1, such as 0.3, as a bar of BAR characters."""
     full = round(BAR * min(1.0, max(0.0, share)))
     return "█" * full + "░" * (BAR - full)
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
-    """Draw values as a sparkline of at most `width` characters, scaled from the lowest to the highest.
+    """Return a sparkline: values drawn with at most `width` characters, scaled from the lowest to the highest.
 
-    Each character is the mean of neighbouring values: a space if there is none, `!` if one is not finite.
+    Each character is the mean of neighbouring values: a space if there is none, `!` if one is not finite. `numbers`
+    passes the values of all rows; None stands for a row without the number.
     """
-    count = min(width, len(values))
+    count = min(width, len(values))  # number of characters
     cuts = [len(values) * place // count for place in range(count + 1)] if count else []
     means: list[float | None] = []
     for first, last in pairwise(cuts):
@@ -248,7 +254,10 @@ def _block(mean: float | None, low: float, high: float) -> str:
 
 
 def cluster_lines(cluster: Cluster, now: float) -> Iterator[Text]:
-    """Yield lines about a cluster. `now` is in Unix seconds."""
+    """Yield the lines about the cluster, the lower part of the screen. `now` is in Unix seconds.
+
+    A run that has ended shows only its counts of failures and restarts.
+    """
     if cluster.hub is not None and not cluster.ended:
         age = now - cluster.at
         if age > OLD_S:
