@@ -215,8 +215,8 @@ class Recorder:
         """Write the files that describe the whole run, send the receivers the summary, and print the closing table.
 
         In this order: wait for the batches; write ledger, summary, plots and the end of `cluster.json`; send the
-        summary; print. The hub's process calls it in a thread, while its event loop still runs; the first trainer rank of
-        `flash sft` calls it directly.
+        summary; print. The hub's process calls it in a thread, while its event loop still runs; the first trainer rank
+        of `flash sft` calls it directly.
 
         Args:
             ledger: totals of the ledger.
