@@ -65,6 +65,7 @@ class EngineNow(msgspec.Struct, frozen=True, kw_only=True):
     """State of an engine, as its node reports it."""
 
     number: int
+    """Number of the engine among all engines of the run."""
     state: EngineState
     version: int
     """Policy version of the engine's weights; −1 if it has none yet."""
@@ -105,6 +106,7 @@ class NodeNow(msgspec.Struct, frozen=True, kw_only=True):
     """State of a node, as the hub sees it."""
 
     node: int
+    """Number of the node."""
     state: NodeState
     heard_at: float | None
     """Time of the last report `status`; None if the node has not reported yet."""
@@ -120,12 +122,14 @@ class NodeNow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankNow(msgspec.Struct, frozen=True):
-    """State of a trainer rank. `process` is None if the rank does not run."""
+    """State of a trainer rank."""
 
     rank: int
+    """Number of the rank among all trainer ranks."""
     node: int
+    """Number of the node whose machine the rank runs on."""
     process: int | None
-    """Process id of the rank."""
+    """Process id of the rank; None if the rank does not run."""
     since: float | None
     """Time when the process connected to the hub; None if the rank does not run."""
     host: str = ""
@@ -180,6 +184,7 @@ class HubNow(msgspec.Struct, frozen=True, kw_only=True):
     published: int
     """Policy version that engines should have; −1 if there is none yet."""
     nodes: list[NodeNow]
+    """Nodes of the run, and the last MOST_GONE of those that are gone."""
     ranks: list[RankNow]
     trainer_restarts: int
     """Number of restarts of the trainer ranks since this hub started."""
@@ -192,6 +197,7 @@ class FailureKind(msgspec.Struct, frozen=True):
     """Failures of one kind in the whole run, restarts included."""
 
     kind: str
+    """Short name, such as `env_error` or `engine_died`; `other` for the kinds after the first MOST_KINDS."""
     count: int
     first: float
     """Time of the first failure."""
@@ -462,6 +468,9 @@ def _statuses(hub: HubNow) -> list[NodeStatus]:
 def _engines(hub: HubNow) -> list[EngineNow]:
     """Return the engines of all nodes that are not gone."""
     return [engine for status in _statuses(hub) for engine in status.engines]
+
+
+# Each function from here to `_restarts` computes one of CLUSTER_NUMBERS (`ClusterNumber.of`), by kind.
 
 
 def _ranks(hub: HubNow) -> Mapping[str, float]:

@@ -103,6 +103,9 @@ def table(rows: Sequence[Row]) -> list[str]:
     return ["  ".join(texts).rstrip() for texts in filled]
 
 
+# -- texts of one run in the rows of `results` -------------------------------------------------------------------------
+
+
 def _state(summary: Summary | None) -> str:
     """Return the state of a run for people: under way, failed or ended."""
     if summary is None:
@@ -122,7 +125,7 @@ def _evaluated(row: Mapping[str, Any]) -> str:
 
 
 def _limits(row: Mapping[str, Any]) -> str:
-    """Return the 95 % interval of an evaluation's mean reward; `-` if the row has none."""
+    """Return the ends of the 95 % interval of an evaluation's mean reward; `-` if the row has none."""
     interval = _interval(row)
     return BLANK if interval is None else f"{interval.low:.3f} to {interval.high:.3f}"
 

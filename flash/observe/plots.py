@@ -93,7 +93,7 @@ MAX_LANES = 24
 
 
 def new_figure(height: float) -> Figure:
-    """Return an empty figure with a height in inches."""
+    """Return an empty figure with the width of all plots and a height in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(WIDTH, height), layout="constrained")
@@ -466,7 +466,7 @@ def _add_activity_legend(figure: Figure, lanes: Sequence[TimelineLane]) -> None:
 
 
 def _drawn_lanes(lanes: Sequence[TimelineLane]) -> list[TimelineLane]:
-    """Return the lanes to draw: all, or MAX_LANES evenly spaced ones."""
+    """Return the lanes that `draw_timeline` draws: all, or MAX_LANES evenly spaced ones."""
     if len(lanes) <= MAX_LANES:
         return list(lanes)
     return [lanes[place * len(lanes) // MAX_LANES] for place in range(MAX_LANES)]

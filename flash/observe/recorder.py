@@ -37,7 +37,9 @@ run. `flash track` can send later what a tracker has missed."""
 class Recorder:
     """Writes the run directory `config.run_dir`, and reports to the terminal and to receivers.
 
-    Use it as a context manager around the run: an error that leaves the block is recorded as the end of the run.
+    It is an `Observer` (`flash.observe.observer`): the hub calls those methods, with each event of the run. The process
+    that owns the recorder calls the others. Use it as a context manager around the run: an error that leaves the block
+    is recorded as the end of the run.
     """
 
     def __init__(

@@ -111,7 +111,7 @@ class AnswerDeltas:
 
 
 def _stop_beginning(text: str, stop: str) -> int:
-    """Return the number of characters at the end of `text` that may be the beginning of the stop text."""
+    """Return the number of characters at the end of `text` that may be the beginning of the stop text `stop`."""
     longest = min(len(stop) - 1, len(text))  # A stop text may be far longer than the answer.
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
 
@@ -312,7 +312,7 @@ class EpisodeSession:
             ApiError: the request cannot be answered, its key belongs to a different request, too many calls are open,
                 or the episode has ended.
         """
-        self._check_open()
+        self._refuse_after_end()
         warn_of_ignored_sampling(request.sampling, self._sampling)
         if request.messages[-1].role == ASSISTANT:
             raise ApiError(400, "The last message must not be the assistant's own.", None, "messages")
@@ -351,7 +351,7 @@ class EpisodeSession:
         Raises:
             ApiError: the run does not allow it, the reward is not a finite number, or the episode has ended.
         """
-        self._check_open()
+        self._refuse_after_end()
         if not self._rewarding:
             raise unsupported(
                 "reward", "this run rewards the result that the agent returns (set env.options.own_reward to change it)"
@@ -361,8 +361,8 @@ class EpisodeSession:
         self.reward = reward
         self.agent_ended()
 
-    def _check_open(self) -> None:
-        """Raise ApiError if the episode has ended, by `end` or by a reward of the agent."""
+    def _refuse_after_end(self) -> None:
+        """Raise ApiError if `end` or a reward of the agent has ended the episode. Each request is checked first."""
         if self._ended or self.reward is not None:
             raise ApiError(401, OVER, "invalid_api_key")
 

@@ -106,7 +106,7 @@ class Followed(Generic[T]):
         self.rows: list[T] = []
         """Rows so far. A line that is no row is left out."""
         self.restarts = 0
-        """Number of times that `rows` started again. A caller that has used some rows must then forget them."""
+        """Number of times that `rows` started again. After that, results computed from earlier rows are out of date."""
 
     def read(self) -> None:
         """Add the appended rows to `rows`. Raises RunDirectoryError if the file cannot be read."""
@@ -330,7 +330,9 @@ class RunDirectory:
     """Paths, readers and writers of one run directory.
 
     The constructor touches no file. Readers use it; a run that writes uses `RunDirectory.open`, which prepares the
-    folder. All methods that write raise RunDirectoryError if the disk is full or the folder cannot be written.
+    folder. The recorder of the run and its `Batches` call the methods that write, with each event of the run. These
+    methods raise RunDirectoryError if the disk is full or the folder cannot be written. Those that read raise it if a
+    file cannot be read; a file that is missing has no rows.
     """
 
     def __init__(self, path: Path) -> None:
@@ -373,19 +375,19 @@ class RunDirectory:
         return directory
 
     def append_metrics(self, row: Row) -> None:
-        """Append the row of a committed step."""
+        """Append the row of a committed step to `metrics.jsonl`."""
         self._appended[self.metrics].append([row])
 
     def append_evaluation(self, row: Row) -> None:
-        """Append the row of a held-out evaluation."""
+        """Append the row of a held-out evaluation to `evals.jsonl`."""
         self._appended[self.evals].append([row])
 
     def append_spans(self, spans: Iterable[Activity]) -> None:
-        """Append activities, the bars of the timeline."""
+        """Append activities, the bars of the timeline, to `spans.jsonl`."""
         self._appended[self.spans].append(spans)
 
     def append_samples(self, samples: Iterable[SampleTimes]) -> None:
-        """Append lengths and times of the samples of a step."""
+        """Append lengths and times of the samples of a step to `samples.jsonl`."""
         self._appended[self.samples].append(samples)
 
     def write_batch(self, batch: Batch, *, keep_all: bool) -> None:
@@ -449,7 +451,7 @@ class RunDirectory:
             self.summary.replace(aside / self.summary.name)
 
     def has_ended(self) -> bool:
-        """Return True if the run has ended. A resumed run moves the summary away until it ends again."""
+        """Return True if the run has ended, which its summary shows. A resumed run moves the summary away."""
         return self.summary.is_file()
 
     def facts(self) -> dict[str, str]:
@@ -522,12 +524,12 @@ def writing(path: Path, advice: str = "") -> Generator[None]:
 
 
 def _lines(rows: Iterable[Any]) -> bytes:
-    """Encode each row as a line of JSON."""
+    """Return the rows as lines of JSON."""
     return b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
 
 
 def _pretty(value: Any) -> bytes:
-    """Encode a value as indented JSON, for files that people open."""
+    """Return a value as indented JSON, for files that people open."""
     return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
 
 

@@ -89,7 +89,8 @@ class RunDescription(msgspec.Struct, frozen=True):
 
 
 class Tracker(Protocol):
-    """An open run in a tracker. Its methods may block and raise anything."""
+    """An open run in a tracker. `Tracking` makes it from `TRACKERS`, and calls its methods, which may block and raise
+    anything."""
 
     id: str
     """Id by which the tracker finds the run again."""
@@ -233,7 +234,7 @@ def not_installed(name: str) -> str | None:
 
 
 def _unique_id(name: str) -> str:
-    """Return an id for a new run in a tracker, since another run may have the same name."""
+    """Return an id for a new run in a tracker: its name and random digits, since another run may have the name."""
     return f"{name}-{uuid4().hex[:8]}"
 
 
