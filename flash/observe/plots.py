@@ -67,8 +67,6 @@ PURPLE = "#cc79a7"
 
 Row = Mapping[str, Any]
 """A line of `metrics.jsonl` or `evals.jsonl`: numbers by the names of their columns."""
-CURVE_COLOURS = (BLUE, PURPLE, GREEN, "#e69f00", ORANGE)
-"""Colours of several curves in one plot, in this order."""
 RATIO_TICKS = (
     (0.12, (1.02, 1.05, 1.1)),
     (0.5, (1.1, 1.25, 1.5)),
@@ -84,6 +82,8 @@ MOST_POINTS = 40
 """Largest number of evaluations in a plot of which each gets a point. More evaluations are only a line."""
 MASKED_COLUMNS = tuple(map(named, ("masked_old_share", "masked_correction_share", "masked_cap_share")))
 """Columns with shares of tokens that are left out of the loss or get weight 0."""
+MASKED_COLOURS = (PURPLE, GREEN, "#e69f00")
+"""Colours of the curves of MASKED_COLUMNS. Each curve that is drawn gets the next one."""
 _RATIO_KEY = re.compile(r"ratio_p50_age_(\d+)")
 """Key in a row for the median ratio of the tokens of one age. The group is the age."""
 BINS = 400
@@ -161,11 +161,11 @@ def write_plots(run_dir: Path) -> list[Path]:
     """
     directory = RunDirectory(run_dir)
     metrics, evaluations = by_step(directory.read_metrics()), by_step(directory.read_evaluations())
-    lanes = timeline(directory.read_spans(), metrics)
+    series = timeline(directory.read_spans(), metrics)
     drawn = {
         "reward.png": draw_rewards(metrics, evaluations),
         "offpolicy.png": draw_offpolicy(metrics),
-        "timeline.png": None if lanes is None else draw_timeline(lanes),
+        "timeline.png": None if series is None else draw_timeline(series),
     }
     figures = {directory.plots / name: figure for name, figure in drawn.items() if figure is not None}
     if figures:
@@ -232,7 +232,7 @@ def draw_offpolicy(metrics: Sequence[Row]) -> Figure | None:
     _draw_line(shares, steps, 100 * column(rows, "clip_fraction"), ORANGE, named("clip_fraction").label)
     # A reason for which no token was masked in the whole run gets no curve, so that the legend stays short.
     masked = {mask.label: values for mask in MASKED_COLUMNS if np.nan_to_num(values := column(rows, mask.name)).any()}
-    for (reason, share), colour in zip(masked.items(), CURVE_COLOURS[1:], strict=False):
+    for (reason, share), colour in zip(masked.items(), MASKED_COLOURS, strict=False):
         _draw_line(shares, steps, 100 * share, colour, f"masked: {reason}")
     shares.set_ylim(0, max(1.0, 1.1 * shares.get_ylim()[1]))
     shares.set_ylabel("% of tokens")

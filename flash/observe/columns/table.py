@@ -135,8 +135,10 @@ GROUPS: Mapping[Kind, Sequence[ColumnGroup]] = {
 
 
 class Chart(msgspec.Struct, frozen=True):
-    """Chart of `flash view`, and panel of the dashboard `docs/grafana.json`. It draws the columns that name it, and takes
-    its texts from them."""
+    """Chart of `flash view`, and panel of the dashboard in `docs/grafana.json`.
+
+    It draws the columns that name it, and takes its texts from them.
+    """
 
     id: str
     """Name that the columns have in `Column.chart`."""
