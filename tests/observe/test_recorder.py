@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,30 @@ class Slow:
         self.asked.set()
         assert self.may.wait(WAIT_S)
         return [str(token) for token in token_ids]
+
+
+class AskedFuture(Future[Any]):
+    """Future that calls `meanwhile` when it is asked whether it is done, as another thread may do at that moment."""
+
+    def __init__(self, meanwhile: Callable[[], None]) -> None:
+        super().__init__()
+        self._meanwhile = meanwhile
+
+    def done(self) -> bool:
+        done = super().done()
+        self._meanwhile()
+        return done
+
+
+class Interleaved(ThreadPoolExecutor):
+    """Executor that calls a function at once, and returns an `AskedFuture`."""
+
+    meanwhile: Callable[[], None] = staticmethod(lambda: None)
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = AskedFuture(lambda: self.meanwhile())
+        future.set_result(fn(*args, **kwargs))
+        return future
 
 
 def make_config(folder: Path, **more: Any) -> Config:
@@ -152,6 +176,16 @@ def test_samples_of_a_step_that_a_hub_before_has_formed_come_from_its_recorded_b
         recorder.trained(0, [])
         recorder.trained(1, [])
     assert sampled_steps(recorder.directory) == [0]
+
+
+def test_a_thread_may_wait_for_all_writes_while_the_loop_begins_the_next_one(tmp_path: Path) -> None:
+    directory = RunDirectory.open(tmp_path / "run", "")
+    with Interleaved(1) as writer:
+        batches = Batches(make_config(tmp_path), directory, Slow(), writer)
+        batches.begin(Batch(0, 0, [trajectory(Task(0, 0, 0, 0), 0)], []))
+        writer.meanwhile = batches.written
+        batches.begin(Batch(1, 0, [trajectory(Task(1, 1, 0, 0), 0)], []))
+        assert batches.steps() == [0, 1]
 
 
 def test_samples_of_the_step_that_failed_are_left_to_be_read(tmp_path: Path) -> None:

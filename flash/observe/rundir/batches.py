@@ -46,9 +46,10 @@ class _Shown(NamedTuple):
 class Batches:
     """Writes batches in a thread, and reads them back. `begin`, `commit` and `end` do not block; the other methods do.
 
-    The recorder calls `begin` when a step gets its batch, and `commit` when the step is committed. If trainer
-    ranks restart from a checkpoint, the hub reads the batches of later steps with `steps` and `of`, and the ranks train
-    these steps again. The hub calls `written` before a checkpoint, whose restart needs the files.
+    The recorder calls `begin` when a step gets its batch, and `commit` when the step is committed. If trainer ranks
+    restart from a checkpoint, the hub reads the batches of later steps with `steps` and `of`, and the ranks train these
+    steps again. The process of the hub calls `written` in another thread before a checkpoint, since a run that is
+    resumed from it does not write these files again.
 
     Args:
         config: configuration of the run.
@@ -102,16 +103,17 @@ class Batches:
         return self._writer.submit(recording.read_batch, self._directory.batches, step).result()
 
     def written(self) -> None:
-        """Block until all writes are done. Raises the error of a write."""
-        while self._writing:
-            self._writing.popleft().result()
+        """Block until all writes so far are done. Raises the error of a write."""
+        # A thread waits here before a checkpoint, while the event loop may call `begin`. So this removes no entries.
+        for write in self._writing.copy():
+            write.result()
 
     def end(self) -> None:
         """Start to write the readable samples of steps that were not committed, at the end of the run."""
         self._writer.submit(self._write_rest)
 
     def _write(self, write: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Let the thread call `write`. Raises the error of an earlier write that has ended, and so ends the run."""
+        """Let the thread call `write`. Raises the error of an earlier write that has ended, which ends the run."""
         while self._writing and self._writing[0].done():
             self._writing.popleft().result()
         self._writing.append(self._writer.submit(write, *args, **kwargs))

@@ -174,7 +174,8 @@ class SampleTimes(msgspec.Struct, frozen=True):
 def sample_times(trajectory: Trajectory, step: int) -> SampleTimes:
     """Return lengths and times of a trajectory that was trained at `step`.
 
-    `flash.observe.rundir.batches` calls this for each sample of a batch, and appends the result to `samples.jsonl`.
+    `flash.observe.rundir.batches` calls this for each trained sample of a batch, and appends the results to
+    `samples.jsonl`.
     """
     spans = spans_by_turn(trajectory)
     oldest = _oldest_versions(trajectory)

@@ -72,7 +72,7 @@ class Receivers:
     def lost(self) -> Mapping[str, int]:
         """Return the number of rows that the sink has missed so far, as a column of a step's row.
 
-        The recorder adds it to each row. It is empty without a sink.
+        The recorder adds it to each such row. It is empty without a sink.
         """
         return {} if self._sink is None else {"sink_lost": self._sink.lost}
 
