@@ -39,6 +39,15 @@ class RaisedAlarm(NamedTuple):
     """Line for people: the number, its meaning, advice, and the number of steps in the mean."""
 
 
+class _Contribution(NamedTuple):
+    """Contribution of a row to the mean of an alarm. Both numbers are 0 if the row does not have the alarm's number."""
+
+    weight: float
+    """Weight of the row in the mean (`Alarm.weight`)."""
+    weighted: float
+    """The alarm's number in the row times the weight."""
+
+
 class Alarms:
     """State of all alarms of a run: numbers of the last rows, and the alarms that are raised now.
 
@@ -48,23 +57,24 @@ class Alarms:
     def __init__(self, off: Collection[AlarmName] = ()) -> None:
         """Start without rows. `off`: names of alarms that are never raised."""
         self._off = off
-        self._measured: deque[dict[str, tuple[float, float]]] = deque(maxlen=WINDOW)
-        """For each of the last rows, by the key of the alarm: the row's weight in the mean, and the weight times the
-        number."""
+        self._contributions: deque[dict[str, _Contribution]] = deque(maxlen=WINDOW)
+        """Contributions of each of the last rows, by the key of the alarm."""
         self._raised: set[str] = set()
         """Keys whose alarm was raised, and whose number has not been well within the limit since (`RECOVERED`)."""
         self._skipped: float | None = None
-        """Number of updates of the whole run that were skipped until the last row; None before the first row."""
+        """Number of updates of the whole run that were skipped until the last row; None before the first row, or if the
+        last row has no such number."""
         self._restarted = False
         """True if the last row counted a restart."""
 
     def step(self, row: Row) -> list[RaisedAlarm]:
         """Add the row of a step, and return the alarms that it raises."""
+        # The number of a step's restarts is in its row, but the waiting for the restart may be in the next one.
         restarted = bool(number(row, "engine_restarts") or number(row, "trainer_restarts"))
         row = {**row, SKIPPED_NOW: self._skipped_now(row), AFTER_RESTART: restarted or self._restarted}
         self._restarted = restarted
         alarms = _alarms_by_key(row)
-        self._measured.append({key: _measured(key, alarm, row) for key, (_, alarm) in alarms.items()})
+        self._contributions.append({key: _contribution(key, alarm, row) for key, (_, alarm) in alarms.items()})
         return list(self._raise(alarms))
 
     def _raise(self, alarms: Mapping[str, tuple[Column, Alarm]]) -> Iterator[RaisedAlarm]:
@@ -72,15 +82,15 @@ class Alarms:
 
         `alarms` has the alarms by key, from `_alarms_by_key`. `step` calls this after it has added the newest row.
         """
-        rows = self._measured
+        rows = self._contributions
         for key, (column, alarm) in alarms.items():
             limit = alarm.limit
-            known = [measured[key] for measured in rows if key in measured]
-            weight = sum(weight for weight, _ in known)
+            known = [by_key[key] for by_key in rows if key in by_key]
+            weight = sum(one.weight for one in known)
             if alarm.name in self._off or weight == 0:
                 continue  # weight 0: no row has the number
-            found = sum(weighed for _, weighed in known) / weight
-            beyond = limit - found if alarm.below else found - limit
+            mean = sum(one.weighted for one in known) / weight
+            beyond = limit - mean if alarm.below else mean - limit
             # The number is far on the healthy side of the limit: the alarm may be raised again.
             if beyond <= -RECOVERED * limit:
                 self._raised.discard(key)
@@ -88,7 +98,7 @@ class Alarms:
                 self._raised.add(key)
                 count = len(rows)
                 last = f"the last {count} steps" if count > 1 else "the last step"
-                shown = f"{found:.0%}" if alarm.is_share(column) else f"{found:.2g}"
+                shown = f"{mean:.0%}" if alarm.is_share(column) else f"{mean:.2g}"
                 # If the key is not the column's name, it is the key of one environment's mismatch.
                 where = "" if key == column.name else f" in {BY_ENVIRONMENT.placeholder_text(key)!r}"
                 text = f"{shown} {alarm.message.format(where)}: {without_marks(column.helps)} ({last})"
@@ -115,13 +125,10 @@ def _alarms_by_key(row: Row) -> Mapping[str, tuple[Column, Alarm]]:
     return without_mismatch | dict.fromkeys(environments, ALARMS[MISMATCH.name])
 
 
-def _measured(key: str, alarm: Alarm, row: Row) -> tuple[float, float]:
-    """Return the row's weight in the mean of an alarm, and the weight times the number under `key`.
-
-    Both are 0 if the row has no such number.
-    """
-    found = number(row, key) if alarm.number is None else alarm.number(row)
-    if found is None or key not in row:
-        return 0.0, 0.0
+def _contribution(key: str, alarm: Alarm, row: Row) -> _Contribution:
+    """Return the contribution of a row to the mean of an alarm, whose key is `key`."""
+    value = number(row, key) if alarm.number is None else alarm.number(row)
+    if value is None or key not in row:
+        return _Contribution(0.0, 0.0)
     weight = alarm.weight(row)
-    return weight, found * weight
+    return _Contribution(weight, value * weight)
