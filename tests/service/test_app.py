@@ -1,4 +1,4 @@
-"""The service over HTTP: what is answered where it has a bug of its own, or a client asks for too much."""
+"""The service over HTTP: its responses if it has a bug of its own, or if a client asks for too much."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests as agents write them, and what is answered to those that are no requests."""
+"""Requests as agents write them, and the responses to bodies that are no valid requests."""
 
 from __future__ import annotations
 

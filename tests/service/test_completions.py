@@ -1,4 +1,4 @@
-"""Completions of a text, which grows by what came after it."""
+"""Completions of a text that grows: each request repeats the earlier text and answer, and adds to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an agent is told of an answer while it is sampled: certain, whole, and as the answer has it."""
+"""Pieces of an answer that an agent receives while it is sampled: none is taken back, and together they are the answer."""
 
 from __future__ import annotations
 

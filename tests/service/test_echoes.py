@@ -1,4 +1,4 @@
-"""Histories as clients write them down again: where the meaning is the same, an episode stays one branch."""
+"""Histories as clients repeat them in each request: if the meaning is the same, the episode stays one branch."""
 
 from __future__ import annotations
 
@@ -37,9 +37,13 @@ ANSWERS = {
 
 
 class Told(NamedTuple):
-    """An answer as a client got it."""
+    """An answer as a client received it. The methods return it in other forms, in which clients repeat it.
+
+    A form is a list of messages, because some clients send the parts of an answer as several messages.
+    """
 
     message: Given
+    """Message of the answer, decoded from JSON."""
     turn: int
     """Number of the request that repeats it, counted from 0."""
 
@@ -48,17 +52,21 @@ class Told(NamedTuple):
         return self.message["content"] or ""
 
     def but(self, **fields: Any) -> list[Given]:
+        """Return the message with other values of these fields."""
         return [{**self.message, **fields}]
 
     def without(self, *names: str) -> Given:
         return {key: value for key, value in self.message.items() if key not in names}
 
     def calls(self, change: Callable[[Given, int], Given]) -> list[Given]:
+        """Return the message with the result of `change` for each call and its index."""
         if "tool_calls" not in self.message:
             return [self.message]
         return self.but(tool_calls=[change(call, index) for index, call in enumerate(self.message["tool_calls"])])
 
     def arguments(self, write: Callable[[Any], Any]) -> list[Given]:
+        """Return the message with the arguments of each call as `write` writes them, if they are JSON."""
+
         def rewritten(call: Given, index: int) -> Given:
             function = call["function"]
             try:
@@ -70,7 +78,7 @@ class Told(NamedTuple):
         return self.calls(rewritten)
 
     def thought(self, form: Callable[[str, str], Given]) -> list[Given]:
-        """With its reasoning written otherwise, where it has some."""
+        """Return the message with reasoning and content in the fields of `form`; unchanged if it has no reasoning."""
         before, mark, words = self.content.partition("</think>")
         reasoning = self.message.get("reasoning") or before.removeprefix("<think>") * bool(mark)
         words = words.strip() if mark else self.content
@@ -159,15 +167,17 @@ OTHER: dict[str, Callable[[Told], list[Given]]] = {
 
 
 class Client:
-    """Writes its whole history down anew in each request."""
+    """Client that repeats the whole conversation in each request, in a form that differs from request to request."""
 
     def __init__(self, form: Callable[[Told], list[Given]]) -> None:
         self.form = form
+        """Function that returns the form in which an answer is repeated."""
         self.history = History()
         self.turns: list[tuple[Given, list[str]]] = []
-        """Answers as they were told, and the results of their calls."""
+        """Messages of the answers so far, as the client received them, and the results of their calls."""
 
     def request(self) -> bytes:
+        """Return the body of the next request."""
         now = len(self.turns)
         messages: list[Given] = [{"role": ["system", "developer"][now % 2], "content": "be brief" + " " * (now % 2)}]
         messages.append({"role": "user", "content": ["1+1?", [{"type": "text", "text": "1+1?"}]][now % 2]})
@@ -184,6 +194,7 @@ class Client:
         return msgspec.json.encode({"model": "policy", "messages": messages, "tools": tools})
 
     def ask(self, answer: Message) -> Continuation:
+        """Send the next request, which the policy answers with `answer`. Return the place at which it continues."""
         asked = read(self.request())
         place = self.history.place(asked.messages, asked.tools)
         self.history.answer(place, answer, asked.tools)
@@ -194,6 +205,7 @@ class Client:
 
 
 def renumbered(answer: Message, turn: int) -> Message:
+    """Return an answer whose calls have ids that no other turn has."""
     calls = tuple(
         ToolCall(f"{call.id[:-1]}{turn}{index}", call.name, call.arguments)
         for index, call in enumerate(answer.tool_calls)
@@ -202,7 +214,7 @@ def renumbered(answer: Message, turn: int) -> Message:
 
 
 def check_one_branch(client: Client, answers: Sequence[Message]) -> None:
-    """Each request goes on where the last one ended, and shows its results with the ids that were sampled."""
+    """Check that each request continues the only branch, and that results have the ids that the policy sampled."""
     for turn, answer in enumerate([*answers, Message("assistant", "done")]):
         place = client.ask(answer)
         assert (place.branch, place.answers) == (0, turn)

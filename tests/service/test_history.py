@@ -1,4 +1,4 @@
-"""Random trees of conversations: where each request goes on, and that tokens trained are tokens sampled, once each."""
+"""Random trees of conversations: the place where each request continues, and training of each sampled token once."""
 
 from __future__ import annotations
 
@@ -38,19 +38,27 @@ ROLE_OF = {token: role for role, token in ROLES.items()} | {SPEAKS: ASSISTANT}
 
 
 class Request(NamedTuple):
-    """What an agent makes of a history that it had before, and what it is told."""
+    """A request that an agent makes of an earlier history, and its answer."""
 
     history: int
+    """Number of the earlier history, modulo the number of histories."""
     kept: int
+    """Number of first messages of the history that are kept."""
     dropped: int
+    """Number of first messages that are dropped from these."""
     rewritten: int
+    """Index of the message whose content is replaced; none if there is no such message."""
     strips: bool
+    """True if white space is removed around answers."""
     new: list[Message]
+    """Messages that follow the history."""
     tools: list[Tool]
     answer: str
     stopped: bool
+    """True if the answer ended by itself, and not at a limit."""
 
     def messages(self, histories: list[list[Message]]) -> list[Message]:
+        """Return the messages of the request."""
         messages = list(histories[self.history % len(histories)])[: self.kept][self.dropped :]
         if self.strips:
             messages = list(map(plain, messages))
@@ -74,10 +82,10 @@ REQUESTS = st.builds(
 
 
 class Offering(ByteTokenizer):
-    """Shows tools before all else."""
+    """Tokenizer whose prompts begin with a message about the tools, if there are any."""
 
     def check_reads_calls(self) -> None:
-        """It reads none, and shows them all the same."""
+        """Do nothing, though this tokenizer reads no calls: tools change only the prompt here."""
 
     def render(self, observation: Observation, tools: Sequence[Tool] = ()) -> list[int]:
         assert not isinstance(observation, str)
@@ -85,12 +93,12 @@ class Offering(ByteTokenizer):
 
 
 def plain(message: Message) -> Message:
-    """Return a message without the white space at the ends of an answer, which says nothing."""
+    """Return a message; if it is an answer, without white space at its ends, which has no meaning."""
     return Message(message.role, message.content.strip()) if message.role == ASSISTANT else message
 
 
 def spoken(tokens: list[int]) -> list[Message]:
-    """What a prompt of the `ByteTokenizer` says; the last message is still to be spoken."""
+    """Return the messages of a prompt of the `ByteTokenizer`, without the empty last one, which the policy fills."""
     messages: list[Message] = []
     for token in tokens:
         if token in ROLE_OF:
@@ -102,14 +110,14 @@ def spoken(tokens: list[int]) -> list[Message]:
 
 
 def begins_with(messages: list[Message], branch: list[Message]) -> bool:
-    """Return True if messages begin with all that was said in a branch."""
+    """Return True if messages begin with all messages of a branch, up to white space around answers."""
     if len(messages) < len(branch):
         return False
     return all(plain(message) == plain(known) for message, known in zip(messages, branch, strict=False))
 
 
 class Conversation:
-    """An agent and a policy, and by brute force what was said in each branch."""
+    """An agent and a policy. Beside the `History` under test it keeps all messages of each branch, to compare."""
 
     def __init__(self) -> None:
         self.histories: list[list[Message]] = [[]]
@@ -147,7 +155,7 @@ class Conversation:
         self.branches[transcript.branch] = [*before, *place.added, answer]
 
     def _check(self, place: Continuation, messages: list[Message], tools: list[Tool]) -> None:
-        """It goes on in the branch of which most was said, if it begins with all of one and has the same tools."""
+        """Check that a request continues the longest branch that it begins with and whose tools it has, or a new one."""
         whole = [
             branch
             for branch, known in zip(self.branches, self.tools, strict=True)

@@ -1,4 +1,4 @@
-"""Responses: items as agents write them, and as they are told."""
+"""The Responses API: items as agents write them in requests, and as they receive them in answers."""
 
 from __future__ import annotations
 

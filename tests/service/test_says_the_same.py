@@ -1,4 +1,4 @@
-"""What stands for an answer when it comes back."""
+"""Forms of an answer that count as the answer when a client repeats it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One episode's calls on the virtual clock: who is answered what, once."""
+"""Calls of one episode on the virtual clock: each request gets its own answer, once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def code_of(error: ApiError) -> str | None:
 
 
 class Agent:
-    """Makes calls, and keeps what they come to."""
+    """Agent that makes calls and keeps their results: the content of an answer, or the status and code of an error."""
 
     def __init__(self, session: EpisodeSession) -> None:
         self._session = session
@@ -58,7 +58,7 @@ Play = Callable[[EpisodeSession, Agent, Any], Awaitable[None]]
 
 
 def play(part: Play) -> list[str]:
-    """What the agent got, in the order in which it came."""
+    """Run `part` with a new session, an agent and a task group. Return the agent's results in the order of arrival."""
 
     async def main() -> list[str]:
         session = EpisodeSession()
@@ -71,7 +71,7 @@ def play(part: Play) -> list[str]:
 
 
 async def hear(session: EpisodeSession) -> list[str]:
-    """What the next call adds."""
+    """Return the contents of the messages that the next call adds to the conversation."""
     with anyio.fail_after(1):
         pending = await session.next_call()
     assert pending is not None
@@ -180,7 +180,7 @@ def test_a_client_that_says_which_calls_are_new_has_each_answered() -> None:
 @pytest.mark.parametrize("left", [0, 1, 2])
 @pytest.mark.parametrize("answered", [False, True])
 def test_a_client_that_asks_again_gets_what_it_had_left_without(left: int, answered: bool) -> None:
-    """Of three calls alike one loses its connection, before or after its answer is there."""
+    """The client of one of three equal calls leaves, before or after the answer is there."""
 
     async def part(session: EpisodeSession, agent: Agent, calls: Any) -> None:
         scopes = [anyio.CancelScope() for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Answers as streams tell them."""
+"""Streams of answers, for the tests of the formats of the APIs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from flash.types import Piece
 
 
 def told_in(events: AnswerFormat, answer: PolicyAnswer) -> bytes:
-    """The whole of a stream: letter by letter what was thought, then what was said but its end, and that at last."""
+    """Return the whole stream of an answer, encoded by `events`, as a client receives it.
+
+    The reasoning is sent letter by letter, then all letters of the content but the last one. `finish` sends the last.
+    """
     deltas = AnswerDeltas(())
     for letter in answer.message.reasoning:
         deltas.add(Piece("", letter))
