@@ -1,4 +1,4 @@
-"""Pieces of an answer that an agent receives while it is sampled: none is taken back, and together they are the answer."""
+"""Pieces of an answer that an agent receives while it is sampled: none is taken back, and all are the answer."""
 
 from __future__ import annotations
 

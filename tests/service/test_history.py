@@ -155,7 +155,7 @@ class Conversation:
         self.branches[transcript.branch] = [*before, *place.added, answer]
 
     def _check(self, place: Continuation, messages: list[Message], tools: list[Tool]) -> None:
-        """Check that a request continues the longest branch that it begins with and whose tools it has, or a new one."""
+        """Check that a request continues the longest branch that it begins with, with the same tools, or a new one."""
         whole = [
             branch
             for branch, known in zip(self.branches, self.tools, strict=True)
