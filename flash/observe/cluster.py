@@ -351,7 +351,8 @@ class ClusterFile:
     def end(self, ended: Literal["finished", "interrupted", "failed"], error: str = "") -> None:
         """Write the last state with the end of the run, and wait until it is written.
 
-        The recorder calls it once, in any thread. `error` is the error that ended the run, or empty.
+        The recorder calls it at the end of the run, in any thread, and again if an error follows, which replaces the
+        end. `error` is the error that ended the run, or empty.
         """
         if error:
             self.failed("run_failed", error)

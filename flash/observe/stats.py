@@ -25,7 +25,7 @@ class Interval(NamedTuple):
 
 
 def difference(one: Interval, other: Interval) -> Interval:
-    """Return other − one for two independent means with their intervals.
+    """Return other − one for two independent means with their intervals. `flash compare` prints it.
 
     The limits are combined by the square-and-add method of Newcombe (1998, "Interval estimation for the difference
     between independent proportions", method 10), which holds for means too (Zou & Donner 2008).

@@ -279,7 +279,7 @@ def cluster_lines(cluster: Cluster, now: float) -> Iterator[Text]:
 
 
 def _engine_figures(engines: Sequence[EngineNow]) -> Iterator[str]:
-    """Yield the mean of each number of the engines, with the lowest and the highest if they differ."""
+    """Yield a text for each number of the engines: its mean, with the lowest and the highest value if they differ."""
     for column in columns("engine"):
         known = [value for engine in engines if (value := column.value_in(engine.figures)) is not None]
         if known:

@@ -121,7 +121,10 @@ class Batches:
     # -- in the thread -----------------------------------------------------------------------------------------------
 
     def _write_batch(self, batch: Batch) -> None:
-        """Write lengths and times of the samples, then the exact batch. Keep the samples to show until `commit`."""
+        """Do the work of `begin`: write lengths and times of the samples, then the exact batch.
+
+        Keeps the samples that are written in readable form until `commit`.
+        """
         step = batch.step
         # A sample whose tokens are all too old has no row: it counts only in the baseline of its group, and the ledger
         # counts it as given up.
@@ -134,7 +137,7 @@ class Batches:
             self._directory.write_batch(batch, keep_all=self._keep == "all")
 
     def _write_shown(self, step: int, seen: Sequence[TrainedSample]) -> None:
-        """Write the readable samples of a committed step, with the trainer's values (`seen`).
+        """Do the work of `commit`: write the readable samples of a step, with the trainer's values (`seen`).
 
         If a previous hub process got the batch, it is read from its recording. Without a recording the step has no
         readable samples.
@@ -146,7 +149,7 @@ class Batches:
         self._write_readable(step, shown or [], seen)
 
     def _write_rest(self) -> None:
-        """Write the readable samples of steps that were not committed, without the trainer's values."""
+        """Do the work of `end`: write the readable samples of uncommitted steps, without the trainer's values."""
         # A write error is ignored here: nobody waits for this call, and the run is over.
         with suppress(RunDirectoryError):
             for step, shown in self._uncommitted.items():

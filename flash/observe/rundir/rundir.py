@@ -296,7 +296,7 @@ class AppendedFile:
     def _restore(self) -> None:
         """Write the file again if somebody has deleted or replaced it since the last append, and log a warning.
 
-        A file that somebody has cut cannot be restored: then this only logs a warning.
+        `append` calls this first. A file that somebody has cut cannot be restored: then this only logs a warning.
         """
         if self._descriptor is None:
             return  # Nothing was appended yet.

@@ -170,6 +170,8 @@ def readable(
 ) -> Sample:
     """Return the readable form of a trajectory.
 
+    `flash.observe.rundir.batches` calls this for a few samples of each step, and `flash sample` for each answer.
+
     Args:
         trajectory: the sample, with its tokens as numbers.
         step: step that trained it, from which the ages of its tokens count.
