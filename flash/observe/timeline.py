@@ -156,7 +156,8 @@ def _priority(name: str) -> tuple[int, str]:
 def lane_order(name: str) -> tuple[int, list[tuple[int, str]]]:
     """Return the key that sorts the names of lanes: engines first, then trainers, then the rest.
 
-    Digits in names are compared as numbers, so that `engine 2` comes before `engine 10`.
+    Plots, traces and `flash view` sort by it. Digits in names are compared as numbers, so that `engine 2` comes before
+    `engine 10`.
     """
     workers = ("engine", "trainer")
     block = next((place for place, word in enumerate(workers) if word in name), len(workers))

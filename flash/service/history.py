@@ -260,9 +260,9 @@ def _follows(last: Message, more: Message) -> bool:
 def number_calls(messages: Sequence[Message]) -> list[Message]:
     """Return messages in which the id of each call is its number in the conversation, counted from 0.
 
-    A result gets the number of its call. A result belongs to the newest message with calls of its id; if that message
-    has several such calls, to the first one without a result. A result of an unknown id keeps the id, after a question
-    mark.
+    Messages are compared in this form, because clients may rename ids. A result gets the number of its call. A result
+    belongs to the newest message with calls of its id; if that message has several such calls, to the first one without
+    a result. A result of an unknown id keeps the id, after a question mark.
     """
     if not any(message.tool_calls or message.role == TOOL for message in messages):
         return list(messages)

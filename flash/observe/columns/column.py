@@ -149,6 +149,7 @@ class Column(msgspec.Struct, frozen=True, dict=True):  # `dict=True` because `ca
         form = self.form or FORMS.get(self.unit, OTHER_FORM)
         if form == "short":
             return short(value)
+        # Python's `%` would write the sign at once after the number. Here the caller chooses what follows.
         return f"{100 * value:{form.replace('%', 'f')}}{percent}" if form.endswith("%") else format(value, form)
 
     @property

@@ -430,9 +430,9 @@ class RunDirectory:
     def _roll_back(self, resume_at: int) -> None:
         """Move rows and files of steps that the resumed run makes again to `earlier/`, and drop cut-off lines.
 
-        A step and its samples stay if the step trained a version before `resume_at`. An evaluation stays if no newer
-        version than `resume_at` sampled for it. Spans stay, because they are about times and not about steps. The
-        summary moves, because the run goes on.
+        `open` calls this for a run that is resumed from version `resume_at`. A step and its samples stay if the step
+        trained a version before `resume_at`. An evaluation stays if no newer version than `resume_at` sampled for it.
+        Spans stay, because they are about times and not about steps. The summary moves, because the run goes on.
         """
         # Each resume that moves files has its own folder. Somebody may have put others beside them, such as `001 copy`.
         used = [int(entry.name) for entry in self.earlier.glob("[0-9]*") if entry.name.isdecimal()]
