@@ -18,10 +18,10 @@ from envs.sandbox.agent.process import (
     Pipe,
     Ring,
     adopted,
+    cpu_use,
     fail,
     find_program,
     fork_call,
-    load,
     now,
     number_of,
     processes,
@@ -58,8 +58,9 @@ class System:
 def end_leftovers(agent: object, shell: object = None, system: object = System) -> None:
     """Kill the processes that ended commands left behind; they could tamper with the next command.
 
-    Such a process has lost its parent, and belongs neither to a running command or job nor to a command of a session
-    other than `shell`. Raises CallRefusal if they cannot be ended.
+    `Command` and `Shell.begin` call this before a command begins. A process was left behind if it has lost its parent,
+    and belongs neither to a running command or job nor to a running command of a session other than `shell`. Raises
+    CallRefusal if they cannot be ended.
 
     Args:
         agent: the `BoxAgent`, which knows the running commands.
@@ -72,8 +73,8 @@ def end_leftovers(agent: object, shell: object = None, system: object = System) 
         if not left:
             return
         living = {stat.pid for stat in system.processes()}
-        # Children of these are adopted by us, but may not have been when we looked. Adopted processes keep their ids
-        # until they are reaped.
+        # Zombies. If one has ended only after `leftovers` looked, its children have become ours since then, so the next
+        # round looks once more. An id stays valid, because nothing reaps a zombie before this function returns.
         ended.update((left - living).intersection(system.adopted()))
         system.send_signal(left & living, _signal.SIGKILL)
         time.sleep(system.pause)
@@ -81,15 +82,21 @@ def end_leftovers(agent: object, shell: object = None, system: object = System) 
 
 
 def leftovers(agent: object, shell: object, system: object) -> "set[int]":
-    """Return the ids of left-behind processes, including adopted ones that have ended and were not reaped."""
-    going_on = {command.number for command in agent.active}
-    going_on.update(other.number for other in agent.shells.values() if other is not shell and other.current)
-    found = {pid for pid in system.adopted() if pid not in agent.children and system.number_of(pid) not in going_on}
+    """Return the ids of left-behind processes, including adopted ones that have ended and were not reaped.
+
+    The arguments are those of `end_leftovers`.
+    """
+    running = {command.number for command in agent.active}
+    running.update(other.number for other in agent.shells.values() if other is not shell and other.current)
+    found = {pid for pid in system.adopted() if pid not in agent.children and system.number_of(pid) not in running}
     return found.union(stat.pid for stat in descendants(found, system))
 
 
 def descendants(roots: "set[int]", system: object = System) -> list:
-    """Return the `Stat` of each living descendant of these processes. `leftovers` and `BoxAgent.die` kill them."""
+    """Return the `Stat` of each living descendant of these processes, without the roots themselves.
+
+    `end_leftovers` and `BoxAgent.die` kill them.
+    """
     inside, every, grown = set(roots), system.processes(), True
     while grown:
         grown = False
@@ -101,7 +108,7 @@ def descendants(roots: "set[int]", system: object = System) -> list:
 
 
 class Command:
-    """A process group and its output.
+    """A command, its processes and its output. It runs from its first process's start to that process's end.
 
     The operations `run`, `start` and `work` make it. `BoxAgent.reap` calls `reaped` when its first process has ended.
     """
@@ -149,9 +156,11 @@ class Command:
         self.timeout = request.get("timeout")
         """Seconds after which the command is stopped; None: never."""
         self.patience = request.get("patience")
-        """Longest wall-clock seconds, if waits for a CPU do not count against the timeout. None: waits count."""
-        self.own = 0.0
-        """Seconds, up to the last measurement, in which it ran or slept, without waits for a CPU."""
+        """Most seconds on the clock, for a command whose waits for a CPU do not count against `timeout`. None: they
+        count, and nothing is measured."""
+        self.counted_s = 0.0
+        """Seconds up to the last measurement that count against `timeout`: it ran or slept, and did not wait for a
+        CPU."""
         self.ticks = 0
         """CPU ticks of its processes at the last measurement."""
         self.oom_before = agent.oom.read()
@@ -207,6 +216,8 @@ class Command:
         tty = bool(request.get("tty"))
         path = find_program(argv[0], env, cwd)
         if path is None:
+            # A missing folder is a refusal, as it is for a program that is found. The agent itself uses no relative
+            # path, so its own folder may change.
             os.chdir(cwd)
             return call(lambda: fork_call(lambda: fail(127, "{}: not found".format(argv[0])), files))
         try:
@@ -218,16 +229,20 @@ class Command:
             return call(lambda: fork_call(lambda: fail(126, text), files))
 
     def connect(self, request: dict, ours: "list[int]") -> None:
-        """Watch the agent's ends of the pipes, and send the input that came with the request."""
+        """Watch the agent's ends of the pipes, and send the input that came with the request.
+
+        `ours` has the ends in the order of `open_pipes` or `open_terminal`.
+        """
         loop = self.agent.loop
+        # A terminal's ends are output and input; pipes are input, if there is any, output and errors.
         if len(ours) > 2 or request.get("tty"):
             self.feed = InputFeed(loop, ours.pop(1 if request.get("tty") else 0), lambda n: self.reply(CREDIT, n))
             if request.get("stdin"):
                 self.feed.add(request["stdin"], not request.get("feed"))
         for name, fd in zip(("stdout", "stderr"), ours):  # noqa: B905  # a terminal has one output, and Python 3.6 no `strict`
-            self.pipes[name] = Pipe(loop, fd, lambda data, name=name: self.take(name, data))
+            self.pipes[name] = Pipe(loop, fd, lambda data, name=name: self.take_output(name, data))
 
-    def take(self, name: str, data: bytes) -> None:
+    def take_output(self, name: str, data: bytes) -> None:
         """Process output of the stream `name`: keep it, or stream it and pause the pipes when the credit is used up."""
         ring = self.rings[name]
         if not self.streaming:
@@ -248,10 +263,13 @@ class Command:
                 pipe.pause(False)
 
     def expire(self) -> None:
-        """End the command if its time is over. If it waited for a CPU meanwhile, check again later."""
+        """Stop the command if its time is over. With `patience`, measure first, and check again later if time is left.
+
+        The timer calls this after `timeout` seconds, and with `patience` every `MEASURE` seconds.
+        """
         if self.patience is not None:
             self.measure_time()
-            left = min(self.timeout - self.own, self.patience - (self.measured - self.started))
+            left = min(self.timeout - self.counted_s, self.patience - (self.measured - self.started))
             if left > 0:
                 self.timer = self.agent.loop.later(min(max(left, 0.01), MEASURE), self.expire)
                 return
@@ -259,11 +277,15 @@ class Command:
         self.stop()
 
     def measure_time(self) -> None:
-        """Add the time since the last measurement to `own`: its CPU time if it is ready to run now, else all of it."""
-        ticks, ready = load(tree(self.pid, self.number))
+        """Measure the processes, and add to `counted_s` the part of the time since the last measurement that counts.
+
+        If a thread is ready to run now, it is assumed to have waited for a CPU whenever it did not run, so only the CPU
+        time counts. Else all of the time counts.
+        """
+        ticks, ready = cpu_use(tree(self.pid, self.number))
         at = now()
         passed, cpu = at - self.measured, max(0, ticks - self.ticks) / CLOCK_TICK
-        self.own += min(cpu, passed) if ready else passed
+        self.counted_s += min(cpu, passed) if ready else passed
         self.measured, self.ticks = at, ticks
 
     def cancel(self) -> None:
@@ -315,6 +337,7 @@ class Command:
         """
         self.agent.loop.cancel(self.timer)
         if self.stopping is None:
+            # Processes that have left the group are killed before the next command (`end_leftovers`).
             send_to_group(self.pid, _signal.SIGKILL)
         elif now() < self.stopping + GRACE and tree(self.pid, self.number):
             self.timer = self.agent.loop.later(CHECK, lambda: self.reaped(status, usage))
@@ -333,7 +356,7 @@ class Command:
                 "timed_out": self.timed_out,
                 "oom_killed": self.agent.oom.read() > self.oom_before,
                 "wall_s": now() - self.started,
-                "waited_s": max(0.0, self.measured - self.started - self.own),
+                "waited_s": max(0.0, self.measured - self.started - self.counted_s),
                 "cpu_s": usage.ru_utime + usage.ru_stime,
                 "max_rss": usage.ru_maxrss * 1024,
             }
@@ -352,7 +375,7 @@ class Command:
 
 
 class JobWaiter:
-    """A call that waits for the result of a job. A job may run long, and callers may wait for it many times."""
+    """A call of the operation `job_wait` that waits for the result of a job. A job may have several."""
 
     def __init__(self, job: Command, reply: object) -> None:
         self.job = job
@@ -365,9 +388,10 @@ class JobWaiter:
 
 
 def open_pipes(null: int, request: dict, ours: "list[int]", theirs: "list[int]") -> "dict[int, int]":
-    """Open the pipes of a process, and return its descriptors: our descriptor for each of its numbers.
+    """Open the pipes of a process, and return our descriptor for each of its descriptors 0 to 2.
 
-    Our ends of the pipes are added to `ours`, the others to `theirs`. Without input, it reads from `null`.
+    Our ends of the pipes are added to `ours`: input if `request` has any, output, errors. The other ends are added to
+    `theirs`; the caller closes those after the start. Without input, the process reads from `null`.
     """
     files = {0: null}
     if request.get("stdin") or request.get("feed"):
@@ -384,9 +408,9 @@ def open_pipes(null: int, request: dict, ours: "list[int]", theirs: "list[int]")
 
 
 def open_terminal(ours: "list[int]", theirs: "list[int]") -> "dict[int, int]":
-    """Open a pseudo-terminal, and return the descriptors of the process: the terminal as all three.
+    """Open a pseudo-terminal, and return our descriptor for each of the process's descriptors 0 to 2: the terminal.
 
-    Two descriptors of our end are added to `ours`: for output, and for input.
+    Two descriptors of our end are added to `ours`: for output, and for input. The other end is added to `theirs`.
     """
     master, slave = os.openpty()
     ours.append(master)
@@ -396,7 +420,8 @@ def open_terminal(ours: "list[int]", theirs: "list[int]") -> "dict[int, int]":
 
 
 def send_result(reply: object, body: dict, rings: dict, streaming: bool) -> None:
-    """Send the result of a command. Long output is sent in pieces before it; short output is part of it.
+    """Send the result of a command or of a session's command. Long output is sent in pieces before it; short output is
+    part of it, which saves a frame.
 
     Args:
         reply: function that sends a frame of the call.
@@ -423,7 +448,10 @@ def ending(status: int) -> dict:
 
 
 def kill_all(find: object) -> None:
-    """Send SIGKILL to the processes that `find` returns, until it returns none: they may fork meanwhile."""
+    """Send SIGKILL to the processes that `find` returns, until it returns none: they may fork meanwhile.
+
+    After 50 rounds it gives up, because the agent does nothing else meanwhile. `end_leftovers` tries again later.
+    """
     for _ in range(50):
         left = find()
         if not left:

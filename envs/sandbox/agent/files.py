@@ -42,7 +42,7 @@ MADE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def on_proc(fd: int) -> bool:
-    """Return True if an open file is in /proc."""
+    """Return True if an open file or folder is in /proc."""
     try:
         return os.fstat(fd).st_dev == os.stat("/proc").st_dev
     except OSError:
@@ -81,7 +81,7 @@ def locate(path: str, follow: bool, make: bool = False, start: int = -1) -> "tup
                 ahead += target.split("/")[::-1]
             elif ahead or name == "..":
                 here = step(here, name, make)
-                ahead = ahead or [""]
+                ahead = ahead or [""]  # After a final `..` the result is the name `.` in that folder.
             else:
                 return here, name
     except OSError as error:
@@ -137,7 +137,7 @@ class FolderChain:
     """Opener of folders below an open one, for the entries of a tree one after another.
 
     Most entries are in the last opened folder or inside it. So a path is resolved from there if possible: from the top,
-    a deep tree would take quadratic time.
+    a deep tree would take quadratic time. `send_tree` and `receive_tree` use one each.
     """
 
     def __init__(self, top: int, follow: bool) -> None:
@@ -160,8 +160,9 @@ class FolderChain:
         return self.here
 
     def find(self, path: str, start: int, make: bool) -> int:
-        """Open a folder below `start`, through links only with `follow`."""
+        """Return the open folder `path` below `start`. Links in the path are followed only with `follow`."""
         if self.follow:
+            # The final slash makes the last part a folder to open, and not the name in it.
             return locate(path + "/", True, make, start)[0]
         here = os.dup(start)
         try:
@@ -174,7 +175,10 @@ class FolderChain:
 
 
 def refusal(path: str, error: OSError) -> CallRefusal:
-    """Return the refusal of a call for an error of the file system, with the path in its message."""
+    """Return the refusal of a call for an error of the file system, with the path in its message.
+
+    The code is `limit` if disk, memory or descriptors are used up, else `file`.
+    """
     code = "limit" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM, errno.EMFILE) else "file"
     return CallRefusal(code, "{}: {}".format(path, os.strerror(error.errno or 0)))
 
@@ -182,7 +186,8 @@ def refusal(path: str, error: OSError) -> CallRefusal:
 def read_file(path: str, offset: int, limit: int) -> "tuple[bytes, list]":
     """Return a range of a regular file, and values that identify the file and its content.
 
-    The host compares these values between the ranges of one read.
+    The values are device, number, time of change in nanoseconds, and size. The host compares them between the ranges of
+    one read. The range is shorter than `limit` bytes only at the end of the file. Raises CallRefusal.
     """
     try:
         # A pipe without a writer would block for ever.
@@ -207,7 +212,10 @@ def read_file(path: str, offset: int, limit: int) -> "tuple[bytes, list]":
 
 
 class Write:
-    """A file that is replaced, or appended to, while its bytes arrive: the work of the operation `write`."""
+    """A file that is replaced, or appended to, while its bytes arrive.
+
+    The operation `write` makes it, `data` and `eof` add to it. `receive_tree` makes one for an archive of one file.
+    """
 
     def __init__(self, path: str, mode: int, append: bool) -> None:
         """Open the file. Raises CallRefusal if that fails.
@@ -227,9 +235,9 @@ class Write:
             raise CallRefusal("file", "{}: not the name of a file".format(path))
         try:
             if append:
-                self.open(mode)
+                self.open_to_append(mode)
             else:
-                self.open_new(mode)
+                self.open_to_replace(mode)
         except OSError as error:
             self.drop()
             raise refusal(path, error)
@@ -237,7 +245,7 @@ class Write:
             self.drop()
             raise
 
-    def open(self, mode: int) -> None:
+    def open_to_append(self, mode: int) -> None:
         """Open the existing file, or create it with `mode`, to append to it."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY
         try:
@@ -245,10 +253,11 @@ class Write:
             os.fchmod(self.fd, mode)  # The umask has removed some permissions.
         except FileExistsError:
             self.fd = open_found(self.path, flags, mode, True)
+        # A file of /proc is regular, too, but a write to it changes a process.
         if not stat.S_ISREG(os.fstat(self.fd).st_mode) or on_proc(self.fd):
             raise CallRefusal("file", "{}: not a regular file".format(self.path))
 
-    def open_new(self, mode: int) -> None:
+    def open_to_replace(self, mode: int) -> None:
         """Create a temporary file beside the target. If the target is a link, the link itself is replaced."""
         self.folder, self.name = locate(self.path, False, True)
         # Short: a name has at most 255 bytes, and a character up to four bytes.
@@ -257,7 +266,7 @@ class Write:
             raise CallRefusal("file", "{}: is a folder".format(self.path))
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self.fd = os.open(self.temporary, flags, 0o600, dir_fd=self.folder)
-        os.fchmod(self.fd, mode)
+        os.fchmod(self.fd, mode)  # `open` would apply the umask.
 
     def add(self, data: bytes) -> None:
         """Write bytes. On an error the file is dropped, and CallRefusal raised."""
@@ -342,7 +351,10 @@ def list_folder(path: str, send: object, limit: int = LIST_LIMIT) -> None:
 
 
 def names_in(here: int, path: str, limit: int) -> "list[str]":
-    """Return all names in an open folder. Raises CallRefusal if there are more than `limit`. `path` is for messages."""
+    """Return all names in an open folder. `path` is for messages.
+
+    Raises CallRefusal if there are more than `limit`. With Python 3.6 there is no limit.
+    """
     if sys.version_info < (3, 7):
         return os.listdir(here)  # Its `scandir` takes no descriptor.
     names = []
@@ -355,7 +367,10 @@ def names_in(here: int, path: str, limit: int) -> "list[str]":
 
 
 def send_listing(here: int, names: "list[str]", send: object) -> None:
-    """Call `send` with the entries of these names in an open folder, 200 at a time, so that they fit in a frame."""
+    """Call `send` with the entries of these names in an open folder, 200 at a time, so that they fit in a frame.
+
+    The last call may have an empty list.
+    """
     batch = []
     for name in sorted(names):
         try:
@@ -369,7 +384,10 @@ def send_listing(here: int, names: "list[str]", send: object) -> None:
 
 
 def remove(path: str) -> None:
-    """Remove a file or a tree, in a worker. Links are removed, not followed."""
+    """Remove a file or a tree, if it exists. Links are removed, not followed.
+
+    Runs in a worker process, whose end closes what an error leaves open.
+    """
     try:
         folder, name = locate(path.rstrip("/"), False)
     except (FileNotFoundError, NotADirectoryError):
@@ -392,8 +410,8 @@ def remove_tree(folder: int, name: str, path: str) -> None:
     """
     here = os.open(name, FOLDER, dir_fd=folder)
     ahead = []
-    """For each level, the folders that are left to remove. The last one of each level is open, except in the last
-    level."""
+    """Names of the folders that are left to remove, one list for each level. The tree is entered through the last name
+    of each list; `here` is the folder in which the names of the last list are."""
     try:
         ahead.append(remove_files(here))
         while True:
@@ -416,14 +434,14 @@ def remove_tree(folder: int, name: str, path: str) -> None:
 
 
 def move_to(here: int, name: str) -> int:
-    """Close `here` and open a folder in it, or its parent."""
+    """Close the folder `here`, and return the opened folder `name` in it, or its parent for `..`."""
     there = os.open(name, FOLDER, dir_fd=here)
     os.close(here)
     return there
 
 
 def remove_files(here: int) -> "list[str]":
-    """Remove everything but the folders of an open folder, and return the names of those."""
+    """Remove everything in an open folder but its folders, and return their names."""
     folders = []
     for name in os.listdir(here):
         if stat.S_ISDIR(os.lstat(name, dir_fd=here).st_mode):
@@ -434,7 +452,10 @@ def remove_files(here: int) -> "list[str]":
 
 
 class BytesLeft:
-    """Bytes that the files of a tree may still have. Holes count as well, because an archive has none."""
+    """Counter of the bytes that the files of a sent tree may still have.
+
+    Holes of files count as well, because an archive has none.
+    """
 
     def __init__(self, most: "int | None") -> None:
         """Set the limit, in bytes; None: no limit."""

@@ -104,8 +104,8 @@ class HostChannel:
             loop: the agent's loop, which calls `read` and `write`.
             source: descriptor that frames come from.
             sink: descriptor that frames are written to.
-            on_frame: function called with the body of each frame (`BoxAgent.take`).
-            on_lost: function called once with this channel when it is closed (`BoxAgent.lose`).
+            on_frame: function called with the body of each frame (`BoxAgent.carry_out`).
+            on_lost: function called once with this channel when it is closed (`BoxAgent.lose_host`).
         """
         self.loop = loop
         self.source = source
@@ -123,7 +123,10 @@ class HostChannel:
         self.update_watching()
 
     def update_watching(self) -> None:
-        """Watch the source for reading, and the sink for writing while bytes wait: it is writable nearly always."""
+        """Watch the source for reading, and the sink for writing only while bytes wait.
+
+        A sink is writable nearly always, so watching it without bytes would keep the loop busy.
+        """
         on_write = self.write if self.outgoing else None
         if self.source == self.sink:
             self.loop.watch(self.source, self.read, on_write)
@@ -169,7 +172,7 @@ class HostChannel:
         except BlockingIOError:
             return
         except Exception:
-            # Invalid bytes end this channel; the host opens another one.
+            # Invalid bytes, or a broken link, end this channel; the host opens another one.
             self.say_goodbye()
             return
         if not data:
@@ -183,6 +186,7 @@ class HostChannel:
 
         Without it the host would not notice: engines may keep the link open after we close our end.
         """
+        # Not after a frame of which only a part was written: the host would take these bytes for the rest of it.
         if self.open and not self.outgoing:
             try:
                 # Call 0 is no call of the host, so its channel takes the failure for the end of the channel.

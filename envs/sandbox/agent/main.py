@@ -66,14 +66,14 @@ class BoxAgent:
         self.children = {}
         """`Command` or `Shell` of each child, by process id; its method `reaped` is called at the child's end."""
         self.active = set()
-        """`Command`s that are running."""
+        """`Command`s that are running, jobs included. Commands of sessions are in `shells`."""
         self.calls = {}
         """Work of each call in progress, by the call's number: a `Command`, a session's `Running` command, a `Write` or
         a `JobWaiter`. Each has a method `cancel`."""
         self.jobs = {}
-        """Background jobs by their ids, also ended ones: at most `MAX_JOBS`."""
+        """`Command` of each background job by the job's id, also of ended jobs: at most `MAX_JOBS`."""
         self.shells = {}
-        """Open sessions by their names."""
+        """`Shell` of each open session, by the session's name."""
         self.null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         """Descriptor for the input of commands that get none."""
         # If the spec gives commands another PATH, the shells are still in the usual places.
@@ -95,7 +95,7 @@ class BoxAgent:
         self.listener = None
         """`Listener` for such a host; None if no host may take over."""
         self.ends = now() + options["life"]
-        """Time at which the agent ends by itself. Its host normally ends the sandbox some seconds earlier."""
+        """Monotonic time at which the agent ends by itself. Its host normally ends the sandbox some seconds earlier."""
 
     def run(self) -> None:
         """Set up signals, the end of the agent's life and the listener, serve the first host, and run for ever.
@@ -134,9 +134,9 @@ class BoxAgent:
             self.channel.close()
         self.epoch += 1
         self.loop.cancel(self.orphaned)
-        self.channel = HostChannel(self.loop, source, sink, self.take, self.lose)
+        self.channel = HostChannel(self.loop, source, sink, self.carry_out, self.lose_host)
 
-    def lose(self, channel: HostChannel) -> None:
+    def lose_host(self, channel: HostChannel) -> None:
         """Stop the calls in progress, since the host is gone, and wait for another host.
 
         `HostChannel` calls this when it is closed: its host is gone, or `connect` replaces it.
@@ -172,8 +172,8 @@ class BoxAgent:
             if child is not None:
                 child.reaped(status, usage)
 
-    def take(self, body: list) -> None:
-        """Carry out one frame of the host: [call, operation, argument].
+    def carry_out(self, body: list) -> None:
+        """Carry out one frame of the host: [number of the call, operation, argument]. `HostChannel.read` calls this.
 
         Every error of an operation becomes the failure of its call, with a code by which the host chooses the class of
         its exception.
@@ -202,22 +202,26 @@ class BoxAgent:
             self.reply(call, FAILURE, ["request", "{}: {}".format(type(error).__name__, error)])
 
     def reply(self, call: int, kind: int, body: object) -> None:
-        """Send the host a frame of a call. A result or a failure ends the call."""
+        """Send the host a frame of a call; do nothing if there is no host. A result or a failure ends the call.
+
+        `kind` is `RESULT`, `FAILURE`, `CHUNK` or `CREDIT`.
+        """
         if kind in (RESULT, FAILURE):
             self.calls.pop(call, None)
         if self.channel is not None:
             self.channel.send(call, kind, body)
 
     def replier(self, call: int) -> object:
-        """Return a function that answers this call while its host is connected.
+        """Return a function `(kind, body)` that sends a frame of this call, as long as its host is connected.
 
-        The next host numbers its calls from 1 again, so an answer to an earlier host would be taken for another call's.
+        Commands and waiters get it, because they answer after the operation has returned. The next host numbers its
+        calls from 1 again, so an answer to an earlier host would be taken for another call's.
         """
         epoch = self.epoch
         return lambda kind, body: self.reply(call, kind, body) if epoch == self.epoch else None
 
     def abandon(self, call: int) -> None:
-        """Stop the work of a call whose result nobody waits for any more.
+        """Stop the work of a call whose result nobody waits for any more. Jobs and sessions go on.
 
         The host cancels a call after its deadline, and when its caller is cancelled. At the end of a host, all of its
         calls are abandoned.
@@ -227,7 +231,8 @@ class BoxAgent:
             work.cancel()
 
     def resolve(self, path: str) -> str:
-        """Return a path as absolute. A relative path begins at the working directory."""
+        """Return a path as absolute. A relative path begins at the working directory, and is normalised; an absolute
+        path is returned as it is."""
         return os.path.normpath(os.path.join(self.workdir, path)) if not path.startswith("/") else path
 
 
@@ -295,7 +300,7 @@ class Listener:
             self.agent.loop.watch(connection.fileno())
             connection.close()
 
-        self.strangers += inside
+        self.strangers += inside  # True counts as 1, False as 0.
         timer = self.agent.loop.later(SECRET_SECONDS, give_up)
         self.agent.loop.watch(connection.fileno(), prove)
 
@@ -334,7 +339,7 @@ def protect() -> bool:
         # `_ctypes` is the base of `ctypes`, whose import takes longer than all our other imports together.
         import _ctypes
 
-        prctl = _ctypes.dlsym(_ctypes.dlopen(None, 2), "prctl")
+        prctl = _ctypes.dlsym(_ctypes.dlopen(None, 2), "prctl")  # 2: RTLD_NOW
         _ctypes.call_function(prctl, (PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
         return _ctypes.call_function(prctl, (PR_SET_DUMPABLE, 0, 0, 0, 0)) == 0
     except Exception:
@@ -370,12 +375,12 @@ def ping(agent: object, call: int, argument: object) -> None:
 
 
 def run(agent: object, call: int, argument: dict) -> None:
-    """Run a command to its end."""
+    """Run a command to its end. `Command.reaped` sends the result."""
     agent.calls[call] = Command(agent, agent.replier(call), argument)
 
 
 def start(agent: object, call: int, argument: dict) -> None:
-    """Start a job and reply with its id."""
+    """Start a job and reply with its id. At `MAX_JOBS` jobs, the oldest ended one is forgotten."""
     while len(agent.jobs) >= MAX_JOBS:
         ended = [name for name, job in agent.jobs.items() if job.ended_body is not None]
         if not ended:
@@ -389,7 +394,7 @@ def start(agent: object, call: int, argument: dict) -> None:
 
 
 def find_job(agent: object, argument: dict) -> Command:
-    """Return the job that a call names."""
+    """Return the job that a call names. Raises CallRefusal if there is none, or if it was forgotten."""
     try:
         return agent.jobs[argument["job"]]
     except KeyError:
@@ -403,7 +408,7 @@ def job_poll(agent: object, call: int, argument: dict) -> None:
 
 
 def job_wait(agent: object, call: int, argument: dict) -> None:
-    """Reply with the result when a job has ended."""
+    """Reply with the result of a job, at once if it has ended, else at its end."""
     job = find_job(agent, argument)
     reply = agent.replier(call)
     if job.ended_body is not None:
@@ -443,14 +448,14 @@ def session_open(agent: object, call: int, argument: dict) -> None:
 
 
 def find_shell(agent: object, argument: dict) -> Shell:
-    """Return the session that a call names."""
+    """Return the session that a call names. Raises CallRefusal if it is not open."""
     if argument["name"] not in agent.shells:
         raise CallRefusal("gone", "there is no session named {!r}".format(argument["name"]))
     return agent.shells[argument["name"]]
 
 
 def session_run(agent: object, call: int, argument: dict) -> None:
-    """Run a command in a session."""
+    """Run a command in a session, after the session's earlier commands. `Shell.finish` sends the result."""
     shell = find_shell(agent, argument)
     running = Running(shell, agent.replier(call), argument)
     agent.calls[call] = running
@@ -492,42 +497,44 @@ def list_entries(agent: object, call: int, argument: dict) -> None:
 def work(agent: object, call: int, argument: dict) -> None:
     """Run one of the agent's functions on a path in a child process, since it may need much time and memory.
 
-    The child's standard input or output carries the archive of `receive` and `send`.
+    The child's standard input or output carries the archive of `receive` and `send`. `most`, only for `send`, is the
+    most bytes that the files of the tree may have.
     """
     path = agent.resolve(argument["path"])
     functions = {"remove": remove, "send": send_tree, "receive": receive_tree, "restore": restore_tree}
     function = functions[argument["function"]]
     more = [argument["most"]] if "most" in argument else []
+    # `Command` takes a function instead of a program for a worker.
     argument["function"] = lambda: function(path, *more)
     agent.calls[call] = Command(agent, agent.replier(call), argument)
 
 
 def data(agent: object, call: int, argument: bytes) -> None:
     """Take input for the command of a call, or bytes for the file of a call. Dropped if the call has ended."""
-    work = agent.calls.get(call)
-    if isinstance(work, Write):
-        work.add(argument)
+    target = agent.calls.get(call)
+    if isinstance(target, Write):
+        target.add(argument)
         agent.reply(call, CREDIT, len(argument))
-    elif isinstance(work, Command) and work.feed is not None:
-        work.feed.add(argument)
+    elif isinstance(target, Command) and target.feed is not None:
+        target.feed.add(argument)  # It gives the credit when the command has read the bytes.
 
 
 def eof(agent: object, call: int, argument: bytes) -> None:
     """Take the last input for a command, or the last bytes of a file, which is then moved into its place."""
-    work = agent.calls.get(call)
-    if isinstance(work, Write):
-        work.add(argument)
-        work.commit()
+    target = agent.calls.get(call)
+    if isinstance(target, Write):
+        target.add(argument)
+        target.commit()
         agent.reply(call, RESULT, None)
-    elif isinstance(work, Command) and work.feed is not None:
-        work.feed.add(argument, True)
+    elif isinstance(target, Command) and target.feed is not None:
+        target.feed.add(argument, True)
 
 
 def credit(agent: object, call: int, argument: int) -> None:
     """Let a command send `argument` more bytes of streamed output: the host has taken as many."""
-    work = agent.calls.get(call)
-    if isinstance(work, Command):
-        work.add_credit(argument)
+    target = agent.calls.get(call)
+    if isinstance(target, Command):
+        target.add_credit(argument)
 
 
 def cancel(agent: object, call: int, argument: object) -> None:

@@ -73,7 +73,7 @@ def system_call(name: str, *arguments: int) -> None:
 
 
 def read(path: str) -> None:
-    """Read from a file. Engines hide some files behind an empty one."""
+    """Read from a file. Engines hide some files behind an empty one, which counts as missing."""
     with open(path, "rb") as file:
         if not file.read(16):
             raise OSError(errno.ENOENT, "")
@@ -98,13 +98,13 @@ def connect(address: tuple) -> None:
 
 
 def exists(paths: tuple) -> None:
-    """Find a file that must not exist."""
+    """Find a file of `paths`, none of which may exist. Raises OSError if there is none."""
     if not any(os.path.exists(path) for path in paths):
         raise OSError(errno.ENOENT, "")
 
 
 def raw(family: int, kind: int) -> None:
-    """Open a raw or packet socket, with which a program can read or forge traffic."""
+    """Open a raw or packet socket, with which a program can read or forge traffic. 255 is the protocol IPPROTO_RAW."""
     socket.socket(family, kind, 255 if family == socket.AF_INET else 0).close()
 
 
@@ -123,6 +123,7 @@ def use_32_bits() -> None:
     if platform.machine() != "x86_64":
         raise OSError(errno.ENOSYS, "")
     code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    # mov eax, 20; int 0x80; ret
     code.write(b"\xb8\x14\x00\x00\x00\xcd\x80\xc3")
     function = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))
     if function() != os.getpid():
@@ -132,7 +133,8 @@ def use_32_bits() -> None:
 def see_processes_of_the_host() -> None:
     """See processes outside the sandbox."""
     with open("/proc/1/cmdline", "rb") as file:
-        if b"def get(n)" in file.read() or b"greeting" in file.read():
+        # Process 1 of a sandbox is the agent, whose command line has the text of `envs.sandbox.engines.bundle.LOADER`.
+        if b"def get(n)" in file.read():
             raise OSError(errno.ESRCH, "")
 
 
@@ -140,6 +142,7 @@ def kill_the_agent() -> None:
     """Kill the first process of the sandbox. The kernel ignores signals to it that it does not handle."""
     os.kill(1, 9)
     os.kill(1, 19)
+    # The calls succeed although the signals (SIGKILL, SIGSTOP) are ignored. An agent that still runs was not hit.
     with open("/proc/1/stat", "rb") as file:
         if file.read().rpartition(b")")[2].split()[0] in (b"S", b"R"):
             raise OSError(errno.EPERM, "")
@@ -217,12 +220,14 @@ ATTEMPTS = {
 }
 """Attempts that must fail in every sandbox: a function by the name that `doctor` prints."""
 NETWORK = {"connect to the " + name: (lambda address=address: connect(address)) for name, address in ADDRESSES.items()}
+"""Attempts that must fail in a sandbox without a network, also by name."""
 
 
 def attempt(function: object) -> str:
     """Return the outcome of an attempt: `worked`, or the name of the error that stopped it.
 
-    It runs in a child process, so that it cannot change later attempts.
+    `function` is called in a child process, so that it cannot change later attempts. The name of the error is that of
+    its errno if it has one; `killed` means that the child was killed.
     """
     reading, writing = os.pipe()
     pid = os.fork()

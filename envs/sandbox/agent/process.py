@@ -62,11 +62,17 @@ MIDDLE = 1 << 42
 
 
 class Launcher:
-    """Calls functions that start a process, one at a time. With Landlock it calls them in a thread of its own, which
-    may not write to /proc; without, in the caller's thread."""
+    """Caller of the functions that start a process, one at a time; the agent has one launcher.
+
+    With Landlock the functions run in a thread of the launcher, which may not write to /proc; without, in the caller's
+    thread.
+    """
 
     def __init__(self, restrict: bool) -> None:
-        """Open our OOM score, and start the thread if `restrict` is True and the kernel has Landlock."""
+        """Open our OOM score. If `restrict` is True, start the thread; it ends at once if the kernel has no Landlock.
+
+        `restrict` is False in tests, and if the root folder is writable: Landlock would refuse new files there.
+        """
         self.score_file = -1
         """Descriptor of our OOM score adjustment in /proc; -1 if there is none."""
         self.own_score = b""
@@ -79,7 +85,7 @@ class Launcher:
         self.restricted = False
         """True if the thread runs and may not write to /proc."""
         self.function = self.result = None
-        """Function that the thread is to call, and the pair of its result and its error."""
+        """Function that the thread is to call, and the pair (result, error) of that call; one of the pair is None."""
         if restrict:
             # Not `threading`, whose import takes long.
             import _thread
@@ -107,8 +113,10 @@ class Launcher:
     def call(self, function: object) -> object:
         """Call the function with the highest OOM score; return its result or raise its error.
 
-        `function` starts a process, which inherits the score. With Landlock it runs in the restricted thread.
+        `Command.launch` and `StatefulBash.start` call this. `function` starts a process, which inherits the score. With
+        Landlock it runs in the restricted thread, while the caller waits.
         """
+        # All threads of a process have one score, so setting it here counts for the other thread, too.
         self.set_own_score(WORST)
         try:
             if not self.restricted:
@@ -133,24 +141,25 @@ class Launcher:
 def forbid_writing_to_proc() -> bool:
     """Forbid this thread, and the processes that it starts, to write to files in /proc. Returns False on failure.
 
-    Without write access to /proc no program can lower its OOM score. Landlock has only rules that allow, so there is
-    one for each folder of the root except /proc.
+    `Launcher.serve` calls this in its thread. Without write access to /proc no program can lower its OOM score.
+    Landlock has only rules that allow, so there is one for each folder of the root except /proc.
     """
     try:
         import _ctypes
 
-        address = _ctypes.dlsym(_ctypes.dlopen(None, 2), "syscall")
+        address = _ctypes.dlsym(_ctypes.dlopen(None, 2), "syscall")  # 2: RTLD_NOW
         if _ctypes.call_function(address, (RULESET, None, 0, ASK_VERSION)) < NEEDED_VERSION:
             return False
         rights = WRITE_FILE | REFER
         ruleset = _ctypes.call_function(address, (RULESET, struct.pack("=Q", rights), 8, 0))
         if ruleset < 0:
             return False
-        # POSIX queues are opened without a check of their mount point, so that their folder is another root.
+        # The kernel opens POSIX queues through a mount of its own, so the rule for /dev does not cover them.
         for path in ["/dev/mqueue", *("/" + name for name in os.listdir("/") if name != "proc")]:
             if not os.path.isdir(path):
                 continue
             folder = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            # 1: the rule allows these rights below a folder.
             done = _ctypes.call_function(address, (RULE, ruleset, 1, struct.pack("=Qi", rights, folder), 0))
             os.close(folder)
             if done != 0:
@@ -168,11 +177,11 @@ def spawn(
 ) -> int:
     """Start a program in its own session and return its process id.
 
-    `Command.launch` and `StatefulBash.start` call this in the thread of `Launcher.call`.
+    `Command.launch` and `StatefulBash.start` call this through `Launcher.call`.
 
     Forks, so that the child carries the command's number before it runs anything. While another process holds a lease
     on the program's file, exec blocks for up to a minute. The agent waits only for `BEGIN_MS`; the child writes a later
-    failure to its standard error. Raises OSError if the program cannot be run.
+    failure to its standard error. Raises OSError if no process can be started, or if the program cannot be run.
 
     Args:
         path: file of the program.
@@ -195,6 +204,7 @@ def spawn(
         os.close(error_write)
         answers = select.poll()
         answers.register(error_read, select.POLLIN)
+        # A successful exec closes the child's end of the pipe, and `read` returns no bytes. Else it returns the errno.
         failed = os.read(error_read, 16) if answers.poll(BEGIN_MS) else b""
         os.close(error_read)
         if failed:
@@ -222,11 +232,12 @@ def spawn(
         except OSError:
             fail(126, "{}: {}".format(argv[0], os.strerror(code)))
     finally:
+        # The child must never return into the agent's code.
         os._exit(127)
 
 
 def fail(code: int, text: str) -> None:
-    """Exit like a shell that cannot run a program: with this exit code, and the text on standard error."""
+    """End a child process like a shell that cannot run a program: with this exit code and this error message."""
     os.write(2, text.encode("utf-8", "surrogateescape") + b"\n")
     os._exit(code)
 
@@ -260,7 +271,10 @@ def fork_call(function: object, files: "dict[int, int]") -> int:
 
 
 def find_program(name: str, env: "dict[str, str]", cwd: str) -> "str | None":
-    """Return the file that a shell would run for this name, with PATH from `env`; None if there is none."""
+    """Return the file that a shell would run for this name, with PATH from `env`; None if there is none.
+
+    A name with a slash is a path. It is returned if the file exists, also if nobody may run it: exec then reports why.
+    """
     if "/" in name:
         return name if os.path.exists(os.path.join(cwd, name)) else None
     for folder in env.get("PATH", "/usr/local/bin:/usr/bin:/bin").split(":"):
@@ -273,8 +287,8 @@ def find_program(name: str, env: "dict[str, str]", cwd: str) -> "str | None":
 def unreadable_copy(path: str) -> int:
     """Return a descriptor of a copy of a program that can be run but not read; -1 if that is impossible.
 
-    A session's shell runs from such a copy of bash. The kernel shows other processes of the user nothing of a process
-    that runs it: no descriptors, memory or tracing.
+    A session's shell runs from such a copy of bash. The kernel then shows other processes of the user nothing of the
+    shell: no descriptors, memory or tracing. The caller closes the descriptor.
     """
     writing = -1
     for flags in (MEMFD_CLOEXEC | MEMFD_EXEC, MEMFD_CLOEXEC):
@@ -289,12 +303,14 @@ def unreadable_copy(path: str) -> int:
         # A file of the user may be under a lease, which would block.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             content = file.read()
+        # A script cannot be run without read permission: its interpreter opens it.
+        if content[:4] != b"\x7fELF":
+            return -1
         os.write(writing, content)
-        # A file that is open for writing cannot be run.
+        # A file that is open for writing cannot be run, so `writing` is closed below.
         reading = os.open("/proc/self/fd/{}".format(writing), os.O_RDONLY | os.O_CLOEXEC)
         os.fchmod(writing, 0o111)
-        # A script cannot be run without read permission: its interpreter opens it.
-        return reading if content[:4] == b"\x7fELF" else -1
+        return reading
     except OSError:
         return -1
     finally:
@@ -325,7 +341,10 @@ def send_to_group(group: int, number: int) -> None:
 
 
 class Ring:
-    """Kept part of an output stream: its first and its last `limit` / 2 bytes. The bytes between are dropped."""
+    """Kept part of an output stream: its first and its last `limit` / 2 bytes. The bytes between are dropped.
+
+    Each command has one for its output and one for its errors.
+    """
 
     def __init__(self, limit: int) -> None:
         self.head_limit = limit - limit // 2
@@ -335,7 +354,7 @@ class Ring:
         self.tail = bytearray()
         """Last bytes of the stream after the head; more than `tail_limit` until `content` or `add` cuts it."""
         self.total = 0
-        """Number of bytes of the stream so far."""
+        """Number of bytes of the stream so far, dropped ones included."""
 
     def add(self, data: bytes) -> None:
         """Add bytes of the stream."""
@@ -361,10 +380,12 @@ class Ring:
     def part(self, offset: int, limit: int) -> "tuple[int, bytes]":
         """Return the offset at which the result really begins, and at most `limit` kept bytes from `offset` on.
 
-        If the bytes at `offset` were dropped, the result begins with the next kept ones. `job_output` sends it.
+        `offset` counts from the begin of the stream. If the bytes there were dropped, the result begins with the next
+        kept ones. `job_output` sends it.
         """
         content = self.content()
         if offset < len(self.head):
+            # The result must not continue beyond a gap, because the host counts its bytes from the returned offset.
             return offset, content[offset : min(offset + limit, len(self.head) if self.truncated() else self.total)]
         begin = self.total - len(self.tail)
         start = min(max(offset, begin), self.total)
@@ -374,12 +395,12 @@ class Ring:
 class Pipe:
     """Our reading end of an output of a command or of a shell."""
 
-    def __init__(self, loop: object, fd: int, take: object) -> None:
-        """Begin to read from the descriptor `fd`. `take` is called with each piece of bytes."""
+    def __init__(self, loop: object, fd: int, on_data: object) -> None:
+        """Begin to read from the descriptor `fd`. `on_data` is called with each piece of bytes."""
         self.loop = loop
         self.fd = fd
         """Descriptor; -1 once it is closed."""
-        self.take = take
+        self.on_data = on_data
         os.set_blocking(fd, False)
         loop.watch(fd, self.read)
 
@@ -393,7 +414,7 @@ class Pipe:
             # A terminal whose last program is gone gives an error at the end.
             data = b""
         if data:
-            self.take(data)
+            self.on_data(data)
         else:
             self.close()
 
@@ -419,7 +440,7 @@ class Pipe:
             if not data:
                 return
             waiting -= len(data)
-            self.take(data)
+            self.on_data(data)
 
     def close(self) -> None:
         if self.fd >= 0:
@@ -457,7 +478,7 @@ class InputFeed:
         self.write()
 
     def write(self) -> None:
-        """Write as much as the command takes, and give the host credit for it.
+        """Write as much as the command takes, and give the host credit for it. The loop calls this when it takes more.
 
         If the command has closed its input, the rest is dropped, and the host gets credit as if it had been taken.
         """
@@ -490,7 +511,7 @@ class InputFeed:
 
 
 class OomCounter:
-    """Counts the processes of the sandbox that the kernel has killed for lack of memory."""
+    """Counter of the processes of the sandbox that the kernel has killed for lack of memory."""
 
     PATHS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
     """Files with the count, under version 2 and version 1 of control groups."""
@@ -519,6 +540,7 @@ class OomCounter:
 def signal_name(number: int) -> str:
     """Return the name of a signal: `SIGKILL` for 9."""
     for name in dir(_signal):
+        # Names such as SIG_DFL stand for handlers, whose numbers are also those of signals.
         if name.startswith("SIG") and name[3:4] != "_" and getattr(_signal, name) == number:
             return name
     return "SIG{}".format(number)
@@ -530,7 +552,7 @@ def now() -> float:
 
 
 def uptime() -> float:
-    """Return seconds since the machine started, the clock of the start times of processes."""
+    """Return seconds since the machine started. Start times of processes (`Stat.start`) are of the same clock."""
     return time.clock_gettime(BOOT_CLOCK)
 
 
@@ -539,6 +561,7 @@ class Stat:
 
     def __init__(self, pid: int) -> None:
         with open("/proc/{}/stat".format(pid), "rb") as file:
+            # The name of the program, in parentheses before these fields, may contain spaces and parentheses.
             fields = file.read().rpartition(b")")[2].split()
         self.pid = pid
         self.state = fields[0]
@@ -558,7 +581,7 @@ class Stat:
 
 
 def processes() -> "list[Stat]":
-    """Return all processes of the sandbox, without the agent and zombies.
+    """Return the `Stat` of each process of the sandbox, without the agent and zombies.
 
     The searches for a command's processes use this. A process that ends meanwhile is left out.
     """
@@ -575,15 +598,16 @@ def processes() -> "list[Stat]":
 
 
 def adopted() -> "list[int]":
-    """Return the process ids of our children: processes that we started, and orphans that the kernel gave to us.
+    """Return the ids of our children: orphans that the kernel gave to us, and processes that this thread has started.
 
-    `end_leftovers` finds the processes here that ended commands have left behind.
+    `end_leftovers` finds the processes here that ended commands have left behind. Children that the thread of
+    `Launcher` has started may be missing; it leaves out all of those anyway.
     """
     own = os.getpid()
     try:
         with open("/proc/self/task/{}/children".format(own), "rb") as file:
             return [int(word) for word in file.read().split()]
-    except OSError:
+    except OSError:  # A kernel may be built without this file.
         return [stat.pid for stat in processes() if stat.parent == own]
 
 
@@ -613,23 +637,24 @@ def tree(leader: int, number: int, since: int = 0) -> "list[int]":
     return [stat.pid for stat in every if stat.pid in inside and stat.start >= since]
 
 
-def load(pids: "list[int]") -> "tuple[int, bool]":
-    """Return the CPU ticks of processes and their reaped children, and True if a thread is ready to run."""
-    ticks, wants = 0, False
+def cpu_use(pids: "list[int]") -> "tuple[int, bool]":
+    """Return the CPU ticks of processes and their reaped children, and True if a thread is running or ready to run."""
+    ticks, ready = 0, False
     for pid in pids:
         try:
             ticks += Stat(pid).ticks
-            for thread in [] if wants else os.listdir("/proc/{}/task".format(pid)):
+            # Once one ready thread is found, the others are not read.
+            for thread in [] if ready else os.listdir("/proc/{}/task".format(pid)):
                 with open("/proc/{}/task/{}/stat".format(pid, thread), "rb") as file:
-                    wants = wants or file.read().rpartition(b")")[2].split()[0] == b"R"
+                    ready = ready or file.read().rpartition(b")")[2].split()[0] == b"R"
         except (OSError, ValueError, IndexError):
             continue  # It has ended meanwhile.
-    return ticks, wants
+    return ticks, ready
 
 
 class CommandNumbers:
-    """Numbers commands and shells, from a random start: tests run several agents on one machine, which must not take
-    each other's processes for their own."""
+    """Source of the numbers of commands and sessions. It starts at random: tests run several agents on one machine,
+    which must not take each other's processes for their own."""
 
     def __init__(self) -> None:
         self.last = int.from_bytes(os.urandom(3), "big") << 16
@@ -642,7 +667,10 @@ class CommandNumbers:
 
 
 def carry(number: int) -> None:
-    """Give this process the number of a command, permanently. Raises OSError or ValueError on failure."""
+    """Give this process the number of a command, permanently. Raises OSError or ValueError on failure.
+
+    `spawn` calls this in the child, and the program's own children inherit the number.
+    """
     resource.setrlimit(UP, (MIDDLE + number, MIDDLE + number))
     resource.setrlimit(DOWN, (MIDDLE - number, MIDDLE - number))
 

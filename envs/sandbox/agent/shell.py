@@ -46,7 +46,7 @@ ENTER = "exec -a bash /proc/self/fd/%d --noprofile --norc -s" % PROGRAM_FD
 LEAVE = b"exec %d<&-\n" % PROGRAM_FD
 """First command of the shell: close the descriptor of its program."""
 BEGIN = b'_flash_status() { return "$1"; }\n_flash_set=\n'
-"""First definitions in the shell."""
+"""First definitions in the shell, for `TURN`: a function that sets `$?`, and the shell's options (see there)."""
 TURN = rb"""
 { _flash=; \builtin test "${_flash_set#*v}" = "$_flash_set" || \builtin set -v; } 2>/dev/null; LINE
 %s\builtin eval %s </dev/null ANSWER_FD>&-; { _flash=$? _flash_set=$-; \builtin set +v; } 2>/dev/null
@@ -54,16 +54,22 @@ TURN = rb"""
 { _flash=${_flash:-$?}; %s
 } 2>/dev/null
 """.replace(b"LINE\n", b"").replace(b"ANSWER_FD", str(ANSWER_FD).encode())
-"""Lines of a turn: a command, run without our descriptors, and then its answer. The shell reads them as its script,
-since a stray `break` would end a loop of ours. The first empty line ends text that others have written there. The
-second one ends text that the parser still expects after a syntax error. Quoting a name prevents aliases. `set -v` shows
-neither these lines nor a token: it is off between commands, and on again in the line with the next command."""
+"""Lines of a turn: a command, run without our descriptors, and then its answer.
+
+The three `%s` are a call of `_flash_status` or nothing, the quoted command, and the shell code that prints the answer.
+`_flash` becomes the command's exit code. It stays empty if an error drops the rest of the line with the command; then
+`$?` has the code. `_flash_set` becomes the shell's options.
+
+The shell reads the lines as its script, since a stray `break` would end a loop of ours. The first empty line ends text
+that others have written there. The second one ends text that the parser still expects after a syntax error. Quoting a
+name prevents aliases. `set -v` shows neither these lines nor a token: it is off between commands, and on again in the
+line with the next command."""
 REPORT = r"""\builtin printf '%s\0' TOKEN "$_flash" "$PWD" >&ANSWER_FD
 { \builtin declare -p; \builtin declare -f; \builtin set +o; \builtin shopt -p; \builtin umask -p
   \builtin printf '\0'; } >&ANSWER_FD""".replace("ANSWER_FD", str(ANSWER_FD))
-"""Command that prints the answer, and then the state."""
+"""Shell code that prints the answer (token, exit code, directory; each ends with a zero byte), and then the state."""
 RESTORE = "{ builtin cd %s; builtin eval %s; } >/dev/null 2>&1"
-"""Command that restores directory and state."""
+"""Command that restores directory and state in a new bash; the two `%s` are both, quoted."""
 STATE_LIMIT = 1 << 22
 """Most bytes of a shell's state. A larger state is lost when a command ends the shell."""
 ANSWER_LIMIT = 1 << 20
@@ -73,12 +79,13 @@ CODES = tuple(str(code).encode() for code in range(256))
 
 
 class StatefulBash:
-    """Runs one bash process after another, each with the state that the previous one wrote.
+    """The bash processes of a session, one after another, each with the state that the previous one wrote.
 
     Notifies its owner, a `Shell`, when a command has ended (`finish`), or ended in an unknown way (`stop_unreported`).
     """
 
     def __init__(self, agent: object, owner: object, outputs: "list[int]") -> None:
+        """Describe a session without a running bash. `agent` is the `BoxAgent`, and `owner` the `Shell`."""
         self.agent = agent
         self.owner = owner
         self.outputs = outputs
@@ -109,7 +116,8 @@ class StatefulBash:
         """Bytes for bash that it has not read yet."""
 
     def start(self) -> None:
-        """Start a shell with the last state.
+        """Start a bash, and let it restore the last state. `Shell` calls this at first, and before the next command
+        after the end of a bash.
 
         Raises:
             CallRefusal: no shell can be started. No descriptor stays open.
@@ -129,11 +137,12 @@ class StatefulBash:
             files = {0: commands, 1: self.outputs[0], 2: self.outputs[1], ANSWER_FD: theirs[-1]}
             # A new copy each time: a shell can make its copy readable, and so that of all shells that run the same
             # copy.
-            own = unreadable_copy(self.agent.bash)
-            if own >= 0:
-                theirs.append(own)
-                theirs.append(fcntl.fcntl(own, fcntl.F_DUPFD_CLOEXEC, ANSWER_FD + 1))
-                argv[-1:], begin = ["-c", ENTER], LEAVE + BEGIN
+            program = unreadable_copy(self.agent.bash)
+            if program >= 0:
+                theirs.append(program)
+                theirs.append(fcntl.fcntl(program, fcntl.F_DUPFD_CLOEXEC, ANSWER_FD + 1))
+                # The readable bash only executes the copy. Without a copy it is the shell itself.
+                argv, begin = ["bash", "--noprofile", "--norc", "-c", ENTER], LEAVE + BEGIN
                 files[PROGRAM_FD] = theirs[-1]
             cwd = self.agent.resolve(".")
             self.pid = self.agent.launcher.call(
@@ -157,11 +166,12 @@ class StatefulBash:
         os.set_blocking(self.command_pipe, False)
         self.answer_pipe = Pipe(self.agent.loop, answer_pipe, self.take_answer)
         if self.state:
-            cwd = quote(self.cwd.encode("utf-8", "surrogateescape"))
-            self.send_command(RESTORE.encode() % (cwd, quote(self.state)), b":")
+            quoted_cwd = quote(self.cwd.encode("utf-8", "surrogateescape"))
+            # The answer is the command `:`, which prints nothing.
+            self.send_command(RESTORE.encode() % (quoted_cwd, quote(self.state)), b":")
 
     def measure(self) -> "tuple[int, int]":
-        """Return the CPU ticks of the shell and its reaped children, and the machine's uptime in ticks.
+        """Return the CPU ticks of the shell and its reaped children (0 if no shell runs), and the uptime in ticks.
 
         The difference between the begin and the end of a command is the command's CPU time. The uptime tells processes
         of this command from older ones.
@@ -179,7 +189,7 @@ class StatefulBash:
         self.write()
 
     def write(self) -> None:
-        """Write as much as the shell takes."""
+        """Write as much as the shell takes. The loop calls this again when it takes more."""
         try:
             while self.outgoing:
                 del self.outgoing[: os.write(self.command_pipe, memoryview(self.outgoing)[: 1 << 16])]
@@ -192,8 +202,8 @@ class StatefulBash:
     def take_answer(self, data: bytes) -> None:
         """Process bytes from the shell: exit code and directory of the command first, the shell's state later.
 
-        Bytes before the token of the running command are dropped: they are not ours. An answer that is malformed or too
-        long ends the command as unreported.
+        The loop calls this when there are some. Bytes before the token of the running command are dropped: they are not
+        ours. An answer that is malformed or too long ends the command as unreported.
         """
         self.answer += data
         while True:
@@ -206,8 +216,10 @@ class StatefulBash:
                 return
             at = self.answer.find(self.token + b"\0")
             if at < 0:
+                # The last bytes may be the first part of the token.
                 del self.answer[: -len(self.token) - 1]
                 return
+            # The token, the exit code, the directory, and the begin of the state.
             fields = bytes(self.answer[at:]).split(b"\0", 3)
             if (len(fields) > 1 and fields[1] not in CODES) or (len(fields) < 4 and len(self.answer) > ANSWER_LIMIT):
                 # A trap changes the output of our own commands.
@@ -224,7 +236,7 @@ class StatefulBash:
             self.owner.finish({"exit_code": self.status, "signal": None})
 
     def take_state(self) -> bool:
-        """Read the state that follows an answer. Returns False while it is incomplete."""
+        """Read the state that follows an answer, up to its zero byte. Returns False while it is incomplete."""
         state, end, rest = self.answer.partition(b"\0")
         if len(state) > STATE_LIMIT:
             self.overflowing = True
@@ -238,14 +250,14 @@ class StatefulBash:
         return True
 
     def clean_up(self) -> None:
-        """Close the pipes of a bash that has ended and was reaped. Its last output is read first."""
+        """Close the pipes of a bash that has ended and was reaped. Its last answer is read first."""
         self.answer_pipe.drain()
         self.answer_pipe.close()
         self.agent.loop.watch(self.command_pipe)
         os.close(self.command_pipe)
         self.pid = -1
         self.reading_state = self.overflowing = False
-        self.status = 0
+        self.status = 0  # A new shell begins with 0.
 
 
 def quote(text: bytes) -> bytes:
@@ -254,7 +266,7 @@ def quote(text: bytes) -> bytes:
 
 
 class Running:
-    """A command of a session, running or in its queue."""
+    """A command of a session, running or in its queue. The operation `session_run` makes it."""
 
     def __init__(self, shell: object, reply: object, request: dict) -> None:
         """Describe the command; `Shell.run` queues it.
@@ -299,7 +311,7 @@ class Running:
             self.shell.queue.remove(self)
 
     def give_up(self) -> None:
-        """Fail the command in the queue: the commands before it took all of its time."""
+        """Fail the command in the queue after its timeout: the commands before it took all of its time."""
         self.shell.queue.remove(self)
         self.reply(FAILURE, ["busy", "the session was busy with other commands for all of the command's time"])
 
@@ -335,7 +347,7 @@ class Running:
             send_signal([self.shell.bash.pid], _signal.SIGKILL)
 
     def started_by(self) -> "list[int]":
-        """Return the living processes that the command has started, without shells."""
+        """Return the ids of the living processes that the command has started, without the session's own shells."""
         bash = self.shell.bash
         return [pid for pid in tree(bash.pid, bash.number, self.born) if pid not in bash.leaders]
 
@@ -369,7 +381,7 @@ class Shell:
             for stream in ("stdout", "stderr"):
                 reading, writing = os.pipe()
                 self.writing_ends.append(writing)
-                self.pipes[stream] = Pipe(agent.loop, reading, lambda data, stream=stream: self.take(stream, data))
+                self.pipes[stream] = Pipe(agent.loop, reading, lambda data, name=stream: self.take_output(name, data))
             self.bash = StatefulBash(agent, self, self.writing_ends)
             self.bash.start()
         except BaseException:
@@ -413,11 +425,9 @@ class Shell:
         self.agent.loop.cancel(running.timer)
         running.started = now()
         running.oom_before = self.agent.oom.read()
-        running.rings, waiting = self.idle, running.rings
+        for name, ring in running.rings.items():
+            ring.add(self.idle[name].content())
         self.idle = {"stdout": Ring(1 << 16), "stderr": Ring(1 << 16)}
-        for name, ring in waiting.items():
-            ring.add(running.rings[name].content())
-        running.rings = waiting
         running.cpu_before, running.born = self.bash.measure()
         running.timer = self.agent.loop.later(running.request["timeout"], running.expire)
         self.bash.token = running.token
@@ -425,8 +435,8 @@ class Shell:
             running.text.encode("utf-8", "surrogateescape"), REPORT.encode().replace(b"TOKEN", running.token)
         )
 
-    def take(self, name: str, data: bytes) -> None:
-        """Add output to the running command, or keep it for the next one."""
+    def take_output(self, name: str, data: bytes) -> None:
+        """Add output of the stream `name` to the running command, or keep it for the next one."""
         (self.idle if self.current is None else self.current.rings)[name].add(data)
 
     def finish(self, body: dict) -> None:
@@ -445,7 +455,9 @@ class Shell:
                 "timed_out": running.timed_out,
                 "oom_killed": self.agent.oom.read() > running.oom_before,
                 "wall_s": now() - running.started,
+                # 0 if the command has ended the shell, whose ticks are gone then.
                 "cpu_s": max(0, self.bash.measure()[0] - running.cpu_before) / CLOCK_TICK,
+                # The kernel counts it only for a whole shell, not for one command.
                 "max_rss": 0,
                 "restarts": self.restarts,
             }
@@ -454,7 +466,10 @@ class Shell:
         self.proceed()
 
     def stop_unreported(self) -> None:
-        """Stop the running command: the shell's answer does not report how it ended."""
+        """Stop the running command: the shell's answer does not report how it ended. `StatefulBash` calls this.
+
+        The end of the shell then fails the command (`reaped`).
+        """
         self.current.unreported = True
         self.current.stop()
 
@@ -475,7 +490,11 @@ class Shell:
         return True
 
     def reaped(self, status: int, usage: object) -> None:
-        """Clean up after the shell's end: by `exit`, by a signal, or because we killed it."""
+        """Clean up after the shell's end: by `exit`, by a signal, or because we killed it. `BoxAgent.reap` calls this.
+
+        The running command's result has the shell's own exit code or signal, from the wait status `status`. The next
+        command starts a new shell.
+        """
         self.bash.clean_up()
         self.restarts += 1
         if self.closed:

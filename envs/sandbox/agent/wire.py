@@ -78,7 +78,7 @@ def pack(value: object, out: bytearray) -> None:
 
 
 def frame(body: object) -> bytearray:
-    """Return one frame with this body: [call, kind, value] for the host."""
+    """Return one frame for the host with this body: [number of the call, kind, value]."""
     out = bytearray(HEADER.size)
     pack(body, out)
     length = len(out) - HEADER.size
@@ -87,7 +87,11 @@ def frame(body: object) -> bytearray:
 
 
 def unpack(data: bytes, at: int = 0) -> "tuple[object, int]":
-    """Return the value that begins at position `at`, and the position of its end. Raises WireError if it is invalid."""
+    """Return the msgpack value that begins at position `at` of `data`, and the position of its end.
+
+    `Frames.feed` decodes the body of a frame with it, and the loader the agent's options. Raises WireError, or
+    IndexError or struct.error at the end of the data, if the value is invalid.
+    """
     first = data[at]
     at += 1
     if first < 0x80:
@@ -160,7 +164,7 @@ class Frames:
 
 
 class CallRefusal(Exception):
-    """Error of a call that cannot be carried out. `BoxAgent.take` sends it to the host as the call's failure."""
+    """Error of a call that cannot be carried out. `BoxAgent.carry_out` sends it to the host as the call's failure."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)

@@ -10,6 +10,7 @@ import anyio
 import pytest
 
 from envs.sandbox.agent.main import BoxAgent, job_wait
+from envs.sandbox.agent.process import unreadable_copy
 from envs.sandbox.api import Spec
 from envs.sandbox.engines.fake import FakeBackend
 from envs.sandbox.local.sandbox import LocalSandbox
@@ -134,3 +135,14 @@ async def test_a_job_is_awaited_as_often_as_one_likes(bench):
             await anyio.sleep(0.1)
             await sandbox.write("go", b"")
         assert codes == [5, 5, 5]
+
+
+@pytest.mark.parametrize("content", [b"#!/bin/sh\n", b"\x7fELF"])
+def test_a_copy_of_a_program_leaves_only_the_returned_descriptor_open(tmp_path, content):
+    (tmp_path / "bash").write_bytes(content)
+    before = set(os.listdir("/proc/self/fd"))
+    copy = unreadable_copy(str(tmp_path / "bash"))
+    after = set(os.listdir("/proc/self/fd"))
+    assert after - before == ({str(copy)} if copy >= 0 else set())
+    if copy >= 0:
+        os.close(copy)
