@@ -90,7 +90,10 @@ class Commands:
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
     ) -> Job:
-        """Start a command in the background. Without a timeout it may run for as long as the sandbox lives."""
+        """Start a command in the background, and return at once. Without a timeout it may run as long as the sandbox.
+
+        `timeout`, `patience`, `env` and `cwd` are those of `run`.
+        """
         raise _refused(self, "start")
 
 
@@ -208,6 +211,7 @@ async def _in_thread(work: Callable[[], None]) -> None:
 
 
 async def _pieces(archive: IO[bytes]) -> AsyncGenerator[bytes]:
+    """Yield the rest of an open archive in pieces of `COPY_BYTES`, for `put_archive`."""
     while piece := archive.read(COPY_BYTES):
         yield piece
 
@@ -216,11 +220,15 @@ class Snapshots:
     """Methods that save the files of a sandbox and start more sandboxes from them."""
 
     async def snapshot(self) -> Snapshot:
-        """Save the current files as an image. The snapshot outlives the sandbox; its owner removes it."""
+        """Save the current files as an image. The snapshot outlives the sandbox.
+
+        A pool removes it after `PoolSettings.snapshot_s` seconds. A client of a service may remove it earlier.
+        """
         raise _refused(self, "snapshot")
 
     async def fork(self, count: int) -> Sequence[Sandbox]:
-        """Start `count` new sandboxes with the same files. They are closed with this one at the latest."""
+        """Start `count` new sandboxes with the same files, and return them. They are closed with this one at the
+        latest."""
         raise _refused(self, "fork")
 
 

@@ -54,11 +54,12 @@ WRITE_LIMIT = 1 << 28
 WRITE_RATE = 1 << 20
 """Bytes per second that a `write` is expected to reach on an overloaded machine; its deadline follows from that."""
 LIST_ROOM = 1 << 26
-"""Most bytes of one listing."""
+"""Most bytes that the agent may send for one listing."""
 TREE_SECONDS = 600.0
-"""Seconds to copy or remove a tree."""
+"""Seconds that the agent's worker has to copy or remove a tree."""
 ARCHIVE_BYTES = 1 << 26
-"""Bytes that an archive may have beyond twice the size of its files, since each file has a header of up to 2 KiB."""
+"""Bytes that an archive may have beyond twice `most`, the limit on the content of its files, if the caller names no
+number. Each file has a header of up to 2 KiB."""
 TRANSCRIPT_BYTES = 4096
 """Most bytes of standard error that are kept of a worker of the agent: a process that sends a tree."""
 _NO_ROOM = ("No space left", f"Errno {errno.EFBIG}")
@@ -69,7 +70,7 @@ _Entry = tuple[bytes, Literal["file", "folder", "link", "other"], int, int, floa
 
 
 class Ending(Result, frozen=True):
-    """Result of a command as the agent reports it. It lacks the output that was sent in pieces before it."""
+    """Result of a command or of a worker as the agent reports it. It lacks output that was sent in pieces before it."""
 
     restarts: int = 0
     """Number of restarts of the session's shell so far."""
@@ -94,14 +95,15 @@ def to_result(ending: Ending, output: Mapping[str, bytes]) -> Result:
 
 
 class AgentSandbox(Sandbox):
-    """A sandbox whose methods are calls to its agent. The subclass provides the channel and the lifecycle.
+    """A sandbox whose methods are calls to its agent. The subclass `LocalSandbox` provides channel and lifecycle.
 
-    A method without a docstring does what `envs.sandbox.sandbox` says about it.
+    Each call, except that of a terminal, waits for the agent for a bounded time, and then raises SandboxTimeoutError.
+    Every call raises SandboxLostError or SandboxClosedError if the sandbox has ended or ends meanwhile.
     """
 
     @abstractmethod
     async def channel(self) -> Channel:
-        """Return the channel, once the sandbox is ready. Raises SandboxLostError or SandboxClosedError."""
+        """Return the channel to the agent, once it works. Raises SandboxLostError or SandboxClosedError."""
 
     # ---- commands
 
@@ -126,7 +128,7 @@ class AgentSandbox(Sandbox):
         # Short input travels with the command, which saves a round trip. `feed` announces longer input, which follows
         # as the agent takes it.
         argument |= {"stdin": stdin if short else b"", "feed": not short}
-        # The agent stops the command at the latest after the larger one.
+        # The agent stops the command at the latest after the larger of the two times.
         seconds = max(timeout, patience or 0.0) + ANSWER_SECONDS
         channel = await self.channel()
         # `room` is the most bytes of output that the agent may send: `limit` for each of the two streams.
@@ -146,7 +148,9 @@ class AgentSandbox(Sandbox):
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
     ) -> AsyncGenerator[Chunk | Result]:
-        """Run a command and yield its output as it arrives, then its result.
+        """Run a command and yield its output as it arrives, then its result, as `Commands.stream` says.
+
+        The end of the loop, also an early one, ends the call, and the agent then kills the command.
 
         Raises:
             SandboxLimitError: more than `PIECE` bytes of input.
@@ -168,10 +172,12 @@ class AgentSandbox(Sandbox):
                 if isinstance(piece, msgspec.Raw):
                     yield to_result(decode(piece, Ending), {})
                     return
+                # A piece is the name of the stream and the bytes.
                 name, data = piece[0], decode(piece[1], bytes)
                 if name not in ("stdout", "stderr"):
                     raise SandboxLostError(f"the agent sent output of {name!r}")
                 yield Chunk("stdout" if name == "stdout" else "stderr", data)
+                # Only now, so that a command waits while the caller does not take its output.
                 await call.grant(data)
         finally:
             await channel.finish(call)
@@ -191,8 +197,8 @@ class AgentSandbox(Sandbox):
         """
         argument = command_argument(command, self.spec.output_limit, timeout, patience, env, cwd)
         channel = await self.channel()
-        # The start is shielded: after a cancellation no caller would know the id of the job.
         job_id = ""
+        # Shielded, because the agent keeps a job of which a cancelled call has not learned the id.
         with anyio.CancelScope(shield=True):
             job_id, _ = await channel.ask("start", argument, str, ANSWER_SECONDS)
         return AgentJob(self, job_id)
@@ -279,6 +285,7 @@ class AgentSandbox(Sandbox):
         return entries
 
     async def remove(self, path: str) -> None:
+        """Let a worker of the agent remove a file or tree. Raises SandboxFileError for the root and the folder `.`."""
         if path.rstrip("/") in ("", ".", ".."):
             raise SandboxFileError(f"{path!r}: not a path that can be removed")
         await self._work(await self.channel(), "remove", path)
@@ -297,17 +304,21 @@ class AgentSandbox(Sandbox):
             _check_worker(path, (await call.result(Ending))[0])
 
     def get_archive(self, path: str, limits: TreeLimits) -> AsyncGenerator[bytes]:
+        """Yield a file or tree of the sandbox as a tar stream. `Files.download` unpacks it within the same limits."""
         return self.send_tree(path, limits.total, HEAD_BYTES * limits.entries)
 
     async def restore(self, channel: Channel, workdir: str) -> None:
         """Fill the working directory with the files of the snapshot, if the image stores them separately.
 
-        Called before the sandbox is ready, so it gets the channel as an argument.
+        `LocalSandbox._serve` calls this for a new sandbox before it is ready. `channel()` would wait for that, so the
+        channel is an argument.
         """
         await self._work(channel, "restore", workdir)
 
     async def send_tree(self, path: str, most: int | None = None, heads: int = ARCHIVE_BYTES) -> AsyncGenerator[bytes]:
-        """Yield a file or tree of the sandbox as a tar stream.
+        """Let a worker of the agent pack a file or tree, and yield the tar stream while it arrives.
+
+        `get_archive` calls this for downloads, and `LocalSandbox.snapshot` for a working directory in memory.
 
         Args:
             path: the file or folder.
@@ -346,40 +357,51 @@ class AgentSandbox(Sandbox):
             await channel.finish(call)
 
     def _work_argument(self, function: str, path: str) -> dict[str, object]:
-        """Return the argument of the operation `work`, which runs one of the agent's functions on a path."""
+        """Return the argument of the agent's operation `work`, which runs a function on a path in a worker process.
+
+        `function` is `remove`, `send`, `receive` or `restore`.
+        """
         limit = self.spec.output_limit
         return {"timeout": TREE_SECONDS, "limit": limit, "function": function, "path": encoded_path(path)}
 
     async def _work(self, channel: Channel, function: str, path: str) -> None:
-        """Run one of the agent's functions on a path, to its end."""
+        """Run one of the agent's functions on a path, to its end. Raises the error of `_check_worker` if it fails."""
         argument, room = self._work_argument(function, path), 2 * self.spec.output_limit
         ending, _ = await channel.ask("work", argument, Ending, TREE_SECONDS + ANSWER_SECONDS, room=room)
         _check_worker(path, ending)
 
 
 class AgentJob:
-    """A background job of the agent. See `envs.sandbox.api.Job`."""
+    """A background job of the agent, which `AgentSandbox.start` returns. It implements `envs.sandbox.api.Job`."""
 
     def __init__(self, sandbox: AgentSandbox, job_id: str) -> None:
         self._sandbox = sandbox
         self.job_id = job_id
+        """Id that the agent chose."""
 
     async def poll(self) -> JobStatus:
+        """Return the current state, with the result if the job has ended."""
         channel = await self._sandbox.channel()
         form = tuple[bool, int, int]
         (running, out, err), _ = await channel.ask("job_poll", {"job": self.job_id}, form, ANSWER_SECONDS)
         return JobStatus(running, out, err, None if running else await self.wait(ANSWER_SECONDS))
 
     async def wait(self, timeout: float) -> Result:
+        """Wait for the result. Raises SandboxTimeoutError after `timeout` seconds; the job goes on."""
         channel = await self._sandbox.channel()
         room = 2 * self._sandbox.spec.output_limit
         return to_result(*await channel.ask("job_wait", {"job": self.job_id}, Ending, timeout, room=room))
 
     async def signal(self, name: str = "SIGTERM") -> None:
+        """Send a signal to the job's process group, as `Job.signal` says."""
         channel = await self._sandbox.channel()
         await channel.ask("job_signal", {"job": self.job_id, "signal": name}, type(None), ANSWER_SECONDS)
 
     async def output(self, stream: StreamName = "stdout", *, offset: int = 0, limit: int = 1 << 16) -> Output:
+        """Return at most `limit` bytes of the kept output of one stream, from byte `offset` of the stream on.
+
+        The agent keeps the first and the last bytes. The range begins later if the bytes at `offset` were dropped.
+        """
         channel = await self._sandbox.channel()
         limit = min(limit, self._sandbox.spec.output_limit)
         argument = {"job": self.job_id, "stream": stream, "offset": offset, "limit": limit}
@@ -388,7 +410,7 @@ class AgentJob:
 
 
 class AgentSession:
-    """A shell that the agent keeps open under a name. See `envs.sandbox.api.Session`."""
+    """A shell that the agent keeps open under a name. It implements `envs.sandbox.api.Session`."""
 
     def __init__(self, sandbox: AgentSandbox, name: str) -> None:
         self._sandbox = sandbox
@@ -413,16 +435,21 @@ class AgentSession:
         return to_result(ending, output)
 
     async def interrupt(self) -> bool:
+        """Send SIGINT to the running command of this session. Returns False if no command runs."""
         channel = await self._sandbox.channel()
         return (await channel.ask("session_interrupt", {"name": self.name}, bool, ANSWER_SECONDS))[0]
 
     async def close(self) -> None:
+        """End the shell and all processes that it started. Commands that wait or run in it fail."""
         channel = await self._sandbox.channel()
         await channel.ask("session_close", {"name": self.name}, type(None), ANSWER_SECONDS)
 
 
 class AgentTerminal:
-    """A program on a pseudo-terminal: one call that streams in both directions until the program ends."""
+    """A program on a pseudo-terminal: one call that streams in both directions until the program ends.
+
+    `AgentSandbox.terminal` yields it. It implements `envs.sandbox.api.Terminal`.
+    """
 
     def __init__(self, call: AgentCall) -> None:
         self._call = call
@@ -430,6 +457,7 @@ class AgentTerminal:
         """True once the program has ended."""
 
     async def write(self, data: bytes) -> None:
+        """Type these bytes. Waits while the program does not read."""
         await self._call.send(data)
 
     async def read(self) -> bytes:
@@ -454,9 +482,10 @@ def command_argument(
     env: Mapping[str, str] | None = None,
     cwd: str | None = None,
 ) -> dict[str, object]:
-    """Return the argument of the agent's operations `run`, `start` and `session_run`, checked.
+    """Check the parameters of a command, and return the argument of the agent's operations `run` and `start`.
 
-    The agent keeps `limit` bytes of each output stream. The other parameters are those of `Commands.run`.
+    `AgentSession.run` adds the name of the session, for `session_run`. The agent keeps `limit` bytes of each output
+    stream. The other parameters are those of `Commands.run`.
 
     Raises:
         SandboxRefusedError: an argument is wrong, or a text cannot be encoded.
@@ -499,9 +528,9 @@ def encoded_path(path: str) -> bytes:
 
 
 def _check_worker(path: str, ending: Ending, transcript: bytes = b"") -> None:
-    """Raise the error of a worker of the agent if it has failed on `path`.
+    """Raise an error if a worker of the agent has failed on `path`. Its error output is the message.
 
-    `transcript` is error output of the worker that is not part of `ending`.
+    `transcript` is error output of the worker that was streamed, so it is not part of `ending`.
 
     Raises:
         SandboxLimitError: the worker took too long, too much memory or too much disk.
@@ -517,7 +546,10 @@ def _check_worker(path: str, ending: Ending, transcript: bytes = b"") -> None:
 
 @asynccontextmanager
 async def _sending(call: AgentCall, data: bytes) -> AsyncGenerator[None]:
-    """Send input to a command while the block waits for its result. The end of the block ends the sending."""
+    """Send all of `data` as input of a command while the block waits for the result.
+
+    The end of the block ends the sending, since a command may end without reading its input.
+    """
     body_error: BaseException | None = None
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_ignore_loss, lambda: call.send(data, last=True))
@@ -532,7 +564,11 @@ async def _sending(call: AgentCall, data: bytes) -> AsyncGenerator[None]:
 
 
 async def _ignore_loss(work: Callable[[], Awaitable[None]]) -> None:
-    """Call `work` and ignore errors of the sandbox. The call that waits for the result reports a lost sandbox."""
+    """Call `work` and ignore errors of the sandbox.
+
+    For the sending of input, the call that waits for the result reports a lost sandbox; for the end of a session, the
+    shell is gone then.
+    """
     try:
         await work()
     except SandboxError:

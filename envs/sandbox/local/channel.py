@@ -154,8 +154,8 @@ class AgentCall:
         self.ended = False
         """True once the result or the failure has arrived."""
 
-    def take(self, kind: int, value: msgspec.Raw) -> None:
-        """Store a frame for this call. `Channel.run` calls this.
+    def receive(self, kind: int, value: msgspec.Raw) -> None:
+        """Store a frame that has arrived for this call, or count its credit. `Channel.run` calls this.
 
         Raises:
             SandboxLostError: the agent has sent more output than it may, which would fill the host's memory.
@@ -177,7 +177,9 @@ class AgentCall:
         self._room_for_input.set()
 
     async def next(self) -> tuple[str, msgspec.Raw] | msgspec.Raw:
-        """Wait for the next piece of output, as (stream, data), or for the result.
+        """Wait for the next piece of output, and return it as (stream, data), or return the result.
+
+        Both data and result are still encoded; `decode` checks their types. A piece of a listing has the stream `list`.
 
         Raises:
             SandboxError: the agent refused the call, or the channel broke.
@@ -195,7 +197,8 @@ class AgentCall:
         raise _REFUSALS.get(code, SandboxRefusedError)(message)
 
     async def result(self, result_type: type[T]) -> tuple[T, dict[str, bytes]]:
-        """Wait for the result. Returns it with all earlier output, by stream."""
+        """Wait for the result. Returns it with all output that came before it, by stream. Raises the errors of
+        `next`."""
         gathered: dict[str, bytearray] = {}
         while True:
             piece = await self.next()
@@ -216,7 +219,10 @@ class AgentCall:
         await self._post_input("eof" if last else "data", view)
 
     async def _post_input(self, operation: str, piece: memoryview) -> None:
-        """Send a piece of input. While the agent has no room for it, wait until it has, or until the call has ended."""
+        """Send a piece of input with the operation `data` or `eof`. Waits while the agent has no room for it.
+
+        Input of a call that has ended is dropped: a command may end without reading all of it.
+        """
         while self._input_window <= 0 and not self.ended:
             self._channel.check()
             self._room_for_input = anyio.Event()
@@ -233,15 +239,20 @@ class AgentCall:
     async def grant(self, data: bytes) -> None:
         """Give the agent credit for as much output as `data`, which the caller has taken.
 
-        Only streamed calls need this: the agent stops their command when the credit is used up.
+        Only streamed calls need this: the agent does not read more of their command's output when the credit is used
+        up, so the command waits.
         """
         count = len(data) + PIECE_COST
+        # More than the credit, so that only an agent that ignores its credit ever runs out of room.
         self._room += 2 * count
         await self.post("credit", count)
 
 
 class Channel:
-    """The calls over one link. `run` must run as a task as long as there are calls."""
+    """The calls over one link. `run` must run as a task as long as there are calls.
+
+    `LocalSandbox` makes a channel for each link to its agent.
+    """
 
     def __init__(self, link: Link, rest: bytes = b"") -> None:
         """Create a channel without calls.
@@ -252,6 +263,7 @@ class Channel:
         """
         self._link = link
         self._rest = rest
+        """Bytes that `run` processes before it reads from the link."""
         self._decoder = Decoder()
         self._calls: dict[int, AgentCall] = {}
         """Calls in progress by their numbers."""
@@ -260,7 +272,7 @@ class Channel:
         self._broken: SandboxError | None = None
         """Error with which every call ends since the channel broke; None while it works."""
         self.heard = anyio.Event()
-        """Event that is set, and replaced by a new one, whenever data arrives."""
+        """Event that is set, and replaced by a new one, whenever data arrives. Also set when the channel breaks."""
 
     @property
     def broken(self) -> bool:
@@ -288,7 +300,7 @@ class Channel:
                             "the agent ended the channel; the call may or may not have been carried out"
                         )
                     if (call := self._calls.get(number)) is not None:
-                        call.take(kind, value)
+                        call.receive(kind, value)
                 self.heard.set()
                 self.heard = anyio.Event()
             error = SandboxLostError("the channel to the sandbox ended; the call may or may not have been carried out")
@@ -310,13 +322,15 @@ class Channel:
         self.heard.set()
 
     async def post(self, number: int, operation: str, argument: object) -> None:
-        """Send one frame of a call. Raises SandboxLostError or SandboxClosedError if the channel is broken."""
+        """Send one frame of the call with this number. Raises the channel's error if it is broken."""
         self.check()
         await self._link.send(encode(number, operation, argument))
 
     async def open(self, operation: str, argument: object, *, room: int = 1 << 16) -> AgentCall:
-        """Begin a call. The caller must `finish` it. `room` is the number of bytes of output that the agent may send at
-        first."""
+        """Begin a call, and return it. The caller must `finish` it.
+
+        `room` is the number of bytes of output that the agent may send at first; `AgentCall.grant` adds to it.
+        """
         self._numbers += 1
         # The additional bytes are for the result itself.
         call = self._calls[self._numbers] = AgentCall(self, self._numbers, room + (1 << 16))
@@ -328,7 +342,7 @@ class Channel:
         return call
 
     async def finish(self, call: AgentCall) -> None:
-        """End a call. Without a result or a failure so far, the agent is told to cancel it and end all that runs for
+        """End a call. If neither result nor failure has arrived, notify the agent, which then ends all that runs for
         it."""
         del self._calls[call.number]
         if not call.ended and self._broken is None:

@@ -60,7 +60,8 @@ _log = logging.getLogger(__name__)
 FIRST_PAUSE, LAST_PAUSE = 0.05, 1.0
 """Seconds between attempts to reach the engine or the agent again: the first pause, and the longest one."""
 MEASURE_PAUSE = 10
-"""Pause between two measurements of a layer, in multiples of the time that the last one took."""
+"""Pause between two measurements of a container's layer, in multiples of the time that the last one took. The layer is
+the files that the container has written on top of its image."""
 LATE_REMOVALS = 6
 """Number of removals of a container whose creation was not answered in time. An engine that was suspended and continues
 may create the container during the first removal, or after it."""
@@ -72,7 +73,7 @@ FORGET_SECONDS = 5.0
 
 
 class SandboxContainer:
-    """The container of one sandbox.
+    """The container of one sandbox, for `LocalSandbox`, which calls `begin` first and `remove` at the end.
 
     Args:
         backend: the engine.
@@ -88,7 +89,7 @@ class SandboxContainer:
         self._backend = backend
         self._spec = spec
         self._removals = 1
-        """Number of successful removals after which the container is surely gone."""
+        """Number of successful removals that are left until the container is surely gone."""
         self.adopted = adopt is not None
         """True if a running container is taken over."""
         self.id = adopt or ""
@@ -137,12 +138,17 @@ class SandboxContainer:
                 )
 
     async def _find(self) -> None:
-        """Read the state of the container to take over."""
+        """Find the container to take over, and read its name, labels and secret.
+
+        Raises:
+            SandboxLostError: the container does not run, or has no agent.
+        """
         found = await self._backend.containers.inspect(self.id)
         if found is None or not found.running or AGENT_SECRET not in found.labels:
             raise SandboxLostError(f"container {self.id[:20]} does not run, or is no sandbox")
         self.name, self.secret = found.name, found.labels[AGENT_SECRET]
-        # The engine lists the labels of the image among those of the container.
+        # Labels that were not given by the caller: the secret, and those of a snapshot that is the container's image,
+        # since the engine lists the labels of the image among those of the container.
         own = (AGENT_SECRET, SNAPSHOT_LABEL, INSTANCE_LABEL)
         self.labels = {name: value for name, value in found.labels.items() if name not in own}
 
@@ -198,11 +204,11 @@ class SandboxSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Deadlines of a sandbox, in seconds."""
 
     start: float = 120.0
-    """Time from the request to the engine until the agent answers."""
+    """Time from the request to the engine until the sandbox is ready."""
     heartbeat: float = 10.0
     """Silence of the agent after which it is asked whether it is alive."""
     silence: float = 30.0
-    """Time for the agent to answer that question. After it the sandbox is lost."""
+    """Time for the agent to answer the question whether it is alive. After it the sandbox is lost."""
     orphan: float = 300.0
     """Time that the agent waits for a host to take over after its own host is gone."""
     reconnect: float = 30.0
@@ -269,10 +275,12 @@ class LocalSandbox(AgentSandbox):
 
     @property
     def spec(self) -> Spec:
+        """Spec that the sandbox was made with."""
         return self._spec
 
     @property
     def state(self) -> State:
+        """Current state. It never changes again after `lost` or `closed`."""
         return self._state
 
     @property
@@ -281,6 +289,7 @@ class LocalSandbox(AgentSandbox):
         return self._container.id
 
     async def __aenter__(self) -> Self:
+        """Start the task `_live`, and return once the sandbox is ready. Raises the SandboxError of a failed start."""
         async with AsyncExitStack() as stack:
             tasks = await stack.enter_async_context(unwrapped_group())
             await tasks.start(self._live)
@@ -290,6 +299,7 @@ class LocalSandbox(AgentSandbox):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """End the sandbox, and wait until its container is removed, or could not be removed in time."""
         self._end("closed", "the sandbox was closed")
         # Without the block's own error, because that error is not the task group's.
         await self._stack.__aexit__(None, None, None)
@@ -300,6 +310,7 @@ class LocalSandbox(AgentSandbox):
         await self._ended.wait()
 
     async def wait_ended(self) -> None:
+        """Wait until the sandbox has ended and its container is removed, or could not be removed in time."""
         await self._ended.wait()
 
     async def channel(self) -> Channel:
@@ -309,6 +320,7 @@ class LocalSandbox(AgentSandbox):
             SandboxLostError: the sandbox is lost.
             SandboxClosedError: the sandbox is closed.
         """
+        # A call may notice the broken channel before `_connect` does, which then opens another one.
         if self._state == "ready" and self._channel is not None and self._channel.broken and self._connected.is_set():
             self._connected = anyio.Event()
         if self._state == "ready":
@@ -322,7 +334,7 @@ class LocalSandbox(AgentSandbox):
         return SandboxClosedError(self._reason) if self._state == "closed" else SandboxLostError(self._reason)
 
     async def snapshot(self) -> Snapshot:
-        """Save the files as an image. The pool calls this for snapshots of the holder and for forks.
+        """Save the files as an image. The pool calls this for snapshots of a lease's holder and for forks.
 
         If that fails or is cancelled, the image is removed: the engine may make it all the same, and nobody would know
         its name.
@@ -393,6 +405,8 @@ class LocalSandbox(AgentSandbox):
             task_status: notified when the sandbox is ready.
         """
         await self._container.begin()
+        # Only the first link to a new container is its first process's own streams. Every later link is a new process
+        # in the container that connects to the running agent.
         opener = self._backend.agents.take_over if self._container.adopted else self._backend.agents.attach
         self._surroundings = self._backend.agents.surroundings(self._container.id, self._spec)
         pause = FIRST_PAUSE
@@ -483,6 +497,7 @@ class LocalSandbox(AgentSandbox):
             tasks.start_soon(self._watch_life, self.hello.lifetime - LIFE_MARGIN)
             if not self._surroundings.disk_enforced:
                 tasks.start_soon(self._watch_disk)
+        # The group ended before the agent answered: raise the error of the channel, if that is why.
         if not self._connected.is_set():
             channel.check()
 
@@ -510,7 +525,7 @@ class LocalSandbox(AgentSandbox):
                 return
 
     async def _watch_life(self, left: float) -> None:
-        """Close the sandbox at its deadline."""
+        """Close the sandbox at its deadline, in `left` seconds."""
         await anyio.sleep(max(0.0, left))
         self._end("closed", f"its deadline of {self._spec.deadline_s:g} s was over")
 

@@ -218,16 +218,16 @@ class SandboxAdmission:
         """Resources granted, by owner."""
         self._paid: dict[str, Demand] = {}
         """Resources granted, by payer."""
-        self._held: dict[str, int] = {}
+        self._grants_held: dict[str, int] = {}
         """Number of requests that hold a grant, by owner."""
         self._turns: dict[str, int] = {}
         """Number of grants so far, by owner."""
         self._alarms: dict[str, list[tuple[int, int, str]]] = {}
         """Heap by owner of (number of grants at which the request is late, arrival, id). Entries of requests that left
         are skipped."""
-        self._passed: dict[str, _Waiting] = {}
-        """Requests that fitted on no host in the current decision, in order. Further grants count as overtaking
-        them."""
+        self._passed_over: dict[str, _Waiting] = {}
+        """Requests by id that fitted on no host in the current call of `decide`, in order. Further grants count as
+        overtaking them."""
         self._overdue: dict[str, _Waiting] = {}
         """Overdue requests by id, which are served before all others."""
         self._arrivals = count()
@@ -242,7 +242,7 @@ class SandboxAdmission:
     def set_host(
         self, name: str, capacity: Demand, *, accepts: bool = True, warm: dict[str, int] | None = None
     ) -> None:
-        """Add a host, or update its capacity and state. Existing grants on it stay."""
+        """Add a host, or update its capacity and state from its report. Existing grants on it stay."""
         view = self._hosts.setdefault(name, HostView(name, capacity))
         view.capacity, view.accepts, view.warm = capacity, accepts, dict(warm or {})
 
@@ -272,11 +272,11 @@ class SandboxAdmission:
         self._enter(_Waiting(request, next(self._arrivals), late_at))
 
     def put_back(self, id: str, *, avoid: Iterable[str] = ()) -> None:
-        """Put a granted request that could not be served back into the queue.
+        """Put a granted request back into the queue: its sandbox did not start, or was lost and is to be replaced.
 
-        It keeps its age, is overdue at once, and avoids the hosts in `avoid` if there are others.
+        The request keeps its age, is overdue at once, and avoids the hosts in `avoid` if there are others.
         """
-        granted = self._end(id)
+        granted = self._free_place(id)
         waiting = _Waiting(granted.request, granted.arrival, 0, late=True, avoid=frozenset(avoid))
         self._enter(waiting)
         self._overdue[id] = waiting
@@ -286,10 +286,13 @@ class SandboxAdmission:
         if (waiting := self._waiting.get(id)) is not None:
             self._leave(waiting)
         else:
-            self._end(id)
+            self._free_place(id)
 
     def restore(self, request: PlaceRequest, host: str) -> None:
-        """Record a grant of an earlier run without checking that it fits."""
+        """Record the grant that a lease had before a restart, without checking that it fits: its sandbox still runs.
+
+        `PoolState.restore` calls this before any other request is granted on the host.
+        """
         self._grant(_Waiting(request, next(self._arrivals), 0), self._hosts[host], counted=False)
 
     def is_waiting(self, id: str) -> bool:
@@ -323,10 +326,13 @@ class SandboxAdmission:
     # ---- decisions
 
     def decide(self) -> list[Grant]:
-        """Grant everything that can be granted now, in the order of the laws."""
+        """Grant everything that can be granted now, in the order of the laws, and return the new grants.
+
+        `PoolState.decide` calls this, and wakes the tasks of the leases.
+        """
         grants: list[Grant] = []
         closed: set[str] = set()
-        self._passed.clear()
+        self._passed_over.clear()
         self._serve_overdue(grants, closed)
         self._serve_owners(grants, closed)
         return grants
@@ -400,7 +406,7 @@ class SandboxAdmission:
                 if (host := self._place(waiting, closed)) is not None:
                     return self._grant(waiting, host)
                 unfit.add(fit)
-            self._passed[waiting.request.id] = waiting
+            self._passed_over[waiting.request.id] = waiting
         return None
 
     def _place(self, waiting: _Waiting, closed: set[str]) -> HostView | None:
@@ -421,7 +427,7 @@ class SandboxAdmission:
     # ---- records
 
     def _enter(self, waiting: _Waiting) -> None:
-        """Add a request to the queues, and set the grant at which it becomes late."""
+        """Add a request to the queues, and set the alarm for the grant at which it becomes late."""
         request = waiting.request
         self._waiting[request.id] = waiting
         queue = self._by_owner.setdefault(request.owner, {}).setdefault(_shape(request), [])
@@ -435,7 +441,7 @@ class SandboxAdmission:
         request = waiting.request
         del self._waiting[request.id]
         self._overdue.pop(request.id, None)
-        self._passed.pop(request.id, None)
+        self._passed_over.pop(request.id, None)
         shapes = self._by_owner[request.owner]
         queue = shapes[_shape(request)]
         del queue[bisect_left(queue, waiting.order(), key=_Waiting.order)]
@@ -443,7 +449,7 @@ class SandboxAdmission:
             del shapes[_shape(request)]
         if not shapes:
             del self._by_owner[request.owner]
-            self._forget(request.owner)
+            self._drop_owner(request.owner)
 
     def _grant(self, waiting: _Waiting, host: HostView, *, counted: bool = True) -> Grant:
         """Give a request its place on a host, and count it for its owner and payer.
@@ -462,7 +468,7 @@ class SandboxAdmission:
         self._usage[request.owner] = self._usage.get(request.owner, NOTHING) + request.demand
         pays = payer(request.owner)
         self._paid[pays] = self._paid.get(pays, NOTHING) + request.demand
-        self._held[request.owner] = self._held.get(request.owner, 0) + 1
+        self._grants_held[request.owner] = self._grants_held.get(request.owner, 0) + 1
         if counted:
             self._grants += 1
             self._last_grant[request.owner] = self._grants
@@ -475,7 +481,7 @@ class SandboxAdmission:
         A grant overtakes the requests whose turn it was but which fitted on no host, and the owner's own waiting
         requests.
         """
-        for id, waiting in self._passed.items():
+        for id, waiting in self._passed_over.items():
             waiting.passed += 1
             if waiting.passed >= self._patience:
                 self._overdue[id] = waiting
@@ -490,23 +496,23 @@ class SandboxAdmission:
                 waiting.late = True
                 insort(queue, waiting, key=_Waiting.order)
 
-    def _end(self, id: str) -> Grant:
-        """Free the place of a granted request, and return its record."""
+    def _free_place(self, id: str) -> Grant:
+        """Free the place of a granted request, and return its grant. Raises KeyError if it has none."""
         granted = self._granted.pop(id)
         owner, demand = granted.request.owner, granted.request.demand
         self._hosts[granted.host].granted -= demand
         self._usage[owner] -= demand
         self._paid[payer(owner)] -= demand
-        self._held[owner] -= 1
-        self._forget(owner)
+        self._grants_held[owner] -= 1
+        self._drop_owner(owner)
         return granted
 
-    def _forget(self, owner: str) -> None:
+    def _drop_owner(self, owner: str) -> None:
         """Drop the records of an owner that neither waits nor holds a grant: a service may see very many owners."""
-        if self._held.get(owner, 0) == 0:
-            self._held.pop(owner, None)
+        if self._grants_held.get(owner, 0) == 0:
+            self._grants_held.pop(owner, None)
             self._usage.pop(owner, None)
-            if not any(payer(other) == payer(owner) for other in self._held):
+            if not any(payer(other) == payer(owner) for other in self._grants_held):
                 self._paid.pop(payer(owner), None)
             if owner not in self._by_owner:
                 for records in (self._last_grant, self._turns, self._alarms):

@@ -122,9 +122,9 @@ class SandboxLease:
         """True once the lease's snapshots are being removed and its journal entry deleted: nothing may be written any
         more."""
         self.starts = 0
-        """Failed starts in a row."""
+        """Number of failed starts in a row."""
         self.uses = 0
-        """Calls in progress."""
+        """Number of calls of the holder in progress. The lease does not idle while it is above 0."""
         self._last_use = anyio.current_time()
         """Time from which idleness counts: the order, the last change to `ready`, or the end of the last call."""
         self._changed = anyio.Event()
@@ -146,7 +146,7 @@ class SandboxLease:
         self._changed = anyio.Event()
 
     async def settled(self) -> None:
-        """Wait until the lease is neither queued nor starting."""
+        """Wait until the lease is neither queued nor starting: it has its sandbox, or has ended."""
         while self.state in ("queued", "starting"):
             await self._changed.wait()
 
@@ -163,7 +163,9 @@ class SandboxLease:
             elif self.state != "ready" or sandbox is None or sandbox is not self._reported:
                 return
             elif await _still_answers(sandbox):
-                self._reported = None if self._reported is sandbox else self._reported
+                # Another call may have reported the loss of a later sandbox meanwhile.
+                if self._reported is sandbox:
+                    self._reported = None
             else:
                 # A connection that works again changes no state, so the sandbox is probed again after a while.
                 with anyio.move_on_after(PROBE_S):
@@ -203,7 +205,7 @@ class SandboxLease:
         return min(times)
 
     def lost(self, sandbox: Sandbox | None, error: SandboxLostError) -> None:
-        """Record the loss of the sandbox. The next call of the holder raises `error`.
+        """Record the loss of the sandbox. The next call of the holder raises `error`. `LeaseServer` calls this.
 
         Nothing is recorded if a call in progress has raised that error already. `sandbox` is None after a restart of
         the service, when it is unknown what the holder knows.
@@ -212,7 +214,7 @@ class SandboxLease:
 
     @asynccontextmanager
     async def use(self) -> AsyncGenerator[Sandbox]:
-        """Hold the sandbox for one call of the lease's holder.
+        """Yield the lease's sandbox for one call of the holder. Every method of `LeasedSandbox` runs in such a block.
 
         A SandboxLostError of the call counts as the report of the loss to the holder.
 
@@ -236,9 +238,13 @@ class SandboxLease:
             self._last_use = anyio.current_time()
 
     async def _usable(self) -> Sandbox:
-        """Return the sandbox once the holder may use it, or raise the error that prevents it."""
+        """Return the sandbox once the holder may use it, or raise the error that prevents it.
+
+        Waits up to `REPLACED_WAIT_S` for a lost sandbox to be replaced, or for its connection to work again.
+        """
         if self._unreported is not None:
-            (_, error), self._unreported = self._unreported, None
+            error = self._unreported[1]
+            self._unreported = None
             raise error
         with anyio.move_on_after(REPLACED_WAIT_S):
             await self._wait_replaced()
@@ -298,10 +304,12 @@ class LeasedSandbox(Sandbox):
 
     @property
     def spec(self) -> Spec:
+        """Spec of the order."""
         return self.lease.spec
 
     @property
     def state(self) -> State:
+        """State of the sandbox for the holder, made of the lease's state and that of its present sandbox."""
         match self.lease.state:
             case "queued" | "starting":
                 return "starting"
@@ -372,6 +380,7 @@ class LeasedSandbox(Sandbox):
 
     @asynccontextmanager
     async def session(self, name: str = "main") -> AsyncGenerator[LeasedSession]:
+        """Open a shell in the present sandbox for the time of the block. It does not move to a replacement."""
         # Each command of the session is a use of the lease by itself, so an idle session does not keep the lease alive.
         async with AsyncExitStack() as stack:
             async with self.lease.use() as sandbox:
@@ -380,42 +389,51 @@ class LeasedSandbox(Sandbox):
 
     @asynccontextmanager
     async def terminal(self, command: Command) -> AsyncGenerator[Terminal]:
+        """Run a program on a pseudo-terminal for the time of the block, which is one use of the lease."""
         async with self.lease.use() as sandbox, sandbox.terminal(command) as terminal:
             yield terminal
 
     async def read(self, path: str, *, offset: int = 0, limit: int | None = None) -> bytes:
+        """Return bytes of a file, as `Files.read` says."""
         async with self.lease.use() as sandbox:
             return await sandbox.read(path, offset=offset, limit=limit)
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644, append: bool = False) -> None:
+        """Replace a file or append to it, as `Files.write` says."""
         async with self.lease.use() as sandbox:
             await sandbox.write(path, data, mode=mode, append=append)
 
     async def list(self, path: str = ".") -> builtins.list[FileInfo]:
+        """Return the entries of a folder, as `Files.list` says."""
         async with self.lease.use() as sandbox:
             return await sandbox.list(path)
 
     async def remove(self, path: str) -> None:
+        """Remove a file or tree, as `Files.remove` says."""
         async with self.lease.use() as sandbox:
             await sandbox.remove(path)
 
     async def put_archive(self, path: str, pieces: AsyncIterator[bytes], size: int | None = None) -> None:
+        """Unpack a tar archive in the sandbox, as `Archives.put_archive` says."""
         async with self.lease.use() as sandbox:
             await sandbox.put_archive(path, pieces, size)
 
     async def get_archive(self, path: str, limits: TreeLimits) -> AsyncGenerator[bytes]:
+        """Yield a file or tree as a tar archive, as `Archives.get_archive` says. The lease is in use meanwhile."""
         async with self.lease.use() as sandbox, aclosing(sandbox.get_archive(path, limits)) as pieces:
             async for piece in pieces:
                 yield piece
 
     async def snapshot(self) -> Snapshot:
+        """Save the files as an image, and let the pool keep it. The pool uses the lease for that."""
         return await self._pool.snapshot(self.lease)
 
     async def fork(self, count: int) -> Sequence[LeasedSandbox]:
-        # The pool starts the forks on the same host, and closes them with this sandbox at the latest.
+        """Start `count` sandboxes with the same files on the same host. They end with this lease at the latest."""
         return [LeasedSandbox(self._pool, lease) for lease in await self._pool.fork(self.lease, count)]
 
     async def wait_ended(self) -> None:
+        """Wait until the lease has ended, and its sandbox and records are removed."""
         await self.lease.done.wait()
 
     async def close(self) -> None:
@@ -424,7 +442,7 @@ class LeasedSandbox(Sandbox):
 
 
 class LeasedSession:
-    """A `Session` whose commands are uses of the lease."""
+    """A `Session` whose commands are uses of the lease. `LeasedSandbox.session` yields it."""
 
     def __init__(self, lease: SandboxLease, sandbox: Sandbox, session: Session) -> None:
         self.lease = lease
@@ -434,13 +452,16 @@ class LeasedSession:
 
     @property
     def name(self) -> str:
+        """Name of the session in its sandbox."""
         return self._session.name
 
     @property
     def restarts(self) -> int:
+        """Number of times that the shell was replaced."""
         return self._session.restarts
 
     async def run(self, command: str, *, timeout: float) -> Result:
+        """Run a command in the session's own sandbox. Raises its SandboxLostError if the lease has another one."""
         async with self.lease.use() as sandbox:
             if sandbox is self._sandbox:
                 return await self._session.run(command, timeout=timeout)
@@ -448,7 +469,9 @@ class LeasedSession:
         return await self._session.run(command, timeout=timeout)
 
     async def interrupt(self) -> bool:
+        """Send SIGINT to the running command, as `Session.interrupt` says. This is no use of the lease."""
         return await self._session.interrupt()
 
     async def close(self) -> None:
+        """End the shell and everything that it started."""
         await self._session.close()

@@ -68,20 +68,24 @@ class WarmPolicy:
         self._learned_max = learned_max
         self._window = window
         self._requests: dict[str, deque[float]] = {}
-        """Times of the last requests of each kind, oldest first."""
+        """Times of the last requests of each kind on the event loop's clock, oldest first; at most `learned_max`."""
         self.hits: Counter[str] = Counter()
         """Number of requests of each kind that found a ready sandbox."""
         self.misses: Counter[str] = Counter()
         """Number of requests of each kind that found none."""
 
     def record_request(self, key: str, *, hit: bool, now: float) -> None:
-        """Record a request for a sandbox of this kind. `hit` is True if a ready one was found."""
+        """Record a request for a sandbox of this kind, for `LocalHost.take`. `hit` is True if a ready one was found.
+
+        `now` is the time on the event loop's clock, as in the other methods.
+        """
         (self.hits if hit else self.misses)[key] += 1
         if self._learned_max:
             self._requests.setdefault(key, deque(maxlen=self._learned_max)).append(now)
 
     def target(self, key: str, now: float) -> int:
-        """Return the number of sandboxes of this kind to keep ready."""
+        """Return the number of sandboxes of this kind to keep ready: that of its requests within the window, or the
+        fixed number if it is larger."""
         times = self._requests.get(key)
         while times and times[0] <= now - self._window:
             times.popleft()
@@ -95,7 +99,8 @@ class WarmPolicy:
         return {key: number for key, number in wanted.items() if number}
 
     def next_change(self, now: float) -> float | None:
-        """Return the seconds until a target falls because time passes; None: no target will."""
+        """Return the seconds until the oldest request leaves the window, so that a target may fall; None: no request
+        is in it."""
         oldest = min((times[0] for times in self._requests.values() if times), default=None)
         return None if oldest is None else max(0.0, oldest + self._window - now)
 
@@ -174,6 +179,7 @@ class LocalHost:
 
     @property
     def name(self) -> str:
+        """Name of the host in the pool."""
         return self._name
 
     def report(self) -> HostReport:
@@ -207,7 +213,12 @@ class LocalHost:
         return found.sandbox if found else None
 
     async def start(self, ticket: Ticket) -> Sandbox:
-        """Start the sandbox of a ticket. Closes ready sandboxes first if there is no room."""
+        """Start the sandbox of a ticket, for `LeaseServer`. Closes ready sandboxes first, oldest first, if there is no
+        room.
+
+        The lease has a place on this host, so it goes before sandboxes that nobody has asked for yet. Leaves no record
+        if the start fails. Raises SandboxError.
+        """
         self._known[ticket.sandbox_id] = demand(ticket.spec)
         try:
             while self._ready and not self._committed().fits(self._capacity):
@@ -220,6 +231,7 @@ class LocalHost:
             raise
 
     async def forget(self, image: str) -> None:
+        """Remove a snapshot, now or at a later check. The pool calls this when nobody needs the snapshot any more."""
         await self._reaper.forget(image)
 
     async def recover(
@@ -345,7 +357,7 @@ class LocalHost:
     def _watch(self, sandbox_id: str, sandbox: Sandbox) -> None:
         """Start a task that waits for the end of a sandbox.
 
-        Before `run` there is no task group, so it is noted for later.
+        Before `run` there is no task group, so the sandbox is noted, and `run` starts the task.
         """
         if self._tasks is None:
             self._unwatched.append((sandbox_id, sandbox))
@@ -416,7 +428,7 @@ class LocalHost:
         return surplus
 
     def _warm_up(self, key: str, target: int, now: float) -> None:
-        """Start the missing ready sandboxes of one kind, as many as fit."""
+        """Start the missing ready sandboxes of one kind, as many as fit. Does nothing while the kind's starts fail."""
         assert self._tasks is not None
         spec = self._specs[key]
         have = sum(each.key == key for each in self._ready) + self._warming.get(key, 0)
@@ -535,11 +547,13 @@ class EngineMaker:
         return self._meter.read() if self._meter else None
 
     async def make(self, spec: Spec, sandbox_id: str, labels: Mapping[str, str]) -> Sandbox:
+        """Start a sandbox in a new container named `sandbox_id`, and return it once it is ready."""
         return await self._start_in_own_task(
             LocalSandbox(self._backend, spec, name=sandbox_id, labels=labels, settings=self._settings)
         )
 
     async def adopt(self, container: Container, spec: Spec) -> Sandbox:
+        """Take over a running container of an earlier run, and return its sandbox once its agent answers."""
         return await self._start_in_own_task(
             LocalSandbox(self._backend, spec, adopt=container.id, settings=self._settings)
         )
@@ -557,6 +571,7 @@ class EngineMaker:
         ]
 
     async def remove(self, id: str, *, image: bool) -> None:
+        """Remove the image of a snapshot by its name, or a container by its id. `Reaper` calls this."""
         if image:
             await self._backend.images.remove(id)
         else:

@@ -231,7 +231,7 @@ class Reaper:
         """Tickets of an earlier run, by sandbox id."""
 
     def restored(self, tickets: Sequence[Ticket]) -> None:
-        """Store the tickets that an earlier run of the service had."""
+        """Store the tickets of an earlier run of the service, for `is_unreported`. `LocalHost.recover` calls this."""
         self._restored = {ticket.sandbox_id: ticket for ticket in tickets}
 
     def is_ours(self, container: Container) -> bool:
@@ -251,8 +251,8 @@ class Reaper:
     def _is_leftover(self, container: Container, known: Collection[str]) -> bool:
         """Return True if a container or image must be removed now.
 
-        Those of this service are left over if they are not `known`, or are snapshots that are too old, were never
-        reported to a holder, or could not be removed before. For those of another service `verdict` decides.
+        A container of this service is left over if it is not `known`. A snapshot of this service is left over if it is
+        too old, was never reported to a holder, or could not be removed before. For other services `verdict` decides.
         """
         labels = Labels.read(container.labels)
         if labels is None:
@@ -280,7 +280,7 @@ class Reaper:
         """
 
         async def remove(container: Container) -> None:
-            """Remove one of them, within `HostSettings.close_s`."""
+            """Remove one container or image, within `HostSettings.close_s`."""
             try:
                 with anyio.fail_after(self._settings.close_s):
                     await self._maker.remove(container.id, image=container.image)
@@ -304,7 +304,7 @@ class Reaper:
             self._forgotten.add(image)
 
     async def _forget(self, image: str) -> None:
-        """Try to remove a snapshot until the engine accepts it."""
+        """Try to remove a snapshot until the engine accepts it: an engine may be restarting."""
         while True:
             try:
                 return await self._maker.remove(image, image=True)

@@ -78,7 +78,11 @@ class LeaseServer:
                 await self._finish(lease)
 
     async def _keep_time(self, lease: SandboxLease) -> None:
-        """End the lease when one of its times has passed. A change of its state sets new times."""
+        """End the lease when one of its times has passed. A change of its state sets new times.
+
+        `_serve` runs this in a task beside the serving. A call that begins or ends, and a renewal, are seen when the
+        old time has come.
+        """
         while True:
             due, reason = lease.due()
             if due <= anyio.current_time():
@@ -109,7 +113,7 @@ class LeaseServer:
             self.state.put_back(lease, avoid=set())
 
     def _hand_out(self, lease: SandboxLease, sandbox: Sandbox) -> None:
-        """Give the lease its sandbox. The lifetime of the lease begins with the first one."""
+        """Give the lease its sandbox, and set it `ready`. The lifetime of the lease begins with its first sandbox."""
         lease.sandbox = sandbox
         if math.isinf(lease.hard_until):
             lease.hard_until = anyio.current_time() + lease.spec.deadline_s
@@ -191,13 +195,18 @@ class LeaseServer:
             _log.warning("sandbox %s could not be closed: %s", sandbox.sandbox_id, error or "no answer")
 
     async def _reopen(self, name: str) -> None:
-        """Take a host out of decisions while it is in quarantine, then refresh it."""
+        """Take a host out of decisions while it is in quarantine, then let it take sandboxes again.
+
+        `_obtain` starts this in a task when a failed start has put the host in quarantine. Each refresh reads if the
+        host is still in quarantine.
+        """
         self.state.refresh(name)
         await anyio.sleep(self.state.failures.quarantine_left(name))
         self.state.refresh(name)
 
     async def note(self, lease: SandboxLease) -> None:
         """Write the current state of the lease to the journal, for the next run of the service."""
+        # A fork in progress may call this after `_finish` has deleted the entry.
         if not lease.cleared:
             await self.journal.leases.put(lease.id, entry_of(lease, self.wall()))
 
@@ -239,10 +248,10 @@ class Recovery:
         `placed` has the journal's entries of this host, each with its new lease. Once the host answers, each lease gets
         its old sandbox; a lease whose sandbox is gone is treated as lost. `begin` starts one such task for each host.
         """
-        tickets = [
-            Ticket(e.sandbox_id, e.lease, e.owner, e.spec, (*dict(e.snapshots), *self._snapshots.made_of(e.lease)))
-            for e, _ in placed
-        ]
+        tickets: list[Ticket] = []
+        for entry, _ in placed:
+            images = [image for image, _ in entry.snapshots] + [*self._snapshots.made_of(entry.lease)]
+            tickets.append(Ticket(entry.sandbox_id, entry.lease, entry.owner, entry.spec, tuple(images)))
         left = {entry.sandbox_id: lease for entry, lease in placed}
         """Leases whose recovery has no result yet, by sandbox id."""
         places = [*left.values()]
@@ -256,7 +265,7 @@ class Recovery:
             self._state.refresh(host.name)
 
         def settled(sandbox_id: str, sandbox: Sandbox | None) -> None:
-            """Go on with the lease of a sandbox; None: the sandbox is lost."""
+            """Serve the lease of a sandbox again; None: the sandbox is lost."""
             if (lease := left.pop(sandbox_id, None)) is not None:
                 self._go_on(lease, sandbox)
 
@@ -279,7 +288,7 @@ class Recovery:
         await host.run(partial(self._state.refresh, host.name), task_status=anyio.TASK_STATUS_IGNORED)
 
     def _go_on(self, lease: SandboxLease, sandbox: Sandbox | None) -> None:
-        """Serve a lease of an earlier run, with its sandbox if it still lives."""
+        """Serve a lease of an earlier run, with its old sandbox; None: the sandbox is lost."""
         lease.sandbox = sandbox
         if sandbox is None:
             self._lost_in_restart(lease)

@@ -50,10 +50,12 @@ class SimulatedMaker:
         self._start_s = start_s
 
     async def capacity(self) -> Demand:
+        """Return the resources given at the creation."""
         await self._answer(0.0)
         return self._whole
 
     def load(self) -> MachineLoad | None:
+        """Return the load that a test has set."""
         return self.measured
 
     async def make(self, spec: Spec, sandbox_id: str, labels: Mapping[str, str]) -> Sandbox:
@@ -71,17 +73,20 @@ class SimulatedMaker:
         return made
 
     async def adopt(self, container: Container, spec: Spec) -> Sandbox:
+        """Return the sandbox of a container that still exists; its state stays the same."""
         await self._answer(REMOVE_S)
         if container.id not in self.sandboxes:
             raise SandboxLostError(f"container {container.id} is gone")
         return self.sandboxes[container.id]
 
     async def containers(self) -> list[Container]:
+        """Return all containers and snapshots."""
         await self._answer(0.0)
         listed = [Container(id, sandbox.labels, sandbox.running) for id, sandbox in self.sandboxes.items()]
         return listed + [Container(name, labels, False, image=True) for name, labels in self.snapshots.items()]
 
     async def remove(self, id: str, *, image: bool) -> None:
+        """Remove a snapshot or a container. A sandbox whose container is removed from outside is lost."""
         await self._answer(REMOVE_S)
         if image:
             self.snapshots.pop(id, None)
@@ -125,7 +130,7 @@ class SimulatedSandbox(Sandbox):
         return self._state
 
     def end(self, state: State) -> None:
-        """End the sandbox in this state."""
+        """End the sandbox, in this state unless it has another final state already."""
         if self._state == "ready":
             self._state = state
         self._ended.set()

@@ -114,7 +114,7 @@ class PoolFailure(msgspec.Struct, frozen=True):
 
 
 class PoolFailures:
-    """Failure records of a pool, and its two quarantines.
+    """Failure records of a pool, and its two quarantines. `LeaseServer` reports starts and failures.
 
     Args:
         threshold: failed starts in a row that put a host or a kind in quarantine.
@@ -320,7 +320,7 @@ class HostStatus(msgspec.Struct, frozen=True):
 
 
 class LeaseBook:
-    """Index of a pool's leases by id and by idempotency key."""
+    """Index of a pool's leases by id and by idempotency key. A lease is done when everything of it is removed."""
 
     def __init__(self) -> None:
         self._leases: dict[str, SandboxLease] = {}
@@ -435,7 +435,9 @@ class PoolState:
     # ---- leases
 
     def submit(self, lease: SandboxLease, only: str | None = None) -> None:
-        """Add a lease and queue its request for a host.
+        """Add a lease and queue its request for a host, for `SandboxPool.order` and `Recovery`.
+
+        `only` names the single host that the request accepts; None: any.
 
         Raises:
             SandboxError: no host could ever hold the sandbox, its kind is in quarantine, or the queue is full.
@@ -453,13 +455,16 @@ class PoolState:
         self.changed()
 
     def put_back(self, lease: SandboxLease, avoid: set[str]) -> None:
-        """Queue a lease that needs a host again. It keeps its age."""
+        """Queue a lease that needs a host again, because its start failed or its sandbox was lost. It keeps its age.
+
+        Hosts in `avoid` are taken only if there is no other.
+        """
         lease.granted = anyio.Event()
         self.admission.put_back(lease.id, avoid=avoid)
         self.decide()
 
     def remove(self, lease: SandboxLease) -> None:
-        """Remove a lease that has ended."""
+        """Free the place of a lease that has ended, and move the lease to the ended ones. `LeaseServer` calls this."""
         self.admission.remove(lease.id)
         self.leases.end(lease)
         self.decide()
@@ -481,7 +486,8 @@ class PoolState:
     # ---- hosts
 
     def refresh(self, name: str) -> None:
-        """Read a host's report, and decide again."""
+        """Read a host's report, and decide again. Called when the report has changed, when recovery has reserved the
+        places of its leases, and around a quarantine."""
         self._measure(name)
         self.decide()
 

@@ -84,7 +84,7 @@ _T = TypeVar("_T")
 POLL_S = 20.0
 """Seconds for which the service may delay a response while a sandbox is not ready."""
 LEASE_S = 120.0
-"""Seconds without a renewal after which the service ends a sandbox."""
+"""Seconds without a renewal after which the service ends a sandbox. `acquire` orders sandboxes with it."""
 CLOSE_S = 60.0
 """Seconds that ending a sandbox may take, also when the caller is being cancelled."""
 RENEW_S = 20.0
@@ -149,6 +149,7 @@ class SandboxClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """End the tasks, so that leases are not renewed any more, and close the connection."""
         self._tasks.cancel_scope.cancel()
         await self._stack.__aexit__(None, None, None)
 
@@ -274,7 +275,7 @@ class SandboxClient:
 class RemoteSandbox(Sandbox):
     """A sandbox of a service. `SandboxClient.attach` creates it.
 
-    Its methods without a docstring do what the same methods of `envs.sandbox.sandbox` say. Texts with bytes that are
+    Its methods do what the same methods of `envs.sandbox.sandbox` say, with one request each. Texts with bytes that are
     not UTF-8 (surrogates in Python) cannot travel as they are, so `to_wire` and `from_wire` convert them.
     """
 
@@ -296,10 +297,12 @@ class RemoteSandbox(Sandbox):
 
     @property
     def spec(self) -> Spec:
+        """Spec that the sandbox was ordered with."""
         return self._info.spec
 
     @property
     def state(self) -> State:
+        """State as far as this client knows: `ready` until `renew` or a failed call has learned of the end."""
         return self._state
 
     @property
@@ -337,9 +340,14 @@ class RemoteSandbox(Sandbox):
         return None
 
     async def wait_ended(self) -> None:
+        """Wait until the end of the sandbox is recorded here."""
         await self._ended.wait()
 
     async def close(self) -> None:
+        """End the sandbox at the service, and wait until its container is removed. Raises SandboxError on failure.
+
+        The sandbox is recorded as closed in any case. Then `renew` stops, and the lease expires.
+        """
         try:
             await self._client.end(self.sandbox_id)
         finally:
@@ -433,21 +441,26 @@ class RemoteSandbox(Sandbox):
     # ---- files
 
     async def read(self, path: str, *, offset: int = 0, limit: int | None = None) -> bytes:
+        """Return bytes of a file, as `Files.read` says."""
         query = {"path": path, "offset": offset} | ({} if limit is None else {"limit": limit})
         return await self.http.get_bytes(f"{self.path}/files", query)
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644, append: bool = False) -> None:
+        """Replace a file or append to it, as `Files.write` says."""
         query = {"path": path, "mode": mode, "append": str(append).lower()}
         await self.http.put_bytes(f"{self.path}/files", query, data)
 
     async def list(self, path: str = ".") -> builtins.list[FileInfo]:
+        """Return the entries of a folder, as `Files.list` says."""
         listing = await self.http.ask("GET", f"{self.path}/entries", Listing, query={"path": path})
         return [msgspec.structs.replace(entry, name=from_wire(entry.name)) for entry in listing.entries]
 
     async def remove(self, path: str) -> None:
+        """Remove a file or tree, as `Files.remove` says."""
         await self.http.ask("DELETE", f"{self.path}/files", type(None), query={"path": path})
 
     async def put_archive(self, path: str, pieces: AsyncIterator[bytes], size: int | None = None) -> None:
+        """Unpack a tar archive in the sandbox, as `Archives.put_archive` says."""
         await self.http.put_pieces(f"{self.path}/tree", {"path": path}, pieces, size, media_type=TAR)
 
     async def get_archive(self, path: str, limits: TreeLimits) -> AsyncGenerator[bytes]:
@@ -469,9 +482,11 @@ class RemoteSandbox(Sandbox):
     # ---- snapshots
 
     async def snapshot(self) -> Snapshot:
+        """Save the files as an image of the service, which keeps it for some time."""
         return await self.http.ask("POST", f"{self.path}/snapshot", Snapshot, seconds=TREE_S)
 
     async def fork(self, count: int) -> Sequence[RemoteSandbox]:
+        """Start `count` sandboxes with the same files. The service ends them with this one at the latest."""
         forks = await self.call_once("fork", SandboxList, Fork(count=count), TREE_S)
         return [self._client.attach(info) for info in forks.sandboxes]
 
@@ -534,17 +549,19 @@ class RemoteSession:
         """Path of the session below that of its sandbox."""
         self._name = info.name
         self._restarts = info.restarts
-        """Number of times that the shell was replaced, in the last response."""
 
     @property
     def name(self) -> str:
+        """Name of the session in its sandbox."""
         return self._name
 
     @property
     def restarts(self) -> int:
+        """Number of times that the shell was replaced, in the last response."""
         return self._restarts
 
     async def run(self, command: str, *, timeout: float) -> Result:
+        """Run one command after the session's earlier ones, as `Session.run` says. Cancelling this kills it."""
         check_timeout(timeout)
         body = RunInSession(command=to_wire(command), timeout=timeout)
         # The agent lets the command wait for earlier ones for `timeout` seconds, and then run for as long.
@@ -553,10 +570,12 @@ class RemoteSession:
         return answer.result
 
     async def interrupt(self) -> bool:
+        """Send SIGINT to the running command. Returns False if no command runs."""
         path = f"{self._sandbox.path}/{self._path}/interrupt"
         return (await self._sandbox.http.ask("POST", path, SessionInterrupted)).interrupted
 
     async def close(self) -> None:
+        """End the shell and everything that it started. Errors are ignored."""
         with suppress(SandboxError):  # The shell may have ended with its sandbox.
             await self._sandbox.http.ask("DELETE", f"{self._sandbox.path}/{self._path}", type(None))
 
@@ -572,9 +591,11 @@ class RemoteJob:
 
     @property
     def job_id(self) -> str:
+        """Id that the agent in the sandbox chose."""
         return self._job_id
 
     async def poll(self) -> JobStatus:
+        """Return the current state without waiting."""
         return await self._http.ask("GET", self._path, JobStatus)
 
     async def wait(self, timeout: float) -> Result:
@@ -593,9 +614,11 @@ class RemoteJob:
                 raise SandboxTimeoutError(f"job {self._job_id} still runs after {timeout:g} s")
 
     async def signal(self, name: str = "SIGTERM") -> None:
+        """Send a signal to the job's process group, as `Job.signal` says."""
         await self._http.ask("POST", f"{self._path}/signal", type(None), body=Signal(name=name))
 
     async def output(self, stream: StreamName = "stdout", *, offset: int = 0, limit: int = 1 << 16) -> Output:
+        """Return a range of the job's kept output, from byte `offset` of the stream on."""
         query = {"stream": stream, "offset": offset, "limit": limit}
         return await self._http.ask("GET", f"{self._path}/output", Output, query=query)
 
