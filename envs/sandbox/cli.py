@@ -33,7 +33,7 @@ FAILED = 125
 
 
 async def standard_input() -> bytes:
-    """Read the standard input to its end. Returns nothing if it is a terminal.
+    """Read the standard input to its end, for `_run`. Returns no bytes if it is a terminal.
 
     Raises:
         SandboxRefusedError: the input is too long.
@@ -71,12 +71,14 @@ class _Parser(argparse.ArgumentParser):
     """Parser of one action. For `run`, a wrong command line also exits with `FAILED`."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
+        """Parse the arguments of the action. The main parser calls this, and would report unknown ones with code 2."""
         found, rest = super().parse_known_args(args, namespace)
         if rest and self._runs():
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         return found, rest
 
     def error(self, message: str) -> NoReturn:
+        """Print the usage and the message, and exit. `argparse` calls this for a wrong command line."""
         self.print_usage(sys.stderr)
         self.exit(FAILED if self._runs() else 2, f"{self.prog}: error: {message}\n")
 

@@ -76,6 +76,7 @@ class _Packing:
         """Add the content of an open folder."""
 
         def complain(error: OSError) -> None:
+            """Raise an error of `os.fwalk`, which by default leaves out folders that it cannot read."""
             raise error
 
         try:

@@ -129,7 +129,9 @@ class Link(Protocol):
         """Wait for the next bytes; empty at the end of the stream."""
         ...
 
-    async def aclose(self) -> None: ...
+    async def aclose(self) -> None:
+        """Close this end of the connection. The agent goes on."""
+        ...
 
 
 class Containers(Protocol):
@@ -249,13 +251,19 @@ class Backend(Protocol):
     """A container engine: its containers, images and agents."""
 
     @property
-    def containers(self) -> Containers: ...
+    def containers(self) -> Containers:
+        """Operations on its containers."""
+        ...
 
     @property
-    def images(self) -> Images: ...
+    def images(self) -> Images:
+        """Operations on its images."""
+        ...
 
     @property
-    def agents(self) -> Agents: ...
+    def agents(self) -> Agents:
+        """Connections to the agents in its containers."""
+        ...
 
     async def info(self) -> EngineInfo:
         """Return the properties of the engine.

@@ -88,10 +88,16 @@ class DockerAgents:
         )
 
     def attach(self, container_id: str) -> AbstractAsyncContextManager[AttachedLink]:
+        """Connect to the first process of a container that was just started, as `Agents.attach` says."""
         return self._api.attach(container_id)
 
     @asynccontextmanager
     async def take_over(self, container_id: str) -> AsyncGenerator[AttachedLink]:
+        """Start a process in the container that connects to the agent's socket, and yield that process's streams.
+
+        Raises:
+            SandboxLostError: the container is gone, or its programs may be root (`takeover_environment`).
+        """
         found = await self._api.json(f"containers/{container_id}/json", SandboxLostError)
         env = takeover_environment(found)
         async with self._api.exec(container_id, takeover_command(AGENT_ADDRESS), TAKEOVER_USER, env) as link:
@@ -126,12 +132,14 @@ class DockerBackend:
         self.agents = DockerAgents(self._api)
 
     async def __aenter__(self) -> Self:
+        """Create the HTTP client. The engine is not asked yet."""
         await self._api.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Close the connections to the engine. Containers stay."""
         await self._api.__aexit__(kind, error, trace)
 
     async def info(self) -> EngineInfo:

@@ -68,6 +68,7 @@ class AttachedLink:
         return b"" if message is None else message.data
 
     async def aclose(self) -> None:
+        """Close the connection. An error of a connection that is broken already is ignored."""
         with suppress(OSError, RuntimeError, AssertionError, aiohttp.ClientError):
             await self._stream.close()
 
@@ -125,6 +126,7 @@ class DockerApi:
         """Limiter of execs that are being started."""
 
     async def __aenter__(self) -> Self:
+        """Create the HTTP client. It connects with the first request."""
         path = self.url.removeprefix("unix://")
         # The connectors have no limit: with aiohttp's default, 100 attached containers block every other request.
         if path != self.url:
@@ -138,6 +140,7 @@ class DockerApi:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Close all connections to the engine."""
         with anyio.CancelScope(shield=True):
             # aiodocker closes neither a connector that was passed in nor its session.
             await self._docker.close()

@@ -296,7 +296,10 @@ class DockerContainers:
         return False
 
     async def layer(self, container_id: str, most: LayerUse, *, holes: bool = False) -> LayerUse:
-        """Measure the container's own layer in a thread, or ask the engine if the layer is not on this machine."""
+        """Measure the container's own layer in a thread, or ask the engine if the layer is not on this machine.
+
+        `Containers.layer` describes the parameters. `most` and `holes` have no effect if the engine is asked.
+        """
         path = f"containers/{container_id}/json"
         found = await self._api.json(path, SandboxLostError, missing=None)
         if found is None:
@@ -350,6 +353,7 @@ class DockerContainers:
         ]
 
     async def kill(self, container_id: str) -> None:
+        """Kill the container's first process, and with it all others, as `Containers.kill` says."""
         await self._api.json(
             f"containers/{container_id}/kill", SandboxLostError, method="POST", params={"signal": "SIGKILL"}
         )

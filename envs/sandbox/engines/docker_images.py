@@ -154,12 +154,14 @@ class DockerImages:
         )
 
     async def list(self, labels: Mapping[str, str]) -> dict[str, Mapping[str, str]]:
+        """Return the labels of the images that have `labels`, by each name of the image. "" matches any value."""
         filters = [name if value == "" else f"{name}={value}" for name, value in labels.items()]
         params = {"filters": msgspec.json.encode({"label": filters} if filters else {}).decode()}
         found = await self._api.json("images/json", SandboxError, params=params)
         return {name: entry.get("Labels") or {} for entry in found for name in entry.get("RepoTags") or []}
 
     async def remove(self, name: str) -> None:
+        """Remove an image, if it exists. Raises SandboxError while a container uses it."""
         await self._api.json(f"images/{name}", SandboxError, method="DELETE", missing=None)
 
 
@@ -184,6 +186,7 @@ async def _in_tar(name: str, pieces: AsyncIterator[bytes]) -> AsyncGenerator[Asy
         await spool.seek(0)
 
         async def archive() -> AsyncIterator[bytes]:
+            """Yield the header, the content, and the padding and end of the archive."""
             header = tarfile.TarInfo(name)
             header.size, header.mode = size, 0o444
             yield header.tobuf()

@@ -92,18 +92,21 @@ class _ProcessLink:
         self._output = process.stdout
 
     async def send(self, data: bytes) -> None:
+        """Send all of `data`. Raises SandboxLostError if the process is gone."""
         try:
             await self._input.send(data)
         except (anyio.BrokenResourceError, anyio.ClosedResourceError) as error:
             raise SandboxLostError("the agent's process is gone") from error
 
     async def receive(self) -> bytes:
+        """Return the next bytes; empty once the process is gone."""
         try:
             return await self._output.receive()
         except (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError):
             return b""
 
     async def aclose(self) -> None:
+        """Close the input of the process, at whose end the agent ends."""
         await self._input.aclose()
 
 
@@ -132,14 +135,17 @@ class FakeImages:
         return content.tell()
 
     async def make(self, archive: Path, name: str) -> None:
+        """Record an empty image of this name. The archive is not read."""
         folder = self._folder / f"image-{len(self.kept)}"
         folder.mkdir()
         self.kept[name] = (folder, {})
 
     async def list(self, labels: Mapping[str, str]) -> dict[str, Mapping[str, str]]:
+        """Return the labels of the images that have `labels`, by the image's name."""
         return {name: found for name, (_, found) in self.kept.items() if _match(found, labels)}
 
     async def remove(self, name: str) -> None:
+        """Remove an image and its folder. Does nothing if it is unknown."""
         folder, _ = self.kept.pop(name, (None, None))
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -206,13 +212,16 @@ class FakeContainers:
             )
 
     async def inspect(self, container_id: str, *, runtime: bool = False, surely: bool = False) -> ContainerInfo | None:
+        """Return the state of a container, given by id or name; None if there is none."""
         container = self.kept.get(container_id) or next((b for b in self.kept.values() if b.name == container_id), None)
         return None if container is None else container.info()
 
     async def layer(self, container_id: str, most: LayerUse, *, holes: bool = False) -> LayerUse:
+        """Return an empty measurement: nothing is limited here."""
         return LayerUse()
 
     async def list(self, labels: Mapping[str, str]) -> list[ContainerInfo]:
+        """Return all containers with these labels, running or not."""
         return [container.info() for container in self.kept.values() if _match(container.labels, labels)]
 
     async def kill(self, container_id: str) -> None:
@@ -226,6 +235,7 @@ class FakeContainers:
                 _kill(pid)
 
     async def delete(self, container_id: str) -> None:
+        """Kill and remove a container, given by id or name. Raises the injected fault, if there is one."""
         await anyio.sleep(self._faults.delete_delay)
         if self._faults.delete is not None:
             raise self._faults.delete
@@ -253,8 +263,10 @@ class FakeAgents:
     def __init__(self, containers: FakeContainers, prelude: str) -> None:
         self._containers = containers
         self.prelude = prelude
+        """Source code that runs in each agent before its own."""
 
     def surroundings(self, container_id: str, spec: Spec) -> Surroundings:
+        """Return the container's folder as the working directory. No host process can take over (no address)."""
         return Surroundings(str(self._containers.known(container_id).folder), files_apart=True, prelude=self.prelude)
 
     @asynccontextmanager
@@ -272,8 +284,9 @@ class FakeAgents:
 
     @asynccontextmanager
     async def take_over(self, container_id: str) -> AsyncGenerator[_ProcessLink]:
+        """Raise SandboxLostError: the agent of a local process ends with its host."""
         raise SandboxLostError("a local process ends with its host and cannot be taken over")
-        yield
+        yield  # Makes this function a generator, as the decorator needs.
 
 
 class FakeBackend:
@@ -290,11 +303,13 @@ class FakeBackend:
         self.agents = FakeAgents(self.containers, prelude)
 
     async def __aenter__(self) -> Self:
+        """Enter the block. The folder exists since the creation."""
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Delete all containers, whatever faults are injected, and the folder."""
         self.faults.delete = None
         with anyio.CancelScope(shield=True):
             for container_id in list(self.containers.kept):
@@ -302,6 +317,7 @@ class FakeBackend:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     async def info(self) -> EngineInfo:
+        """Return the properties of this machine, without isolation."""
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return EngineInfo("fake", "this process", False, ("none",), "none", os.cpu_count() or 1, memory, here=True)
 
@@ -312,6 +328,7 @@ def _match(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
 
 
 def _kill(pid: int) -> None:
+    """Kill a process, if it still exists."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 

@@ -97,8 +97,9 @@ class Host(Protocol):
         """Recover the sandboxes of these tickets after a restart. Returns those that still live, by id.
 
         All other sandboxes of this service are removed, and so are snapshots of these sandboxes that were never
-        reported to a holder. Calls `answered` once the host can start other sandboxes. Calls `settled` for each ticket
-        as soon as its result is known, so no lease waits for the recovery of another.
+        reported to a holder. Calls `answered` once the host can start other sandboxes. Calls `settled` for a ticket as
+        soon as its result is known, so no lease waits for the recovery of another. A ticket may be left out; for it,
+        the result of this method counts.
         """
         ...
 

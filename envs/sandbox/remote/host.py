@@ -51,6 +51,7 @@ class RemoteHost:
 
     @property
     def name(self) -> str:
+        """Name of the host in the front's pool."""
         return self._name
 
     def report(self) -> HostReport:
@@ -62,7 +63,11 @@ class RemoteHost:
         return None
 
     async def start(self, ticket: Ticket) -> Sandbox:
-        """Start a sandbox on the host. The ticket's id is the idempotency key."""
+        """Start a sandbox on the host, for the front's `LeaseServer`. The ticket's id is the idempotency key.
+
+        Raises:
+            SandboxError: the sandbox did not become ready. It is ended at the host, also if this is cancelled.
+        """
         order = SandboxOrder(spec=ticket.spec, owner=self._service, lease_s=LEASE_S)
         info = None
         try:
@@ -86,7 +91,8 @@ class RemoteHost:
         """Attach to the sandboxes of `tickets` that still live, and end all other sandboxes of this front.
 
         The idempotency key of each order was the id of its ticket, by which the sandbox is found. A sandbox without a
-        ticket has no lease at this front any more.
+        ticket has no lease at this front any more. `settled` is not called for tickets whose sandbox the host does not
+        list; they are missing in the result. Raises SandboxError if the host cannot be reached.
         """
         status = await self._client.status()
         self._report = report_of(status)
@@ -181,7 +187,7 @@ def _sum(status: Status) -> Demand:
 
 
 def _load(status: Status) -> MachineLoad | None:
-    """Return the total load of all its machines; None unless each machine is measured."""
+    """Return the total load of all machines of the service; None unless each machine is measured."""
     loads = [host.load for host in status.hosts if host.load is not None]
     if not loads or len(loads) < len(status.hosts):
         return None

@@ -80,6 +80,7 @@ class HttpClient:
         )
 
     async def aclose(self) -> None:
+        """Close all connections. `SandboxClient` calls this at the end of its block."""
         await self._client.aclose()
 
     async def ask(
@@ -101,7 +102,7 @@ class HttpClient:
             answer: type of the response; `type(None)` for none.
             body: body of the request.
             query: parameters of the query.
-            seconds: seconds that the call itself may take.
+            seconds: seconds that the service may take for the call; the response may take `MARGIN_S` in addition.
             key: idempotency key, which makes the call safe to repeat.
 
         Raises:
@@ -123,7 +124,7 @@ class HttpClient:
             ) from error
 
     async def get_bytes(self, path: str, query: Mapping[str, Any]) -> bytes:
-        """Return the bytes of a file."""
+        """Return the bytes of a file, with a GET of `path`. Raises SandboxError."""
         return (await self._send("GET", path, None, query, {"accept": BINARY}, 0.0, "")).content
 
     async def put_bytes(self, path: str, query: Mapping[str, Any], data: bytes) -> None:
@@ -298,7 +299,7 @@ def _target(path: str, query: Mapping[str, Any] | None) -> str:
 
 
 class _BrokenError(SandboxError):
-    """Failure of a connection. It never leaves this module."""
+    """Failure of a connection. `_translated` raises it; `_send` and `streamed` turn it into its `final` error."""
 
     def __init__(self, final: SandboxError, *, unsent: bool) -> None:
         super().__init__(str(final))

@@ -59,6 +59,7 @@ class ApiCall:
     """A call of the HTTP API: who calls, and the lease that the path names."""
 
     def __init__(self, service: Service, request: Request) -> None:
+        """Describe the call of a request. `_Dispatcher` makes one for each request."""
         self.service = service
         self.request = request
 
@@ -172,6 +173,7 @@ class Endpoints:
 async def once(call: ApiCall, body: msgspec.Struct, work: Callable[[], Awaitable[_T]]) -> _T:
     """Carry out `work` and return its result. Calls with one idempotency key carry it out only once.
 
+    The handlers of endpoints that are `keyed` call this. `LeaseWork.once` remembers the results of a lease's calls.
     Without a key, the client cancels the work when it disconnects. `body` is the body of the call: a key that was used
     with another one is refused.
     """
@@ -244,7 +246,11 @@ class _Dispatcher:
 
 
 async def _unless_left(request: Request, handler: Handler) -> Any:
-    """Return the handler's result. A client that disconnects cancels the handler, and with it a running command."""
+    """Return the handler's result. A client that disconnects cancels the handler, and with it a running command.
+
+    The result is then `_LEFT`. An error of the handler leaves the task group as a value, because the group would wrap
+    it in an exception group.
+    """
     result: Any = _LEFT
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(until_left, request.receive, tasks.cancel_scope)

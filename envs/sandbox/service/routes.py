@@ -86,12 +86,12 @@ async def _order(call: ApiCall, body: SandboxOrder, wait: Wait = 0.0) -> Info:
     """Order a sandbox. `wait` holds the answer back until it is ready; otherwise ask for it again by its id."""
     lease = call.service.order(body, call.token, call.key)
     lease.renew()  # An order that is sent again with its key finds the same lease.
-    with anyio.move_on_after(_held(lease, wait)):
+    with anyio.move_on_after(_hold_seconds(lease, wait)):
         await lease.settled()
     return call.service.info(lease)
 
 
-def _held(lease: SandboxLease, wait: float) -> float:
+def _hold_seconds(lease: SandboxLease, wait: float) -> float:
     """Return the seconds for which an answer about a lease is held back: `wait`, but at most half of `lease_s`.
 
     The holder cannot renew the lease while it waits, so a longer wait would let the lease run out.
@@ -109,7 +109,7 @@ async def _list(call: ApiCall) -> SandboxList:
 async def _show(call: ApiCall, wait: Wait = 0.0) -> Info:
     """Show one sandbox, and renew its lease. `wait` holds the answer back while it is queued or starting."""
     lease = call.renewed_lease()
-    with anyio.move_on_after(_held(lease, wait)):
+    with anyio.move_on_after(_hold_seconds(lease, wait)):
         await lease.settled()
     return call.service.info(lease)
 
@@ -118,7 +118,7 @@ async def _show(call: ApiCall, wait: Wait = 0.0) -> Info:
 async def _ended(call: ApiCall, wait: Wait = 0.0) -> Info:
     """Renew the lease. `wait` holds the answer back until the sandbox has ended."""
     lease = call.renewed_lease()
-    with anyio.move_on_after(_held(lease, wait)):
+    with anyio.move_on_after(_hold_seconds(lease, wait)):
         await lease.done.wait()
     return call.service.info(lease)
 
@@ -172,6 +172,7 @@ async def _fork(call: ApiCall, body: Fork) -> SandboxList:
     lease = call.renewed_lease()
 
     async def fork() -> SandboxList:
+        """Fork the sandbox, and describe the forks."""
         forks = await call.service.pool.fork(lease, body.count)
         return SandboxList([call.service.info(each) for each in forks])
 
@@ -182,6 +183,7 @@ async def _fork(call: ApiCall, body: Fork) -> SandboxList:
 async def _status(call: ApiCall, wait: Wait = 0.0, since: Version = -1) -> Status:
     """Show the state of the whole pool. `wait` holds the answer back until it differs from version `since`."""
     if wait:
+        # Several changes in a row become one answer.
         await anyio.sleep(STATUS_EVERY_S)
         with anyio.move_on_after(wait):
             await call.service.pool.state.changed_since(since)
@@ -254,7 +256,8 @@ class TreeStream(Response):
             await problem_response(problem)(scope, receive, send)
 
     async def _copy(self, scope: Scope, send: Send) -> HttpProblem | None:
-        """Send the archive. Returns an error that occurred before anything was sent; else None.
+        """Send the archive. Returns an error that occurred before anything was sent, for `__call__` to answer; else
+        None.
 
         After a later error the connection is broken off: the status was sent already, and the client must not take the
         part that it has for a whole archive.
@@ -366,7 +369,10 @@ class LineStream(Response):
             tasks.cancel_scope.cancel()
 
     async def _pump(self, into: MemoryObjectSendStream[StreamLine]) -> None:
-        """Run the command and pass on its output, its result or its error."""
+        """Run the command, and pass its output, and then its result or its error, on to `into`.
+
+        `into` holds one line, so the command waits while the client does not read.
+        """
         try:
             async with aclosing(self._items) as items:
                 async for item in items:
@@ -375,7 +381,7 @@ class LineStream(Response):
             await into.send(Broken(problem_of(error)))
 
     async def _send(self, line: StreamLine, lines: MemoryObjectReceiveStream[StreamLine], send: Send) -> None:
-        """Send the response line by line, with an `Alive` line after each silence."""
+        """Send the response line by line, beginning with `line`, with an `Alive` line after each silence."""
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", NDJSON.encode())]})
         while True:
             more = not isinstance(line, Last | Broken)
@@ -441,6 +447,7 @@ async def _start_job(call: ApiCall, body: Exec) -> JobInfo:
         raise ProblemError(400, "body: a job has no `stdin`; write it to a file", "SandboxRefusedError")
 
     async def start() -> JobInfo:
+        """Start the command of the body, and remember its job."""
         job = await sandbox.start(
             command.command, timeout=command.timeout, patience=command.patience, env=command.env, cwd=command.cwd
         )
@@ -454,8 +461,9 @@ async def _start_job(call: ApiCall, body: Exec) -> JobInfo:
 async def _poll(call: ApiCall, wait: Wait = 0.0) -> JobStatus:
     """Show the state of a job. `wait` holds the answer back while the job runs."""
     job = call.work.job(call.path["job"])
-    if wait := _held(call.renewed_lease(), wait):
+    if wait := _hold_seconds(call.renewed_lease(), wait):
         with anyio.move_on_after(wait):
+            # One second more, so that the end of the block ends the wait, and not a SandboxTimeoutError.
             await job.wait(wait + 1.0)
     return await job.poll()
 

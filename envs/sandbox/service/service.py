@@ -74,7 +74,10 @@ class _KeyedCall:
 
 
 class LeaseWork:
-    """Sessions, jobs and calls of one lease, for the routes. `Service.work` makes it."""
+    """Sessions, jobs and calls that clients have open in the sandbox of one lease. `Service.work` makes it.
+
+    The functions of `envs.sandbox.service.routes` call its methods, one for each request.
+    """
 
     def __init__(self, pool: SandboxPool, lease: SandboxLease, tasks: TaskGroup) -> None:
         self._pool = pool
@@ -260,7 +263,7 @@ async def _first_of(*waits: Callable[[], Awaitable[object]]) -> None:
     async with anyio.create_task_group() as tasks:
 
         async def wait(one: Callable[[], Awaitable[object]]) -> None:
-            """Wait for one of them, and then leave the block."""
+            """Wait for `one`, and then leave the block."""
             await one()
             tasks.cancel_scope.cancel()
 

@@ -49,6 +49,7 @@ def make_routes(service: Service) -> list[BaseRoute]:
     described = msgspec.json.encode(document(ENDPOINTS))
 
     async def describe(_: Request) -> Response:
+        """Answer with the OpenAPI document."""
         return Response(described, media_type="application/json")
 
     return [
