@@ -59,7 +59,10 @@ def compiled(text: str) -> "ast.AST | None":
 
 
 def repairs(text: str) -> "list[str]":
-    """Return a text, and its likely originals before it was indented, typeset or copied from a console."""
+    """Return a text, and its likely originals before it was indented, typeset or copied from a console.
+
+    `choose_python` tries them in this order if the text is no program.
+    """
     prompts = [line.lstrip()[4:] for line in text.split("\n") if line.lstrip()[:4] in (">>> ", "... ", "...", ">>>")]
     no_magics = [line for line in text.split("\n") if line.lstrip()[:1] not in ("%", "!")]
     variants = [text, textwrap.dedent(text), textwrap.dedent(text.translate(LOOKALIKES))]
@@ -144,7 +147,9 @@ def choose_python(asked: "dict[str, Any]") -> str:
     blocks = asked["blocks"]
     best, chosen = -1, blocks[0][0]
     for texts in blocks:
+        # Repaired texts count only if no text of the block is a program as it is.
         for variants in [texts, *map(repairs, texts)]:
+            # `for tree in [...]` only names a value: Python 3.6 has no `:=`.
             ranked = [(rank(tree, asked), text) for text in variants for tree in [compiled(text)] if tree is not None]
             if ranked:
                 value, text = max(ranked, key=lambda pair: pair[0])

@@ -41,9 +41,10 @@ SandboxOpener = Callable[[Location], AbstractAsyncContextManager[SandboxProvider
 
 
 class Judge:
-    """Judges programs, each answer in a new sandbox. All episodes of a node share it: see `shared_judge`."""
+    """Judge of programs, each answer in a new sandbox. All episodes of a node share it: see `shared_judge`."""
 
     def __init__(self, sandboxes: BoundedSandboxes, settings: JudgePool) -> None:
+        """Create a judge that borrows from `sandboxes`. `settings` has the waits and the number of attempts."""
         self.sandboxes = sandboxes
         """Lender of the node's sandboxes. Environments such as `envs.swe.env` borrow the policy's sandbox from it."""
         self._settings = settings
@@ -54,6 +55,8 @@ class Judge:
         self, answer: str, suite: Suite, languages: Mapping[str, Language], limits: JudgingLimits, *, every: bool
     ) -> SuiteVerdict:
         """Return the verdict on the program in an answer. A sandbox that fails is replaced, a few times.
+
+        `CodeEnv.step` and the verifiers of `envs.rewards.code` await this for each answer.
 
         Args:
             answer: text of the policy, which contains the program.
@@ -97,7 +100,7 @@ class Judge:
         Raises:
             SandboxError: every attempt failed, and not because of the program, or no sandbox was free in time.
         """
-        begin, losses = anyio.current_time(), 0
+        begin, losses = anyio.current_time(), 0  # `losses`: sandboxes that were lost while a test ran
         for attempt in range(self._settings.attempts):
             last = attempt + 1 == self._settings.attempts
             start = anyio.current_time()
@@ -110,6 +113,7 @@ class Judge:
                 losses += 1
                 # A program that waits before it ends each sandbox must not take more time than all tests may.
                 last = last or (losses > 1 and anyio.current_time() - begin > total)
+                # The program is suspected only if every sandbox, at least two, was lost during its tests.
                 program_at_fault = (
                     last
                     and 1 < losses == attempt + 1
@@ -138,7 +142,7 @@ class Judge:
             return False
 
     async def try_out(self, language: Language, limits: JudgingLimits) -> None:
-        """Start one sandbox of a language, and check its image.
+        """Start one sandbox of a language, and check its image. Environments call this in `prepare`, before a run.
 
         Raises:
             SandboxError: the sandbox cannot be made, or its image lacks a program that the language needs.
@@ -175,6 +179,7 @@ async def shared_judge(pool: JudgePool, opener: SandboxOpener = open_sandboxes) 
 
     @asynccontextmanager
     async def open_judge() -> AsyncGenerator[Judge]:
+        """Open the sandboxes of the node, under the name of the run, and a judge over them."""
         owner = _NO_NAME.sub("-", run_name())[:64]
         async with opener(pool) as provider:
             yield Judge(BoundedSandboxes(provider, owner=owner, most=pool.parallel), pool)

@@ -57,7 +57,7 @@ ODD = re.compile(r"[\u201c\u201d\u2018\u2019\u00a0\u200b\ufeff]|^[ \t]*(?:>>>|%|
 
 
 class Fence(NamedTuple):
-    """A line that may begin or end a block, such as ```` ```python ````."""
+    """A line that may begin or end a block, such as ```` ```python ````. `_scan` finds them."""
 
     line: int
     """Number of the line, counted from 0."""
@@ -77,12 +77,12 @@ class Fence(NamedTuple):
 
     @property
     def ends_only(self) -> bool:
-        """True if the fence cannot begin a block: it has no name, or a sentence follows it."""
+        """True if the fence is taken for the end of a block only: it has no name, or a sentence follows it."""
         return not self.info or (not self.named and " " in self.info)
 
 
 class Block(NamedTuple):
-    """A fenced block, and the texts that it may be, the most likely first."""
+    """A fenced block. Its end is not certain, since a program may contain fences itself."""
 
     named: bool
     """True if the block has the name of the language."""
@@ -93,7 +93,10 @@ class Block(NamedTuple):
 
 
 def final_part(answer: str) -> str:
-    """Return the text of an answer after its reasoning; empty if the reasoning does not end."""
+    """Return the text of an answer after its reasoning; empty if the reasoning does not end.
+
+    Verifiers of texts call this, too, such as `envs.rewards.exact`.
+    """
     text = answer.replace("\r\n", "\n").replace("\r", "\n").lstrip("\ufeff")
     ends = [at + len(tag) for tag in END_OF_THOUGHT if (at := _rfind_tag(text, tag)) >= 0]
     if ends:
@@ -111,19 +114,24 @@ class Found(NamedTuple):
 
 
 def find_blocks(answer: str, names: Sequence[str]) -> Found:
-    """Find the texts that may be a program in the language of `names`. An answer without a fence is one block."""
+    """Find the texts that may be a program in the language of `names`. An answer without a fence is one block.
+
+    `Judge.judge` calls this for each answer, and `envs.judging.tests.choose_program` chooses among the texts later.
+    """
     text = final_part(answer)
     lines, fences = _scan(text, names)
     blocks = _fenced(lines, fences)
     inside = answer_part(text)
     if inside is not None:
+        # Blocks inside of the tags count alone. Without any, the whole content comes before the blocks elsewhere.
         blocks = _fenced(*_scan(inside, names)) or [Block(False, [inside.strip("\n")]), *blocks]
     elif not any(block.named for block in blocks):
         blocks = [*blocks, *_head(lines, fences)] or _inline(text, names)
     if not blocks:
         marks = {fence.line for fence in fences}
         words = "\n".join(line for at, line in enumerate(lines) if at not in marks).strip()
-        # Prose may surround the program, unless there is only one line.
+        # No block at all: the answer itself, if it is more than fences. Prose may surround the program, unless there is
+        # only one line.
         return Found([[text.strip("\n")]] if words else [], "\n" not in words)
     sure = len(blocks) == len(blocks[0].texts) == 1 and blocks[0].closed and not ODD.search(blocks[0].texts[0])
     return Found([block.texts for block in blocks], sure)
@@ -136,7 +144,11 @@ def last_block(answer: str, names: Sequence[str]) -> str | None:
 
 
 def question_of(found: Found, calls: Sequence[str], provided: Sequence[str], *, prints: bool, reads: bool) -> bytes:
-    """Return the input of the chooser."""
+    """Return the input of `envs.judging.chooser`, which runs in the sandbox, as JSON.
+
+    `calls` are the functions that the tests call, and `provided` the names that the program need not import. `prints`
+    is True if a test expects output, and `reads` if a test gives input.
+    """
     asked = {"blocks": found.blocks, "calls": calls, "prints": prints, "reads": reads, "provided": provided}
     return json.dumps(asked).encode()
 
@@ -153,7 +165,10 @@ def _head(lines: list[str], fences: list[Fence]) -> list[Block]:
 
 
 def _inline(text: str, names: Sequence[str]) -> list[Block]:
-    """Return the programs in single-line code spans."""
+    """Return the programs in single-line code spans, the last first: named ones, or all if none has a name.
+
+    `find_blocks` uses them only if the answer has no block with its own lines.
+    """
     blocks: list[Block] = []
     for span in INLINE.findall(text)[-MOST_BLOCKS:]:
         name, _, rest = span.strip().partition(" ")
@@ -163,8 +178,9 @@ def _inline(text: str, names: Sequence[str]) -> list[Block]:
 
 
 def _rfind_tag(text: str, tag: str, end: int | None = None) -> int:
-    """Return the position of the last occurrence of a tag that is not quoted; -1 if there is none."""
+    """Return the position of the last occurrence of a tag before `end` that is not quoted; -1 if there is none."""
     at = text.rfind(tag, 0, end)
+    # A tag right after a fence of backticks is not quoted.
     while at > 0 and text[at - 1] in QUOTES and text[max(at - 3, 0) : at] != "```":
         at = text.rfind(tag, 0, at)
     return at
@@ -211,19 +227,22 @@ def _scan(text: str, names: Sequence[str]) -> tuple[list[str], list[Fence]]:
                 break
     fences: list[Fence] = []
     odd = ""
+    """Marks of the open block whose fence typography has changed; empty if none is open."""
     for place in reversed(places):
         line = lines[place].rstrip()
         at = max(line.rfind("```"), line.rfind("~~~"))
         if at >= 0:
             start = len(line[:at].rstrip(line[at]))
             before, marks, info = line[:start], line[start : at + 3], line[at + 3 :].strip()
+            # Backticks or the same marks elsewhere in the line make it a code span, and no fence.
             if "`" not in info and marks not in before:
                 fences.append(Fence(place, before, marks, info, _is_language(info, names)))
             continue
         bare = line.strip()
         if bare in ("[PYTHON]", "[/PYTHON]"):
+            # Tags of CodeLlama. Their marks differ from those of all other fences, so that they match only each other.
             info = "python" if bare == "[PYTHON]" else ""
-            fences.append(Fence(place, "", "[]" * 2, info, _is_language(info, names)))
+            fences.append(Fence(place, "", "[]", info, _is_language(info, names)))
         elif (match := ODD_FENCE.match(bare)) and ((named := _is_language(match[2], names)) or (odd and bare == odd)):
             # Three quotes also begin a string in a program, so they are a fence only with the name of the language.
             odd = "" if odd else match[1]
@@ -232,15 +251,20 @@ def _scan(text: str, names: Sequence[str]) -> tuple[list[str], list[Fence]]:
 
 
 def _fenced(lines: list[str], fences: list[Fence]) -> list[Block]:
-    """Return the blocks with the language's name, or else the unnamed blocks: the last first, without empty ones."""
+    """Return the blocks with the language's name, or else the unnamed blocks: the last first, without empty ones.
+
+    Blocks with the name of another language are left out. `lines` and `fences` are the result of `_scan`.
+    """
     spans: list[tuple[bool, int, int]] = []
+    """For each block: True if it has the language's name, and the indices in `fences` of its first and last fence."""
     place = 0
     while place < len(fences):
         opening = fences[place]
         end = _closing(fences, place)
         if opening.named or (opening.named is None and (opening.clean or not opening.info)):
             spans.append((bool(opening.named), place, end))
-        # A fence that is never closed may be no fence, and must not hide the blocks after it.
+        # A fence that is never closed may be no fence, and must not hide the blocks after it. The fence at the end of a
+        # block is passed over if it only ends it; else it may begin the next block.
         place = place + 1 if end == len(fences) else end + fences[end].ends_only
     for wanted in (True, False):
         blocks: list[Block] = []
@@ -253,7 +277,11 @@ def _fenced(lines: list[str], fences: list[Fence]) -> list[Block]:
 
 
 def _closing(fences: list[Fence], place: int) -> int:
-    """Return the index of the fence that ends the block opened by `fences[place]`; `len(fences)` if none does."""
+    """Return the index of the fence that ends the block opened by `fences[place]`; `len(fences)` if none does.
+
+    As in Markdown, the end has the same marks, at least as many. It has no text after the marks. A fence with a
+    sentence, or one that begins another block of the language, also ends a block.
+    """
     opening = fences[place]
     indent = len(opening.before) if opening.clean else 0
     for at in range(place + 1, len(fences)):
@@ -268,19 +296,24 @@ def _closing(fences: list[Fence], place: int) -> int:
 
 
 def _texts(lines: list[str], fences: list[Fence], place: int, end: int) -> list[str]:
-    """Return the texts that a block may be: up to its end, and up to other fences, which may be part of the program."""
+    """Return the texts that a block may be, the most likely first, without empty ones.
+
+    The block begins at `fences[place]`. The first text ends at `fences[end]`, or at the end of the answer if `end` is
+    `len(fences)`. The others end at other fences after the beginning, because the program may contain fences.
+    """
     opening = fences[place]
     others = [fence for at, fence in enumerate(fences[place + 1 :], place + 1) if at != end][:MOST_ENDS]
-    first = fences[end] if end < len(fences) else None
-    rest = opening.info.partition(" ")[2].strip()
+    closing = fences[end] if end < len(fences) else None
+    first_line = opening.info.partition(" ")[2].strip()
     texts: list[str] = []
-    for fence in [first, *others]:
+    for fence in [closing, *others]:
         body = lines[opening.line + 1 : len(lines) if fence is None else fence.line]
+        # The end may be on the last line of the program.
         if fence is not None and not fence.clean and not fence.info:
             body = [*body, fence.before]
         text = "\n".join(_inner(body, opening)).strip("\n")
         # The first line of the program may follow the name of the language on the same line.
-        for one in (text, f"{rest}\n{text}") if rest else (text,):
+        for one in (text, f"{first_line}\n{text}") if first_line else (text,):
             if one.strip() and one not in texts:
                 texts.append(one)
     return texts

@@ -106,6 +106,8 @@ async def choose_program(
 ) -> str:
     """Return the program to grade among the blocks of an answer; empty if there is none.
 
+    `Judge.judge` calls this before `run_tests`, in the same sandbox. A choice between several texts is made in there.
+
     Raises:
         SandboxError: the sandbox failed.
     """
@@ -127,7 +129,9 @@ async def choose_program(
 async def run_tests(
     sandbox: Sandbox, program: str, language: Language, suite: Suite, limits: JudgingLimits, *, every: bool
 ) -> SuiteVerdict:
-    """Judge a program in a clean sandbox. With `every`, all tests run; otherwise none after the first that fails.
+    """Write a program into a clean sandbox, compile it, run the tests, and return the verdict, for `Judge.judge`.
+
+    With `every`, all tests run; otherwise none after the first that fails.
 
     Raises:
         SandboxError: the sandbox failed.
@@ -150,6 +154,8 @@ async def run_cases(
     sandbox: Sandbox, language: Language, cases: Sequence[SuiteCase], limits: JudgingLimits, *, every: bool
 ) -> list[CaseOutcome]:
     """Run tests in order on the program in the sandbox, until the time is used up or, without `every`, one fails.
+
+    Returns one outcome for each test that ran. `SweEnv` calls this, too, with the checks of a task.
 
     Raises:
         LostInTestError: the sandbox was lost while a test ran.
@@ -185,7 +191,7 @@ def verdict_of(outcomes: Sequence[CaseOutcome], total: int) -> SuiteVerdict:
 
 
 async def _run_test(sandbox: Sandbox, language: Language, case: SuiteCase, timeout: float) -> CaseOutcome:
-    """Run one test in the sandbox, and compare its result."""
+    """Run one test in the sandbox for at most `timeout` seconds, and compare its result here."""
     if case.program is not None:
         assert language.test is not None
         mark = secrets.token_hex(16)
@@ -215,6 +221,7 @@ async def _run(sandbox: Sandbox, command: Sequence[str], timeout: float, stdin: 
     """
     patience = PATIENCE * timeout
     result = await sandbox.run(command, timeout=timeout, patience=patience, stdin=stdin)
+    # It was killed after `patience` seconds on the clock, and not after `timeout` seconds of its own.
     if result.timed_out and result.waited_s > patience - timeout:
         raise SandboxTimeoutError(
             f"of {result.wall_s:.1f} s a program waited {result.waited_s:.1f} s for a CPU: this machine is too busy to "
@@ -224,7 +231,7 @@ async def _run(sandbox: Sandbox, command: Sequence[str], timeout: float, stdin: 
 
 
 def _cause(result: Result, right: bool) -> tuple[Cause, str]:
-    """Return the cause of a test's result and its detail. `right`: the output is the expected one.
+    """Return the first two fields of a `CaseOutcome`: cause and detail. `right`: the output is the expected one.
 
     A kind of failure hides the later ones: a program that crashes after the right output has crashed.
     """

@@ -386,7 +386,7 @@ class _TooLong(BaseException):
 
 
 def _plain(text: str) -> str:
-    """Return an answer without markup that only changes its appearance."""
+    """Return an answer or a reference without markup that only changes its appearance, for the comparison."""
     text = text.translate(_SIGNS).strip()
     for _ in range(4):
         text = _WRAPPED.sub(r" \1 ", text)
@@ -411,7 +411,7 @@ def _as_fraction(repeating: re.Match[str]) -> str:
 
 
 def _folded(text: str) -> str:
-    """Return a text without blanks. Words become lower case, formulas do not."""
+    """Return a text without blanks, to compare texts. Words become lower case, formulas do not."""
     bare = re.sub(r"\s+to\s+", "-", text)
     bare = re.sub(r"[\s$]+", "", bare)
     return bare.casefold() if _is_words(text) else bare
@@ -494,7 +494,10 @@ def math_equal(completion: str, answer: str) -> float:
 
 
 def _equal(found: str, reference: str) -> bool:
-    """Return True if an answer equals the reference, as text, choice, number, equation or expression."""
+    """Return True if an answer equals the reference, as text, choice, number, equation or expression.
+
+    Both are texts that `_plain` has returned.
+    """
     if _folded(found) == _folded(reference):
         return True
     if max(len(found), len(reference)) > MOST_CHARACTERS:
@@ -594,7 +597,10 @@ def _same_expression(found: str, reference: str) -> bool:
 
 
 def _verified(latex: str, wanted: Any, rounded: Fraction | None) -> bool:
-    """Return True if a formula has the wanted value. Runs under `_bounded`."""
+    """Return True if a formula has the wanted value. Runs under `_bounded`.
+
+    `rounded` is the tolerance if one of the two is a decimal that may be rounded; None: they must be equal.
+    """
     found = _parsed(latex)
     if found is None or math.isinf(_digits(found)):
         return False
@@ -677,11 +683,13 @@ def _bounded(call: Callable[..., _T], *arguments: object) -> _T:
     Raises:
         TimeoutError: the call used more processor time.
     """
+    # Only the main thread may set a signal handler. Workers of `envs.rewards.verifier` call this in theirs.
     if threading.current_thread() is not threading.main_thread():
         return call(*arguments)
     running = True
 
     def stop(*_: object) -> None:
+        """Interrupt the call. A signal that arrives after its end is ignored."""
         if running:
             raise _TooLong
 

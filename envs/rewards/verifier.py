@@ -17,7 +17,7 @@ import functools
 import inspect
 import signal
 from collections.abc import Awaitable, Callable
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import anyio
 
@@ -35,6 +35,7 @@ Verifier = _Plain | Callable[[str, str], Awaitable[float]]
 
 _F = TypeVar("_F", bound=_Plain)
 
+
 START_S = 30.0
 """Seconds that a worker has to start and to import a verifier, on a busy machine."""
 
@@ -42,15 +43,26 @@ _INLINE = "__flash_inline__"
 """Attribute that `inline` sets."""
 
 
+class _Scored(NamedTuple):
+    """Result of one call of a verifier. It is a value and no exception, because not every exception can be pickled."""
+
+    score: object
+    """Score as the verifier returned it; None if it failed."""
+    problem: str | None
+    """Reason of the failure, as the end of an error message; None if the verifier returned a score."""
+
+
 def inline(verifier: _F) -> _F:
-    """Mark a verifier that answers in well under a millisecond for any input and cannot hang."""
+    """Mark a verifier that answers in well under a millisecond for any input and cannot hang. Used as a decorator."""
     setattr(verifier, _INLINE, True)
     return verifier
 
 
 @functools.cache
 def load_verifier(path: str) -> Verifier:
-    """Return the verifier at `module:function`, which `flash.config.objects.load_object` finds.
+    """Return the verifier at `module:function`. The first call in a process imports it.
+
+    `DatasetEnv.check` calls this when the configuration is read, and `verify` for each answer.
 
     Raises:
         ConfigError: the path names nothing that is callable with two arguments.
@@ -98,33 +110,35 @@ async def verify(path: str, completion: str, answer: str, timeout: float) -> flo
 
 async def _awaited(
     path: str, verifier: Callable[[str, str], Awaitable[float]], completion: str, answer: str, timeout: float
-) -> tuple[object, str | None]:
-    """Await an asynchronous verifier. Returns its score, or None and a message about its failure."""
+) -> _Scored:
+    """Await an asynchronous verifier for at most `timeout` seconds. Raises an EnvError that the verifier raises."""
     task = UserTask(f"verifier {path}", lambda: verifier(completion, answer))
     if not await task.wait(timeout):
         where = task.where()
         abandoned = "" if await task.end() else "; it goes on though it was cancelled, and was abandoned"
-        return None, f"no answer within {timeout:g} s{where}{abandoned}; raise the environment's timeout"
+        return _Scored(None, f"no answer within {timeout:g} s{where}{abandoned}; raise the environment's timeout")
     if isinstance(task.error, EnvError):
         raise task.error
-    return task.value, None if task.error is None else f"it raised {describe_error(task.error)}"
+    return _Scored(task.value, None if task.error is None else f"it raised {describe_error(task.error)}")
 
 
-async def _in_process(path: str, completion: str, answer: str, timeout: float) -> tuple[object, str | None]:
-    """Call a verifier in a worker process. Returns its score, or None and a message about its failure."""
+async def _in_process(path: str, completion: str, answer: str, timeout: float) -> _Scored:
+    """Call a verifier in a worker process for at most `timeout` seconds. No failure raises an error."""
     try:
         return await in_worker(timeout, _score_in_worker, path, completion, answer)
     except TimeoutError:
-        proven = await _tried_again(path, completion, answer, timeout)
-        return proven or (None, f"no answer within {timeout:g} s; make it faster, or raise the environment's timeout")
+        late = f"no answer within {timeout:g} s; make it faster, or raise the environment's timeout"
+        return await _call_again(path, completion, answer, timeout) or _Scored(None, late)
     except anyio.BrokenWorkerProcess:
-        return None, "its worker process died"
+        return _Scored(None, "its worker process died")
     except EnvError as error:  # the verifier's module cannot be imported in the worker; `_score` returns its own errors
-        return None, str(error)
+        return _Scored(None, str(error))
 
 
-async def _tried_again(path: str, completion: str, answer: str, timeout: float) -> tuple[object, str | None] | None:
-    """Find out whether a completion caused a timeout. Returns a score of 0 if that is proven, else None.
+async def _call_again(path: str, completion: str, answer: str, timeout: float) -> _Scored | None:
+    """Call a verifier again after a timeout, to find out if the completion caused it.
+
+    Returns a score of 0 if that is proven, the verifier's result if it ends this time, and None if neither.
 
     Without this, a completion on which the verifier never ends would be retried until it is given up. The proof has two
     parts. The reference, scored as a completion, must pass. Then the completion must use up a quarter of the deadline
@@ -143,10 +157,10 @@ async def _tried_again(path: str, completion: str, answer: str, timeout: float) 
     except TimeoutError:
         return None
     except anyio.BrokenWorkerProcess:
-        return 0.0, None
+        return _Scored(0.0, None)
 
 
-def _score_within(seconds: float, path: str, completion: str, answer: str) -> tuple[object, str | None]:
+def _score_within(seconds: float, path: str, completion: str, answer: str) -> _Scored:
     """Score in a worker that SIGPROF's default action ends after `seconds` of processor time.
 
     The end of the worker is the proof that the completion makes the verifier compute for so long.
@@ -159,19 +173,19 @@ def _score_within(seconds: float, path: str, completion: str, answer: str) -> tu
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _score_in_worker(path: str, completion: str, answer: str) -> tuple[object, str | None]:
-    """Load a verifier in a worker process and score a completion: see `_score`."""
+def _score_in_worker(path: str, completion: str, answer: str) -> _Scored:
+    """Load a verifier in a worker process and score a completion with `_score`."""
     return _score(cast("_Plain", load_verifier(path)), completion, answer)
 
 
-def _score(verifier: _Plain, completion: str, answer: str) -> tuple[object, str | None]:
-    """Return the score and None, or None and a message about the verifier's failure.
+def _score(verifier: _Plain, completion: str, answer: str) -> _Scored:
+    """Call a verifier in this process. No failure raises an error.
 
-    The message replaces the exception, because not every exception can be pickled.
+    `verify` calls this for an `inline` verifier, and `_score_in_worker` for all others.
     """
     try:
-        return check_reward(verifier(completion, answer)), None
+        return _Scored(check_reward(verifier(completion, answer)), None)
     except RewardError as error:
-        return None, message_of(error)
+        return _Scored(None, message_of(error))
     except BaseException as error:  # user code may raise anything, also SystemExit and KeyboardInterrupt
-        return None, f"it raised {describe_error(error)}"
+        return _Scored(None, f"it raised {describe_error(error)}")
