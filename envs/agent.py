@@ -90,13 +90,14 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """True if the agent may end its episode with a reward of its own, with `POST {base_url}/episode/reward`."""
 
     def __post_init__(self) -> None:
+        """Refuse invalid options with a ConfigError. msgspec calls this whenever the struct is made."""
         if (self.function is None) == (self.command is None):
             raise ConfigError("expected one of `function` and `command`: they say what the agent is")
         if self.command is not None and not self.command:
             raise ConfigError("`command` is empty: expected a program and its arguments")
         if self.box is not None and self.command is None:
             raise ConfigError("`box` is where a `command` runs: a `function` runs in this process")
-        _ = self.boxed
+        _ = self.boxed  # Parsed now, so that its faults are found here.
 
     @cached_property
     def environment(self) -> tuple[type[Any], dict[str, Any]]:
@@ -157,7 +158,7 @@ class AgentRun:
     """
 
     def __init__(self, agent: AgentFunction, arguments: tuple[str, str, str], session: EpisodeSession) -> None:
-        """Start the agent with `arguments`: base URL, API key and task. `session` receives its requests."""
+        """Start the agent with `arguments`: base URL, API key and task. `session` has the agent's requests."""
         self._run = UserTask("the agent", lambda: agent(*arguments), on_end=session.agent_ended)
 
     @property
@@ -246,7 +247,10 @@ class Agent:
         return options.environment
 
     def inform(self, episode: EpisodeView) -> None:
-        """Keep the view of the episode's tokens, through which requests set limits, tools and branches."""
+        """Keep the view of the episode's tokens, through which requests set limits, tools and branches.
+
+        The rollout node calls this before `reset`.
+        """
         self._episode = episode
 
     async def reset(self, seed: int) -> ResetResult:
@@ -273,7 +277,8 @@ class Agent:
     async def step(self, action: str) -> StepResult:
         """Answer the agent's request with the policy's response, and return the agent's next request.
 
-        If the agent has ended instead, its answer is judged and the episode ends.
+        If the agent has ended instead, its answer is judged and the episode ends. Returns (observation, reward,
+        terminated, truncated, info).
 
         Raises:
             EnvError: the agent failed for another reason than a limit of the run.
@@ -357,7 +362,12 @@ class Agent:
         hear = pending.call.add if request.stream else None
         self._episode.expect(
             Expected(
-                *(pending.call.name, pending.observation, place.branch, place.answers, request.tools, request.template),
+                name=pending.call.name,
+                observation=pending.observation,
+                branch=place.branch,
+                responses=place.answers,
+                tools=request.tools,
+                template=request.template,
                 tokens=request.max_tokens,
                 stop=request.stop,
                 hear=hear,
@@ -428,7 +438,7 @@ class Agent:
         return "", reward, not truncated, truncated, self._with_counts(info)
 
     def _agent(self) -> AgentFunction:
-        """Return the agent as a function, in its sandbox if it has one."""
+        """Return the agent as a function of `(base_url, api_key, task)`, which runs it in a sandbox if `box` is set."""
         options = self._options
         if options.boxed is None:
             return options.agent

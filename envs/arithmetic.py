@@ -48,6 +48,7 @@ class ArithmeticOptions(msgspec.Struct, frozen=True, kw_only=True):
     message, and the last number of the answer counts."""
 
     def __post_init__(self) -> None:
+        """Refuse invalid options with a ConfigError. msgspec calls this whenever the struct is made."""
         if not 1 <= self.digits <= MAX_DIGITS:
             raise ConfigError(f"digits must be a whole number from 1 to {MAX_DIGITS}, but is {self.digits!r}")
         drawn = set(self.operators)

@@ -68,6 +68,7 @@ class ChainOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the instances in which one step never returns."""
 
     def __post_init__(self) -> None:
+        """Refuse invalid options with a ConfigError. msgspec calls this whenever the struct is made."""
         if not MIN_DIGITS <= self.digits <= MAX_DIGITS:
             raise ConfigError(
                 f"digits must be a whole number from {MIN_DIGITS} to {MAX_DIGITS}, but is {self.digits!r}"
@@ -111,7 +112,8 @@ class ChainedSums:
     async def step(self, action: str) -> StepResult:
         """Compare the answer, without surrounding white space, with the right result, and show the next sum.
 
-        Waits for the delay of this step first, or forever if this is the step that never returns.
+        Waits for the delay of this step first, or forever if this is the step that never returns. Returns (observation,
+        reward, terminated, truncated, info).
         """
         if self._turn >= len(self._chain):
             raise EnvError("step() was called before reset() or after the end")

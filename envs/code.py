@@ -83,9 +83,10 @@ class CodeOptions(SplitOptions, frozen=True, kw_only=True, dict=True):
     """Sandboxes in which programs run: see `envs.judging.options.JudgePool`."""
 
     def __post_init__(self) -> None:
+        """Refuse invalid options with a ConfigError. msgspec calls this whenever the struct is made."""
         if self.language not in self.known_languages:
             raise ConfigError(f"there is no language {self.language!r}, only {', '.join(self.known_languages)}")
-        _ = self.program_limits, self.judge_pool
+        _ = self.program_limits, self.judge_pool  # Parsed now, so that their faults are found here.
         if self.path is not None:
             super().__post_init__()
         elif self.held_out_path is not None:
@@ -189,7 +190,7 @@ class CodeEnv:
         return show_prompt(problem.prompt, options.system_prompt, template), {"language": problem.suite.language}
 
     async def step(self, action: str) -> StepResult:
-        """Judge the program; the episode ends."""
+        """Judge the program; the episode ends. Returns (observation, reward, terminated, truncated, info)."""
         if self._suite is None:
             raise EnvError("step() was called before reset()")
         options, every = self._options, self._options.reward == "share"

@@ -61,6 +61,7 @@ class CountdownOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Form of the prompt. `plain`: `3 7 8 12 47:`, for tiny and base models. `chat`: a message in words."""
 
     def __post_init__(self) -> None:
+        """Refuse invalid options with a ConfigError. msgspec calls this whenever the struct is made."""
         if not 2 <= self.numbers <= MOST_NUMBERS:
             raise ConfigError(f"numbers must be a whole number from 2 to {MOST_NUMBERS}, but is {self.numbers!r}")
         if not 3 <= self.largest <= LARGEST_NUMBER:
@@ -128,7 +129,7 @@ class Countdown:
         return text if self._options.template == "plain" else [Message("user", text)], {}
 
     async def step(self, action: str) -> StepResult:
-        """Judge the expression; the episode ends."""
+        """Judge the expression; the episode ends. Returns (observation, reward, terminated, truncated, info)."""
         if self._problem is None:
             raise EnvError("step() was called before reset()")
         wrong = what_is_wrong(action, self._problem.numbers, self._problem.target)

@@ -40,6 +40,7 @@ class CountingOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Standard deviation of the logarithm of the length, before the length is cut at `longest`."""
 
     def __post_init__(self) -> None:
+        """Refuse invalid options with a ConfigError. msgspec calls this whenever the struct is made."""
         median, longest = self.median, self.longest
         if not 2 <= longest <= MAX_LONGEST:
             raise ConfigError(f"longest must be a whole number from 2 to {MAX_LONGEST}, but is {longest!r}")

@@ -49,6 +49,7 @@ class DatasetOptions(SplitOptions, frozen=True, kw_only=True):
     """Seconds that the verifier has for one answer."""
 
     def __post_init__(self) -> None:
+        """Refuse invalid options with a ConfigError. msgspec calls this whenever the struct is made."""
         super().__post_init__()
         if not self.timeout > 0:
             raise ConfigError(f"timeout must be a positive number of seconds, but is {self.timeout!r}")
@@ -134,7 +135,10 @@ class DatasetEnv:
         return shown, {"chat_template_kwargs": self._row.template} if self._row.template else {}
 
     async def step(self, action: str) -> StepResult:
-        """Score the answer with the verifier; the episode ends. Raises EnvError if the verifier fails."""
+        """Score the answer with the verifier; the episode ends. Raises EnvError if the verifier fails.
+
+        Returns (observation, reward, terminated, truncated, info).
+        """
         if self._row is None:
             raise EnvError("step() was called before reset()")
         reward = await verify(self._options.verifier, action, self._row.answer, self._options.timeout)
@@ -194,7 +198,9 @@ def _read(path: str, source: _Source) -> tuple[list[_Row], str]:
     for row in read_rows(path):
         try:
             accepted = _Row(
-                *(prompt_of(row, prompt_column), answer_of(row, answer_column), template_of(row.values, row.place))
+                prompt=prompt_of(row, prompt_column),
+                answer=answer_of(row, answer_column),
+                template=template_of(row.values, row.place),
             )
             if source.verifier in ONE_ANSWER and isinstance(given := value_of(row, answer_column), (list, dict)):
                 _refuse_several(cast("list[Any] | dict[str, Any]", given), f"{row.place}: {answer_column!r}", source)

@@ -83,6 +83,7 @@ class FrozenLakeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Form of the prompt. `plain`: the map alone, for tiny and base models. `chat`: a message, first with the rules."""
 
     def __post_init__(self) -> None:
+        """Refuse invalid options with a ConfigError. msgspec calls this whenever the struct is made."""
         if not SMALLEST <= self.size <= LARGEST:
             raise ConfigError(f"size must be a whole number from {SMALLEST} to {LARGEST}, but is {self.size!r}")
         if self.max_moves is not None and not 1 <= self.max_moves <= MOST_MOVES:
@@ -189,7 +190,7 @@ class FrozenLake:
     async def step(self, action: str) -> StepResult:
         """Make the move that the answer names, or a slip to its side.
 
-        Ends the game if it is won, lost or out of moves.
+        Ends the game if it is won, lost or out of moves. Returns (observation, reward, terminated, truncated, info).
         """
         if self._lake is None:
             raise EnvError("step() was called before reset() or after the end")
@@ -284,7 +285,10 @@ class FrozenLakeReplay(FrozenLake):
             )
 
     async def step(self, action: str) -> StepResult:
-        """Make all moves of the answer, and judge the result. An answer with other characters makes no move."""
+        """Make all moves of the answer, and judge the result. An answer with other characters makes no move.
+
+        Returns (observation, reward, terminated, truncated, info).
+        """
         if self._lake is None:
             raise EnvError("step() was called before reset() or after the end")
         lake, self._lake = self._lake, None

@@ -52,7 +52,10 @@ class OneTurn(ABC):
         return prompt
 
     async def step(self, action: str) -> StepResult:
-        """Compare the answer with the right one; the episode ends."""
+        """Compare the answer with the right one; the episode ends.
+
+        Returns (observation, reward, terminated, truncated, info).
+        """
         if self._solution is None:
             raise EnvError("step() was called before reset()")
         return "", self._reward(action, self._solution), True, False, {}

@@ -86,48 +86,58 @@ def ends_early(answer: str) -> bool:
 
 
 def _exactly(rng: random.Random, needed: str) -> Rule:
+    """Draw a rule on the number of words."""
     count = rng.randint(5, 12)
     return Rule(f"Use exactly {count} words.", lambda answer: len(words(answer)) == count)
 
 
 def _lower(rng: random.Random, needed: str) -> Rule:
+    """Return the rule of lower case."""
     return Rule("Write it in lower case only.", lambda answer: answer == answer.lower())
 
 
 def _upper(rng: random.Random, needed: str) -> Rule:
+    """Return the rule of upper case."""
     return Rule("Write it in CAPITAL LETTERS only.", lambda answer: answer == answer.upper())
 
 
 def _begin(rng: random.Random, needed: str) -> Rule:
+    """Draw a rule on the first word."""
     word = rng.choice(BEGINNINGS)
     return Rule(f'Begin with the word "{word}".', lambda answer: words(answer)[:1] == [word.lower()], word)
 
 
 def _end(rng: random.Random, needed: str) -> Rule:
+    """Draw a rule on the last word."""
     word = rng.choice(ENDINGS)
     return Rule(f'End with the word "{word}".', lambda answer: words(answer)[-1:] == [word], word)
 
 
 def _contain(rng: random.Random, needed: str) -> Rule:
+    """Draw a rule that requires two words."""
     pair = rng.sample(WORDS, 2)
     text = 'Use the words "{}" and "{}".'.format(*pair)
     return Rule(text, lambda answer: set(pair) <= set(words(answer)), " ".join(pair))
 
 
 def _question(rng: random.Random, needed: str) -> Rule:
+    """Return the rule of a question mark at the end."""
     return Rule("Make it a question.", lambda answer: answer.endswith("?"))
 
 
 def _exclaim(rng: random.Random, needed: str) -> Rule:
+    """Return the rule of an exclamation mark at the end."""
     return Rule("End it with an exclamation mark.", lambda answer: answer.endswith("!"))
 
 
 def _quoted(rng: random.Random, needed: str) -> Rule:
+    """Return the rule of quotation marks around the sentence."""
     text = "Put it in double quotation marks."
     return Rule(text, lambda answer: re.fullmatch(r'["“][^"“”]+["”]', answer) is not None)
 
 
 def _without(rng: random.Random, needed: str) -> Rule:
+    """Draw a rule that forbids a letter. The words in `needed` must not have it, since other rules require them."""
     letter = rng.choice([one for one in LETTERS if one not in needed.lower()])
     return Rule(f'Do not use the letter "{letter}".', lambda answer: letter not in answer.lower())
 
@@ -144,8 +154,8 @@ KINDS: Final[dict[str, Callable[[random.Random, str], Rule]]] = {
     "quoted": _quoted,
     "without": _without,
 }
-"""Functions that draw a rule, by name. `needed` holds the words that the sentence must contain. The last function,
-`without`, chooses a letter that these words do not have."""
+"""Functions that draw a rule, by name. `draw` calls them in this order with a source of random numbers, and with
+`needed`, the words that the topic and the earlier rules require. Only `without`, the last one, uses these words."""
 
 CONFLICTS: Final = ({"lower", "upper", "begin"}, {"question", "exclaim", "quoted", "end"})
 """Groups of rules of which a problem has at most one each."""
@@ -164,6 +174,7 @@ class InstructionOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Names of the rules to draw from."""
 
     def __post_init__(self) -> None:
+        """Refuse invalid options with a ConfigError. msgspec calls this whenever the struct is made."""
         kinds = self.kinds
         if not kinds or len(set(kinds)) != len(kinds) or not set(kinds) <= KINDS.keys():
             raise ConfigError(f"kinds must be one or more of {', '.join(KINDS)}, each once, but is {kinds!r}")
@@ -232,7 +243,7 @@ class Instructions:
         return [Message("user", self._problem.asked())], {}
 
     async def step(self, action: str) -> StepResult:
-        """Check the answer; the episode ends."""
+        """Check the answer; the episode ends. Returns (observation, reward, terminated, truncated, info)."""
         if self._problem is None:
             raise EnvError("step() was called before reset()")
         missing = self._problem.missing(action)

@@ -71,6 +71,7 @@ class _Maker(msgspec.Struct, frozen=True, dict=True):
     """Keyword arguments of the class."""
 
     def __call__(self) -> Environment | SyncEnvironment:
+        """Make an environment: `reset` of an episode calls this, and `solved_examples` before the training."""
         return self.env(**self.kwargs)
 
 
@@ -85,6 +86,7 @@ class MixtureOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """For each name, a table with the `path` of the environment's class, its `options`, and its `weight`."""
 
     def __post_init__(self) -> None:
+        """Refuse invalid options with a ConfigError. msgspec calls this whenever the struct is made."""
         if not self.kinds:
             raise ConfigError("`kinds` is empty: a mixture needs at least one environment")
         for name, kind in self.parsed.items():
@@ -179,7 +181,10 @@ class Mixture:
         return await self._env.reset(seed)
 
     async def step(self, action: str) -> StepResult:
-        """Pass the answer to the environment, and scale its reward if the problem is a training problem."""
+        """Pass the answer to the environment, and scale its reward if the problem is a training problem.
+
+        Returns (observation, reward, terminated, truncated, info).
+        """
         if self._env is None:
             raise EnvError("step() was called before reset()")
         observation, reward, terminated, truncated, info = await self._env.step(action)

@@ -60,6 +60,7 @@ class ReasoningGymOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds in which a question must be made, and in which an answer must be graded."""
 
     def __post_init__(self) -> None:
+        """Refuse invalid options with a ConfigError. msgspec calls this whenever the struct is made."""
         if not self.families or len(set(self.families)) != len(self.families):
             raise ConfigError(f"families must name one or more, each once, but is {self.families!r}")
         strange = self.settings.keys() - self.names
@@ -152,7 +153,7 @@ class ReasoningGym:
         return text if self._options.template == "plain" else [Message("user", text)], {"family": family}
 
     async def step(self, action: str) -> StepResult:
-        """Grade the answer; the episode ends."""
+        """Grade the answer; the episode ends. Returns (observation, reward, terminated, truncated, info)."""
         if not self._key:
             raise EnvError("step() was called before reset()")
         reward = await verify(f"{__name__}:grade", final_answer(action), self._key.decode(), self._options.timeout)

@@ -105,11 +105,13 @@ def time_limit(seconds: float) -> Generator[None]:
     begun = time.monotonic()
 
     def restore_guard() -> None:
+        """Give the timer back to the guard, with the time that it has left; 0 switches it off if there was none."""
         signal.signal(signal.SIGALRM, handler)
         left = max(0.001, guard_left - (time.monotonic() - begun)) if guard_left else 0.0
         signal.setitimer(signal.ITIMER_REAL, left)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        """Handle the alarm at the end of the limit."""
         restore_guard()
         raise TimeLimitError
 

@@ -75,7 +75,10 @@ class Gem:
         return (await self._replay())[0], {}
 
     async def step(self, action: str) -> StepResult:
-        """Replay the episode with the new answer at its end, and return the result of that answer."""
+        """Replay the episode with the new answer at its end, and return the result of that answer.
+
+        Returns (observation, reward, terminated, truncated, info).
+        """
         self._answers.append(action)
         return *(await self._replay()), {}
 

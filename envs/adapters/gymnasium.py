@@ -64,7 +64,10 @@ class Gymnasium:
         return self._options.instructions + self._shown, {}
 
     def step(self, action: str) -> StepResult:
-        """Take the action that the answer names. The last observation is shown again if the answer names none."""
+        """Take the action that the answer names. The last observation is shown again if the answer names none.
+
+        Returns (observation, reward, terminated, truncated, info).
+        """
         chosen: Any = action
         if self._options.actions:
             word = (action.split() or [""])[-1].strip(".,:;!*`'\"").casefold()

@@ -67,6 +67,7 @@ class HarborOptions(ShellOptions, frozen=True, kw_only=True, dict=True):
     programs can then reach everything that this machine can reach."""
 
     def __post_init__(self) -> None:
+        """Refuse invalid options with a ConfigError. msgspec calls this whenever the struct is made."""
         super().__post_init__()
         if self.held_out_path is None and not 0 < self.held_out_fraction < 1:
             raise ConfigError(f"held_out_fraction must lie between 0 and 1, but is {self.held_out_fraction!r}")

@@ -38,6 +38,7 @@ class OpenEnvOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Remaining fields of the action."""
 
     def __post_init__(self) -> None:
+        """Refuse invalid options with a ConfigError. msgspec calls this whenever the struct is made."""
         if not self.url.startswith(("http://", "https://")):
             raise ConfigError(f"url must begin with http:// or https://, but is {self.url!r}")
 
@@ -69,7 +70,10 @@ class OpenEnv:
         return self._shown(await self._request("reset", {"seed": seed})), {}
 
     async def step(self, action: str) -> StepResult:
-        """Send the answer, and return the observation and reward of the server's reply."""
+        """Send the answer, and return the observation and reward of the server's reply.
+
+        Returns (observation, reward, terminated, truncated, info).
+        """
         reply = await self._request("step", {**self._options.action, self._options.action_field: action})
         return self._shown(reply), reply.get("reward") or 0.0, bool(reply.get("done")), False, {}
 

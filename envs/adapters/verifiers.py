@@ -69,7 +69,10 @@ class Verifiers:
         return msgspec.json.encode((self._options, number)).decode(), {"task": number}
 
     async def step(self, action: str) -> StepResult:
-        """Return the reward in the result of `play`. An empty action, after a limit of the run, has the reward 0."""
+        """Return the reward in the result of `play`. An empty action, after a limit of the run, has the reward 0.
+
+        Returns (observation, reward, terminated, truncated, info).
+        """
         played = msgspec.json.decode(action, type=_Played) if action else _Played()
         return "", played.reward, True, False, {"metrics": played.metrics}
 

@@ -45,6 +45,7 @@ class SplitOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`chat` sends a text prompt as a user message through the model's chat template; `plain` sends the bare text."""
 
     def __post_init__(self) -> None:
+        """Refuse invalid options with a ConfigError. msgspec calls this whenever the struct is made."""
         if self.held_out_path is None and not 0 < self.held_out_fraction < 1:
             raise ConfigError(f"held_out_fraction must lie between 0 and 1, but is {self.held_out_fraction!r}")
 

@@ -104,6 +104,7 @@ class SuiteCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Source of a test program, which loads the answer's program and checks it."""
 
     def __post_init__(self) -> None:
+        """Refuse a test of the wrong form with a ValueError. msgspec calls this whenever the struct is made."""
         kinds = [self.stdout is not None, self.call is not None, self.program is not None]
         called = bool(self.args) or self.returns is not None
         if sum(kinds) != 1 or (self.stdin and self.stdout is None) or (called and self.call is None):

@@ -48,6 +48,7 @@ class BoxOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of the pool that provides the sandbox: see `envs.judging.options.JudgePool`."""
 
     def __post_init__(self) -> None:
+        """Refuse invalid options with a ConfigError. msgspec calls this whenever the struct is made."""
         # Parsed only to refuse wrong tables when the configuration is read.
         _ = limits_of(self.limits), judge_pool_of(self.sandboxes)
 

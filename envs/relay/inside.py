@@ -47,7 +47,7 @@ PAUSE_S = 0.05
 
 
 class RelayedClient:
-    """A connection of a program in the sandbox."""
+    """A connection of a program in the sandbox to the relay, which the host continues to the address."""
 
     def __init__(self, stream: socket.socket) -> None:
         self.stream = stream
@@ -77,7 +77,7 @@ class Relay:
         self.listener.setblocking(False)
         self.clients: dict[int, RelayedClient] = {}
         """Connections by their numbers."""
-        self.read = bytearray()
+        self.unread = bytearray()
         """Bytes from the host that are no complete frame yet."""
         self.last = 0
         """Number of the newest connection."""
@@ -99,7 +99,7 @@ class Relay:
                     data = os.read(0, PIECE)
                     if not data:
                         return
-                    self.take(data)
+                    self.process(data)
                 elif key.data == 0:
                     self.accept()
                 else:
@@ -147,18 +147,18 @@ class Relay:
             send(number, DATA if data else END, data)
         self.watch(number)
 
-    def take(self, data: bytes) -> None:
+    def process(self, data: bytes) -> None:
         """Process bytes from the host, and give complete frames to their connections.
 
         Frames of connections that are over are dropped, because the host may not know of the end yet.
         """
-        self.read += data
-        while len(self.read) >= HEADER.size:
-            number, kind, size = HEADER.unpack_from(self.read)
-            if len(self.read) < HEADER.size + size:
+        self.unread += data
+        while len(self.unread) >= HEADER.size:
+            number, kind, size = HEADER.unpack_from(self.unread)
+            if len(self.unread) < HEADER.size + size:
                 return
-            piece = bytes(self.read[HEADER.size : HEADER.size + size])
-            del self.read[: HEADER.size + size]
+            piece = bytes(self.unread[HEADER.size : HEADER.size + size])
+            del self.unread[: HEADER.size + size]
             client = self.clients.get(number)
             if client is None:
                 continue  # The program has closed it, which the host does not know yet.
@@ -192,7 +192,10 @@ class Relay:
         self.watch(number)
 
     def watch(self, number: int) -> None:
-        """Wait for those events of a connection that it can handle now. Forget it if it is over."""
+        """Let the selector report the events of a connection that the relay can handle now. Forget it if it is over.
+
+        Called after each change of the connection: its credit, its waiting bytes, or its ends.
+        """
         client = self.clients[number]
         if not client.sends and client.ended and not client.waiting:
             self.forget(number)
@@ -214,7 +217,7 @@ class Relay:
         self.forget(number)
 
     def forget(self, number: int) -> None:
-        """Close and forget a connection."""
+        """Close the socket of a connection, and drop its record."""
         client = self.clients.pop(number)
         if client.stream in self.selector.get_map():
             self.selector.unregister(client.stream)

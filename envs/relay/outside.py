@@ -150,11 +150,14 @@ class _Relay:
                 if len(self._unread) > CHATTER:
                     return
                 continue
-            while (frame := self._frame()) is not None:
-                self._take(*frame)
+            while (frame := self._next_frame()) is not None:
+                self._process_frame(*frame)
 
     def _begins(self) -> bool:
-        """Look for the mark and the frame with the port. Returns True once the port is known."""
+        """Look for the mark and the frame with the port in the bytes read. Returns True once the port is known.
+
+        What precedes the mark, such as a greeting of the image, is dropped with it.
+        """
         at = self._unread.find(MARK)
         if at < 0 or len(self._unread) < at + len(MARK) + HEADER.size:
             return False
@@ -163,14 +166,14 @@ class _Relay:
         if size > 5 or len(self._unread) < at + len(MARK) + HEADER.size + size:
             return False
         del self._unread[: at + len(MARK)]
-        frame = self._frame()
+        frame = self._next_frame()
         assert frame is not None
         with suppress(ValueError):
             self.inside_port = int(frame[2])
         self.settled.set()
         return self.inside_port is not None
 
-    def _frame(self) -> tuple[int, int, bytes] | None:
+    def _next_frame(self) -> tuple[int, int, bytes] | None:
         """Take the next complete frame from the bytes read: number, kind and bytes. Returns None if there is none.
 
         Raises:
@@ -187,8 +190,8 @@ class _Relay:
         del self._unread[: HEADER.size + size]
         return number, kind, piece
 
-    def _take(self, number: int, kind: int, piece: bytes) -> None:
-        """Process one frame of the sandbox's end, in `_read_frames`.
+    def _process_frame(self, number: int, kind: int, piece: bytes) -> None:
+        """Process one frame of the sandbox's end, in `_read_frames`. This must not wait for a connection.
 
         Args:
             number: number of the connection that the frame belongs to.

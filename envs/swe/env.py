@@ -76,8 +76,9 @@ class SweOptions(ShellOptions, frozen=True, kw_only=True, dict=True):
     """Resource limits of the sandboxes and of the checks: see `envs.judging.options.JudgingLimits`."""
 
     def __post_init__(self) -> None:
+        """Refuse invalid options with a ConfigError. msgspec calls this whenever the struct is made."""
         super().__post_init__()
-        _ = self.allowed
+        _ = self.allowed  # Parsed now, so that its faults are found here.
 
     @functools.cached_property
     def allowed(self) -> JudgingLimits:
@@ -182,6 +183,8 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
                 judge = await self._judge()
 
                 async def judged(sandbox: Sandbox) -> SuiteVerdict:
+                    """Copy the files into a clean sandbox, and run the checks there. `outcomes` has those of the last
+                    sandbox that was tried."""
                     await judge.check_image(options.language, sandbox)
                     await sandbox.upload(folder, ".")
                     cases = [check.case for check in task.checks]

@@ -78,11 +78,12 @@ class ShellOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     answer to its last."""
 
     def __post_init__(self) -> None:
+        """Refuse invalid options with a ConfigError. msgspec calls this whenever the struct is made."""
         for name, least in (("turns", 1), ("command_timeout", 0.1), ("output", 100)):
             value = getattr(self, name)
             if not value >= least:
                 raise ConfigError(f"{name} must be at least {least}, but is {value!r}")
-        _ = self.pool
+        _ = self.pool  # Parsed now, so that its faults are found here.
 
     @functools.cached_property
     def pool(self) -> JudgePool:
@@ -125,7 +126,10 @@ class ShellEnv(ABC, Generic[_Options, _Task]):
         self._episode = episode
 
     async def step(self, action: str) -> StepResult:
-        """Run the commands of an answer and return their output, or judge the work if this was the last answer."""
+        """Run the commands of an answer and return their output, or judge the work if this was the last answer.
+
+        Returns (observation, reward, terminated, truncated, info).
+        """
         if self._task is None:
             raise EnvError("step() was called before reset()")
         self._counts["turns"] += 1
@@ -155,11 +159,14 @@ class ShellEnv(ABC, Generic[_Options, _Task]):
 
     @abstractmethod
     async def _run(self, task: _Task, command: str) -> Result:
-        """Run commands in the policy's sandbox, for at most `command_timeout` seconds."""
+        """Run commands in the policy's sandbox, for at most `command_timeout` seconds. `step` calls this."""
 
     @abstractmethod
     async def _judged(self, task: _Task, *, truncated: bool) -> StepResult:
-        """Judge the work in its current state, and return the last step of the episode."""
+        """Judge the work in its current state, and return the result of the episode's last step. `step` calls this.
+
+        `truncated` is True if the run's limits end the work, and not the policy or the option `turns`.
+        """
 
     def _shown(self, text: str) -> Observation:
         """Return a text as an observation: a message of the user. A subclass may show plain text."""

@@ -51,6 +51,7 @@ class TextWorldOptions(GameOptions, frozen=True, kw_only=True):
     """Folder in which generated games are kept."""
 
     def __post_init__(self) -> None:
+        """Refuse invalid options with a ConfigError. msgspec calls this whenever the struct is made."""
         highest = KINDS[self.kind][0]
         if not 1 <= self.level <= highest:
             raise ConfigError(f"level must be from 1 to {highest} for {self.kind}, but is {self.level!r}")

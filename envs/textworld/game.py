@@ -60,6 +60,7 @@ class GameOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds for a game to answer a command."""
 
     def __post_init__(self) -> None:
+        """Refuse invalid options with a ConfigError. msgspec calls this whenever the struct is made."""
         if not 1 <= self.max_moves <= MOST_MOVES:
             raise ConfigError(f"max_moves must be a whole number from 1 to {MOST_MOVES}, but is {self.max_moves!r}")
         if not self.timeout > 0:
@@ -129,7 +130,8 @@ class TextGame(Generic[_Options]):
     async def step(self, action: str) -> StepResult:
         """Give the last line of the answer to the game as a command, and return the new state and its reward.
 
-        The episode ends when the game is won or lost, or after `max_moves` commands.
+        The episode ends when the game is won or lost, or after `max_moves` commands. Returns (observation, reward,
+        terminated, truncated, info).
         """
         if not self._file:
             raise EnvError("step() was called before reset() or after the end")

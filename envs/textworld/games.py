@@ -19,7 +19,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -203,6 +203,19 @@ def _quiet() -> Generator[None]:
         os.close(stdout)
 
 
+class _OpenGame(NamedTuple):
+    """A game that a worker keeps open for an episode."""
+
+    game: Any
+    """TextWorld's object for the game."""
+    file: str
+    """Path of the game's file."""
+    commands: list[str]
+    """Commands that the game has received."""
+    state: Any
+    """TextWorld's state of the game after these commands."""
+
+
 class Games:
     """The open games of a worker process, at most `OPEN_GAMES`.
 
@@ -210,8 +223,8 @@ class Games:
     """
 
     def __init__(self) -> None:
-        self._open: OrderedDict[int, tuple[Any, str, list[str], Any]] = OrderedDict()
-        """For each episode: its game, its file, the commands so far, and the last state."""
+        self._open: OrderedDict[int, _OpenGame] = OrderedDict()
+        """Open game of each episode by the episode's number, the least recently played one first."""
 
     def play(self, episode: int, file: str, commands: Sequence[str]) -> ShownGame:
         """Give a game the commands that it has not received yet, and return its state.
@@ -219,17 +232,20 @@ class Games:
         The game is started again from its file if it is not open, or if the earlier commands differ: this worker may
         have missed turns of the episode that other workers played.
         """
-        game, known, had, state = self._open.pop(episode, (None, "", [], None))
-        if game is None or known != file or had != commands[: len(had)]:
-            if game is not None:
-                game.close()
-            game, had = _start(file), []
-            state = game.reset()
-        for command in commands[len(had) :]:
-            state, _, _ = game.step(command)
-        self._open[episode] = (game, file, [*commands], state)
+        known = self._open.pop(episode, None)
+        if known is not None and (known.file != file or known.commands != commands[: len(known.commands)]):
+            known.game.close()
+            known = None
+        if known is None:
+            game = _start(file)
+            known = _OpenGame(game, file, [], game.reset())
+        state = known.state
+        for command in commands[len(known.commands) :]:
+            state, _, _ = known.game.step(command)
+        self._open[episode] = _OpenGame(known.game, file, [*commands], state)
         if len(self._open) > OPEN_GAMES:
-            self._open.popitem(last=False)[1][0].close()
+            _, least_recent = self._open.popitem(last=False)
+            least_recent.game.close()
         return _shown(state, begun=not commands)
 
 

@@ -80,12 +80,13 @@ class ToolOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Origin of the sandboxes: see `envs.judging.options.JudgePool`."""
 
     def __post_init__(self) -> None:
+        """Refuse invalid options with a ConfigError. msgspec calls this whenever the struct is made."""
         if not self.tools:
             raise ConfigError("`tools` is empty: expected a table for each toolset")
         for name, least in (("output", 100), ("most", 1)):
             if not getattr(self, name) >= least:
                 raise ConfigError(f"{name} must be at least {least}, but is {getattr(self, name)!r}")
-        _ = self.pool, self.language, limits_of(self.limits)
+        _ = self.pool, self.language, limits_of(self.limits)  # Parsed now, so that their faults are found here.
 
     @cached_property
     def environment(self) -> tuple[type[Any], dict[str, Any]]:
@@ -174,7 +175,10 @@ class ToolEnv:
         return options.environment
 
     def inform(self, episode: EpisodeView) -> None:
-        """Keep the view of the episode's tokens: `step` reads the calls of the last answer from it."""
+        """Keep the view of the episode's tokens: `step` reads the calls of the last answer from it.
+
+        The rollout node calls this before `reset`.
+        """
         self._episode = episode
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
@@ -201,7 +205,8 @@ class ToolEnv:
         """Carry out the calls of an answer and return their results. An answer without calls is judged.
 
         An answer whose call cannot be read at all gets an explanation instead of results. If the run's limits on turns
-        or tokens leave no room for another answer, the problem is judged now, on an empty answer.
+        or tokens leave no room for another answer, the problem is judged now, on an empty answer. Returns (observation,
+        reward, terminated, truncated, info).
         """
         spoken = self._episode.spoken()
         calls = spoken.message.tool_calls
@@ -241,6 +246,7 @@ class ToolEnv:
         texts = [""] * len(calls)
 
         async def carry_out(place: int) -> None:
+            """Carry out the call at this index, and store its result at the same index."""
             texts[place] = await self._result(calls[place])
 
         try:

@@ -44,6 +44,7 @@ class McpOptions(msgspec.Struct, frozen=True, kw_only=True):
     """True if answers depend only on the earlier calls of the episode, so that they may be reused (`cache`)."""
 
     def __post_init__(self) -> None:
+        """Refuse invalid options with a ConfigError. msgspec calls this whenever the struct is made."""
         if not self.command:
             raise ConfigError("`command` is empty: expected a program and its arguments")
         if not self.timeout > 0:
@@ -101,6 +102,7 @@ class McpServer:
         name: str = tool["name"]
 
         async def call(arguments: dict[str, Any]) -> str:
+            """Call the tool at the server, within the option `timeout`."""
             return await within(self._options.timeout, self._call(name, arguments))
 
         about = tool.get("description") or ""

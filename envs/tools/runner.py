@@ -91,8 +91,8 @@ async def _open_tasks() -> AsyncGenerator[TaskGroup]:
 class Cut(str):
     """Answer of a call that its deadline ended. It is unknown which of the call's effects have happened.
 
-    It is a text for the policy like any other answer. The type tells `ToolEnv`, which counts such calls, and
-    `envs.tools.memory`, which must not reuse their answers.
+    It is a text for the policy like any other answer. By its type, `ToolEnv` counts such calls, and
+    `envs.tools.memory` does not reuse their answers.
     """
 
 
@@ -139,7 +139,8 @@ def schema(**properties: str) -> dict[str, Any]:
 
 
 async def within(seconds: float, answer: Awaitable[str]) -> str:
-    """Wait for an answer. Returns a `Cut` with an error text if there is none within `seconds`."""
+    """Wait for an answer, and return it. Without one within `seconds`, cancel it and return a `Cut` with an error
+    text."""
     with anyio.move_on_after(seconds):
         return await answer
     return Cut(f"error: no answer within {seconds:g} s")

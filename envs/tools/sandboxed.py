@@ -31,6 +31,7 @@ class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that one call may take."""
 
     def __post_init__(self) -> None:
+        """Refuse invalid options with a ConfigError. msgspec calls this whenever the struct is made."""
         if not self.timeout > 0:
             raise ConfigError(f"timeout must be a positive number of seconds, but is {self.timeout!r}")
 
@@ -45,6 +46,7 @@ class Python:
         """Return the tool."""
 
         async def call(arguments: dict[str, Any]) -> str:
+            """Run the program of a call and return its output."""
             sandbox = await place.sandbox()
             code = arguments["code"].encode("utf-8", "replace")
             return await _command_result(sandbox.run(["python3", "-"], timeout=self._options.timeout, stdin=code))
@@ -93,13 +95,16 @@ class FileTools:
         """Return the three tools."""
 
         async def read(sandbox: Sandbox, arguments: dict[str, Any]) -> str:
+            """Return the text of the file `path`: at most `READ_BYTES` of it."""
             return (await sandbox.read(arguments["path"], limit=READ_BYTES)).decode("utf-8", "replace")
 
         async def write(sandbox: Sandbox, arguments: dict[str, Any]) -> str:
+            """Replace the file `path` by `text`."""
             await sandbox.write(arguments["path"], arguments["text"].encode("utf-8", "replace"))
             return "written"
 
         async def entries(sandbox: Sandbox, arguments: dict[str, Any]) -> str:
+            """Return the names in the folder `path`, one per line; names of folders end with a slash."""
             found = await sandbox.list(arguments["path"])
             return encodable("\n".join(f"{entry.name}/" if entry.kind == "folder" else entry.name for entry in found))
 

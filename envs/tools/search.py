@@ -55,6 +55,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that one call may take."""
 
     def __post_init__(self) -> None:
+        """Refuse invalid options with a ConfigError. msgspec calls this whenever the struct is made."""
         for name in ("passage", "results", "timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, but is {getattr(self, name)!r}")
@@ -118,17 +119,20 @@ class Search:
 
         @asynccontextmanager
         async def open_index() -> AsyncGenerator[Index]:
+            """Read the texts in a thread, and provide the index for the life of the node."""
             yield await anyio.to_thread.run_sync(lambda: Index(passages(options)))
 
         index = await shared(("envs.tools.search", options), open_index)
 
         async def best_passages(arguments: dict[str, Any]) -> str:
+            """Return the passages that fit the query of a call, each after its path."""
             most = min(max(1, int(arguments.get("results", options.results))), max(MOST_RESULTS, options.results))
             # In a thread, because the search of a large folder takes long.
             best = await anyio.to_thread.run_sync(index.search, arguments["query"], most, abandon_on_cancel=True)
             return "\n\n".join(f"[{passage.path}]\n{passage.text}" for _, passage in best) or "nothing was found"
 
         async def call(arguments: dict[str, Any]) -> str:
+            """Search, within the option `timeout`."""
             return await within(options.timeout, best_passages(arguments))
 
         query = {"type": "string", "description": "Words to look for."}
