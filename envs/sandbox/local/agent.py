@@ -37,7 +37,7 @@ from envs.sandbox.local.channel import OUTPUT_WINDOW, PIECE, AgentCall, Channel,
 from envs.sandbox.sandbox import Sandbox
 from envs.sandbox.text import as_bytes, check_path
 from envs.sandbox.trees import HEAD_BYTES, TreeLimits
-from flash.errors import SandboxError, SandboxFileError, SandboxLimitError, SandboxLostError
+from flash.errors import SandboxBusyError, SandboxError, SandboxFileError, SandboxLimitError, SandboxLostError
 
 ANSWER_SECONDS = 20.0
 """Seconds for a request that the agent can answer at once. It is long, because the machine may be overloaded."""
@@ -208,14 +208,22 @@ class AgentSandbox(Sandbox):
         """Open a shell of the agent for the time of the block. Raises SandboxBusyError if the name is taken."""
         channel = await self.channel()
         session = AgentSession(self, name)
+        taken = False
         try:
             # The start is shielded: a cancellation before the answer would leave a shell behind that is never closed.
             with anyio.CancelScope(shield=True):
-                await channel.ask("session_open", {"name": name}, int, ANSWER_SECONDS)
+                try:
+                    await channel.ask("session_open", {"name": name}, int, ANSWER_SECONDS)
+                except SandboxBusyError:
+                    taken = True
+                    raise
             yield session
         finally:
-            with anyio.CancelScope(shield=True):
-                await _ignore_loss(session.close)
+            # After any other error, such as a timeout, the agent may have opened the shell. One whose name was taken is
+            # another caller's, and the agent closes shells by name.
+            if not taken:
+                with anyio.CancelScope(shield=True):
+                    await _ignore_loss(session.close)
 
     @asynccontextmanager
     async def terminal(self, command: Command) -> AsyncGenerator[AgentTerminal]:

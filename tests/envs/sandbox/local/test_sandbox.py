@@ -69,6 +69,14 @@ async def test_wrong_requests_are_refused_and_the_sandbox_goes_on(bench):
         assert (await sandbox.run("echo on", timeout=LIMIT)).stdout == b"on\n"
 
 
+async def test_a_session_whose_name_is_taken_leaves_the_other_one_open(bench):
+    async with bench.sandbox() as sandbox, sandbox.session("one") as first:
+        with pytest.raises(SandboxBusyError, match="'one' is open"):
+            async with sandbox.session("one"):
+                pass
+        assert (await first.run("echo on", timeout=LIMIT)).stdout == b"on\n"
+
+
 async def test_a_job_goes_on_in_the_background_and_tells_what_it_wrote(bench):
     async with bench.sandbox(output_limit=4096) as sandbox:
         job = await sandbox.start("echo begin; while [ ! -e go ]; do sleep 0.02; done; seq 2000; exit 5")
