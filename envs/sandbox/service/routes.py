@@ -358,13 +358,15 @@ class LineStream(Response):
         into, lines = anyio.create_memory_object_stream[StreamLine](1)
         async with anyio.create_task_group() as tasks, into, lines:
             tasks.start_soon(self._pump, into)
+            tasks.start_soon(until_left, receive, tasks.cancel_scope)
             # The first line is awaited before the status is sent, so that an early error is answered with its own
-            # status.
-            first = await lines.receive()
+            # status. Not for ever: a client takes a long silence for a service that does not answer.
+            first: StreamLine = Alive()
+            with anyio.move_on_after(ALIVE_S):
+                first = await lines.receive()
             if isinstance(first, Broken):
                 await problem_response(first.problem)(scope, receive, send)
             else:
-                tasks.start_soon(until_left, receive, tasks.cancel_scope)
                 await self._send(first, lines, send)
             tasks.cancel_scope.cancel()
 
