@@ -224,6 +224,8 @@ class Agent:
     def check(cls, options: AgentOptions) -> None:
         """Refuse an agent that does not exist and tasks that cannot work. The tasks' class checks its own options.
 
+        The process that reads the configuration calls this.
+
         Raises:
             ConfigError: an option is invalid. The message names the fault.
         """
@@ -232,7 +234,10 @@ class Agent:
 
     @classmethod
     async def prepare(cls, options: AgentOptions) -> None:
-        """Prepare the tasks, try out the agent's sandbox if it has one, and open the endpoint of the node."""
+        """Prepare the tasks, try out the agent's sandbox if it has one, and open the endpoint of the node.
+
+        Each node calls this once, before its engines start.
+        """
         await nested.prepare(*options.environment)
         if options.boxed is not None:
             await try_box(options.boxed, cls.opener)
@@ -417,7 +422,7 @@ class Agent:
         return None
 
     async def _judge_answer(self) -> StepResult:
-        """Return the last step of the episode, after the agent's end.
+        """Return the result of the episode's last step, after the agent's end.
 
         The reward is the one that the agent has set (`own_reward`), or else the one that `tasks` gives for its answer.
 

@@ -148,6 +148,8 @@ class CodeEnv:
     def check(cls, options: CodeOptions) -> None:
         """Check the files, the columns and the first rows; start no sandbox.
 
+        The process that reads the configuration calls this.
+
         Raises:
             ConfigError: an option or a file is invalid. The message names the fault and what was expected.
         """
@@ -163,6 +165,8 @@ class CodeEnv:
     async def prepare(cls, options: CodeOptions) -> None:
         """Open the sandboxes and start one for each language, so that missing parts are found before the run begins.
 
+        Each node calls this once, before its engines start.
+
         Raises:
             ConfigError: there is no engine, or a package, a token or a value of a row is missing.
             SandboxError: the engine or the service does not answer, or an image does not start.
@@ -173,7 +177,7 @@ class CodeEnv:
 
     @classmethod
     def held_out_problems(cls, options: CodeOptions) -> int | None:
-        """Return the number of held-out rows; None if problems are generated."""
+        """Return the number of held-out rows; None if problems are generated. An evaluation shows each of them once."""
         source = _source(options)
         return None if source is None else len(_rows(source, options).held_out)
 

@@ -116,6 +116,8 @@ class Countdown:
     def check(cls, options: CountdownOptions) -> None:
         """Draw one training and one held-out problem, so that too narrow options are refused before the run.
 
+        The process that reads the configuration calls this.
+
         Raises:
             ConfigError: the numbers hardly ever reach a target in the range.
         """
@@ -250,6 +252,7 @@ class _Parser:
     """Recursive descent over `sum = product (± product)*`, `product = atom (×÷ atom)*`, `atom = number | ( sum )`."""
 
     def __init__(self, text: str) -> None:
+        """Split a text into tokens. Raises ValueError if it is too long or has other characters."""
         if len(text) > MOST_CHARACTERS:
             raise ValueError(f"it is longer than {MOST_CHARACTERS} characters")
         strange = re.search(r"[^0-9+\-*/()\s]", text)
@@ -266,7 +269,7 @@ class _Parser:
         Raises:
             ValueError: the text is not an expression, or it divides by 0.
         """
-        self._tokens.reverse()
+        self._tokens.reverse()  # So that `pop` takes the next token.
         value = self._joined(1)
         if self._tokens:
             raise ValueError(f"{self._tokens[-1]!r} is not expected there")

@@ -98,6 +98,8 @@ class DatasetEnv:
     def check(cls, options: DatasetOptions) -> None:
         """Check the files, the columns and the verifier; read no rows.
 
+        The process that reads the configuration calls this.
+
         Raises:
             ConfigError: something is missing. The message names it, and names the existing alternatives.
         """
@@ -118,7 +120,7 @@ class DatasetEnv:
 
     @classmethod
     def held_out_problems(cls, options: DatasetOptions) -> int:
-        """Return the number of held-out rows."""
+        """Return the number of held-out rows. An evaluation shows each of them once."""
         return len(_rows(options).held_out)
 
     @classmethod

@@ -175,6 +175,8 @@ class FrozenLake:
     def check(cls, options: FrozenLakeOptions) -> None:
         """Draw a training and a held-out lake, so that options that hardly any lake fits are refused before the run.
 
+        The process that reads the configuration calls this.
+
         Raises:
             ConfigError: no lake fits the options.
         """
@@ -274,6 +276,8 @@ class FrozenLakeReplay(FrozenLake):
     @classmethod
     def check(cls, options: FrozenLakeOptions) -> None:
         """Draw lakes as `FrozenLake` does, and refuse slippery ice, on which an agent cannot know where the player is.
+
+        The process that reads the configuration calls this.
 
         Raises:
             ConfigError: no lake fits the options, or the ice is slippery.

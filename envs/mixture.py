@@ -132,6 +132,8 @@ class Mixture:
     def check(cls, options: MixtureOptions) -> None:
         """Check each environment of the mixture; each class checks its own options.
 
+        The process that reads the configuration calls this.
+
         Raises:
             ConfigError: a kind is invalid. The message names it, what was expected and what was given.
         """
@@ -143,7 +145,7 @@ class Mixture:
 
     @classmethod
     async def prepare(cls, options: MixtureOptions) -> None:
-        """Prepare each environment that has a method `prepare`."""
+        """Prepare each environment that has a method `prepare`. Each node calls this once, before its engines start."""
         for maker in options.makers.values():
             await nested.prepare(maker.env, maker.kwargs)
 

@@ -89,6 +89,8 @@ class ReasoningGym:
     def check(cls, options: ReasoningGymOptions) -> None:
         """Check the families against the report; import no package.
 
+        The process that reads the configuration calls this.
+
         Raises:
             ConfigError: a family is unknown or its grader is refused, a package is missing, or its version is not the
                 report's.
@@ -122,7 +124,7 @@ class ReasoningGym:
 
     @classmethod
     async def prepare(cls, options: ReasoningGymOptions) -> None:
-        """Certify the families for which settings are given.
+        """Certify the families for which settings are given. Each node calls this once, before its engines start.
 
         Raises:
             ConfigError: a family does not accept its settings, or its grader is refused.

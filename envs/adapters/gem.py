@@ -46,7 +46,7 @@ class Gem:
 
     @classmethod
     def check(cls, options: GemOptions) -> None:
-        """Check that the package is installed.
+        """Check that the package is installed. The process that reads the configuration calls this.
 
         Raises:
             ConfigError: the package is not installed.
@@ -57,6 +57,8 @@ class Gem:
     @classmethod
     async def prepare(cls, options: GemOptions) -> None:
         """Reset one environment, because GEM imports the environment's own packages only when it makes one.
+
+        Each node calls this once, before its engines start.
 
         Raises:
             ConfigError: GEM does not know the environment, or cannot make it.

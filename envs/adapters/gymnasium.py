@@ -43,6 +43,8 @@ class Gymnasium:
     def check(cls, options: GymnasiumOptions) -> None:
         """Make one environment, and check its actions and its observations.
 
+        The process that reads the configuration calls this.
+
         Raises:
             ConfigError: the environment cannot be made, or it shows or takes something other than text.
         """

@@ -147,15 +147,15 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
         """Return the episode's sandbox and shell session.
 
         The first call opens them, so that an episode holds no sandbox before its first answer. `close` ends them, with
-        `_held`.
+        `_resources`.
         """
         if self._box_and_shell is None:
             options = self._options
             # The judge of the node holds the pool of sandboxes; it judges nothing here.
             judge = await self._judge()
             borrowed = judge.sandboxes.borrow(options.spec_of(task), options.pool.wait)
-            sandbox = await self._held.enter_async_context(borrowed)
-            self._box_and_shell = sandbox, await self._held.enter_async_context(sandbox.session())
+            sandbox = await self._resources.enter_async_context(borrowed)
+            self._box_and_shell = sandbox, await self._resources.enter_async_context(sandbox.session())
         return self._box_and_shell
 
     async def _judged(self, task: HarborTask, *, truncated: bool) -> StepResult:

@@ -59,7 +59,7 @@ class Verifiers:
 
     @classmethod
     async def prepare(cls, options: VerifiersOptions) -> None:
-        """Connect to the server, and read its list of tasks."""
+        """Connect to the server, and read its list of tasks. Each node calls this once, before its engines start."""
         await _opened(options)
 
     async def reset(self, seed: int) -> tuple[str, Info]:

@@ -119,6 +119,8 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
     async def prepare(cls, options: SweOptions) -> None:
         """Open the pool of sandboxes and start one sandbox, so that a missing part is found before a run begins.
 
+        Each node calls this once, before its engines start.
+
         Raises:
             ConfigError: there is no engine, or a package or a token is missing.
             SandboxError: the engine or the service does not answer, or the image does not start.
@@ -128,7 +130,10 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
 
     @classmethod
     def held_out_problems(cls, options: SweOptions) -> int:
-        """Return the number of held-out tasks, which are used for evaluation only."""
+        """Return the number of held-out tasks, which are used for evaluation only.
+
+        An evaluation shows each of them once.
+        """
         return len(load_tasks(options.folder).held_out)
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
@@ -156,7 +161,7 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
         """Borrow a sandbox for the policy until the end of its work, and write the repository into it."""
         judge = await self._judge()
         spec = spec_of(self._options.language, self._options.allowed)
-        sandbox = await self._held.enter_async_context(judge.sandboxes.borrow(spec, self._options.pool.wait))
+        sandbox = await self._resources.enter_async_context(judge.sandboxes.borrow(spec, self._options.pool.wait))
         for name, text in task.files.items():
             await sandbox.write(f"{REPOSITORY}/{name}", text.encode())
         return sandbox
@@ -179,7 +184,7 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
             else:
                 # The policy's sandbox is returned first. Otherwise episodes that each hold one sandbox and wait for
                 # another could wait for each other forever.
-                await self._held.aclose()
+                await self._resources.aclose()
                 judge = await self._judge()
 
                 async def judged(sandbox: Sandbox) -> SuiteVerdict:

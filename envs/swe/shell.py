@@ -113,7 +113,7 @@ class ShellEnv(ABC, Generic[_Options, _Task]):
         """Task of the episode; None before `reset`."""
         self._episode: EpisodeView | None = None
         """View of the episode's tokens and turns, from `inform`."""
-        self._held = AsyncExitStack()
+        self._resources = AsyncExitStack()
         """Stack on which a subclass puts the policy's sandbox. `close` closes it, which returns the sandbox."""
         self._counts = {"turns": 0, "no_command": 0, "command_timeouts": 0}
         """Metrics of the episode: answers, answers without a command, and commands that were stopped."""
@@ -155,7 +155,7 @@ class ShellEnv(ABC, Generic[_Options, _Task]):
 
     async def close(self) -> None:
         """Return the sandbox to its pool."""
-        await self._held.aclose()
+        await self._resources.aclose()
 
     @abstractmethod
     async def _run(self, task: _Task, command: str) -> Result:

@@ -81,6 +81,8 @@ class TextWorld(TextGame[TextWorldOptions]):
     def check(cls, options: TextWorldOptions) -> None:
         """Check that the packages are installed; import none, because the import takes seconds.
 
+        The process that reads the configuration calls this.
+
         Raises:
             ConfigError: a package is missing.
         """

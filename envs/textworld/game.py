@@ -112,6 +112,8 @@ class TextGame(Generic[_Options]):
     async def prepare(cls, options: _Options) -> None:
         """Load TextWorld in a worker before the first episode, because loading takes long.
 
+        Each node calls this once, before its engines start.
+
         Raises:
             EnvError: TextWorld cannot be loaded.
         """

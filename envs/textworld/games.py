@@ -121,7 +121,9 @@ def generate(game: GameOf, folder: str) -> str:
         options = library.GameOptions()
         options.seeds, options.path = game.seed, str(scratch / GAME_FILE)
         scratch.mkdir(parents=True, exist_ok=True)
-        made = challenges[f"tw-{game.kind}"][1](KINDS[game.kind][1](game.level, game.held_out), options)
+        # An entry of TextWorld's table is a description, the function that makes a game, and a parser of options.
+        make, settings = challenges[f"tw-{game.kind}"][1], KINDS[game.kind][1](game.level, game.held_out)
+        made = make(settings, options)
         library.generator.compile_game(made, options)
         move_to_final_place(scratch, place)
     return str(file)

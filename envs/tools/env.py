@@ -134,7 +134,7 @@ class ToolEnv:
 
     def __init__(self, options: ToolOptions) -> None:
         self._options = options
-        self._held = AsyncExitStack()
+        self._resources = AsyncExitStack()
         """Stack with the tools, their sandbox and the environment, which `close` closes."""
         self._runners: dict[str, Runner] = {}
         """Tools of the episode by name."""
@@ -145,6 +145,8 @@ class ToolEnv:
     def check(cls, options: ToolOptions) -> None:
         """Refuse tools that do not exist and problems that cannot work. The problems' class checks its own options.
 
+        The process that reads the configuration calls this.
+
         Raises:
             ConfigError: an option is invalid. The message names the fault.
         """
@@ -154,6 +156,8 @@ class ToolEnv:
     @classmethod
     async def prepare(cls, options: ToolOptions) -> None:
         """Prepare the problems and open each tool once, so that missing parts are found before the run begins.
+
+        Each node calls this once, before its engines start.
 
         Raises:
             ConfigError: two tools have the same name.
@@ -188,13 +192,13 @@ class ToolEnv:
             FlashError: a tool cannot be opened, or the environment of the problems failed.
         """
         options = self._options
-        self._runners = await _open(options, self._held, type(self).opener)
+        self._runners = await _open(options, self._resources, type(self).opener)
         if options.cache:
             self._memory = Memory(await shared(("envs.tools.answers", msgspec.json.encode(options)), _open_answers))
         self._episode.offer([runner.tool for runner in self._runners.values()])
         kind, kwargs = options.environment
         self._env = wrap(kind(**kwargs))
-        self._held.push_async_callback(self._env.close)
+        self._resources.push_async_callback(self._env.close)
         if isinstance(self._env, Informed):
             self._env.inform(self._episode)
         observation, info = check_reset_result(await self._env.reset(seed))
@@ -228,7 +232,7 @@ class ToolEnv:
 
     async def close(self) -> None:
         """Close the environment, the tools and their sandbox."""
-        await self._held.aclose()
+        await self._resources.aclose()
 
     async def _judge(self, answer: str) -> StepResult:
         """Pass a final answer to the environment of the problems. Counts are added to the result of its last step."""

@@ -48,7 +48,7 @@ class ToolPlace:
 
     def __init__(self, work: ToolSandboxes) -> None:
         self._work = work
-        self._held = AsyncExitStack()
+        self._resources = AsyncExitStack()
         """Stack with the borrowed sandbox, which `close` returns."""
         self._sandbox: Sandbox | None = None
         """Sandbox of the episode; None until the first call that needs it."""
@@ -65,7 +65,7 @@ class ToolPlace:
             if self._sandbox is None:
                 judge: Judge = await shared_judge(self._work.pool, self._work.opener)
                 borrowed = judge.sandboxes.borrow(self._work.spec, self._work.pool.wait)
-                self._sandbox = await self._held.enter_async_context(borrowed)
+                self._sandbox = await self._resources.enter_async_context(borrowed)
             return self._sandbox
 
     async def tasks(self) -> TaskGroup:
@@ -77,7 +77,7 @@ class ToolPlace:
 
     async def close(self) -> None:
         """Return the sandbox to its pool."""
-        await self._held.aclose()
+        await self._resources.aclose()
 
 
 @asynccontextmanager

@@ -17,7 +17,7 @@ from envs.tools.runner import SANDBOX, Cut, Runner, ToolPlace, schema, within
 from flash.errors import ConfigError, SandboxFileError, SandboxLimitError, encodable
 
 READ_BYTES = 1 << 18
-"""Largest file that `read_file` reads, in bytes. A larger one is an error that the policy is shown."""
+"""Most bytes of a file that `read_file` reads. The rest of a larger file is not shown."""
 
 
 class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -126,7 +126,7 @@ def open_found(path: str, flags: int, mode: int = 0o777, make: bool = False) -> 
 
     Raises OSError, and CallRefusal for a link into /proc.
     """
-    folder, name = locate(path, True, make)
+    folder, name = locate(path, follow=True, make=make)
     try:
         return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=folder)
     finally:
@@ -163,7 +163,7 @@ class FolderChain:
         """Return the open folder `path` below `start`. Links in the path are followed only with `follow`."""
         if self.follow:
             # The final slash makes the last part a folder to open, and not the name in it.
-            return locate(path + "/", True, make, start)[0]
+            return locate(path + "/", follow=True, make=make, start=start)[0]
         here = os.dup(start)
         try:
             for name in path.split("/"):
@@ -249,17 +249,17 @@ class Write:
         """Open the existing file, or create it with `mode`, to append to it."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY
         try:
-            self.fd = open_found(self.path, flags | os.O_EXCL, mode, True)
+            self.fd = open_found(self.path, flags | os.O_EXCL, mode, make=True)
             os.fchmod(self.fd, mode)  # The umask has removed some permissions.
         except FileExistsError:
-            self.fd = open_found(self.path, flags, mode, True)
+            self.fd = open_found(self.path, flags, mode, make=True)
         # A file of /proc is regular, too, but a write to it changes a process.
         if not stat.S_ISREG(os.fstat(self.fd).st_mode) or on_proc(self.fd):
             raise CallRefusal("file", "{}: not a regular file".format(self.path))
 
     def open_to_replace(self, mode: int) -> None:
         """Create a temporary file beside the target. If the target is a link, the link itself is replaced."""
-        self.folder, self.name = locate(self.path, False, True)
+        self.folder, self.name = locate(self.path, follow=False, make=True)
         # Short: a name has at most 255 bytes, and a character up to four bytes.
         self.temporary = ".{}.{}".format(self.name[:48], binascii.hexlify(os.urandom(6)).decode())
         if is_folder(self.name, self.folder):
@@ -332,7 +332,7 @@ def list_folder(path: str, send: object, limit: int = LIST_LIMIT) -> None:
     Raises CallRefusal if the folder cannot be read or has more than `limit` entries.
     """
     try:
-        folder, name = locate(path, False)
+        folder, name = locate(path, follow=False)
         try:
             if not is_folder(name, folder):
                 send([describe(folder, name)])
@@ -389,7 +389,7 @@ def remove(path: str) -> None:
     Runs in a worker process, whose end closes what an error leaves open.
     """
     try:
-        folder, name = locate(path.rstrip("/"), False)
+        folder, name = locate(path.rstrip("/"), follow=False)
     except (FileNotFoundError, NotADirectoryError):
         return
     if is_folder(name, folder):
@@ -480,7 +480,7 @@ def send_tree(path: str, most: "int | None" = None) -> None:
     room = BytesLeft(most)
 
     with os.fdopen(1, "wb", PIECE) as sink, tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as archive:
-        folder, name = locate(path, True)
+        folder, name = locate(path, follow=True)
         if not stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode):
             send_entry(archive, folder, name, ".", room)
             return
@@ -554,7 +554,7 @@ def receive_tree(path: str) -> None:
                     write.add(piece)
                 write.commit()
                 continue
-            places = places or FolderChain(locate(path + "/", True, True)[0], True)
+            places = places or FolderChain(locate(path + "/", follow=True, make=True)[0], True)
             if member.name == "." and member.isdir():
                 continue
             receive_entry(archive, member, places)
@@ -562,7 +562,7 @@ def receive_tree(path: str) -> None:
                 folders.append(member)
             archive.members = []  # Otherwise it keeps all members in memory.
     if places is None and not single:  # An archive of an empty folder may have no members.
-        os.close(locate(path + "/", True, True)[0])
+        os.close(locate(path + "/", follow=True, make=True)[0])
     # Modes of folders are set last: nothing could be created in a folder without write permission.
     for member in reversed(folders):
         here = places.open(member.name)
@@ -578,9 +578,9 @@ def receive_entry(archive: object, member: object, places: FolderChain) -> None:
     folder, _, name = member.name.rpartition("/")
     if ".." in member.name.split("/") or name in ("", "."):
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), member.name)
-    here = places.open(folder, True)
+    here = places.open(folder, make=True)
     if member.isdir():
-        places.open(member.name, True)
+        places.open(member.name, make=True)
         return
     try:
         os.unlink(name, dir_fd=here)

@@ -131,7 +131,7 @@ class BoxAgent:
         `run` connects the first host. `Listener` calls this when another host has proved that it knows the secret.
         """
         if self.channel is not None:
-            self.channel.close()
+            self.channel.close()  # This calls `lose_host`, which starts the timer that is cancelled below.
         self.epoch += 1
         self.loop.cancel(self.orphaned)
         self.channel = HostChannel(self.loop, source, sink, self.carry_out, self.lose_host)

@@ -237,7 +237,7 @@ class StatefulBash:
 
     def take_state(self) -> bool:
         """Read the state that follows an answer, up to its zero byte. Returns False while it is incomplete."""
-        state, end, rest = self.answer.partition(b"\0")
+        state, end, after = self.answer.partition(b"\0")
         if len(state) > STATE_LIMIT:
             self.overflowing = True
             state = bytearray()
@@ -245,7 +245,7 @@ class StatefulBash:
             self.answer = bytearray(state)
             return False
         self.state = b"" if self.overflowing else bytes(state)
-        self.answer = bytearray(rest)
+        self.answer = bytearray(after)
         self.reading_state = self.overflowing = False
         return True
 

@@ -99,7 +99,8 @@ class SandboxContainer:
         """Labels as given, or those of the container that was taken over. Snapshots get them too, so that they are
         found in the same way."""
         self.secret = secrets.token_hex(32)
-        """Secret with which a host proves to the agent that it may take over."""
+        """Secret with which a host proves to the agent that it may take over. `begin` replaces it by the container's
+        own if that is taken over."""
 
     async def begin(self) -> None:
         """Create and start the container, or find the one to take over. Raises SandboxError."""
@@ -515,6 +516,7 @@ class LocalSandbox(AgentSandbox):
                 await channel.heard.wait()
                 heard = True
             if heard:
+                # Otherwise each piece of data of a busy sandbox would wake this task.
                 await anyio.sleep(self._settings.heartbeat)
                 continue
             try:

@@ -253,7 +253,7 @@ class SandboxAdmission:
     # ---- requests
 
     def submit(self, request: PlaceRequest) -> None:
-        """Add a request to the queue.
+        """Add a request to the queue. `PoolState.submit` calls this for each new lease.
 
         Raises:
             SandboxRefusedError: no host could ever hold the sandbox.
@@ -267,6 +267,7 @@ class SandboxAdmission:
             raise SandboxBusyError(
                 f"{len(self._waiting)} requests wait for a sandbox already; ask again later, or add hosts"
             )
+        # The owner's waiting requests may be served first, and then `patience` others, before this one is late.
         ahead = sum(map(len, self._by_owner.get(request.owner, {}).values()))
         late_at = self._turns.get(request.owner, 0) + ahead + self._patience
         self._enter(_Waiting(request, next(self._arrivals), late_at))

@@ -205,16 +205,22 @@ class SandboxLease:
         return min(times)
 
     def lost(self, sandbox: Sandbox | None, error: SandboxLostError) -> None:
-        """Record the loss of the sandbox. The next call of the holder raises `error`. `LeaseServer` calls this.
+        """Record the loss of the sandbox. The next call of the holder raises `error`.
 
-        Nothing is recorded if a call in progress has raised that error already. `sandbox` is None after a restart of
-        the service, when it is unknown what the holder knows.
+        `LeaseServer` calls this when a sandbox has ended. `Recovery` calls it after a restart of the service, with None
+        as the sandbox, since it is unknown then what the holder knows.
         """
-        self._unreported = None if sandbox is not None and sandbox is self._reported else (sandbox, error)
+        if sandbox is not None and sandbox is self._reported:
+            self._unreported = None  # A call in progress has raised the error of this loss already.
+        else:
+            self._unreported = sandbox, error
 
     @asynccontextmanager
     async def use(self) -> AsyncGenerator[Sandbox]:
-        """Yield the lease's sandbox for one call of the holder. Every method of `LeasedSandbox` runs in such a block.
+        """Yield the lease's sandbox for one call of the holder.
+
+        The methods of `LeasedSandbox` that need the sandbox run in such a block, and so do snapshots and forks of the
+        pool.
 
         A SandboxLostError of the call counts as the report of the loss to the holder.
 
