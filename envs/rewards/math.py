@@ -254,6 +254,7 @@ def _with_percent(text: str, formula: re.Match[str]) -> str:
 
 def _last_value(text: str) -> str | None:
     """Return the last number of a text, or the formula that contains it; a short text without numbers as it is."""
+    # A digit right after a command, as in `\frac12`, would not begin a number.
     text = re.sub(r"\\([A-Za-z]{1,20})(?=\d)", r"\\\1 ", text)
     values = [*_VALUE.finditer(text)]
     if not values:
@@ -388,15 +389,17 @@ class _TooLong(BaseException):
 def _plain(text: str) -> str:
     """Return an answer or a reference without markup that only changes its appearance, for the comparison."""
     text = text.translate(_SIGNS).strip()
-    for _ in range(4):
+    for _ in range(4):  # Wrapping commands nest.
         text = _WRAPPED.sub(r" \1 ", text)
     text = _PICTURES.sub("", _EMPTY.sub(r"\\emptyset ", _NOTHING.sub("", text)))
     text = _REPEATING.sub(_as_fraction, text.rstrip("\\ "))
     text = _BLANK.sub(" ", text).replace("{,}", ",")
+    # One spelling of each command.
     text = re.sub(r"\\[dtc]frac(?![a-z])", r"\\frac", text)
     text = re.sub(r"\\sqrt\s?\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = re.sub(r"\\(?:leq?|leqslant)(?![a-z])", r"\\le", re.sub(r"\\(?:geq?|geqslant)(?![a-z])", r"\\ge", text))
-    # A dollar sign around a formula is not a currency.
+    # Brackets of LaTeX and dollar signs around the whole text, and then dollar signs around each part of a list. Such a
+    # dollar sign is not a currency.
     text = re.sub(r"^\\[(\[](.*)\\[)\]]$", r"\1", text.strip(' *`"\n'))
     text = re.sub(r"^(\$\$?)((?:\\\$|[^$])+)\1(\s?(?:\\?%|percent|per cent)?)\.?$", r"\2\3", text.strip())
     text = re.sub(r"\$([^$]{1,200})\$(?=\s?(?:,|and|or|$))", r"\1", text) if text.count("$") > 1 else text
@@ -455,13 +458,17 @@ def _number(text: str) -> _Number | None:
 
 
 def _without_unit(text: str) -> str | None:
-    """Return the number before a unit; None if the text has no unit."""
+    """Return the number before a unit, as text; None if the text does not end with a unit.
+
+    Without a blank before it, only a known unit of several letters is accepted. After a blank, known units and any
+    words of several letters are accepted, except the words of `_NO_UNIT`.
+    """
     if foreign := _FOREIGN_UNIT.fullmatch(text):
         return foreign[1]
     found = _UNIT.fullmatch(text)
     if found is None:
         return None
-    if found["words"] is None:
+    if found["words"] is None:  # Degrees.
         return found["number"]
     words = re.findall(r"[A-Za-zµμΩ]+", found["words"])
     if len(words) > 6 or not _NO_UNIT.isdisjoint(word.lower() for word in words[:-1]) or words[-1].lower() in _NO_UNIT:
@@ -529,7 +536,10 @@ def _letter(choice: re.Match[str]) -> str:
 
 
 def _sides(text: str) -> tuple[str, list[str]]:
-    """Return the name that an equation defines, and its other sides, which must be equal: `x = 2 + 3 = 5`."""
+    """Return the name that an equation defines, and its other sides: of `x = 2 + 3 = 5`, `x` and the two values.
+
+    The name is empty if there is none. A text that is no equation, or a relation or list, is one side.
+    """
     if _RELATION.search(text):
         return "", [text]
     # The equals sign in `\sum_{k=1}` does not make an equation.
@@ -541,8 +551,10 @@ def _sides(text: str) -> tuple[str, list[str]]:
     if about and exact.strip() and rounded.strip():
         parts[-1:] = [exact.strip(), rounded.strip()] if _has_letters(exact) else [exact.strip()]
     name = ""
+    # Sides before the value: names, and expressions with variables if the last side is a number.
     while len(parts) > 1 and _has_letters(parts[0]) and (_NAME.fullmatch(parts[0]) or not _has_letters(parts[-1])):
         name = parts.pop(0)
+    # The name may also be on the right: `5 = x`.
     if len(parts) > 1 and re.fullmatch(r"[A-Za-z]", parts[-1]):
         name = parts.pop()
     return name, parts[-MOST_SIDES:] or [text]
@@ -629,6 +641,7 @@ def _parsed(latex: str) -> Any:
 def _latex(text: str) -> str | None:
     """Return an answer as a formula for math-verify; None for words, which it would read as products of letters."""
     text = re.sub(r"\s(?:and|or)\s", ", ", text).replace("**", "^")
+    # Functions and symbols that are written without a backslash.
     text = re.sub(r"(?<![\\A-Za-z])(sin|cos|tan|log|ln|exp|sqrt)(?![A-Za-z])", r"\\\1 ", text)
     text = _PLAIN_NAME.sub(lambda name: f"\\{_PLAIN_NAMES[name[0]]} ", text)
     text = re.sub(r"\\sqrt\s?\(([^()]*)\)", r"\\sqrt{\1}", text)

@@ -134,6 +134,7 @@ class ShellEnv(ABC, Generic[_Options, _Task]):
             raise EnvError("step() was called before reset()")
         self._counts["turns"] += 1
         order = read_order(action, fenced=self.fenced)
+        # Shown unless the answer has a command.
         text = NOTHING if self.fenced else NOTHING.partition(":")[0]
         if order is None:
             self._counts["no_command"] += 1

@@ -601,7 +601,7 @@ def adopted() -> "list[int]":
     """Return the ids of our children: orphans that the kernel gave to us, and processes that this thread has started.
 
     `end_leftovers` finds the processes here that ended commands have left behind. Children that the thread of
-    `Launcher` has started may be missing; it leaves out all of those anyway.
+    `Launcher` has started may be missing. `end_leftovers` does not need them: they are in `BoxAgent.children`.
     """
     own = os.getpid()
     try:

@@ -509,7 +509,10 @@ class SandboxAdmission:
         return granted
 
     def _drop_owner(self, owner: str) -> None:
-        """Drop the records of an owner that neither waits nor holds a grant: a service may see very many owners."""
+        """Drop the records that an owner does not need any more: a service may see very many owners.
+
+        Without a grant, its resources are dropped; if it also waits for nothing, everything is.
+        """
         if self._grants_held.get(owner, 0) == 0:
             self._grants_held.pop(owner, None)
             self._usage.pop(owner, None)
