@@ -160,6 +160,7 @@ class AgentRun:
     def __init__(self, agent: AgentFunction, arguments: tuple[str, str, str], session: EpisodeSession) -> None:
         """Start the agent with `arguments`: base URL, API key and task. `session` has the agent's requests."""
         self._run = UserTask("the agent", lambda: agent(*arguments), on_end=session.agent_ended)
+        """Task of the agent, with its result or error."""
 
     @property
     def answer(self) -> str | None:

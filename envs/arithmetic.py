@@ -66,7 +66,9 @@ class Arithmetic(OneTurn):
         self._high = 10**options.digits
         """Upper bound of the operands, which no operand reaches."""
         self._operators = options.operators
+        """Operators to draw from, as one text."""
         self._chat = options.template == "chat"
+        """True if problems are questions for a chat model."""
 
     def alphabet(self) -> str:
         """Return the digits, the equals sign and the operators. A negative answer starts with the minus operator."""

@@ -99,6 +99,7 @@ class ChainedSums:
         self._chain: list[SolvedExample] = []
         """Sums of the episode with their results; empty before `reset`."""
         self._waits = _Waits([], None)
+        """Delays of this instance; `reset` draws them."""
         self._turn = 0
         """Index of the sum that is answered next; the number of sums after the end."""
 

@@ -54,8 +54,11 @@ class Reaction(Enum):
     """Reaction of a grader to an answer."""
 
     FULL_MARKS = auto()
+    """The grade is 1 or more."""
     PARTIAL_MARKS = auto()
+    """The grade is between 0 and 1."""
     NO_MARKS = auto()
+    """The grade is 0 or less."""
     ENDLESS = auto()
     """The grade took too long."""
     RAISED = auto()

@@ -64,6 +64,7 @@ class Split(msgspec.Struct, Generic[R], frozen=True):
     """Training rows and held-out rows of a data set."""
 
     train: list[R]
+    """Rows for training."""
     held_out: list[R]
     """Rows for evaluation only. No prompt of them is in `train`."""
 

@@ -32,7 +32,9 @@ MOST_ENDS = 4
 # Tags around the reasoning of the usual models.
 END_OF_THOUGHT = ("</think>", "</thinking>", "</thought>", "</reasoning>", "</seed:think>", "[/THINK]")
 START_OF_THOUGHT = ("<think>", "<thinking>", "<thought>", "<reasoning>", "<seed:think>", "[THINK]")
+"""Tags before the reasoning, of the same models as `END_OF_THOUGHT`."""
 ANSWER_TAGS = (("<answer>", "</answer>"), ("<solution>", "</solution>"))
+"""Pairs of tags around an answer; the first pair that is found counts."""
 QUOTES = "\"'`"
 """Quotation marks. A tag after one of them is part of a program's text."""
 

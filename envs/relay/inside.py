@@ -69,6 +69,7 @@ class Relay:
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
+        """Selector of the terminal, the listener and the connections; `run` describes its data."""
         self.listener = socket.socket()
         """Socket at a free port of the loopback, where programs connect."""
         self.listener.bind(("127.0.0.1", 0))

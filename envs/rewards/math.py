@@ -349,6 +349,7 @@ _PLAIN_NAMES = {
 }
 """Names of symbols that are written without a backslash, with the command for each."""
 _PLAIN_NAME = re.compile(rf"(?<![\\A-Za-z])(?:{'|'.join(_PLAIN_NAMES)})(?![A-Za-z])")
+"""Pattern of a key of `_PLAIN_NAMES`."""
 # A word of a sentence, and not a command or a variable.
 _WORD = re.compile(r"(?<![\\A-Za-z])(?:[A-Za-z]{3,}|[Nn]o(?![A-Za-z]))")
 # The begin or end of a LaTeX environment, such as a matrix.
@@ -367,10 +368,12 @@ _NAME = re.compile(
 _EQUALS = re.compile(r"(?<![<>!:=])=(?!=)|\\implies|\\Rightarrow")
 # Signs of lists, relations and sets: a text with one of them is not split at its equals signs.
 _RELATION = re.compile(r"[,;<>]|\\(?:le|ge|ne|in|begin|cup|pm)(?![A-Za-z])|\s(?:and|or)\s")
-# A LaTeX command; commands that are variables; a binomial coefficient.
+# A LaTeX command.
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _GREEK = re.compile(r"\\(?:alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi|omega|angle)(?![A-Za-z])")
+"""Pattern of the commands that are variables."""
 _BINOMIAL = re.compile(r"\\[dt]?binom\s?\{([^{}]*)\}\s?\{([^{}]*)\}")
+"""Pattern of a binomial coefficient."""
 
 
 class _Number(NamedTuple):

@@ -188,6 +188,7 @@ class SessionInterrupted(msgspec.Struct, frozen=True):
     """Answer to an interrupt: True if a command was running."""
 
     interrupted: bool
+    """True if a command was running."""
 
 
 class JobInfo(msgspec.Struct, frozen=True):
@@ -276,6 +277,7 @@ class SnapshotInfo(msgspec.Struct, frozen=True):
     """A snapshot, as the tokens that may use it see it."""
 
     snapshot_id: str
+    """Id by which clients remove the snapshot."""
     image: str
     """Image to name in the `Spec` of a sandbox that starts with these files."""
     owner: str

@@ -95,6 +95,7 @@ class Tokens:
             if not (token.isascii() and token.isprintable()):
                 raise ConfigError(f"token {name} has characters that a header cannot carry; use letters and digits")
         self._tokens = dict(tokens)
+        """Tokens by name."""
         self._digests = {name: _digest(token.secret) for name, token in tokens.items()}
         """Digest of each token's secret, by name."""
         if len(set(self._digests.values())) < len(tokens):

@@ -71,6 +71,7 @@ class _Packing:
         self._archive = archive
         self._limits = limits
         self._entries = 0
+        """Number of files, folders and links so far."""
 
     def tree(self, top: int) -> None:
         """Add the content of an open folder."""

@@ -38,6 +38,7 @@ SHIPPED = Path(__file__).parent / "tasks"
 """Folder of the twenty tasks that ship with Flash."""
 
 _Text = Annotated[str, Meta(min_length=1)]
+"""A text that is not empty."""
 
 
 class Edit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -23,6 +23,7 @@ class Loop:
 
     def __init__(self) -> None:
         self.poll = select.epoll()
+        """Watcher of the descriptors in `readers` and `writers`."""
         self.readers = {}
         """Function to call when a descriptor can be read, by descriptor."""
         self.writers = {}

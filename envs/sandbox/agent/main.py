@@ -54,6 +54,7 @@ class BoxAgent:
         self.options = options
         """Fields of `envs.sandbox.engines.bundle.Options`."""
         self.loop = Loop()
+        """Event loop, in which all functions of the agent run."""
         self.env = dict(os.environ)
         """Environment variables of commands, to which a call adds its own."""
         self.workdir = options["workdir"]
@@ -63,6 +64,7 @@ class BoxAgent:
         self.epoch = 0
         """Number of hosts so far, the current one included."""
         self.numbers = CommandNumbers()
+        """Source of the numbers that the processes of commands carry."""
         self.children = {}
         """`Command` or `Shell` of each child, by process id; its method `reaped` is called at the child's end."""
         self.active = set()
@@ -82,6 +84,7 @@ class BoxAgent:
         self.shell = self.bash or find_program("sh", self.env, "/") or "/bin/sh"
         """Path of the shell that runs commands given as text."""
         self.oom = OomCounter(options["cgroup"])
+        """Counter of processes killed for lack of memory, which commands read at their begin and end."""
         # If the root is writable, Landlock would also refuse new files in it. The launcher is made before `protect`,
         # since it opens a file in our /proc, which `protect` closes to our own user.
         self.launcher = Launcher(self.is_init and not os.access("/", os.W_OK))

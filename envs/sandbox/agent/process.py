@@ -349,6 +349,7 @@ class Ring:
     def __init__(self, limit: int) -> None:
         self.head_limit = limit - limit // 2
         self.tail_limit = limit // 2
+        """Most bytes kept of the end of the stream; `head_limit` is that of its beginning."""
         self.head = bytearray()
         """First bytes of the stream."""
         self.tail = bytearray()

@@ -145,6 +145,7 @@ class DockerContainers:
         self._asking = anyio.Lock()
         """Lock around the question for `_info`, so that parallel calls of `create` ask once."""
         self._users = Users(users)
+        """User ids of the containers that this process knows."""
         self._half_started: set[str] = set()
         """Ids of containers whose start was interrupted. The engine may not know all of their processes, so `delete`
         also kills processes that name the container."""

@@ -65,6 +65,7 @@ class FakeContainer:
         self.name = name
         self.spec = spec
         self.labels = dict(labels)
+        """Labels of the container, with those of its image."""
         self.folder = folder
         """Folder that stands for the working directory."""
         self.process: Process | None = None

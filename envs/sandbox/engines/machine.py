@@ -27,7 +27,9 @@ from pathlib import Path
 import msgspec
 
 _KIB = 1024
+"""Bytes of a KiB."""
 _MIB = 1 << 20
+"""Bytes of a MiB."""
 IDLE = (3, 4)
 """Columns of /proc/stat in which a processor did nothing: idle, and waiting for a disk."""
 COUNTED = 8

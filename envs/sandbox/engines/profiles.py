@@ -34,6 +34,7 @@ from flash.errors import SandboxRefusedError
 USER = "1000:1000"
 """User and group that commands run as, except under `compat`."""
 MIB = 1 << 20
+"""Bytes of a MiB."""
 DISK_MIB = 256
 """Disk of a sandbox in MiB if the spec sets none."""
 TMP_MIB = 64

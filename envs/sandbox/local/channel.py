@@ -265,6 +265,7 @@ class Channel:
         self._rest = rest
         """Bytes that `run` processes before it reads from the link."""
         self._decoder = Decoder()
+        """Decoder of the bytes from the agent."""
         self._calls: dict[int, AgentCall] = {}
         """Calls in progress by their numbers."""
         self._numbers = 0

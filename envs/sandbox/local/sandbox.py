@@ -95,6 +95,7 @@ class SandboxContainer:
         self.id = adopt or ""
         """Id that the engine gave the container; empty before it exists."""
         self.name = name or f"flash-{uuid4().hex[:20]}"
+        """Name of the container, which is the id of the sandbox."""
         self.labels = dict(labels or {})
         """Labels as given, or those of the container that was taken over. Snapshots get them too, so that they are
         found in the same way."""
@@ -251,13 +252,16 @@ class LocalSandbox(AgentSandbox):
         self._backend = backend
         self._spec = spec
         self._container = SandboxContainer(backend, spec, name, labels, adopt)
+        """Container of the sandbox; not created yet."""
         self._settings = settings or SandboxSettings()
         self._state: State = "starting"
+        """State that `state` reports. `_serve` sets `ready`, and `_end` the final one."""
         self._reason = "the sandbox was not started"
         """Reason of the end, for the errors of later calls."""
         self._channel: Channel | None = None
         """Channel to the agent, also one that is broken; None before the first one."""
         self._surroundings = Surroundings(spec.workdir)
+        """Facts about the container that its agent needs; `_connect` asks the backend for them."""
         self._connected = anyio.Event()
         """Event that is set while the channel works, and at the end. A new event after each break of the link."""
         self._ending = anyio.Event()

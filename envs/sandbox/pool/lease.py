@@ -85,6 +85,7 @@ class SandboxLease:
         self.lease_s = math.inf if order.lease_s is None else order.lease_s
         """Seconds after its last renewal at which the lease ends."""
         self.state: LeaseState = "queued"
+        """State of the lease. Set by `set`."""
         self.reason = ""
         """Reason for the current state."""
         self.ending = "it was given back"

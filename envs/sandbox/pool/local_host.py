@@ -48,6 +48,7 @@ from flash.waiting import unwrapped_group
 _log = logging.getLogger(__name__)
 
 _MIB = 1 << 20
+"""Bytes of a MiB."""
 
 
 class WarmPolicy:
@@ -65,6 +66,7 @@ class WarmPolicy:
             window: seconds for which a request counts.
         """
         self._fixed = dict(fixed)
+        """Number of sandboxes of each kind that are always kept ready."""
         self._learned_max = learned_max
         self._window = window
         self._requests: dict[str, deque[float]] = {}
@@ -149,6 +151,7 @@ class LocalHost:
         self._specs = {warm_key(spec): spec for spec, _ in warm}
         """Spec of each kind that is kept ready or was requested lately."""
         self._policy = WarmPolicy(fixed=fixed, learned_max=self._settings.warm_max, window=self._settings.idle_warm_s)
+        """Policy that decides how many sandboxes are kept ready."""
         self._warm_failures = Quarantine(threshold=1, cooldown=5.0)
         """Kinds whose last ready sandbox could not be made. They are not tried for some seconds."""
         self._wall = wall

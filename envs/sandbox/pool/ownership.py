@@ -82,7 +82,9 @@ class OwnerAlive(Enum):
     """Liveness of a container's owner."""
 
     YES = "yes"
+    """The owner holds its lock."""
     NO = "no"
+    """Nobody holds the owner's lock, or its file is gone."""
     UNKNOWN = "unknown"
     """The owner runs, or ran, on another machine, or its lock file cannot be read."""
 
@@ -91,6 +93,7 @@ class OwnerVerdict(Enum):
     """Decision about a container."""
 
     KEEP = "keep"
+    """The owner lives; or nobody knows if it does, and the deadline has not passed."""
     ORPHAN = "orphan"
     """The owner is gone: remove the container unless the owner restarts within the grace period."""
     REMOVE = "remove"

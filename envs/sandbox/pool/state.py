@@ -376,8 +376,11 @@ class PoolState:
         self._hosts = {host.name: host for host in hosts}
         """Hosts by name."""
         self.admission = SandboxAdmission(max_waiting=settings.max_waiting, patience=settings.patience)
+        """Queue of requests, and the grants."""
         self.leases = LeaseBook()
+        """Leases by id and idempotency key."""
         self.failures = PoolFailures(settings.quarantine_threshold, settings.quarantine_s, wall, self.changed)
+        """Failures and quarantines."""
         self.version = 0
         """Number of changes so far. Clients wait for a version that is newer than the one they know."""
         self._newer = anyio.Event()

@@ -289,6 +289,7 @@ class RemoteSandbox(Sandbox):
         self._ended = anyio.Event()
         """Event that is set once the end of the sandbox is recorded."""
         self._state: State = "ready"
+        """State that `state` reports: `ready` until `_end` records another one."""
 
     @property
     def sandbox_id(self) -> str:

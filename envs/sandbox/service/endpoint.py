@@ -106,6 +106,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     summary: str
     """Description in the OpenAPI document."""
     handler: Handler
+    """Function that answers the calls."""
     body: Any = None
     """Struct of the body. `BINARY` or `TAR` for a body that the handler reads itself; None: no body."""
     query: type[msgspec.Struct] | None = None
