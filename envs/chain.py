@@ -122,6 +122,7 @@ class ChainedSums:
             await anyio.sleep_forever()
         await anyio.sleep(self._waits.seconds[self._turn])
         turns, right = self._options.turns, action.strip() == self._chain[self._turn].answer
+        # A wrong answer ends the episode with the option `end_at_error`.
         self._turn = turns if self._options.end_at_error and not right else self._turn + 1
         done = self._turn == turns
         return "" if done else self._chain[self._turn].prompt, right / turns, done, False, {}

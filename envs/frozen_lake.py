@@ -148,6 +148,7 @@ class Lake(msgspec.Struct, frozen=True):
     def steps(self) -> float:
         """Number of moves of the shortest path if the ice is not slippery; infinite if there is no path."""
         worth = _worth(self.size, self.holes, self.goal, 0.0).get(self.player)
+        # Without slips, the value of a cell is `DISCOUNT` to the power of its distance.
         return math.inf if worth is None else round(math.log(worth, DISCOUNT))
 
     def _drawn(self, player: int | None) -> str:
@@ -241,8 +242,14 @@ class FrozenLake:
         raise ConfigError(f"none of {MOST_DRAWS} maps that were drawn fits the options: make it larger, or ask less")
 
     def _slipped(self, move: str, drawn: float) -> str:
-        """Return the move that is really made. `drawn` is a random number from 0 to 1."""
-        return SIDES[move][drawn < self._options.slip / 2] if drawn < self._options.slip else move
+        """Return the move that is really made: `move`, or with the probability `slip` one to either of its sides.
+
+        `drawn` is a random number from 0 to 1, which decides.
+        """
+        if drawn >= self._options.slip:
+            return move
+        one, other = SIDES[move]
+        return other if drawn < self._options.slip / 2 else one
 
     def _played(self, rng: random.Random) -> SolvedExample:
         """Draw a training lake, and return the complete game of an optimal player on it."""

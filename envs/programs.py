@@ -75,7 +75,7 @@ async def _begin(command: list[str], variables: dict[str, str]) -> Process:
         return await anyio.open_process(
             command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=variables, start_new_session=True
         )
-    raise AssertionError("nothing cancels the block")
+    raise AssertionError("nothing cancels the block")  # For type checkers, since a cancel scope can swallow a return.
 
 
 def too_long(command: list[str]) -> EnvError:

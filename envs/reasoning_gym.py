@@ -230,7 +230,8 @@ def _entry(key: _ProblemKey) -> dict[str, Any]:
         EnvError: all problems of the window are on the other side.
     """
     held_out = is_held_out(key.seed)
-    first = held_out * HELD_OUT + key.seed * WINDOW % HELD_OUT
+    # Seeds of the package: each seed of an episode has `WINDOW` of them, held-out ones from `HELD_OUT` on.
+    first = (HELD_OUT if held_out else 0) + key.seed * WINDOW % HELD_OUT
     problems = _dataset(key.family, msgspec.json.encode(key.settings), first)
     for index in range(WINDOW):
         entry = problems[index]

@@ -67,8 +67,8 @@ class TextWorldOptions(GameOptions, frozen=True, kw_only=True):
     def game_of(self, seed: int) -> GameOf:
         """Return the game of a seed: training seeds take the `games` numbers in turn, held-out seeds their own ones."""
         held_out = is_held_out(seed)
-        number = held_out * HELD_OUT + (seed - held_out * HELD_OUT) % self.games
-        return GameOf(self.kind, self.level, number, held_out)
+        first = HELD_OUT if held_out else 0
+        return GameOf(self.kind, self.level, first + (seed - first) % self.games, held_out)
 
 
 class TextWorld(TextGame[TextWorldOptions]):
