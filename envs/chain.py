@@ -125,7 +125,8 @@ class ChainedSums:
         # A wrong answer ends the episode with the option `end_at_error`.
         self._turn = turns if self._options.end_at_error and not right else self._turn + 1
         done = self._turn == turns
-        return "" if done else self._chain[self._turn].prompt, right / turns, done, False, {}
+        reward = float(right) / turns
+        return "" if done else self._chain[self._turn].prompt, reward, done, False, {}
 
     async def close(self) -> None:
         """Do nothing: there is nothing to release, not even in a step that never returns."""

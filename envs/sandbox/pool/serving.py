@@ -98,6 +98,7 @@ class LeaseServer:
             SandboxError: no sandbox could be started, or it was lost and is not replaced.
         """
         while True:
+            # A lease that was recovered after a restart has its sandbox already.
             sandbox = lease.sandbox or await self._obtain(lease)
             self._hand_out(lease, sandbox)
             await sandbox.wait_ended()

@@ -183,7 +183,7 @@ class SimulatedSandbox(Sandbox):
         return Snapshot(name, msgspec.structs.replace(self._spec, image=name), 0)
 
     async def close(self) -> None:
-        """Remove the container. Does nothing if the process that uses the engine counts as dead."""
+        """Remove the container, and wait until it is gone. Does nothing if `SimulatedMaker.frozen` is set."""
         if self._maker.frozen:
             return
         if self._state == "ready":

@@ -495,7 +495,7 @@ class PoolState:
         self.decide()
 
     def _measure(self, name: str) -> None:
-        """Give admission the current report of a host."""
+        """Give admission the current report of a host. A host in quarantine counts as one that takes no sandboxes."""
         report = self._hosts[name].report()
         accepts = report.accepts and not self.failures.quarantine_left(name)
         self.admission.set_host(name, report.capacity, accepts=accepts, warm=report.warm)
