@@ -61,7 +61,7 @@ def compiled(text: str) -> "ast.AST | None":
 def repairs(text: str) -> "list[str]":
     """Return a text, and its likely originals before it was indented, typeset or copied from a console.
 
-    `choose_python` tries them in this order if the text is no program.
+    `choose_python` ranks all of them if no text of the block is a program as it is.
     """
     prompts = [line.lstrip()[4:] for line in text.split("\n") if line.lstrip()[:4] in (">>> ", "... ", "...", ">>>")]
     no_magics = [line for line in text.split("\n") if line.lstrip()[:1] not in ("%", "!")]
@@ -143,7 +143,10 @@ def region(text: str, asked: "dict[str, Any]") -> "str | None":
 
 
 def choose_python(asked: "dict[str, Any]") -> str:
-    """Return the program with the highest rank; of equal ones, the first. A block counts with its first valid text."""
+    """Return the program with the highest rank; of equal ones, the first.
+
+    Each block counts with its text of the highest rank. The search ends at a block with the rank `BEST`.
+    """
     blocks = asked["blocks"]
     best, chosen = -1, blocks[0][0]
     for texts in blocks:

@@ -153,7 +153,7 @@ class Judge:
     async def check_image(self, language: Language, sandbox: Sandbox) -> None:
         """Refuse an image without the programs of the language, in which every answer would crash.
 
-        Each language is checked once in a process. `sandbox` runs the language's image.
+        A judge checks each language once. `sandbox` runs the language's image.
 
         Raises:
             SandboxRefusedError: a program is missing.

@@ -202,7 +202,10 @@ def answer_part(text: str) -> str | None:
 
 
 def _is_language(info: str, names: Sequence[str]) -> bool | None:
-    """Return True if the name of a block is one of a language's names; None if it names no language at all."""
+    """Return True if `info`, the text after a fence, names the language of `names`, and False for another language.
+
+    Returns None if it names no language at all.
+    """
     words = [word.lower().removeprefix("language-").removeprefix("lang-") for word in WORDS.findall(info)]
     words = [word.lstrip(".#") for word in words]
     words = [word for word in words if word and word not in IGNORED_WORDS]

@@ -57,7 +57,8 @@ def check_location(location: Location) -> None:
 async def open_sandboxes(location: Location) -> AsyncGenerator[SandboxProvider]:
     """Open a provider of sandboxes for the time of the block. At its end all its sandboxes are closed.
 
-    `envs.judging.judge.shared_judge` calls this once on each node of a run. Programs of users may call it too.
+    `envs.judging.judge.shared_judge` calls this on each node of a run, once for each judge pool. Programs of users may
+    call it too.
 
     Raises:
         ConfigError: there is no engine, or a package or a token is missing.

@@ -118,7 +118,10 @@ def how_ended(result: Result) -> str:
 
 
 def clipped(text: str, most: int) -> str:
-    """Return a text of at most `most` characters, with a line that says how many are left out in the middle."""
+    """Return a text. Of a text with more than `most` characters, return the first and the last half of `most`.
+
+    A line between the halves says how many characters are left out; it comes in addition to `most`.
+    """
     if len(text) <= most:
         return text
     half = most // 2
