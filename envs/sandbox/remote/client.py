@@ -262,7 +262,11 @@ class SandboxClient:
         await self.http.ask("DELETE", f"/v1/snapshots/{quote(snapshot_id, safe='')}", type(None), seconds=CLOSE_S)
 
     async def _end_acquired(self, sandbox: RemoteSandbox | None, order: SandboxOrder, key: str) -> None:
-        """End the sandbox of `acquire`. None: the order was not answered, so it is repeated to learn the id."""
+        """End the sandbox of `acquire`, at the end of its block.
+
+        `sandbox` is None if the order was not answered, or the sandbox did not become ready. Then the order is repeated
+        to learn the id.
+        """
         try:
             if sandbox is not None:
                 await sandbox.close()
