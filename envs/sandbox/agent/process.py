@@ -216,7 +216,7 @@ def spawn(
         os.chdir(cwd)
         for signal in DEFAULT_SIGNALS:
             _signal.signal(signal, _signal.SIG_DFL)
-        carry(number)
+        set_number(number)
         for theirs, ours in files.items():
             os.dup2(ours, theirs)
         if tty:
@@ -347,6 +347,7 @@ class Ring:
     """
 
     def __init__(self, limit: int) -> None:
+        """Begin with an empty stream. `limit` is the number of bytes to keep."""
         self.head_limit = limit - limit // 2
         self.tail_limit = limit // 2
         """Most bytes kept of the end of the stream; `head_limit` is that of its beginning."""
@@ -394,7 +395,7 @@ class Ring:
 
 
 class Pipe:
-    """Our reading end of an output of a command or of a shell."""
+    """Our reading end of an output of a command or of a session. `Command` and `Shell` make one for each stream."""
 
     def __init__(self, loop: object, fd: int, on_data: object) -> None:
         """Begin to read from the descriptor `fd`. `on_data` is called with each piece of bytes."""
@@ -420,7 +421,7 @@ class Pipe:
             self.close()
 
     def pause(self, paused: bool) -> None:
-        """Pause reading if `paused` is True, so that the writer waits; else go on."""
+        """Stop reading if `paused` is True, so that the writer waits; else go on. `Command` pauses without credit."""
         if self.fd >= 0:
             self.loop.watch(self.fd, None if paused else self.read)
 
@@ -444,6 +445,7 @@ class Pipe:
             self.on_data(data)
 
     def close(self) -> None:
+        """Close the descriptor, at the end of the output or of the command. A second call does nothing."""
         if self.fd >= 0:
             self.loop.watch(self.fd)
             os.close(self.fd)
@@ -451,7 +453,7 @@ class Pipe:
 
 
 class InputFeed:
-    """Our writing end of the input of a command, with the bytes that the command has not read yet.
+    """Our writing end of the input of a command, with the bytes that the command has not read yet. `Command` makes it.
 
     The host sends no more bytes than it has credit for, so the number of waiting bytes is bounded.
     """
@@ -505,6 +507,7 @@ class InputFeed:
             self.loop.watch(self.fd)
 
     def close(self) -> None:
+        """Close the descriptor, after the last bytes or at the command's end. A second call does nothing."""
         if self.fd >= 0:
             self.loop.watch(self.fd)
             os.close(self.fd)
@@ -561,6 +564,7 @@ class Stat:
     """Fields of /proc/PID/stat, read once. Raises OSError, ValueError or IndexError if the process is gone."""
 
     def __init__(self, pid: int) -> None:
+        """Read the file of the process `pid`."""
         with open("/proc/{}/stat".format(pid), "rb") as file:
             # The name of the program, in parentheses before these fields, may contain spaces and parentheses.
             fields = file.read().rpartition(b")")[2].split()
@@ -667,7 +671,7 @@ class CommandNumbers:
         return self.last
 
 
-def carry(number: int) -> None:
+def set_number(number: int) -> None:
     """Give this process the number of a command, permanently. Raises OSError or ValueError on failure.
 
     `spawn` calls this in the child, and the program's own children inherit the number.

@@ -145,7 +145,7 @@ class PoolFailures:
         """Return the seconds until a host is tried again; 0 if it is not in quarantine."""
         return self._bad_hosts.remaining(name, anyio.current_time())
 
-    def why_put_aside(self, name: str) -> str:
+    def why_quarantined(self, name: str) -> str:
         """Return the reason why a host is in quarantine; "" if it is not."""
         remaining = self.quarantine_left(name)
         return f"in quarantine for {remaining:.0f} s: {self._bad_hosts.why(name)}" if remaining else ""
@@ -418,7 +418,7 @@ class PoolState:
                     memory_mib=report.capacity.memory_mib,
                     cpus_promised=promised.millicpus / 1000,
                     memory_mib_promised=promised.memory_mib,
-                    why_not=self.failures.why_put_aside(name) or report.why,
+                    why_not=self.failures.why_quarantined(name) or report.why,
                     sandboxes=number[name],
                     warm=sum(report.warm.values()),
                     hits=report.hits,
