@@ -28,6 +28,7 @@ import asyncio
 import heapq
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
+from typing import NamedTuple
 
 import anyio
 import anyio.lowlevel
@@ -36,7 +37,7 @@ import msgspec
 from flash.config.simulate import SimulateConfig
 from flash.errors import EngineDeadError
 from flash.rollout.engine import Pressure, Progress, ResponseRequest
-from flash.simulate.steps import PrefixCache, SimSequence, Stretch
+from flash.simulate.steps import PrefixCache, SimSequence, Stretch, VersionStart
 from flash.simulate.workload import turn_of
 from flash.types import Completion, Published
 
@@ -48,21 +49,37 @@ class _Swap(msgspec.Struct):
     """A swap that is requested or in progress."""
 
     version: int
+    """Policy version that the engine has after the swap."""
     keep_cache: bool
     """False if the KV cache of the running sequences is computed again."""
     done: asyncio.Future[None]
     """Completes when the swap is done or the engine is dead."""
 
 
+class _PlannedEnd(NamedTuple):
+    """Entry of the heap of ends: the earliest step first, and among equal steps the sequence that joined first."""
+
+    step: int
+    """Step count at which the response is complete, if the sequence runs without a break until then."""
+    order: int
+    """Number of the entry, counted from 0. All entries of an engine have different ones, so that the heap never
+    compares two sequences."""
+    sequence: SimSequence
+
+
 class SimEngine:
     """A simulated inference engine. Implements `flash.rollout.engine.Engine`.
+
+    The engine counts its decoding steps from its start. This number is called the *step count* below.
 
     Args:
         settings: the simulation's settings.
         max_sequences: most sequences that run at once.
-        response_tokens: returns the length of a response, without limits, for the key of its request.
-        stream_interval: steps between two deliveries of new tokens.
-        on_change: called after each change of the running sequences or of the engine's state.
+        response_tokens: returns the tokens of a whole response for the key of its request. The request's own limit,
+            `max_new_tokens`, is applied to it afterwards.
+        stream_interval: number of steps between two deliveries of new tokens.
+        on_change: called between two steps, and when the engine is killed, because running sequences or the swap may
+            have changed.
     """
 
     def __init__(
@@ -80,29 +97,35 @@ class SimEngine:
         self._stream_interval = stream_interval
         self._on_change = on_change
         self._version = -1
-        self._version_starts: list[tuple[int, int]] = []
-        """All swaps, the oldest first, as (step count, version): tokens from that step on have that version."""
+        self._version_starts: list[VersionStart] = []
+        """One item for each swap, the oldest first."""
         self._dead: EngineDeadError | None = None
+        """Error of the killed engine; None while it lives."""
         self._died = anyio.Event()
         self._running: dict[SimSequence, None] = {}
+        """Sequences that the engine decodes, as keys, in the order in which they joined. The values mean nothing: a
+        dict is used because it removes any key at once."""
         self._waiting: OrderedDict[SimSequence, None] = OrderedDict()
+        """Wait queue: sequences that have not joined, as keys. The first one joins next. The values mean nothing."""
         self._leaving: list[SimSequence] = []
         """Running sequences whose request was aborted. `_remove_ended` removes them at the end of the running step."""
-        self._last_steps: list[tuple[int, int, SimSequence]] = []
-        """Heap of (step count, order, sequence): the step at which each running sequence will be complete. Entries of
-        sequences that have left are ignored."""
+        self._planned_ends: list[_PlannedEnd] = []
+        """Heap with an entry for each running sequence. Entries of sequences that have left are skipped when they come
+        to the top, because a heap cannot remove an item in its middle."""
         self._order = 0
-        """Number of the next heap entry, which orders entries with the same step."""
+        """`order` of the next entry of `_planned_ends`."""
         self._done_steps = 0
-        """Steps since the start of the engine, without the steps of the present stretch."""
+        """Step count without the steps of the present stretch."""
         self._context = 0
         """Tokens of all running sequences after `_done_steps` steps."""
         self._to_prefill = 0
         """Tokens that the next step prefills: those of joining sequences, or of all sequences after a swap."""
         self._cache = PrefixCache()
+        """Contexts for later requests. They use the part of the `kv_tokens` that running sequences leave free."""
         self._preemptions = 0
+        """Number of times that a sequence returned to the wait queue for lack of KV cache."""
         self.recomputed = 0
-        """Tokens of running sequences that were computed again after swaps. Tests read it."""
+        """Tokens of running sequences that were computed again after swaps. Only tests read it."""
         self._stretch: Stretch | None = None
         """Steps that run at present; None while the engine is idle or paused for a swap."""
         self._planned_steps = 0
@@ -138,9 +161,10 @@ class SimEngine:
 
     @property
     def pressure(self) -> Pressure:
-        """Load of the engine at this moment."""
+        """Load of the engine at this moment. The proxy limits the engine's requests by it."""
         used = 0.0
         if self._settings.kv_tokens and self._running:
+            # Each running sequence has got one more token in each step of the stretch that is over.
             context = self._context + len(self._running) * self._steps_over()
             used = min(1.0, context / self._settings.kv_tokens)
         return Pressure(len(self._running), len(self._waiting), used, self._preemptions, self._settings.kv_tokens)
@@ -150,7 +174,11 @@ class SimEngine:
         await anyio.lowlevel.checkpoint()
 
     async def generate(self, request: ResponseRequest) -> AsyncGenerator[Progress | Completion, None]:
-        """Stream one response. All its tokens have id 0, and `response_tokens` gives its length."""
+        """Stream one response. All its tokens have id 0, and `response_tokens` gives its length.
+
+        The proxy reads the stream, and closes or cancels it to abort the request. Raises EngineDeadError once the
+        engine is killed.
+        """
         assert self._version >= 0, "an engine generates under a version"
         self._refuse_if_dead()
         sequence = self._new_sequence(request)
@@ -160,22 +188,25 @@ class SimEngine:
             while not sequence.ended:
                 sequence.waiter = asyncio.get_running_loop().create_future()
                 await sequence.waiter
-                if (piece := self._take_piece(sequence)) is not None:
+                if (piece := self._next_piece(sequence)) is not None:
                     yield piece
                 self._refuse_if_dead()
             tokens = sequence.length
             finish = "length" if sequence.finish == "length" else "stop"
             yield Completion([0] * tokens, [LOGPROB] * tokens, sequence.runs, finish)
         finally:
+            # The caller has aborted the request, or the engine is dead. No one receives the last sampled tokens.
             if not sequence.ended:
-                if (piece := self._take_piece(sequence)) is not None:
+                if (piece := self._next_piece(sequence)) is not None:
                     request.tally.lost += len(piece.token_ids)
                 self._abort(sequence)
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
         """Pause for `swap_s` at the end of the running step, then continue with the new version.
 
-        Returns 0, the difference between the log-probs of the canary: there are no weights that could differ.
+        The proxy calls this for each policy version. If the call is cancelled, the engine keeps the old version.
+        Returns 0, the difference between the log-probs of the canary: there are no weights that could differ. Raises
+        EngineDeadError if the engine is killed before or during the call.
         """
         self._refuse_if_dead()
         assert self._swap is None, "an engine loads one version at a time"
@@ -185,13 +216,14 @@ class SimEngine:
         try:
             await swap.done
         finally:
+            # `load` itself was cancelled. asyncio then cancels the future too, if `load` already waited for it.
             if not swap.done.done() or swap.done.cancelled():
                 self._cancel_swap()
         self._refuse_if_dead()
         return 0.0
 
     def reassign(self, number: int) -> None:
-        """Do nothing, since a simulated engine does not know its number."""
+        """Do nothing, since a simulated engine does not use its number. The supervisor calls this for a new hub."""
 
     def kill(self) -> None:
         """Die like a process that is killed: every request and every later call fails. Only tests kill engines."""
@@ -208,13 +240,13 @@ class SimEngine:
         self._on_change()
 
     async def wait_dead(self) -> EngineDeadError:
-        """Wait until the engine is killed, and return the error."""
+        """Wait until the engine is killed, and return the error. The proxy waits for it throughout the run."""
         await self._died.wait()
         assert self._dead is not None
         return self._dead
 
     async def close(self) -> None:
-        """Cancel the last timer."""
+        """Cancel the last timer. The supervisor calls this at the end of the run."""
         self._cancel_timer()
         await anyio.lowlevel.checkpoint()
 
@@ -224,16 +256,17 @@ class SimEngine:
             raise self._dead
 
     def _new_sequence(self, request: ResponseRequest) -> SimSequence:
-        """Return a new sequence for a request."""
+        """Return the sequence for a request that has just arrived. It is not in the wait queue yet."""
         # A request that has moved here from another engine asks only for the rest of its response.
         natural = max(1, self._response_tokens(request.key) - request.generated)
         limit = request.max_new_tokens
         return SimSequence(request, min(natural, limit), "length" if natural > limit else "stop", self._version)
 
-    def _take_piece(self, sequence: SimSequence) -> Progress | None:
-        """Return the tokens of a sequence that were not delivered yet, and count them as delivered.
+    def _next_piece(self, sequence: SimSequence) -> Progress | None:
+        """Return the tokens of a running sequence that were not delivered yet, and count them as delivered.
 
-        Returns None if there are none. Tokens of the present stretch do not count.
+        Returns None if there are none, if the sequence waits, and if it has ended: its `Completion` then holds all
+        tokens. Tokens of the present stretch do not count.
         """
         if sequence.ended or sequence.joined < 0:
             return None
@@ -249,27 +282,29 @@ class SimEngine:
     def _end_step_soon(self) -> None:
         """Let `_between_steps` run at the end of the running step, or in this moment if no step is running.
 
-        Called after each arrival, abort and request to swap, since these take effect between two steps.
+        Called after each arrival, abort, request to swap and cancelled swap, which take effect between two steps.
         """
         if self._swapping:
             return  # The end of the swap calls `_between_steps`.
-        loop = asyncio.get_running_loop()
         if self._stretch is not None:
-            steps = min(self._steps_over() + 1, self._planned_steps)
+            steps = self._steps_over() + 1
             if steps < self._planned_steps:
                 self._set_timer(self._stretch, steps)
         elif self._timer is None:
             # Not in this call: all requests that arrive at this moment share the first step.
-            self._timer = loop.call_soon(self._wake_up)
+            self._timer = asyncio.get_running_loop().call_soon(self._start_idle)
 
     def _steps_over(self) -> int:
-        """Return the number of steps that are over but not yet in `_done_steps`. The last planned step never counts."""
+        """Return the number of steps of the present stretch that are over by the clock.
+
+        The last planned step never counts, even if its timer fires late: `_end_stretch` is still to count it.
+        """
         if self._stretch is None:
             return 0
         return self._stretch.steps_over(asyncio.get_running_loop().time(), self._planned_steps - 1)
 
-    def _wake_up(self) -> None:
-        """Start the first steps of an idle engine."""
+    def _start_idle(self) -> None:
+        """Start the first steps of an engine that was idle. `_end_step_soon` sets the timer that calls this."""
         self._timer = None
         self._between_steps(asyncio.get_running_loop().time())
 
@@ -287,7 +322,7 @@ class SimEngine:
         self._stretch = None
 
     def _end_stretch(self) -> None:
-        """Count the planned steps of the stretch, which are over now, and call `_between_steps`."""
+        """Count the planned steps of the stretch, and call `_between_steps`. The timer fires at their end."""
         stretch, steps = self._stretch, self._planned_steps
         assert stretch is not None
         self._timer = None
@@ -299,10 +334,11 @@ class SimEngine:
     def _between_steps(self, now: float) -> None:
         """Remove ended sequences, deliver tokens, and begin a requested swap; without a swap, start the next steps.
 
-        Before the next steps, waiting sequences join if there is room for them.
+        Before the next steps, waiting sequences join if there is room for them. If no sequence runs, the engine is idle
+        until `_end_step_soon` is called.
 
-        `now` is the computed end of the last step. It is not the clock's time, because timers that fire late must not
-        slow down the engine.
+        `now` is the computed end of the last step or swap. It is not the clock's time, because timers that fire late
+        must not slow down the engine.
         """
         self._remove_ended()
         if self._done_steps % self._stream_interval == 0:
@@ -310,9 +346,8 @@ class SimEngine:
                 sequence.wake()
         if self._swap is not None:
             self._swapping = True
-            self._timer = asyncio.get_running_loop().call_at(
-                now + self._settings.swap_s, self._end_swap, now + self._settings.swap_s
-            )
+            end = now + self._settings.swap_s
+            self._timer = asyncio.get_running_loop().call_at(end, self._end_swap, end)
         else:
             self._preempt()
             self._admit()
@@ -321,19 +356,19 @@ class SimEngine:
         self._on_change()
 
     def _start_stretch(self, now: float) -> None:
-        """Start the steps up to the next event that is known in advance.
+        """Start the steps up to the next event that is known in advance. `now` is the time at which they begin.
 
         These events are the end of a response, a delivery of tokens, and the step that would overfill the KV cache.
         """
         settings, count = self._settings, len(self._running)
-        step = settings.step_s + settings.sequence_s * count + settings.context_s * self._context
-        stretch = Stretch(now, settings.prefill_s * self._to_prefill, step, settings.context_s * count)
+        step_s = settings.step_s + settings.sequence_s * count + settings.context_s * self._context
+        stretch = Stretch(now, settings.prefill_s * self._to_prefill, step_s, settings.context_s * count)
         self._to_prefill = 0
-        while self._last_steps[0][2] not in self._running or self._last_steps[0][0] != self._last_steps[0][2].end:
-            heapq.heappop(self._last_steps)
-        steps = min(
-            self._last_steps[0][0] - self._done_steps, self._stream_interval - self._done_steps % self._stream_interval
-        )
+        # Drop entries of sequences that have left. A preempted sequence that joined again has a later end than before.
+        while (first := self._planned_ends[0]).sequence not in self._running or first.step != first.sequence.end:
+            heapq.heappop(self._planned_ends)
+        steps = min(first.step - self._done_steps, self._stream_interval - self._done_steps % self._stream_interval)
+        # A step adds a token to each sequence. A single sequence may exceed the cache, as `_preempt` never removes it.
         if settings.kv_tokens and count > 1:
             steps = min(steps, (settings.kv_tokens - self._context) // count)
         self._set_timer(stretch, steps)
@@ -341,14 +376,15 @@ class SimEngine:
     # -- running and waiting sequences -------------------------------------------------------------------------------
 
     def _remove_ended(self) -> None:
-        """Remove the sequences that are complete or were aborted."""
+        """Remove the sequences that are complete or were aborted. `generate` then delivers the complete responses."""
         for sequence in self._leaving:
             if sequence in self._running:
                 self._remove_to_cache(sequence)
         self._leaving.clear()
-        while self._last_steps and self._last_steps[0][0] <= self._done_steps:
-            end, _, sequence = heapq.heappop(self._last_steps)
-            if sequence in self._running and end == sequence.end:
+        while self._planned_ends and self._planned_ends[0].step <= self._done_steps:
+            end = heapq.heappop(self._planned_ends)
+            sequence = end.sequence
+            if sequence in self._running and end.step == sequence.end:
                 sequence.note_versions(self._done_steps, self._version_starts)
                 self._remove_to_cache(sequence)
                 sequence.ended = True
@@ -362,7 +398,11 @@ class SimEngine:
         self._cache.hold(sequence.episode_context, context)
 
     def _abort(self, sequence: SimSequence) -> None:
-        """Remove the sequence of a request whose caller no longer reads the response."""
+        """Remove the sequence of a request whose caller no longer reads the response.
+
+        A running sequence leaves at the end of the running step. After `kill` the engine holds no sequence, and nothing
+        happens.
+        """
         if sequence in self._waiting:
             first = next(iter(self._waiting)) is sequence
             del self._waiting[sequence]
@@ -370,7 +410,7 @@ class SimEngine:
                 self._end_step_soon()
         elif sequence in self._running:
             self._leaving.append(sequence)
-            if self._swapping:
+            if self._swapping:  # No step runs, so nothing has to be waited for.
                 self._remove_ended()
                 self._on_change()
             else:
@@ -379,9 +419,9 @@ class SimEngine:
     def _preempt(self) -> None:
         """Return the sequences that joined last to the wait queue until the next step fits into the KV cache.
 
-        One sequence always keeps running.
+        One sequence always keeps running. Otherwise a sequence that is longer than the cache would never end.
         """
-        limit = self._settings.kv_tokens
+        limit = self._settings.kv_tokens  # 0: the cache never fills
         while limit and len(self._running) > 1 and self._context + len(self._running) > limit:
             sequence = next(reversed(self._running))
             sequence.note_versions(self._done_steps, self._version_starts)
@@ -394,19 +434,23 @@ class SimEngine:
 
     def _admit(self) -> None:
         """Let waiting sequences join, in order of arrival, while there are places and room in the KV cache."""
-        limit = self._settings.kv_tokens
+        limit = self._settings.kv_tokens  # 0: the cache never fills
         while self._waiting and len(self._running) < self._max_sequences:
             sequence = next(iter(self._waiting))
             context = sequence.context(self._done_steps)
+            # The next step adds one token to each running sequence and to this one.
             if limit and self._running and self._context + context + len(self._running) + 1 > limit:
                 return
-            if limit:
+            if limit:  # Before `_join` looks into the cache: it only holds what running sequences leave room for.
                 self._cache.shrink(max(0, limit - self._context))
             del self._waiting[sequence]
             self._join(sequence, context)
 
     def _join(self, sequence: SimSequence, context: int) -> None:
-        """Let a sequence with this much context run from the next step on, which prefills what is not cached."""
+        """Let a sequence run from the next step on, which prefills what is not cached.
+
+        `context` is the number of tokens of its prompt and of the response so far.
+        """
         cached = max(self._cache.hit(sequence.problem_context), self._cache.take(sequence.episode_context))
         # The last token is always computed, because the next token is sampled from its logits.
         self._to_prefill += context - min(cached, context - 1)
@@ -414,28 +458,35 @@ class SimEngine:
         self._running[sequence] = None
         self._context += context
         sequence.joined = sequence.versions_until = self._done_steps
-        heapq.heappush(self._last_steps, (sequence.end, self._order, sequence))
+        heapq.heappush(self._planned_ends, _PlannedEnd(sequence.end, self._order, sequence))
         self._order += 1
 
     def _cache_prompt(self, sequence: SimSequence) -> None:
         """Put the prompt of a first turn into the cache, for other sequences of the same problem."""
         if turn_of(sequence.request.key) == 0:
+            # In a request that has moved here, the prompt ends with tokens of the response, which others do not share.
             self._cache.hold(sequence.problem_context, sequence.prompt - sequence.request.generated)
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
     def _end_swap(self, now: float) -> None:
-        """End a swap: use the new version for all later tokens. `now` is the computed end of the swap."""
+        """End a swap: use the new version for all later tokens, and let `load` return.
+
+        The timer that `_between_steps` sets at the beginning of the swap calls this. `now` is the computed end of the
+        swap.
+        """
         swap = self._swap
         assert swap is not None
         self._timer, self._swap, self._swapping = None, None, False
         self._version = swap.version
-        self._version_starts.append((self._done_steps, swap.version))
+        self._version_starts.append(VersionStart(self._done_steps, swap.version))
         live = (*self._running, *self._waiting)
         if swap.keep_cache:
+            # A request keeps the cache version of its arrival, so contexts of versions before `oldest` have no user.
             oldest = min((sequence.cache_version for sequence in live), default=swap.version)
             self._cache.forget_before(oldest)
         else:
+            # The next step computes the contexts of all running sequences with the new weights.
             self._cache.clear()
             self._to_prefill = self._context
             self.recomputed += self._context
@@ -450,10 +501,7 @@ class SimEngine:
     def _cancel_swap(self) -> None:
         """Continue with the old weights. `load` calls this if it is cancelled."""
         self._swap = None
-        if self._swapping:
+        if self._swapping:  # Otherwise the swap still waited for the end of a step.
             self._swapping = False
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = None
-            if self._dead is None:
-                self._end_step_soon()
+            self._cancel_timer()
+            self._end_step_soon()

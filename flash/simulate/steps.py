@@ -20,6 +20,14 @@ from flash.simulate.workload import episode_of
 from flash.types import VersionRun, append_versions
 
 
+class VersionStart(NamedTuple):
+    """Swap of an engine: tokens from `step` on have `version`, until the next swap."""
+
+    step: int
+    """Number of steps that the engine had done at the swap."""
+    version: int
+
+
 class Stretch(msgspec.Struct, frozen=True):
     """Successive steps during which the same sequences run, so that a formula gives their times.
 
@@ -28,29 +36,32 @@ class Stretch(msgspec.Struct, frozen=True):
 
     start: float
     """Time at which the first step began."""
-    first: float
+    prefill_s: float
     """Additional seconds of the first step, for prefill."""
-    step: float
+    step_s: float
     """Seconds of the first step without prefill."""
-    growth: float
+    growth_s: float
     """Seconds by which each step is longer than the step before, because the context grows."""
 
     def end_of(self, steps: int) -> float:
         """Return the time at which the first `steps` steps are over."""
         if steps == 0:
             return self.start
-        return self.start + self.first + steps * self.step + self.growth * (steps * (steps - 1) / 2)
+        return self.start + self.prefill_s + steps * self.step_s + self.growth_s * (steps * (steps - 1) / 2)
 
     def steps_over(self, now: float, most: int) -> int:
-        """Return the number of steps that are over at time `now`, at most `most`."""
+        """Return the number of steps that are over at time `now`, at most `most`.
+
+        The engine calls this when it is asked or disturbed in the middle of a stretch. It is the inverse of `end_of`.
+        """
         if most == 0 or self.end_of(1) > now:
             return 0
-        if self.step == 0:
+        if self.step_s == 0:  # Then `growth_s` is 0 too: all steps are over at once.
             return most
-        elapsed = now - self.start - self.first
+        elapsed = now - self.start - self.prefill_s
         # Positive root of growth/2·k² + (step − growth/2)·k = elapsed, in the form without cancellation.
-        half = self.step - self.growth / 2
-        root = 2 * elapsed / (half + math.sqrt(half * half + 2 * self.growth * elapsed))
+        half = self.step_s - self.growth_s / 2
+        root = 2 * elapsed / (half + math.sqrt(half * half + 2 * self.growth_s * elapsed))
         # The root is rounded, so the number may be wrong by one or so.
         steps = min(int(root), most)
         while steps < most and self.end_of(steps + 1) <= now:
@@ -61,12 +72,16 @@ class Stretch(msgspec.Struct, frozen=True):
 
 
 class SimSequence:
-    """A request in a simulated engine, and the progress of its response."""
+    """A request in a simulated engine, and the progress of its response.
+
+    `SimEngine.generate` makes one when a request arrives. Only the engine changes it. Counts of tokens are of the
+    tokens that this engine samples, without those that earlier engines have sampled (`request.generated`).
+    """
 
     def __init__(self, request: ResponseRequest, length: int, finish: str, version: int) -> None:
         self.request = request
         self.prompt = len(request.prompt)
-        """Tokens of the prompt."""
+        """Tokens of the prompt, including `request.generated`."""
         self.length = length
         """Tokens that the response will have."""
         self.finish = finish
@@ -83,15 +98,16 @@ class SimSequence:
         self.versions_until = 0
         """Step count up to which `runs` is complete."""
         self.streamed = 0
-        """Tokens that were delivered."""
+        """Tokens that `generate` has delivered in a `Progress`."""
         self.ended = False
-        """True if all tokens are sampled."""
+        """True if all tokens are sampled, so that the sequence has left the engine."""
         self.waiter: asyncio.Future[None] | None = None
         """Future for which `SimEngine.generate` of the request waits; None before it waits for the first time."""
 
     @property
     def problem_context(self) -> CachedContext:
-        """Name of the problem's prompt in the cache. Its first token identifies the problem (`Workload.prompt`)."""
+        """Name of the problem's prompt in the cache."""
+        # The first token of a prompt identifies the problem (`Workload.problem_token`).
         return CachedContext("problem", self.request.prompt[0], self.cache_version)
 
     @property
@@ -112,26 +128,26 @@ class SimSequence:
         """Step count at which the response is complete. Valid only while the sequence runs."""
         return self.joined + self.length - self.sampled
 
-    def note_versions(self, step: int, version_starts: Sequence[tuple[int, int]]) -> None:
-        """Record the versions of the tokens up to a step. Valid only while the sequence runs.
+    def note_versions(self, step: int, version_starts: Sequence[VersionStart]) -> None:
+        """Record in `runs` the versions of the tokens up to a step. Valid only while the sequence runs.
 
-        `version_starts` has (step count, version) of each swap, the oldest first. The engine calls this before it
-        delivers tokens or removes the sequence.
+        `version_starts` has each swap of the engine, the oldest first. The engine calls this before it delivers tokens,
+        and before it removes a complete or preempted sequence.
         """
         if self.versions_until == step:
             return
         # Search backwards from the newest swap, because a sequence rarely runs through more than one swap.
         first = len(version_starts) - 1
-        while version_starts[first][0] > self.versions_until:
+        while version_starts[first].step > self.versions_until:
             first -= 1
         for i in range(first, len(version_starts)):
-            stop = version_starts[i + 1][0] if i + 1 < len(version_starts) else step
+            stop = version_starts[i + 1].step if i + 1 < len(version_starts) else step
             if stop > self.versions_until:
-                append_versions(self.runs, [VersionRun(version_starts[i][1], stop - self.versions_until)])
+                append_versions(self.runs, [VersionRun(version_starts[i].version, stop - self.versions_until)])
                 self.versions_until = stop
 
     def newest_runs(self, count: int) -> list[VersionRun]:
-        """Return the versions of the last `count` tokens, run-length encoded."""
+        """Return the versions of the last `count` tokens, run-length encoded. `note_versions` must be up to date."""
         if self.runs[-1].count >= count:
             return [VersionRun(self.runs[-1].version, count)]
         chosen: list[VersionRun] = []
@@ -144,7 +160,7 @@ class SimSequence:
         return chosen[::-1]
 
     def wake(self) -> None:
-        """Let `SimEngine.generate` of the request check the state of the sequence again."""
+        """Let `SimEngine.generate` of the request continue: it delivers new tokens, ends, or raises an error."""
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 
@@ -157,11 +173,12 @@ class CachedContext(NamedTuple):
     number: int
     """Number of the problem or of the episode."""
     version: int
-    """Version that computed the context. The cache of one version is never used for requests of another one."""
+    """`SimSequence.cache_version` of the sequence that stored the context. Only requests with the same cache version
+    may use it."""
 
 
 class PrefixCache:
-    """Cached contexts that no running sequence uses, with the eviction rule of vLLM.
+    """Cached contexts for later requests, with the eviction rule of vLLM. Each engine has one.
 
     If room is needed, the cache evicts tokens from the end of the least recently used context, so that the beginning of
     the context may remain.
@@ -175,7 +192,7 @@ class PrefixCache:
 
     def hold(self, context: CachedContext, tokens: int) -> None:
         """Store the first `tokens` tokens of a context as the most recently used one."""
-        self.take(context)
+        self.take(context)  # The new number replaces an old one.
         self._total += tokens
         self._tokens[context] = tokens
 
@@ -197,11 +214,12 @@ class PrefixCache:
 
     def forget_before(self, version: int) -> None:
         """Remove the contexts of versions before `version`, which no request can use any more."""
+        # The list is complete before the first removal: a dict must not change while it is iterated.
         for context in [context for context in self._tokens if context.version < version]:
             self.take(context)
 
     def shrink(self, room: int) -> None:
-        """Evict tokens until the cache holds at most `room` of them."""
+        """Evict tokens until the cache holds at most `room` of them. The engine calls this before a sequence joins."""
         while self._total > room:
             context, tokens = next(iter(self._tokens.items()))
             left = max(0, tokens - (self._total - room))
