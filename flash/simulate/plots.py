@@ -1,6 +1,8 @@
-"""Plots for `flash simulate --plot`, as PNG bytes.
+"""Plots for `flash simulate --plot`, as PNG bytes. `flash.cli.simulate` calls one of two functions.
 
-`draw_run` shows the time and the ages of one run, `draw_sweep` the throughput over the values of a sweep.
+`draw_run` shows the time and the ages of one run. `draw_sweep` shows the throughput over the values of a sweep, which
+simulates one *cell* for each combination of values. The *age* of a token is the number of versions of the policy
+between its sampling and its training.
 """
 
 from __future__ import annotations
@@ -20,46 +22,51 @@ if TYPE_CHECKING:
 HEIGHT = 3.4
 """Height of a figure, in inches."""
 IDLE_COLOURS = ("#d9d9d9", "#e69f00", "#cc79a7", "#56b4e9", "#f0e442")
-"""Colours of the causes of idleness; they repeat if there are more causes."""
+"""Colours of the causes of idleness, in alphabetical order of the causes; they repeat if there are more causes."""
 
 
 def draw_sweep(cells: Sequence[SweepCell]) -> bytes:
-    """Plot throughput over the values of the last key, with one line for each combination of the other keys' values."""
-    figure, axes = _figure(1)
+    """Plot throughput over the values of the last key, with one line for each combination of the other keys' values.
+
+    `cells` are all cells of the sweep. Their `values` have the same keys in the same order.
+    """
+    figure, (axes,) = _figure(1)
     *others, last = cells[0].values
+    # Cells of each line, by the values of the other keys.
     lines: dict[tuple[str, ...], list[SweepCell]] = {}
     for cell in cells:
         lines.setdefault(tuple(cell.values[key] for key in others), []).append(cell)
-    numbers = _numbers([cell.values[last] for cell in cells])
+    positions = _positions([cell.values[last] for cell in cells])
     for values, line in lines.items():
-        label = ", ".join(f"{_short(key)} {value}" for key, value in zip(others, values, strict=True))
-        places = [numbers[cell.values[last]] for cell in line]
-        axes[0].plot(places, [cell.report.tokens_per_s for cell in line], marker="o", label=label or None)
-    axes[0].set_xticks(list(numbers.values()), list(numbers))
-    axes[0].set_xlabel(_short(last))
-    axes[0].set_ylabel("trained tokens per second")
-    axes[0].set_ylim(0, None)
+        label = ", ".join(f"{_last_part(key)} {value}" for key, value in zip(others, values, strict=True))
+        x = [positions[cell.values[last]] for cell in line]
+        axes.plot(x, [cell.report.tokens_per_s for cell in line], marker="o", label=label or None)
+    axes.set_xticks(list(positions.values()), list(positions))
+    axes.set_xlabel(_last_part(last))
+    axes.set_ylabel("trained tokens per second")
+    axes.set_ylim(0, None)
     if others:
-        axes[0].legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=8)
     return png(figure)
 
 
 def draw_run(report: SimReport) -> bytes:
-    """Plot how engines and trainers spent their time, and the ages of the trained tokens."""
+    """Plot how engines and trainers spent their time, and the ages of the trained tokens.
+
+    Each of the two has one horizontal bar, which consists of the busy share and the idle shares by cause.
+    """
     figure, (time, ages) = _figure(2)
-    causes = sorted({*report.engine_idle, *report.trainer_idle})
-    rows = [("trainers", report.trainer_busy, report.trainer_idle), ("engines", report.engine_busy, report.engine_idle)]
-    names = [name for name, _, _ in rows]
-    start = [busy for _, busy, _ in rows]
-    time.barh(names, start, color=BLUE, label="busy")
-    for place, cause in enumerate(causes):
-        shares = [idle.get(cause, 0.0) for _, _, idle in rows]
-        time.barh(names, shares, left=start, color=IDLE_COLOURS[place % len(IDLE_COLOURS)], label=f"idle: {cause}")
-        start = [at + share for at, share in zip(start, shares, strict=True)]
+    names = ["trainers", "engines"]
+    ends = [report.trainer_busy, report.engine_busy]  # where the next share of each bar begins
+    time.barh(names, ends, color=BLUE, label="busy")
+    for i, cause in enumerate(sorted({*report.engine_idle, *report.trainer_idle})):
+        shares = [report.trainer_idle.get(cause, 0.0), report.engine_idle.get(cause, 0.0)]
+        time.barh(names, shares, left=ends, color=IDLE_COLOURS[i % len(IDLE_COLOURS)], label=f"idle: {cause}")
+        ends = [end + share for end, share in zip(ends, shares, strict=True)]
     time.set_xlabel("share of the time")
     time.set_xlim(0, 1)
     time.legend(frameon=False, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, 1.25), ncols=3)
-    total = sum(report.ages.values()) or 1
+    total = sum(report.ages.values()) or 1  # without trained tokens there are no bars, and nothing to divide
     ages.bar(
         [str(age) for age in sorted(report.ages)], [report.ages[a] / total for a in sorted(report.ages)], color=ORANGE
     )
@@ -68,23 +75,26 @@ def draw_run(report: SimReport) -> bytes:
     return png(figure)
 
 
-def _numbers(values: Sequence[str]) -> dict[str, float]:
-    """Return the position of each value on the axis: the value itself, or 0, 1, 2, … if a value is not a number."""
+def _positions(values: Sequence[str]) -> dict[str, float]:
+    """Return the position of each value of the swept key on the horizontal axis.
+
+    The positions are the values themselves, or 0, 1, 2, … in order of appearance if any value is not a number.
+    """
     try:
         return {value: float(value) for value in values}
     except ValueError:
-        return {value: float(place) for place, value in enumerate(dict.fromkeys(values))}
+        return {value: float(position) for position, value in enumerate(dict.fromkeys(values))}
 
 
-def _short(key: str) -> str:
-    """Return the last part of a dotted key."""
+def _last_part(key: str) -> str:
+    """Return the last part of a dotted key: `async_ratio` for `train.async_ratio`. Labels are short in this way."""
     return key.rpartition(".")[2]
 
 
 def _figure(columns: int) -> tuple[Figure, list[Axes]]:
-    """Return a figure with this many plots side by side, and the plots."""
+    """Return a figure with `columns` plots side by side, and these plots from left to right."""
     figure = new_figure(HEIGHT)
-    axes = list(figure.subplots(1, columns, squeeze=False).flat)
-    for one in axes:
-        one.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    plots = list(figure.subplots(1, columns, squeeze=False).flat)
+    for plot in plots:
+        plot.spines[["top", "right"]].set_visible(False)
+    return figure, plots

@@ -1,10 +1,9 @@
 """World: a complete run on a virtual clock, with the real hub, nodes, schedulers, episodes and proxies.
 
 `flash simulate` calls `simulate`; tests and benchmarks also make a `World` and look into it while it runs. Engines,
-trainer and environments are simulated. `simulate` takes the configuration of a run with its `[simulate]`
-table. It leaves out weights, checkpoints and evaluations, except for one sample at the start and at the end. Deadlines
-that guard real hardware are lifted, so that a slow workload is simulated and does not fail. Only `env_step` keeps its
-deadline, and only if environments may stop forever.
+trainer and environments are simulated. There are no weights and no checkpoints, and an evaluation has one sample at the
+start and one at the end of the run. Deadlines that guard real hardware are lifted, so that a slow workload is simulated
+and does not fail. Only `env_step` keeps its deadline, and only if environments may stop forever.
 
 A report covers the time from the first lease of a training sample to the last commit. A lease is the assignment of one
 sample to a node, which delivers its result to the hub. A commit is the trainer's report of a finished step.
@@ -17,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import anyio
 import msgspec
@@ -56,30 +56,27 @@ def simulate(config: Config) -> SimReport:
     Raises:
         FlashError: an error that would also stop the real run, such as BreakerError.
     """
-    started = time.perf_counter()
+
+    async def run() -> SimReport:
+        """Run the simulation on the new clock."""
+        started = time.perf_counter()
+        world = World(config)
+        end = await world.run()
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, _TimedLoop)
+        return world.report(end, time.perf_counter() - started, loop.lag(0.99))
+
     try:
-        world, end, lag = anyio.run(_run, config, backend="asyncio", backend_options={"loop_factory": _TimedLoop})
+        return anyio.run(run, backend="asyncio", backend_options={"loop_factory": _TimedLoop})
     except BaseExceptionGroup as group:
         raise first_error(group) from None
-    return world.report(end, time.perf_counter() - started, lag)
-
-
-async def _run(config: Config) -> tuple[World, RunEnd, float]:
-    """Run a simulation.
-
-    Returns the world, the end of its run, and the real seconds that 99 % of the event loop's passes did not exceed.
-    """
-    world = World(config)
-    end = await world.run()
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, _TimedLoop)
-    return world, end, loop.lag(0.99)
 
 
 def lifted(config: Config, settings: SimulateConfig) -> Config:
-    """Return the configuration for the simulation: one trainer rank, minimal evaluation, lifted deadlines.
+    """Return the configuration that hub, nodes and trainer of a `World` get, instead of the user's.
 
-    The number of GPUs and their speed are in `settings`, so the simulated run has one rank and no GPU.
+    It has one trainer rank and no GPU, since the number of GPUs and their speed are in `settings`. Its evaluations have
+    one problem and one sample, and its deadlines are lifted.
     """
     deadlines = msgspec.structs.replace(
         config.deadlines,
@@ -102,6 +99,15 @@ def lifted(config: Config, settings: SimulateConfig) -> Config:
     )
 
 
+class MeterReading(NamedTuple):
+    """Sums of a `Meter` from its start until it was read."""
+
+    state_s: list[dict[str, float]]
+    """Seconds of each engine by state (`World._state`), in the order of the engines."""
+    place_s: float
+    """Seconds in which a sequence had a place in an engine, added over all sequences, also during swaps."""
+
+
 class Meter:
     """Adds up the time of engines by state: busy, swapping, or a cause of idleness.
 
@@ -111,9 +117,9 @@ class Meter:
 
     Args:
         count: number of engines.
-        state: returns the present state of an engine; called after each change.
-        running: returns the number of sequences that an engine runs; called after each change.
-        now: the clock, in seconds.
+        state: returns the present state of the engine with a number; called after each change.
+        running: returns the number of sequences that the engine with a number runs; called after each change.
+        now: the clock, in virtual seconds.
     """
 
     def __init__(
@@ -123,16 +129,17 @@ class Meter:
         self._running_of = running
         self._now = now
         self._times = [StateTimes() for _ in range(count)]
+        """Time by state of each engine, up to its last change."""
         self._running = [0] * count
         """Number of sequences that each engine runs since its last change."""
         self._idle: set[int] = set(range(count))
         """Numbers of the engines that are not busy: they are idle or swap weights."""
         self._place_s = 0.0
-        """Seconds in which a sequence had a place in an engine, added over all sequences, also during swaps."""
+        """`MeterReading.place_s` up to the last change of each engine."""
 
     def start(self) -> None:
         """Begin to measure now, and discard all earlier time. Called at the first lease of a training sample."""
-        self._settle()
+        self._count_until_now()
         for times in self._times:
             times.forget()
         self._place_s = 0.0
@@ -140,7 +147,9 @@ class Meter:
     def note_engine(self, index: int) -> None:
         """Count the time since this engine's last change, and take its present state and number of sequences."""
         state = self._state_of(index)
-        self._place_s += self._times[index].enter(state, self._now()) * self._running[index]
+        # The seconds that have passed belong to the state and to the number of sequences before this change.
+        passed_s = self._times[index].enter(state, self._now())
+        self._place_s += passed_s * self._running[index]
         self._running[index] = self._running_of(index)
         if state == BUSY:
             self._idle.discard(index)
@@ -152,30 +161,32 @@ class Meter:
         for index in tuple(self._idle):
             self.note_engine(index)
 
-    def read(self) -> tuple[list[dict[str, float]], float]:
-        """Return the seconds of each engine by state, and the sum of the seconds that sequences have held a place."""
-        self._settle()
+    def read(self) -> MeterReading:
+        """Return the sums up to now. The world calls this at each commit."""
+        self._count_until_now()
         now = self._now()
-        return [times.seconds(now) for times in self._times], self._place_s
+        return MeterReading([times.seconds(now) for times in self._times], self._place_s)
 
-    def _settle(self) -> None:
+    def _count_until_now(self) -> None:
         """Count the time of all engines up to now."""
         for index in range(len(self._times)):
             self.note_engine(index)
 
 
 class SimNode:
-    """A node of the simulated run, with its engines and its number of leases, which the meter needs.
+    """The engines of a node, and the number of its leases, from which the world finds the cause of idleness.
 
     The node itself is the real `RolloutNode`, which `World.run` makes and runs.
     """
 
     def __init__(self, number: int, first_engine: int, engines: list[SimEngine]) -> None:
         self.number = number
+        """Number of the node, counted from 0."""
         self.first_engine = first_engine
+        """Number of its first engine among all engines of the run; the others follow."""
         self.engines = engines
         self.leases = 0
-        """Number of leases whose result is not delivered yet."""
+        """Number of leases whose result is not delivered yet. `World` counts them."""
 
     @property
     def all_in_environments(self) -> bool:
@@ -186,7 +197,8 @@ class SimNode:
 class World:
     """A simulated run. Make it in a task on the virtual clock on which it will run: the constructor reads that clock.
 
-    Its attributes without an underscore are public for tests and benchmarks that inspect the run while it goes on.
+    Call `run` once, and then `report`. Attributes without an underscore are public for tests and benchmarks that
+    inspect the run while it goes on.
 
     Args:
         config: the run's configuration, with its `[simulate]` table.
@@ -197,6 +209,7 @@ class World:
         assert config.simulate is not None, "the configuration has a [simulate] table"
         self.settings = config.simulate
         self.config = lifted(config, self.settings)
+        """Configuration of the simulation, which is not quite the user's."""
         tasks_per_group = config.rollout.group_size + config.rollout.extra_per_group
         self.workload = Workload(self.settings, config.run.seed, config.rollout.max_new_tokens, tasks_per_group)
         self._now = anyio.current_time
@@ -209,19 +222,20 @@ class World:
         self.meter = Meter(count, self._state, lambda index: self.engines[index].running, self._now)
         self.nodes = self._make_nodes()
         self._node_of = [node for node in self.nodes for _ in node.engines]
+        """Node of each engine, by the engine's number."""
         caller = InProcessCaller(self.hub, self._after_trainer_call)
-        self.trainer = SimTrainer(self.config, self.settings, caller, self._now, version=self.hub.progress.version)
+        self.trainer = SimTrainer(self.config, self.settings, caller, self._now)
         self._occupied: set[int] = set()
-        """Numbers of the engines that have a request."""
+        """Numbers of the engines that had a request at their last change."""
         self._leased: dict[int, Task] = {}
-        """Training tasks that were leased, by id."""
+        """Training tasks that were leased, by task id. A task that was leased again is here once."""
         self._first_lease_at: float | None = None
         """Time of the first lease of a training sample; None before it."""
         self._measured = self.meter.read()
         """Reading of the meter at the last commit."""
 
     def _make_engine(self, index: int) -> SimEngine:
-        """Return the engine of number `index`, which reports its changes to the meter."""
+        """Return the engine of number `index`, counted from 0. It calls `_engine_changed` after each change."""
         return SimEngine(
             self.settings,
             self.config.engine.max_sequences,
@@ -240,24 +254,24 @@ class World:
 
     async def run(self) -> RunEnd:
         """Train all steps on the virtual clock. Returns the end of the run, or raises the error that ended it."""
-        made: Counter[int] = Counter()
-        """Number of environments that were made for each problem, on all nodes together."""
+        # Number of environments that were reset for each problem, on all nodes together, by the problem's seed.
+        env_counts: Counter[int] = Counter()
         async with anyio.create_task_group() as group:
             for node in self.nodes:
-                group.start_soon(self._rollout_node(node, made).run, name=f"node {node.number}")
+                group.start_soon(self._rollout_node(node, env_counts).run, name=f"node {node.number}")
             group.start_soon(self.trainer.run, name="trainer")
             return await self.hub.run()
         # The task group swallows only its own cancellation, and nothing cancels it before the hub's end.
         raise AssertionError("the task group ended without the end of the run")
 
-    def _rollout_node(self, node: SimNode, made: Counter[int]) -> RolloutNode:
+    def _rollout_node(self, node: SimNode, env_counts: Counter[int]) -> RolloutNode:
         """Return a real node with simulated engines and environments. Its calls to the hub update the meter.
 
-        Each environment that the node makes adds 1 to `made`, under the seed of its problem.
+        All environments of all nodes share `env_counts`. Each reset adds 1 under the seed of its problem.
         """
 
         def make_env(kind: str) -> Environment:
-            return SimEnvironment(self.workload, made)
+            return SimEnvironment(self.workload, env_counts)
 
         def watch(request: msgspec.Struct, reply: msgspec.Struct) -> None:
             self._after_node_call(node, request, reply)
@@ -269,15 +283,19 @@ class World:
         return RolloutNode(self.config, link, factories, SimTokenizer(), env, now=self._now)
 
     def _engine_changed(self, index: int) -> None:
-        """Report to the meter that an engine's sequences or its swap have changed. The engine calls this."""
+        """Report to the meter that an engine's sequences or its swap may have changed. The engine calls this."""
         self.meter.note_engine(index)
         # The cause of idleness of the node's other engines depends on whether any engine of the node has a request.
-        if self.engines[index].occupied != (index in self._occupied):
-            self._occupied ^= {index}
+        occupied = self.engines[index].occupied
+        if occupied != (index in self._occupied):
+            (self._occupied.add if occupied else self._occupied.discard)(index)
             self.meter.note_idle_causes()
 
     def _after_node_call(self, node: SimNode, request: msgspec.Struct, reply: msgspec.Struct) -> None:
-        """Count the leases of a node after each of its calls to the hub. The first training lease starts the meter."""
+        """Count the leases of a node after a call to the hub. The first lease of a training sample starts the meter.
+
+        The node's `InProcessCaller` calls this after each call. Other calls than those for leases change nothing.
+        """
         if isinstance(reply, p.LeaseReply) and reply.leases:
             node.leases += len(reply.leases)
             training = {lease.task.task_id: lease.task for lease in reply.leases if lease.task.split == "train"}
@@ -292,13 +310,16 @@ class World:
         self.meter.note_idle_causes()
 
     def _after_trainer_call(self, request: msgspec.Struct, reply: msgspec.Struct) -> None:
-        """Read the meter at each commit, so that a report ends there. Each call may change the causes of idleness."""
+        """Read the meter at each commit, so that a report ends there. Each call may change the causes of idleness.
+
+        The trainer's `InProcessCaller` calls this after each call of the trainer to the hub.
+        """
         if isinstance(request, p.Commit):
             self._measured = self.meter.read()
         self.meter.note_idle_causes()
 
     def _state(self, index: int) -> str:
-        """Return the state of an engine: `busy`, or the cause of its idleness."""
+        """Return the state of an engine: `busy`, or the cause of its idleness (`SimReport.engine_idle`)."""
         engine, node = self.engines[index], self._node_of[index]
         if engine.swapping:
             return "swap"
@@ -306,19 +327,24 @@ class World:
             return BUSY
         if node.all_in_environments:
             return "environments"
+        # The engine has no work: the run needs no more samples, or they may not begin yet, as they would get too old.
         return "end" if self._all_issued() else "admission"
 
     def _all_issued(self) -> bool:
-        """Return True if all samples that the run needs were issued. Redundant samples do not count."""
+        """Return True if the hub has issued all samples that the run needs. Redundant samples of groups do not count.
+
+        To issue a sample is to make its task, before the first lease.
+        """
         ledger, rollout = self.hub.samples.ledger, self.config.rollout
         redundant = ledger.issued * rollout.extra_per_group / (rollout.group_size + rollout.extra_per_group)
+        # The hub keeps `extra_groups` groups in flight in addition to the batches, also during the last step.
         needed = self.config.run.steps * self.config.train.batch_size + rollout.extra_groups * rollout.group_size
         return ledger.issued - redundant - ledger.filtered >= needed
 
     # -- the report --------------------------------------------------------------------------------------------------
 
     def report(self, end: RunEnd, real_s: float = 0.0, lag_s: float = 0.0) -> SimReport:
-        """Return the report of the run.
+        """Return the report of the run, after `run` has returned `end`.
 
         `real_s` are the real seconds that the simulation took. `lag_s` are the real seconds that 99 % of the passes of
         its event loop did not exceed. Both are 0 if they were not measured.
@@ -329,10 +355,10 @@ class World:
         # The first step waits for the first samples, so rates leave it out.
         steady_s = commits[-1] - commits[0] if skipped else seconds
         steady = self.trainer.trained[skipped:]
-        states, place_s = self._measured
+        state_s, place_s = self._measured
         places = len(self.engines) * self.config.engine.max_sequences
-        names = {name for state in states for name in state}
-        engine_s = {name: sum(state.get(name, 0.0) for state in states) for name in sorted(names)}
+        names = {name for engine in state_s for name in engine}
+        engine_s = {name: sum(engine.get(name, 0.0) for engine in state_s) for name in sorted(names)}
         engines = _shares(engine_s, seconds * len(self.engines))
         trainer = self._trainer_shares(begun, commits[-1])
         return SimReport(
@@ -354,25 +380,22 @@ class World:
             ages=dict(sorted(self.trainer.ages.items())),
             ledger=end.ledger,
             mean_trained_length=_mean(self.trainer.lengths),
-            mean_issued_length=_mean(self.issued_lengths()),
+            mean_issued_length=_mean(Counter(self._length(task) for task in self._leased.values())),
             rows=self._observer.steps,
             real_s=real_s,
             loop_lag_p99_ms=lag_s * 1e3,
         )
 
     def _trainer_shares(self, begun: float, ended: float) -> dict[str, float]:
-        """Return the trainer's shares of the time between `begun` and `ended` by activity."""
+        """Return the trainer's shares of the time between `begun` and `ended` by activity (`SimTrainer.activities`)."""
         seconds = {"train": 0.0, "batch": 0.0, "publish": 0.0}
         for activity in self.trainer.activities:
+            # Only the part of the activity between `begun` and `ended`, if there is one.
             seconds[activity.name] += max(0.0, min(activity.stop, ended) - max(activity.start, begun))
         return _shares(seconds, ended - begun)
 
-    def issued_lengths(self) -> Counter[int]:
-        """Return the number of issued samples by the response tokens that they have, or would have at their end."""
-        return Counter(self._length(task) for task in self._leased.values())
-
     def _length(self, task: Task) -> int:
-        """Return the response tokens that a sample has at its end."""
+        """Return the response tokens that the sample of a task has at its end, also if it was cancelled before."""
         turns = min(self.workload.turns(task.seed), self.config.rollout.max_turns)
         return sum(self.workload.response_tokens(response_key(task, turn)) for turn in range(turns))
 
@@ -395,25 +418,26 @@ class _TimedLoop(VirtualLoop):
 
     def __init__(self) -> None:
         self._pass_start = time.perf_counter()
+        """Real time at which the present pass began, in seconds of `time.perf_counter`."""
         self._passes: Counter[int] = Counter()
-        """Number of passes by their real time, in units of LAG_BUCKET_S."""
+        """Number of passes by their real time, in units of LAG_BUCKET_S, rounded down."""
         super().__init__()
 
     def jump(self, seconds: float | None) -> None:
-        """Record the real time of the pass that is over, and advance the virtual clock."""
+        """Record the real time of the pass that is over, and advance the virtual clock. Called once in each pass."""
         now = time.perf_counter()
         self._passes[int((now - self._pass_start) / LAG_BUCKET_S)] += 1
         self._pass_start = now
         super().jump(seconds)
 
     def lag(self, share: float) -> float:
-        """Return the real seconds that this share of the passes did not exceed."""
-        left = share * self._passes.total()
+        """Return the real seconds that this share of the passes did not exceed, rounded up to LAG_BUCKET_S."""
+        uncounted = share * self._passes.total()
         for bucket, count in sorted(self._passes.items()):
-            left -= count
-            if left <= 0:
+            uncounted -= count
+            if uncounted <= 0:
                 return (bucket + 1) * LAG_BUCKET_S
-        return 0.0
+        return 0.0  # no pass was recorded
 
 
 def _shares(seconds: Mapping[str, float], total: float) -> dict[str, float]:
@@ -422,5 +446,5 @@ def _shares(seconds: Mapping[str, float], total: float) -> dict[str, float]:
 
 
 def _mean(counts: Counter[int]) -> float:
-    """Return the mean of counted values; 0 if there are none."""
+    """Return the mean of values that are given with their counts, by value; 0 if there are none."""
     return sum(value * count for value, count in counts.items()) / max(1, counts.total())
