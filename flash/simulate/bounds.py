@@ -32,6 +32,10 @@ DRAWS = 40_000
 seconds."""
 
 
+# The parameters of the next four functions: `samples` N, `mean` μ, `longest` L, `train` μ_tr, `workers` K, `epochs` E,
+# `ratio` α and `in_flight` Q. `bounds` calls them; tests compare them with the paper.
+
+
 def queue_bound(mean: float, longest: float, workers: float, in_flight: float) -> float:
     """Return the bound on the mean completion time per sample under queue scheduling: μ/K + L/Q."""
     return mean / workers + longest / in_flight
@@ -106,30 +110,33 @@ def draw_episodes(simulate: SimulateConfig, max_new_tokens: int, max_turns: int)
         )
     )  # fmt: skip
     expected = min(max(turns.expected(), 1.0), max_turns)
+    # Each turn takes up to three draws, and too few episodes would make the estimates of rare lengths inexact.
     count = max(256, min(EPISODES, int(DRAWS / (3 * expected))))
     tokens: list[float] = []
     env_s: list[float] = []
     prompts = observations = contexts = 0.0
     for i in range(count):
+        # The second argument of `uniform` is a number of the quantity, so that the draws of an episode are independent.
         turn_count = min(max(round(turns.draw(uniform(i, 0))), 1), max_turns)
-        seen = prompt.draw(uniform(i, 1))
-        prompts += seen
-        made, spent = 0.0, reset.draw(uniform(i, 2)) + reward.draw(uniform(i, 3))
+        context = prompt.draw(uniform(i, 1))
+        prompts += context
+        sampled, spent_s = 0.0, reset.draw(uniform(i, 2)) + reward.draw(uniform(i, 3))
         for turn in range(turn_count):
             if turn:
                 shown = observation.draw(uniform(i, 4, turn))
                 observations += shown
-                seen += shown
+                context += shown
             # Stratified sampling: one draw in each of `count` equal parts, so that the lengths of single-turn episodes
             # have the exact tail of the distribution.
             u = (i + 0.5) / count if turn_count == 1 else uniform(i, 5, turn)
             length = float(min(max(round(response.draw(u)), 1), max_new_tokens))
-            contexts += length * (seen + length / 2)
-            seen += length
-            made += length
-            spent += env.draw(uniform(i, 6, turn))
-        tokens.append(made)
-        env_s.append(spent)
+            # Sum over the tokens of this response of the context before each.
+            contexts += length * (context + length / 2)
+            context += length
+            sampled += length
+            spent_s += env.draw(uniform(i, 6, turn))
+        tokens.append(sampled)
+        env_s.append(spent_s)
     return Episodes(tokens, env_s, prompts / count, observations / count, contexts / sum(tokens))
 
 
@@ -176,7 +183,7 @@ def quantities(config: Config, ledger: Mapping[str, int]) -> Quantities:
     assert simulate is not None, "flash.config.check.check_simulated_run"
     drawn = draw_episodes(simulate, rollout.max_new_tokens, rollout.max_turns)
     trained = ledger.get("trained", 0)
-    kept = trained / (trained + ledger.get("filtered", 0)) if trained else 1.0
+    kept = trained / (trained + ledger.get("filtered", 0)) if trained else 1.0  # share that filters do not remove
     extra = rollout.extra_groups * (rollout.group_size + rollout.extra_per_group)
     redundancy = 1 + rollout.extra_per_group / rollout.group_size
     in_flight = (1 + train.async_ratio) * train.batch_size * redundancy + extra
@@ -247,11 +254,13 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def bounds(q: Quantities, batch_size: int) -> list[Bound]:
-    """Return all bounds on the time of a step of `batch_size` samples.
+    """Return all bounds on the time of a step of `batch_size` samples, in the order in which they are printed.
 
-    The last but one is the bound of the configured split of the GPUs; the last is the capacity.
+    `flash.cli.simulate` calls this for each report. The last but one is the bound of the configured split of the GPUs;
+    the last is the capacity, which is the only lower bound.
     """
     serving, training = q.rollout_gpus, q.gpus - q.rollout_gpus
+    # Texts for `Bound.values`. E is 1, since a batch is trained once.
     work = f"N {q.samples:.4g}, μ {q.generate_s:.3g} GPU·s, L {q.longest_s:.4g} s"
     work_all_gpus = f"N {q.samples:.4g}, K {q.gpus}, μ {q.generate_all_s:.3g} GPU·s, L {q.longest_s:.4g} s"
     train = f"μ_tr {q.train_s:.3g} GPU·s"
@@ -309,15 +318,17 @@ def _this_split(q: Quantities, batch_size: int, values: str) -> Bound:
 def _capacity(q: Quantities, batch_size: int) -> Bound:
     """Return the step time that no schedule can beat.
 
-    It assumes engines that are always full, a trainer that never waits, and the most episodes alive at all times.
+    It assumes engines that are always full, a trainer that never waits, and the most episodes in flight at all times.
+    Three limits give a time each: the engines' places (slots), the trainer, and the number of episodes in flight.
     """
-    slots = q.samples * q.least_s / q.rollout_gpus
-    trainer = batch_size * q.train_s / (q.gpus - q.rollout_gpus) + q.fixed_s
-    alive = q.samples * q.latency_s / q.in_flight
-    values = f"slots {slots:.4g} s, trainer {trainer:.4g} s, {q.in_flight:.4g} episodes in flight {alive:.4g} s"
-    if q.async_ratio == 0:
-        step_s, formula = max(slots, alive) + trainer, "max(slots, in flight) + trainer"
+    slots_s = q.samples * q.least_s / q.rollout_gpus
+    trainer_s = batch_size * q.train_s / (q.gpus - q.rollout_gpus) + q.fixed_s
+    # Little's law: with Q episodes in flight, one ends every latency/Q seconds.
+    flight_s = q.samples * q.latency_s / q.in_flight
+    values = f"slots {slots_s:.4g} s, trainer {trainer_s:.4g} s, {q.in_flight:.4g} episodes in flight {flight_s:.4g} s"
+    if q.async_ratio == 0:  # generation and training take turns
+        step_s, formula = max(slots_s, flight_s) + trainer_s, "max(slots, in flight) + trainer"
     else:
-        step_s, formula = max(slots, alive, trainer), "max(slots, in flight, trainer)"
+        step_s, formula = max(slots_s, flight_s, trainer_s), "max(slots, in flight, trainer)"
     assert math.isfinite(step_s), "every quantity is finite"
     return Bound(name="capacity", formula=formula, values=values, step_s=step_s, lower=True)

@@ -2,7 +2,8 @@
 
 `flash calibrate` (`flash.cli.simulate`) calls `calibrate` with the directory of a finished run, and writes the table to
 a file that `flash simulate` reads. A response is the text that the model samples in one turn. To prefill is to compute
-the KV cache of tokens that are not sampled. A sequence joins when an engine begins to decode it.
+the KV cache of tokens that are not sampled. A sequence joins when an engine begins to decode it. A swap is the pause in
+which an engine loads a new version of the weights.
 
 The constants of the engine are fitted to the durations of all responses. Each decoding step takes
 step_s + sequence_s · (running sequences) + prefill_s · (prompt tokens of joining sequences), so
@@ -23,6 +24,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +37,7 @@ import tomli_w
 from flash.config.load import load
 from flash.config.tree import Config
 from flash.errors import ConfigError
-from flash.observe.rundir.rundir import RunDirectory, SampleTimes, TurnTimes
+from flash.observe.rundir.rundir import RunDirectory, SampleTimes
 from flash.observe.rundir.summary import Row, by_step, number
 from flash.observe.timeline import Floats, covered_until
 from flash.types import Activity
@@ -89,20 +91,21 @@ class ResponseTimes(NamedTuple):
     """All R responses of a run as arrays of length R, in the order in which they were requested."""
 
     begin: Floats
-    """Time at which an engine began the response."""
+    """Time at which an engine began the response, as `gather` estimates it. Times are Unix seconds."""
     end: Floats
     """Time at which the response was complete."""
     tokens: Floats
     """Tokens of the response."""
     cold: Floats
-    """Prompt tokens that were not in the KV cache."""
+    """Prompt tokens that were not in the KV cache, as `gather` estimates them."""
     context: Floats
-    """Tokens before the response."""
+    """Tokens before the response: its prompt, and all earlier turns of its branch."""
     waited: npt.NDArray[np.bool_]
     """True if the response had to wait for the end of a running step: others were running, and a place was free.
     A response that waited for a place begins at the end of a step, so this is False for it."""
     fitted: npt.NDArray[np.bool_]
-    """True if the constants are fitted to this response. All responses count as load."""
+    """True if the constants are fitted to this response. The others, which are empty or of the first step, only count
+    as load of the engines."""
 
 
 def calibrate(run_dir: Path) -> Calibration:
@@ -193,63 +196,44 @@ def gather(
             take the other places.
         warmup_step: the first step of the run. Constants are not fitted to its samples, since they include the warm-up.
     """
-    swapped = np.sort(np.array([swap.start for swap in swaps]))
-    # Number of first requests of each group since each swap, by (group, number of swaps before them).
-    known: dict[tuple[int, int], int] = {}
+    swap_starts = np.sort(np.array([swap.start for swap in swaps]))
+    # Number of requests of first turns by (group, number of swaps before the request).
+    first_requests: Counter[tuple[int, int]] = Counter()
     # Heap of the ends of the responses that have a place.
-    taken: list[float] = []
+    place_ends: list[float] = []
+    # One row for each response. Its columns are named where they are read, after the loop.
     rows: list[tuple[float, float, float, float, float, bool, bool]] = []
-    asked = sorted(
-        ((turn.start, sample, place) for sample in samples for place, turn in enumerate(sample.turns)),
-        key=lambda entry: entry[0],
+    requests = sorted(
+        ((sample.turns[index].start, sample, index) for sample in samples for index in range(len(sample.turns))),
+        key=lambda request: request[0],
     )
-    for start, sample, place in asked:
-        turn = sample.turns[place]
+    for start, sample, index in requests:
+        turn = sample.turns[index]
         end = start + turn.generate_s
-        while taken and taken[0] <= start:
-            heapq.heappop(taken)
-        begin = start if len(taken) < places else min(max(start, heapq.heappop(taken)), end)
-        heapq.heappush(taken, end)
-        context = _context_tokens(sample.turns, place)
-        epoch = int(np.searchsorted(swapped, begin))
-        # An engine always computes the last token, because it samples the next token from its logits.
-        cold = 1.0 if _prompt_is_cached(known, sample, place, epoch, engines) else float(context)
-        before = _earlier_in_branch(sample.turns, place)
-        if before and int(np.searchsorted(swapped, before[-1].start)) == epoch:
+        while place_ends and place_ends[0] <= start:
+            heapq.heappop(place_ends)
+        # Without a free place, the response begins when another one ends, but not after its own recorded end.
+        begin = start if len(place_ends) < places else min(max(start, heapq.heappop(place_ends)), end)
+        heapq.heappush(place_ends, end)
+        earlier = [other for other in sample.turns[:index] if other.branch == turn.branch]
+        context = sum(other.observation_tokens + other.tokens for other in earlier) + turn.observation_tokens
+        swaps_before = int(np.searchsorted(swap_starts, begin))
+        cold = float(context)
+        if index == 0:
+            # With even routing, each engine gets one request of the group before any engine gets a second one. So the
+            # prompt is cached on every engine after as many requests as there are engines since the last swap.
+            first_requests[sample.group_id, swaps_before] += 1
+            if first_requests[sample.group_id, swaps_before] > engines:
+                # An engine always computes the last token, because it samples the next token from its logits.
+                cold = 1.0
+        if earlier and int(np.searchsorted(swap_starts, earlier[-1].start)) == swaps_before:
             cold = float(turn.observation_tokens)
         rows.append((begin, end, turn.tokens, cold, context, begin == start, sample.step > warmup_step))
     begin, end, tokens, cold, context, at_once, fitted = (np.array(column) for column in zip(*rows, strict=True))
-    begun, ended = np.sort(begin), np.sort(end)
-    others = np.searchsorted(begun, begin, side="left") > np.searchsorted(ended, begin, side="right")
+    # True for a response that begins while others are running: more responses have begun before it than have ended.
+    others = np.searchsorted(np.sort(begin), begin, side="left") > np.searchsorted(np.sort(end), begin, side="right")
     waited = at_once & others
     return ResponseTimes(begin, end, tokens.astype(float), cold, context.astype(float), waited, fitted & (tokens > 0))
-
-
-def _earlier_in_branch(turns: Sequence[TurnTimes], place: int) -> list[TurnTimes]:
-    """Return the turns before the one at `place` that are in its branch."""
-    return [turn for turn in turns[:place] if turn.branch == turns[place].branch]
-
-
-def _context_tokens(turns: Sequence[TurnTimes], place: int) -> int:
-    """Return the number of tokens before a turn's response."""
-    before = sum(turn.observation_tokens + turn.tokens for turn in _earlier_in_branch(turns, place))
-    return before + turns[place].observation_tokens
-
-
-def _prompt_is_cached(
-    known: dict[tuple[int, int], int], sample: SampleTimes, place: int, epoch: int, engines: int
-) -> bool:
-    """Return True if the first prompt of an episode is cached, and count the request in `known`.
-
-    `place` is the turn of the request, and `epoch` is the number of swaps before it. Returns False for later turns.
-    With even routing, the first request of a group goes to each engine before an engine gets a second one. So the
-    prompt is cached on every engine once the group has sent as many requests as there are engines since the last swap.
-    """
-    if place:
-        return False
-    key = (sample.group_id, epoch)
-    known[key] = known.get(key, 0) + 1
-    return known[key] > engines
 
 
 def fit_engine(
@@ -296,7 +280,7 @@ def fit_engine(
 
 
 def _open_intervals(begin: Floats, end: Floats, knots: Floats) -> Floats:
-    """Return the number of intervals that are open right after each knot."""
+    """Return the number of intervals [begin, end) that are open right after each knot, a time. Both are unsorted."""
     started = np.searchsorted(np.sort(begin), knots, side="right")
     ended = np.searchsorted(np.sort(end), knots, side="right")
     return (started - ended).astype(np.float64)
@@ -351,6 +335,7 @@ def _context_during(responses: ResponseTimes, swap: Activity) -> float:
     together."""
     running = (responses.begin < swap.start) & (swap.stop < responses.end)
     begin, end = responses.begin[running], responses.end[running]
+    # Share of each response that was sampled at the start of the swap, if its tokens came at an even rate.
     done = (swap.start - begin) / (end - begin)
     return float((responses.context[running] + done * responses.tokens[running]).sum())
 
@@ -359,6 +344,7 @@ def _paused_s(swaps: Sequence[Activity], begin: Floats, end: Floats, engines: in
     """Return the expected seconds of each response in which its engine was swapping."""
     # The record does not name a response's engine, so each swap counts with probability 1/engines.
     total = np.zeros_like(begin)
+    # One engine at a time: `covered_until` counts seconds in which several swaps overlap only once.
     for _, lane in itertools.groupby(sorted(swaps, key=lambda swap: swap.lane), key=lambda swap: swap.lane):
         bars = list(lane)
         total += (covered_until(bars, end) - covered_until(bars, begin)) / engines
@@ -376,8 +362,8 @@ def fit_pause(swaps: Sequence[Activity]) -> FittedPart:
     seconds = np.array([swap.stop - swap.start for bars in lanes.values() for swap in bars[1:]])
     if not seconds.size:
         return FittedPart("swap", {"swap_s": 0.0}, 0, 0.0, "the timeline has no swap of a running engine")
-    middle = float(np.median(seconds))
-    return FittedPart("swap", {"swap_s": middle}, seconds.size, relative(seconds - middle, seconds))
+    median = float(np.median(seconds))
+    return FittedPart("swap", {"swap_s": median}, seconds.size, relative(seconds - median, seconds))
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
@@ -401,31 +387,31 @@ def fit_training(
     Raises:
         ConfigError: no step has both a time and samples.
     """
-    tokens: dict[int, int] = {}
+    tokens_of: Counter[int] = Counter()  # tokens of each step that the trainer computed
     for sample in samples:
-        length = sum(turn.observation_tokens + turn.tokens for turn in sample.turns)
-        tokens[sample.step] = tokens.get(sample.step, 0) + length
-    known = [
-        (tokens[row["step"]], seconds)
+        tokens_of[sample.step] += sum(turn.observation_tokens + turn.tokens for turn in sample.turns)
+    measured = [
+        (tokens_of[row["step"]], seconds)
         for row in rows[1:]
-        if row["step"] in tokens and (seconds := number(row, "trainer_step_s")) is not None
+        if row["step"] in tokens_of and (seconds := number(row, "trainer_step_s")) is not None
     ]
-    if not known:
+    if not measured:
         raise ConfigError("the run's metrics.jsonl has no trainer_step_s for the steps of samples.jsonl")
-    amount, seconds = np.array(known, dtype=np.float64).T
-    columns = np.stack([amount, np.ones_like(amount)], axis=1)
+    tokens, seconds = np.array(measured, dtype=np.float64).T
+    # seconds = constants[0] · tokens + constants[1]
+    columns = np.stack([tokens, np.ones_like(tokens)], axis=1)
     constants, residuals = nonnegative_fit(columns, seconds)
     note = ""
-    if slope_error(amount, residuals) > MOST_SLOPE_ERROR * seconds.mean() / amount.mean():
-        constants = np.array([seconds.sum() / amount.sum(), 0.0])
-        residuals = seconds - amount * constants[0]
+    if slope_error(tokens, residuals) > MOST_SLOPE_ERROR * seconds.mean() / tokens.mean():
+        constants = np.array([seconds.sum() / tokens.sum(), 0.0])
+        residuals = seconds - tokens * constants[0]
         note = "the steps have nearly equal numbers of tokens, so all of their time counts as time per token"
     publish_and_checkpoint_s = _median_s(spans, "publish") + _total_s(spans, "checkpoint") / len(rows)
     fitted = {
         "train_token_s": float(constants[0]) * trainers,
         "train_step_s": float(constants[1]) + publish_and_checkpoint_s,
     }
-    return FittedPart("training", fitted, len(known), relative(residuals, seconds), note)
+    return FittedPart("training", fitted, len(measured), relative(residuals, seconds), note)
 
 
 def _median_s(spans: Sequence[Activity], name: str) -> float:
@@ -461,6 +447,7 @@ def fit_workload(samples: Sequence[SampleTimes]) -> dict[str, float | list[float
     middle = [turn.env_s for sample in samples for turn in sample.turns[:-1]]
     last = [sample.turns[-1].env_s for sample in samples]
     usual = sum(middle) / len(middle) if middle else 0.0
+    # The mean reward of a group, cut to [0, 1], estimates the problem's probability of success.
     rewards: dict[int, list[float]] = {}
     for sample in samples:
         rewards.setdefault(sample.group_id, []).append(min(max(sample.reward, 0.0), 1.0))
@@ -489,10 +476,10 @@ def spread_of(values: Sequence[float], *, integer: bool = False) -> float | list
     means = [float(part.mean()) for part in parts]
     if integer:
         rounded: list[float] = []
-        owed = 0.0
+        error = 0.0  # sum of the means so far, minus the sum of the rounded ones
         for mean in means:
-            rounded.append(float(round(mean + owed)))
-            owed += mean - rounded[-1]
+            rounded.append(float(round(mean + error)))
+            error += mean - rounded[-1]
         means = rounded
     shown = [float(f"{mean:.6g}") for mean in means]  # six digits are enough, and keep the file readable
     return shown[0] if len(set(means)) == 1 else shown
@@ -505,10 +492,11 @@ def nonnegative_fit(columns: Floats, target: Floats) -> tuple[Floats, Floats]:
     there must be few of them.
     """
     count = columns.shape[1]
-    best = np.zeros(count), target
+    best_constants, best_residuals = np.zeros(count), target
     for size in range(1, count + 1):
         for chosen in itertools.combinations(range(count), size):
             part = columns[:, chosen]
+            # Columns of very different size would make the fit inexact. The second number avoids a division by 0.
             scale = np.maximum(np.abs(part).max(axis=0), 1e-300)
             solved = np.linalg.lstsq(part / scale, target, rcond=None)[0] / scale
             if (solved < 0).any():
@@ -517,9 +505,9 @@ def nonnegative_fit(columns: Floats, target: Floats) -> tuple[Floats, Floats]:
             constants[list(chosen)] = solved
             residuals = target - columns @ constants
             # A subset with more constants must be better by more than rounding errors.
-            if (residuals**2).sum() < (best[1] ** 2).sum() * (1 - 1e-9):
-                best = constants, residuals
-    return best
+            if (residuals**2).sum() < (best_residuals**2).sum() * (1 - 1e-9):
+                best_constants, best_residuals = constants, residuals
+    return best_constants, best_residuals
 
 
 def relative(residuals: Floats, values: Floats) -> float:
@@ -529,7 +517,10 @@ def relative(residuals: Floats, values: Floats) -> float:
 
 
 def slope_error(x: Floats, residuals: Floats) -> float:
-    """Return the standard error of the slope of a line that was fitted over `x`; infinity if it is undefined."""
+    """Return the standard error of the slope of a line that was fitted over `x`; infinity if it is undefined.
+
+    It is undefined if all `x` are equal, or if there are fewer than three points for the line's two constants.
+    """
     spread = float(((x - x.mean()) ** 2).sum())
     if spread == 0 or len(x) < 3:
         return float("inf")

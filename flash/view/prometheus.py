@@ -1,16 +1,17 @@
 """Newest numbers of runs in Prometheus's text format, and a Grafana dashboard that draws them.
 
 `flash.view.app` answers a request of Prometheus for `/metrics` with `exposition`. `make docs` writes `dashboard` to
-docs/grafana.json. Each column of the table of columns is a metric. If the name of a column contains a kind, as in
-failures by reason, the kind becomes a label of one metric. All metrics are gauges: a run that goes back to a checkpoint
-also lowers its counters. Format: "Exposition formats", version 0.0.4, in Prometheus's documentation.
+docs/grafana.json. Each column of the table of columns (`flash.observe.columns`) is a metric. If the name of a column
+has a placeholder, as in failures by reason, its text becomes the value of a label. All metrics are gauges: a run that
+goes back to a checkpoint also lowers its counters. Format: "Exposition formats", version 0.0.4, in Prometheus's
+documentation.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -26,20 +27,33 @@ ROWS: Sequence[Kind] = ("step", "evaluation")
 """Kinds of rows of which the last one is reported."""
 PANELS_PER_ROW, WIDTH, HEIGHT = 2, 12, 8
 """Number of panels side by side, and the size of a panel in units of Grafana's grid, which has 24 columns."""
+ENDED = "flash_ended"
+"""Metric that is always there, also without runs: the dashboard lists the names of runs from it."""
 
 Values = Callable[["Latest"], Iterable[tuple[str, float]]]
-"""Function that returns the values of a metric for a run, each with its kind. The kind is empty if the metric has
-none."""
+"""Function that returns the values of a metric for a run, as pairs (value of the metric's label, number). The first is
+empty in a metric without a label."""
+
+
+class Metric(NamedTuple):
+    """A metric that Prometheus reads."""
+
+    name: str
+    help: str
+    """Explanation, which Prometheus shows."""
+    values: Values
+    label: str = KIND
+    """Name of the label that distinguishes several values of one run."""
 
 
 class Latest(msgspec.Struct, frozen=True):
-    """Newest state of a run."""
+    """Newest state of a run. `flash.view.runs` reads it from the run directory for each scrape."""
 
     name: str
     steps: Mapping[str, float]
-    """Row of the last step."""
+    """Row of the last step; empty if there is none."""
     evals: Mapping[str, float]
-    """Row of the last evaluation."""
+    """Row of the last evaluation; empty if there is none."""
     ended: bool
     """True if the run has ended."""
     cluster: Cluster | None = None
@@ -47,17 +61,19 @@ class Latest(msgspec.Struct, frozen=True):
 
 
 def exposition(runs: Sequence[Latest]) -> str:
-    """Return the text that Prometheus reads in one scrape."""
+    """Return the text that Prometheus reads in one scrape. A metric without values is left out, except `ENDED`."""
     lines: list[str] = []
-    for metric, help_, values, label in _metrics():
-        samples = [
-            f'{metric}{{run="{_escaped(run.name)}"{_labelled(label, kind)}}} {value!r}'
-            for run in runs
-            for kind, value in values(run)
-        ]
-        if samples or metric == ENDED:
-            lines += [f"# HELP {metric} {help_}", f"# TYPE {metric} gauge", *samples]
-    return "\n".join([*lines, ""])
+    for metric in _metrics():
+        samples: list[str] = []
+        for run in runs:
+            for label_value, value in metric.values(run):
+                labels = f'run="{_escaped(run.name)}"'
+                if label_value:
+                    labels += f',{metric.label}="{_escaped(label_value)}"'
+                samples.append(f"{metric.name}{{{labels}}} {value!r}")
+        if samples or metric.name == ENDED:
+            lines += [f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} gauge", *samples]
+    return "\n".join([*lines, ""])  # the format demands a line break after the last line
 
 
 def dashboard() -> dict[str, Any]:
@@ -83,36 +99,34 @@ def dashboard() -> dict[str, Any]:
             ]
         },
         "panels": [
-            *(_panel(place, *chart) for place, chart in enumerate(zip(CHARTS, DRAWN, strict=True))),
+            *(_chart_panel(index, *chart) for index, chart in enumerate(zip(CHARTS, DRAWN, strict=True))),
             *(
-                _cluster_panel(len(DRAWN) + place, count)
-                for place, count in enumerate((*CLUSTER_NUMBERS, *ENGINE_NUMBERS))
+                _cluster_panel(index, cluster_number)
+                for index, cluster_number in enumerate((*CLUSTER_NUMBERS, *ENGINE_NUMBERS), start=len(DRAWN))
             ),
         ],
     }
 
 
-ENDED = "flash_ended"
-"""Metric that is always there, also without runs: the dashboard lists the names of runs from it."""
-
-
-def _metrics() -> Iterator[tuple[str, str, Values, str]]:
-    """Yield each metric: its name, its help text, its values, and the label that distinguishes the values."""
-    yield ENDED, "1: the run is over.", lambda run: [("", int(run.ended))], KIND
-    for of in ROWS:
-        for column in columns(of):
+def _metrics() -> Iterator[Metric]:
+    """Yield each metric of a scrape. The order is that of the text."""
+    yield Metric(ENDED, "1: the run is over.", lambda run: [("", int(run.ended))])
+    for row_kind in ROWS:
+        for column in columns(row_kind):
+            # The text format demands that backslashes are doubled.
             help_ = without_marks(column.meaning).replace("\\", r"\\")
-            yield _metric(column, of), help_, _of_column(column, of), KIND
-    for count in (*CLUSTER_NUMBERS, *ENGINE_NUMBERS):
-        yield f"flash_cluster_{count.name}", count.means, _of_cluster(count), count.label
+            yield Metric(_metric_name(column, row_kind), help_, _column_values(column, row_kind))
+    for cluster_number in (*CLUSTER_NUMBERS, *ENGINE_NUMBERS):
+        name, help_ = f"flash_cluster_{cluster_number.name}", cluster_number.means
+        yield Metric(name, help_, _cluster_values(cluster_number), cluster_number.label)
     help_ = "Unix seconds of the last failure of each kind; its message is on the page and in `flash watch`."
-    yield "flash_cluster_failed_at", help_, _failed_at, KIND
+    yield Metric("flash_cluster_failed_at", help_, _failed_at)
     help_ = "Unix seconds of the last report about the cluster. time() minus this is the age of the report."
-    yield "flash_cluster_time", help_, _reported_at, KIND
+    yield Metric("flash_cluster_time", help_, _reported_at)
 
 
 def _failed_at(run: Latest) -> Iterable[tuple[str, float]]:
-    """Return the time of the last failure of each kind, in Unix seconds."""
+    """Return the kind of each failure, and the time of the last one of this kind in Unix seconds."""
     return () if run.cluster is None else [(each.kind, each.last) for each in run.cluster.failures]
 
 
@@ -121,51 +135,59 @@ def _reported_at(run: Latest) -> Iterable[tuple[str, float]]:
     return () if run.cluster is None or run.cluster.ended else [("", run.cluster.at)]
 
 
-def _of_cluster(count: ClusterNumber) -> Values:
-    """Return a function that takes the values of a number from a run's cluster.
+def _cluster_values(cluster_number: ClusterNumber) -> Values:
+    """Return the function that a metric needs to take the values of this number from a run's cluster.
 
-    It returns none without a cluster, and none for a momentary number after the end of the run.
+    That function returns nothing without a cluster, and nothing for a momentary number after the end of the run.
     """
-    return lambda run: () if run.cluster is None or not count.holds(run.cluster) else count.of(run.cluster).items()
+
+    def values(run: Latest) -> Iterable[tuple[str, float]]:
+        """Return the values by kind, such as the number of engines in each state."""
+        if run.cluster is None or not cluster_number.holds(run.cluster):
+            return ()
+        return cluster_number.of(run.cluster).items()
+
+    return values
 
 
-def _of_column(column: Column, of: Kind) -> Values:
-    """Return a function that takes the values of a column from a run's last row of this kind."""
+def _column_values(column: Column, row_kind: Kind) -> Values:
+    """Return the function that a metric needs to take the values of a column from a run's last row of this kind."""
 
     def values(run: Latest) -> Iterator[tuple[str, float]]:
         """Yield the values of the column, each with the text in place of its placeholder."""
-        row = run.steps if of == "step" else run.evals
+        row = run.steps if row_kind == "step" else run.evals
         for key in row if column.has_placeholder else [column.name]:
-            if column_of(key, of) is column and (value := number(row, key)) is not None:
+            # A key that fits the placeholder may still be another column's own name.
+            if column_of(key, row_kind) is column and (value := number(row, key)) is not None:
                 yield column.placeholder_text(key) or "", value
 
     return values
 
 
-def _metric(column: Column, of: Kind) -> str:
-    """Return the name of a column's metric, which Prometheus accepts.
+def _metric_name(column: Column, row_kind: Kind) -> str:
+    """Return the name of a column's metric, which has only characters that Prometheus accepts.
 
-    A column such as `failures` may have the same beginning as columns by kind, so those get a suffix.
+    A column such as `failures` may have the same beginning as one with a placeholder, so the latter gets a suffix.
     """
+    # Capital letters are placeholders, which vanish here. Only STAT stays, since the name would say nothing without it.
     name = re.sub(r"[^a-z0-9]+", "_", re.sub("STAT", "stat", column.name)).strip("_")
-    return f"flash_{'eval_' if of == 'evaluation' else ''}{name}{'_by_kind' if column.has_placeholder else ''}"
+    prefix = "eval_" if row_kind == "evaluation" else ""
+    return f"flash_{prefix}{name}{'_by_kind' if column.has_placeholder else ''}"
 
 
-def _labelled(label: str, kind: str) -> str:
-    """Return the label of a value's kind, after a comma; empty if the value has no kind."""
-    return f',{label}="{_escaped(kind)}"' if kind else ""
-
-
-def _escaped(label: str) -> str:
+def _escaped(text: str) -> str:
     """Escape the value of a label as the text format demands."""
-    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
-def _frame(place: int, title: str, means: str, worry: str) -> dict[str, Any]:
-    """Return the fields that all panels have. `place` is the place of the panel, counted from 0."""
-    row, column = divmod(place, PANELS_PER_ROW)
+def _panel_frame(index: int, title: str, means: str, worry: str) -> dict[str, Any]:
+    """Return the fields that all panels of the dashboard have. `index` is the panel's number, counted from 0.
+
+    `means` and `worry` are the sentences of its description: what is shown, and when a user should worry.
+    """
+    row, column = divmod(index, PANELS_PER_ROW)
     return {
-        "id": place + 1,
+        "id": index + 1,
         "type": "timeseries",
         "title": title,
         "description": f"{means} When to worry: {worry}" if worry else means,
@@ -174,20 +196,24 @@ def _frame(place: int, title: str, means: str, worry: str) -> dict[str, Any]:
     }
 
 
-def _cluster_panel(place: int, count: ClusterNumber) -> dict[str, Any]:
-    """Return the dashboard's panel of a number of the cluster, at a place counted from 0."""
-    expression = f'flash_cluster_{count.name}{{run=~"$run"}}'
-    legend = f"{{{{run}}}} {{{{{count.label}}}}}"
-    return _frame(place, count.title, count.means, count.worry) | {
-        "fieldConfig": {"defaults": {"unit": "percentunit" if count.unit == "share" else "none"}, "overrides": []},
+def _cluster_panel(index: int, shown: ClusterNumber) -> dict[str, Any]:
+    """Return the dashboard's panel of a number of the cluster. `index` is the panel's number, counted from 0."""
+    expression = f'flash_cluster_{shown.name}{{run=~"$run"}}'
+    legend = f"{{{{run}}}} {{{{{shown.label}}}}}"  # Grafana replaces names in double braces by the values of labels
+    return _panel_frame(index, shown.title, shown.means, shown.worry) | {
+        "fieldConfig": {"defaults": {"unit": "percentunit" if shown.unit == "share" else "none"}, "overrides": []},
         "targets": [{"refId": "A", "expr": expression, "legendFormat": legend}],
     }
 
 
-def _panel(place: int, chart: Chart, drawn: DrawnChart) -> dict[str, Any]:
-    """Return the dashboard's panel of a chart, at a place counted from 0."""
+def _chart_panel(index: int, chart: Chart, drawn: DrawnChart) -> dict[str, Any]:
+    """Return the dashboard's panel of a chart. `index` is the panel's number, counted from 0.
+
+    `drawn` is the same chart in the form that the page of `flash view` gets: texts and curves. Each column of the chart
+    becomes a query (target) with the letter A, B, … as its name.
+    """
     unit = "percentunit" if drawn.percent else "none"
-    return _frame(place, drawn.title, drawn.means, drawn.worry) | {
+    return _panel_frame(index, drawn.title, drawn.means, drawn.worry) | {
         "fieldConfig": {
             "defaults": {
                 "unit": unit,
@@ -201,19 +227,22 @@ def _panel(place: int, chart: Chart, drawn: DrawnChart) -> dict[str, Any]:
         },
         "targets": [
             {
-                "refId": chr(ord("A") + place),
-                "expr": f'{_metric(column, chart.of)}{{run=~"$run"}}',
+                "refId": chr(ord("A") + letter),
+                "expr": f'{_metric_name(column, chart.of)}{{run=~"$run"}}',
                 "legendFormat": " ".join(
                     filter(None, ("{{run}}", line.name, f"{{{{{KIND}}}}}" if column.has_placeholder else ""))
                 ),
             }
-            for place, (column, line) in enumerate(zip(chart.columns, drawn.lines, strict=True))
+            for letter, (column, line) in enumerate(zip(chart.columns, drawn.lines, strict=True))
         ],
     }
 
 
 def _thresholds(limit: float | None) -> Iterable[dict[str, Any]]:
-    """Yield the steps of a panel's threshold: no colour below the limit, orange beyond it."""
+    """Yield the steps of a panel's threshold, in Grafana's form: no colour below the limit, orange beyond it.
+
+    Without a limit (None) there is only the first step.
+    """
     yield {"color": "transparent", "value": None}
     if limit is not None:
         yield {"color": "orange", "value": limit}

@@ -1,13 +1,14 @@
 """Readable samples of a run: search by their properties, and display token by token.
 
-A run keeps a few samples of each step in readable form (`flash.observe.rundir.samples`). The page asks for a list with
-`find`, and for all samples of one group with `show_group`. A *group* is the samples of one problem, whose rewards are
-compared with each other. The *age* of a token is the version that trained on it minus the version that sampled it.
+A run keeps a few samples of each step in readable form (`flash.observe.rundir.samples`). For requests of the page,
+`flash.view.app` calls `find`, which returns a list, and `show_group`, which returns all samples of one group. A *group*
+is the samples of one problem, whose rewards are compared with each other. The *age* of a token is the version that
+trained on it minus the version that sampled it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -48,13 +49,18 @@ T = TypeVar("T")
 
 
 class Query(msgspec.Struct, frozen=True, kw_only=True):
-    """Search for samples. Bounds are inclusive, and None means no bound."""
+    """Search for samples, decoded from the parameters of a request. Bounds are inclusive, and None means no bound.
+
+    The reward is that of the whole sample. Tokens are the number of tokens of its responses, and the age is that of its
+    oldest token, in versions.
+    """
 
     before: Annotated[int, Meta(ge=0)] | None = None
     """Search only steps below this one, where an earlier search has stopped. None: start with the newest step."""
     step: Annotated[int, Meta(ge=0)] | None = None
+    """Search only this step. None: all steps."""
     environment: str = ""
-    """Part of the environment's name, in a mixture of several environments."""
+    """Part of the environment's name, in a mixture of several environments; empty for any."""
     outcome: str = ""
     """`Outcome` of the episode; empty for any."""
     reward_min: Bound = None
@@ -68,11 +74,11 @@ class Query(msgspec.Struct, frozen=True, kw_only=True):
     """End of a time range in Unix seconds; `time_min` is its start. A sample is found if the generation of a response
     or the environment's step after it overlaps the range."""
     text: str = ""
-    """Text to find in observations, responses or notes. Upper and lower case are not distinguished."""
+    """Text to find in observations, responses or notes; empty for any. Upper and lower case are not distinguished."""
 
 
 class FoundSample(msgspec.Struct, frozen=True):
-    """Sample in the list of search results."""
+    """Sample in the list of search results. `step`, `group_id` and `sample_index` together identify it."""
 
     step: int
     group_id: int
@@ -118,17 +124,23 @@ class ShownTurn(msgspec.Struct, frozen=True):
     advantages: list[float | None]
     entropies: list[float | None]
     uses: list[str]
-    """Names of `TokenUse`: how the trainer used each token."""
+    """Names of `TokenUse`: how the trainer used each token; empty text for a use that this version does not know."""
     reward: float
+    """Reward of this turn alone."""
     generate_s: float
+    """Seconds that the generation of the response took."""
     env_s: float
+    """Seconds that the environment's step after the response took."""
     note: str
+    """Text of the environment for people."""
     metrics: dict[str, float]
+    """Numbers of the environment, by name."""
     branch: int
+    """Number of the branch of the episode that the turn belongs to; 0 without branches."""
 
 
 COPIED_FIELDS = [name for name in SampleTurn.__struct_fields__ if name in ShownTurn.__struct_fields__]
-"""Fields of a turn that are copied without a change."""
+"""Names of the fields that `_shown` copies from a recorded turn without a change: those that both classes have."""
 
 
 class ShownSample(msgspec.Struct, frozen=True):
@@ -175,18 +187,23 @@ def find(
     if query.before is not None:
         steps = [step for step in steps if step < query.before]
     found: list[FoundSample] = []
-    left = most_bytes
-    for place, step in enumerate(reversed(steps)):
-        if left <= 0 or place == most_steps or len(found) >= most_found:
+    bytes_left = most_bytes
+    for searched, step in enumerate(reversed(steps)):
+        # Limits are checked between steps, so that each step is searched as a whole.
+        if bytes_left <= 0 or searched == most_steps or len(found) >= most_found:
             return FoundSamples(found, step + 1, newest)
         samples = read_outlines(directory, step)
-        left -= sum(len(turn.observation) + len(turn.action) for sample in samples for turn in sample.turns)
-        found += [one for sample in samples if _matches(query, sample, one := _found(sample))]
+        # Characters are counted as bytes, which is exact enough for a limit.
+        bytes_left -= sum(len(turn.observation) + len(turn.action) for sample in samples for turn in sample.turns)
+        for sample in samples:
+            listed = _list_item(sample)
+            if _matches(query, sample, listed):
+                found.append(listed)
     return FoundSamples(found, None, newest)
 
 
-def _found(sample: SampleOutline) -> FoundSample:
-    """Return a sample in the form of the list."""
+def _list_item(sample: SampleOutline) -> FoundSample:
+    """Return a sample in the form of the list. `sample` holds its texts, but no values of single tokens."""
     return FoundSample(
         step=sample.step,
         group_id=sample.group_id,
@@ -201,17 +218,17 @@ def _found(sample: SampleOutline) -> FoundSample:
     )
 
 
-def _matches(query: Query, sample: SampleOutline, found: FoundSample) -> bool:
-    """Return True if a sample matches a query. `found`: the sample in the form of the list."""
-    within = (
-        (query.reward_min, found.reward, query.reward_max),
-        (query.tokens_min, found.tokens, query.tokens_max),
-        (query.age_min, found.age, query.age_max),
-    )
-    if query.outcome not in ("", found.outcome) or query.environment.casefold() not in found.environment.casefold():
+def _matches(query: Query, sample: SampleOutline, listed: FoundSample) -> bool:
+    """Return True if a sample fulfils all conditions of a query. `listed` is the sample in the form of the list."""
+    if query.outcome not in ("", listed.outcome) or query.environment.casefold() not in listed.environment.casefold():
         return False
-    if any((low is not None and value < low) or (high is not None and value > high) for low, value, high in within):
-        return False
+    for low, value, high in (
+        (query.reward_min, listed.reward, query.reward_max),
+        (query.tokens_min, listed.tokens, query.tokens_max),
+        (query.age_min, listed.age, query.age_max),
+    ):
+        if (low is not None and value < low) or (high is not None and value > high):
+            return False
     if not any(_overlaps(query, turn) for turn in sample.turns):
         return False
     text = query.text.casefold()
@@ -221,54 +238,60 @@ def _matches(query: Query, sample: SampleOutline, found: FoundSample) -> bool:
 
 
 def _overlaps(query: Query, turn: SampleTurn) -> bool:
-    """Return True if a turn overlaps the time range of a query."""
-    begun = query.time_max is None or turn.start <= query.time_max
-    return begun and (query.time_min is None or query.time_min <= turn.start + turn.generate_s + turn.env_s)
+    """Return True if a turn, from the start of its generation to the end of its step, overlaps the query's range."""
+    starts_in_time = query.time_max is None or turn.start <= query.time_max
+    return starts_in_time and (query.time_min is None or query.time_min <= turn.start + turn.generate_s + turn.env_s)
 
 
 def show_group(directory: RunDirectory, step: int, group_id: int) -> ShownGroup:
     """Return the readable samples of a group. Damaged samples are left out."""
     samples = [one for one in read_samples(directory, step, group_id) if _is_consistent(one)]
-    rewards = samples[0].group_rewards if samples else []
+    rewards = samples[0].group_rewards if samples else []  # every sample holds the rewards of its whole group
     return ShownGroup(step, group_id, rewards, [_shown(sample) for sample in samples])
 
 
 def _is_consistent(sample: Sample) -> bool:
-    """Return True if the parts of a sample have consistent lengths. A damaged file may still have the right form."""
+    """Return True if the parts of a sample have consistent lengths. A damaged file may still have the right form.
+
+    Each turn has one span of response tokens. Each list of token values has one item per response token, or none.
+    """
     count = sum(map(_length, sample.action_spans))
-    values = [getattr(sample.values, name) for name in TokenValues.__struct_fields__]
+    value_lists = [getattr(sample.values, name) for name in TokenValues.__struct_fields__]
     return (
         len(sample.turns) == len(sample.action_spans)
         and sum(run.count for run in sample.versions) == count == len(sample.values.sampled_logprobs)
-        and all(len(one) in (0, count) for one in values)
+        and all(len(values) in (0, count) for values in value_lists)
     )
 
 
 def _length(span: Span) -> int:
-    """Return the number of tokens in a span."""
+    """Return the number of tokens in a span of `Sample.action_spans`, which are positions in `Sample.tokens`."""
     return span.stop - span.start
 
 
 def _shown(sample: Sample) -> ShownSample:
     """Return a sample with its values divided by turn. It must have consistent lengths (`_is_consistent`)."""
     spans, values = sample.action_spans, sample.values
-    # In an episode with branches, turns may not be in the order of their tokens.
-    order = sorted(range(len(spans)), key=lambda turn: spans[turn].start)
-    lengths = [_length(spans[turn]) for turn in order]
 
-    def by_turn(each: Sequence[T]) -> list[list[T]]:
-        """Divide values of action tokens, which are in token order, into one list per turn.
+    def by_turn(token_values: Sequence[T]) -> list[list[T]]:
+        """Divide values of all response tokens, which are in the order of the tokens, into one list per turn.
 
         If there are no values, each list is empty.
         """
-        if not each:
-            return [[] for _ in spans]
-        of_turn = dict(zip(order, _parts(each, lengths), strict=True))
-        return [of_turn[turn] for turn in range(len(spans))]
+        parts: list[list[T]] = [[] for _ in spans]
+        begin = 0
+        # In an episode with branches, turns may not be in the order of their tokens.
+        for turn in sorted(range(len(spans)), key=lambda turn: spans[turn].start):
+            end = begin + _length(spans[turn])
+            parts[turn] = list(token_values[begin:end])
+            begin = end
+        return parts
 
     versions = [run.version for run in sample.versions for _ in range(run.count)]
+    # Without log-probs of the trainer, the differences are not used. Infinite log-probs would make numpy warn.
     with np.errstate(invalid="ignore"):
         log_ratios = np.subtract(values.logprobs or values.sampled_logprobs, values.sampled_logprobs)
+    # For each field of `ShownTurn` that is not copied: its values, one list for each turn.
     columns: dict[str, list[list[Any]]] = {
         "versions": by_turn(versions),
         "ages": by_turn([age_of(version, sample.step) for version in versions]),
@@ -281,16 +304,16 @@ def _shown(sample: Sample) -> ShownSample:
     }
     turns = [
         ShownTurn(
-            **{name: of_turn[place] for name, of_turn in columns.items()},
+            **{name: column[index] for name, column in columns.items()},
             **{name: getattr(turn, name) for name in COPIED_FIELDS},
         )
-        for place, turn in enumerate(sample.turns)
+        for index, turn in enumerate(sample.turns)
     ]
     return ShownSample(
         sample_index=sample.sample_index,
         outcome=sample.outcome,
         reward=sample.reward,
-        tokens=sum(lengths),
+        tokens=sum(map(_length, spans)),
         ages=sample.ages,
         turns=turns,
     )
@@ -300,11 +323,3 @@ def _numbers(values: Sequence[float] | FloatArray) -> list[float | None]:
     """Round values, and replace values that are not finite by None, because JSON has no NaN."""
     rounded = np.round(np.asarray(values, dtype=np.float64), DIGITS)
     return [value if known else None for value, known in zip(rounded.tolist(), np.isfinite(rounded), strict=True)]
-
-
-def _parts(values: Sequence[T], lengths: Sequence[int]) -> Iterator[list[T]]:
-    """Divide values into successive lists of these lengths."""
-    begin = 0
-    for length in lengths:
-        yield list(values[begin : begin + length])
-        begin += length
