@@ -97,8 +97,13 @@ class Contents(msgspec.Struct, frozen=True):
 def make_app(runs: Sequence[ViewedRun], shown: int) -> Starlette:
     """Return the application for these runs. The page shows the first `shown` runs from the start."""
 
-    # The functions below answer one path each; `answers` has the paths.
+    # The functions below answer one path each; `answers` has the paths. Each takes the request of the page's script.
+    def run_of(request: Request) -> ViewedRun:
+        """Return the run that a request names by its number in `runs`."""
+        return runs[_number(request, "run", len(runs))]
+
     def contents(_: Request) -> Contents:
+        """Return the list of runs and the charts, once when the page is opened."""
         descriptions = [
             RunFacts(run.name, one_line(str(run.directory.path)), number < shown, run.facts())
             for number, run in enumerate(runs)
@@ -106,26 +111,29 @@ def make_app(runs: Sequence[ViewedRun], shown: int) -> Starlette:
         return Contents(descriptions, DRAWN)
 
     def rows(request: Request) -> Rows:
+        """Return the new rows of a run, every few seconds. `steps` and `evals` are the numbers that the page has."""
         sequence = request.query_params.get("sequence", "")
         return run_of(request).rows(sequence, _number(request, "steps"), _number(request, "evals"))
 
-    def run_of(request: Request) -> ViewedRun:
-        return runs[_number(request, "run", len(runs))]
-
     def samples(request: Request) -> FoundSamples:
+        """Return the samples that a search finds."""
         return find(run_of(request).directory, _decoded(request, Query))
 
     def group(request: Request) -> ShownGroup:
+        """Return the samples of one group of a step, token by token."""
         return show_group(run_of(request).directory, _number(request, "step"), _number(request, "group"))
 
     def timeline(request: Request) -> Window | None:
+        """Return the part of the timeline that the page shows; None (`null` in JSON) if there is nothing to show."""
         part = _decoded(request, TimeRange)
         return show_window(run_of(request).spans(), part.start, part.stop)
 
     def cluster(request: Request) -> ShownCluster:
+        """Return the cluster page of a run, every few seconds while it is open."""
         return show_cluster(run_of(request).directory)
 
     def metrics(_: Request) -> Response:
+        """Return the newest numbers of all runs, for Prometheus. This is the only reply that is not JSON."""
         return Response(exposition(list(_readable(runs))), media_type=MEDIA_TYPE)
 
     answers: dict[str, Callable[[Request], object]] = {
@@ -156,7 +164,7 @@ def _readable(runs: Sequence[ViewedRun]) -> Iterator[Latest]:
 
 
 def _number(request: Request, name: str, below: int | None = None) -> int:
-    """Return the whole number with this name in a request's query.
+    """Return the whole number with this name in a request's query. `below`: its upper limit; None: no other limit.
 
     Raises:
         HTTPException: the value is missing, is not a whole number of at most DIGITS digits, or is `below` or more.
@@ -169,7 +177,8 @@ def _number(request: Request, name: str, below: int | None = None) -> int:
 
 
 def _decoded(request: Request, kind: type[T]) -> T:
-    """Convert the query of a request, without `run`, to a struct. Raises HTTPException if a value is invalid."""
+    """Convert the query of a request to a struct of type `kind`. Raises HTTPException if a value is invalid."""
+    # `run` is no field of the struct: `run_of` reads it.
     values = {name: text for name, text in request.query_params.items() if name != "run"}
     try:
         return msgspec.convert(values, kind, strict=False)
@@ -179,9 +188,10 @@ def _decoded(request: Request, kind: type[T]) -> T:
 
 # Starlette runs endpoints that are plain functions in threads, so reading and encoding do not block the event loop.
 def _answering(answer: Callable[[Request], object]) -> Callable[[Request], Response]:
-    """Return an endpoint that encodes the result of `answer` as JSON."""
+    """Return an endpoint that encodes the result of `answer`, a function of `make_app`, as JSON."""
 
     def handle(request: Request) -> Response:
+        """Reply to one request."""
         return Response(msgspec.json.encode(answer(request)), media_type="application/json")
 
     return handle
@@ -191,6 +201,7 @@ def _asset(file: Path) -> Callable[[Request], Response]:
     """Return an endpoint that serves a static file. The file is read at each request."""
 
     def handle(_: Request) -> Response:
+        """Reply to one request."""
         return Response(file.read_bytes(), media_type=MEDIA_TYPES[file.suffix])
 
     return handle

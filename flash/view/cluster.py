@@ -48,14 +48,14 @@ class ShownCluster(msgspec.Struct, frozen=True, kw_only=True):
 
 
 FIGURES = [
-    ShownNumber(capital(column.label), count.means, count.worry)
-    for column, count in zip(columns("engine"), ENGINE_NUMBERS, strict=True)
+    ShownNumber(capital(column.label), engine_number.means, engine_number.worry)
+    for column, engine_number in zip(columns("engine"), ENGINE_NUMBERS, strict=True)
 ]
-"""Columns of the table of engines, without values."""
+"""Columns of the table of engines, without values. `ENGINE_NUMBERS` has an item for each of these columns."""
 
 
 def show_cluster(directory: RunDirectory) -> ShownCluster:
-    """Return the cluster page of a run, from the newest snapshot."""
+    """Return the cluster page of a run, from the newest snapshot. `flash.view.app` calls this every few seconds."""
     picture = read_cluster(directory)
     there, now = directory.cluster.exists(), time.time()
     if picture is None:
@@ -74,7 +74,7 @@ def show_cluster(directory: RunDirectory) -> ShownCluster:
 
 
 def _tiles(picture: Cluster) -> Iterator[ShownNumber]:
-    """Yield a tile for each number that the snapshot has."""
-    for count in CLUSTER_NUMBERS:
-        if text := count.text(picture):
-            yield ShownNumber(count.title, count.means, without_marks(count.worry), text)
+    """Yield a tile for each number that the snapshot has. A number without a text has nothing to count."""
+    for shown in CLUSTER_NUMBERS:
+        if text := shown.text(picture):
+            yield ShownNumber(shown.title, shown.means, without_marks(shown.worry), text)

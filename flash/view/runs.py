@@ -31,7 +31,9 @@ class Rows(msgspec.Struct, frozen=True):
     """Identifies the sequence of rows. If it differs from that of the request, the page must drop all earlier rows:
     these rows are then the first ones."""
     steps: list[dict[str, float]]
+    """New rows of `metrics.jsonl`, reduced to the numbers that charts draw."""
     evals: list[dict[str, float]]
+    """New rows of `evals.jsonl`, reduced to the numbers that charts draw."""
     more: bool
     """True if there are more rows that can be requested now."""
     ended: bool
@@ -71,6 +73,7 @@ class ViewedRun:
         with self._lock:
             self._steps.read()
             self._evals.read()
+            # `restarts` counts how often a file was replaced instead of extended, so that earlier rows are invalid.
             current = f"{self._born}-{self._steps.restarts}-{self._evals.restarts}"
             if sequence != current:
                 steps = evals = 0
@@ -89,7 +92,7 @@ class ViewedRun:
         with self._lock:
             self._steps.read()
             self._evals.read()
-            steps, evals = ((one.rows or [{}])[-1] for one in (self._steps, self._evals))
+            steps, evals = ((file.rows or [{}])[-1] for file in (self._steps, self._evals))
         return Latest(self.name, steps, evals, self.directory.has_ended(), read_cluster(self.directory))
 
     def spans(self) -> Sequence[Activity]:

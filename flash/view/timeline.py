@@ -83,8 +83,11 @@ def show_window(spans: Sequence[Activity], start: float | None, stop: float | No
 
 
 def _lane(name: str, spans: Sequence[Activity], start: float, stop: float, most: int) -> ShownLane:
-    """Return a lane of the window: a bar for each activity if there are at most `most`, else shares of bins of time."""
-    whole = lane_shares(spans, np.array([start, stop]))
+    """Return a lane of the window: a bar for each activity if there are at most `most`, else shares of bins of time.
+
+    `spans` are the activities of the lane `name` that overlap the window from `start` to `stop`.
+    """
+    whole = lane_shares(spans, np.array([start, stop]))  # the whole window is one bin
     busy = sum(float(share[0]) for activity, share in whole.items() if activity not in IDLE)
     if len(spans) <= most:
         bars = [
@@ -104,9 +107,9 @@ def _stacked(shares: dict[str, np.ndarray], edges: np.ndarray) -> Iterator[LaneB
         edges: the B + 1 edges of the bins, in Unix seconds.
     """
     width = float(edges[1] - edges[0])
-    floor = np.zeros(len(edges) - 1)
-    for name in sorted(shares, key=lambda name: name in IDLE):
+    floor = np.zeros(len(edges) - 1)  # height of each bin that is filled already
+    for name in sorted(shares, key=lambda name: name in IDLE):  # False, which is work, comes first
         top = floor + shares[name]
-        for place in np.flatnonzero(shares[name] > 0):
-            yield LaneBar(name, float(edges[place]), width, float(floor[place]), float(top[place]))
+        for i in np.flatnonzero(shares[name] > 0):
+            yield LaneBar(name, float(edges[i]), width, float(floor[i]), float(top[i]))
         floor = top
