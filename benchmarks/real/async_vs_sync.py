@@ -12,17 +12,16 @@ the same work on these two cores is faster.
 from __future__ import annotations
 
 from benchmarks.form import WORKLOADS, Args, Row, main
-from benchmarks.training import PINNED, Measured, train
+from benchmarks.real.compare import ALPHA_0
+from benchmarks.training import PINNED, Measured, speed_rows, train
 
 WORKLOAD = WORKLOADS / "async_vs_sync.toml"
 """Configuration of all runs."""
 GOALS = {"α = 0, streamed": 1.5, "α = 1": 1.6}
 """Goals of the speed-ups over the synchronous run, by the case. The limit at equal halves is 2."""
-SYNCHRONOUS = ["train.async_ratio=0", "rollout.seeded=false"]
-"""Overrides. Seeds are off as in the asynchronous runs, because they would slow this one down."""
 MODES = {
-    "α = 0": SYNCHRONOUS,
-    "α = 0, streamed": [*SYNCHRONOUS, "train.stream=true"],
+    "α = 0": ALPHA_0,
+    "α = 0, streamed": [*ALPHA_0, "train.stream=true"],
     "α = 1": ["train.async_ratio=1"],
     "α = 1, streamed": ["train.async_ratio=1", "train.stream=true"],
 }
@@ -55,13 +54,10 @@ def compare(args: Args) -> list[Row]:
     rows += [Row(f"{zeros} zeros", "training_over_generation", "ratio", ratio) for zeros, ratio in tried.items()]
     for case, run in runs.items():
         rows += [
-            Row(case, "seconds", "s", run.seconds),
+            *speed_rows(case, [run]),
             Row(case, "final_accuracy", "share", run.summary["final_reward"]),
             Row(case, "mean_age", "versions", run.mean("age_mean")),
-            Row(case, "trainer_busy_share", "share", 1 - run.summary["trainer_wait_share"]),
-            Row(case, "engine_busy_share", "share", 1 - run.summary["engine_idle_share"]),
             Row(case, "trainer_wait_s_per_step", "s", run.mean("trainer_wait_s")),
-            Row(case, "trainer_step_s_per_step", "s", run.mean("trainer_step_s")),
         ]
     return rows
 
@@ -75,7 +71,7 @@ def balanced(args: Args) -> tuple[list[str], dict[int, float]]:
     tried: dict[int, float] = {}
     zeros = FIRST_ZEROS
     while zeros not in tried and len(tried) < (1 if args.quick else MOST_TRIES):
-        probe = [*PINNED, *SYNCHRONOUS, *_padding(zeros), f"run.steps={PROBE_STEPS}"]
+        probe = [*PINNED, *ALPHA_0, *_padding(zeros), f"run.steps={PROBE_STEPS}"]
         generation, training = halves(train(WORKLOAD, "bench-async-probe", probe))
         tried[zeros] = training / generation
         if abs(tried[zeros] - 1) <= BALANCE:

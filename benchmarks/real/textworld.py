@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from benchmarks.form import WORKLOADS, Args, Row, main
-from benchmarks.training import PINNED, Measured, Train, train
+from benchmarks.training import PINNED, Measured, Train, speed_rows, train
 from flash.observe.stats import Interval, mean_interval
 
 WORKLOAD = WORKLOADS / "real_textworld.toml"
@@ -46,19 +46,22 @@ ROUNDS = 3
 """Number of rounds of a full run; a quick run has one."""
 
 Round = Mapping[str, Measured]
-"""Measurements of each mode."""
+"""Measurements of one run of each mode, by the mode's name."""
 
 
 def compare(args: Args) -> list[Row]:
-    """Run all rounds, and return their rows."""
+    """Run all rounds, and return their rows. `benchmarks.form.main` calls this."""
     steps = QUICK_STEPS if args.quick else STEPS
     return rows_of([one_round(number, steps) for number in range(1 if args.quick else ROUNDS)])
 
 
 def one_round(number: int, steps: int, train: Train = train) -> Round:
-    """Run every mode once. Each round begins with another mode, so that none is always the first."""
+    """Run every mode once, for `steps` steps. The round's number, counted from 0, is the seed of its runs.
+
+    Each round begins with another mode, so that none is always the first. Tests replace `train`.
+    """
     first = number % len(MODES)
-    order = [*MODES, *MODES][first : first + len(MODES)]
+    order = [*MODES, *MODES][first : first + len(MODES)]  # rotated
     size = [f"run.steps={steps}", f"run.seed={number}"]
     return {
         mode: train(WORKLOAD, f"bench-real_textworld-{list(MODES).index(mode)}", [*PINNED, *MODES[mode], *size])
@@ -67,7 +70,7 @@ def one_round(number: int, steps: int, train: Train = train) -> Round:
 
 
 def rows_of(rounds: Sequence[Round]) -> list[Row]:
-    """Return the ratios, the agreement of accuracies, and the figures of each mode."""
+    """Return the rows of all rounds: speed-ups, the agreement of accuracies, and the figures of each mode."""
     rows: list[Row] = []
     for mode, paper in PAPER.items():
         ratios = [each[LOCK_STEP].seconds / each[mode].seconds for each in rounds]
@@ -77,46 +80,35 @@ def rows_of(rounds: Sequence[Round]) -> list[Row]:
             Row(case, "speedup_least", "x", min(ratios)),
             Row(case, "speedup_most", "x", max(ratios)),
         ]
-    reached = {mode: accuracy([each[mode] for each in rounds], -1) for mode in MODES}
+    final = {mode: accuracy([each[mode] for each in rounds], -1) for mode in MODES}
     for mode in PAPER:
-        agree = reached[mode].low <= reached[LOCK_STEP].high and reached[LOCK_STEP].low <= reached[mode].high
+        agree = final[mode].low <= final[LOCK_STEP].high and final[LOCK_STEP].low <= final[mode].high
         rows.append(Row(f"{mode}, final accuracy that of lock-step", "overlap", "0 or 1", float(agree), at_least=1))
-    return rows + [row for mode in MODES for row in _of_mode(mode, [each[mode] for each in rounds], reached[mode])]
+    for mode in MODES:
+        runs = [each[mode] for each in rounds]
+        trained = [run.summary["ledger"]["trained_tokens"] / run.summary["ledger"]["generated_tokens"] for run in runs]
+        rows += [
+            *speed_rows(mode, runs),
+            Row(mode, "samples", "samples", statistics.median(run.summary["samples"] for run in runs)),
+            Row(mode, "first_accuracy", "share", accuracy(runs, 0).mean),
+            Row(mode, "final_accuracy", "share", final[mode].mean),
+            Row(mode, "final_accuracy_low", "share", final[mode].low),
+            Row(mode, "final_accuracy_high", "share", final[mode].high),
+            Row(mode, "trained_token_share", "share", statistics.median(trained)),
+            Row(mode, "oldest_trained_age", "versions", max(run.summary["max_age"] for run in runs)),
+        ]
+    return rows
 
 
 def accuracy(runs: Sequence[Measured], which: int) -> Interval:
-    """Return the share of held-out games that were won in one evaluation of each run, over the games of all runs."""
-    found = [(row["samples"], row["mean_reward"]) for run in runs for row in [run.evals[which]]]
-    won, played = (round(sum(count)) for count in zip(*((n * mean, n) for n, mean in found), strict=True))
+    """Return the share of held-out games that were won, with its 95 % interval, over the games of all runs.
+
+    `which` is the evaluation of each run that counts: 0 for the first one, −1 for the last one.
+    """
+    evals = [run.evals[which] for run in runs]
+    played = sum(row["samples"] for row in evals)
+    won = round(sum(row["samples"] * row["mean_reward"] for row in evals))  # the reward of a game is 0 or 1
     return mean_interval([1.0] * won + [0.0] * (played - won), binary=True)
-
-
-def _of_mode(mode: str, runs: Sequence[Measured], reached: Interval) -> list[Row]:
-    """Return the rows about the runs of one mode. `reached` is their final accuracy."""
-
-    def median(values: Sequence[float]) -> float:
-        return statistics.median(values)
-
-    summaries = [run.summary for run in runs]
-    ledgers = [summary["ledger"] for summary in summaries]
-    return [
-        Row(mode, "seconds", "s", median([run.seconds for run in runs])),
-        Row(mode, "samples", "samples", median([summary["samples"] for summary in summaries])),
-        Row(mode, "first_accuracy", "share", accuracy(runs, 0).mean),
-        Row(mode, "final_accuracy", "share", reached.mean),
-        Row(mode, "final_accuracy_low", "share", reached.low),
-        Row(mode, "final_accuracy_high", "share", reached.high),
-        Row(mode, "trainer_busy_share", "share", median([1 - summary["trainer_wait_share"] for summary in summaries])),
-        Row(mode, "engine_busy_share", "share", median([1 - summary["engine_idle_share"] for summary in summaries])),
-        Row(mode, "trainer_step_s_per_step", "s", median([run.mean("trainer_step_s") for run in runs])),
-        Row(
-            mode,
-            "trained_token_share",
-            "share",
-            median([one["trained_tokens"] / one["generated_tokens"] for one in ledgers]),
-        ),
-        Row(mode, "oldest_trained_age", "versions", max(summary["max_age"] for summary in summaries)),
-    ]
 
 
 if __name__ == "__main__":
