@@ -2,7 +2,8 @@
 
 A benchmark is a function from Args to rows. The module of each benchmark calls `main`, which parses the arguments and
 runs the function. `main` prints a description of the machine and the rows as a table, and writes the rows as JSON. It
-draws them if the benchmark has a plot; a full run draws to docs/images/figures/<name>.png by default.
+draws them if the benchmark has a plot; a full run draws to docs/images/figures/<name>.png by default. The other
+functions are for the benchmarks: running commands, Python environments of other systems, and pictures.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import signal
 import subprocess
 import sys
 import time
+import venv
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -46,7 +48,9 @@ class Row(msgspec.Struct, frozen=True):
     metric: str
     """`speedup` is baseline ÷ ours, `efficiency` a share of a limit; other names end in their unit."""
     unit: str
+    """Unit for people, such as `s` or `share`."""
     ours: float
+    """Figure of Flash."""
     reference: float | None = None
     """Figure of a paper or of another system."""
     at_least: float | None = None
@@ -101,11 +105,13 @@ def main(
     """Run a benchmark, print its rows, write and draw them as the arguments say, and return them.
 
     Args:
-        name: name of the benchmark, from which the file of its plot is named.
+        name: name of the benchmark, a key of `benchmarks.__main__.MODULES`. The file of its plot has this name.
         description: text for `--help` and above the table.
         run: the benchmark.
         argv: arguments; None: those of the command line.
         plot: draws rows to a file; None if the benchmark has no plot.
+
+    Arguments that are wrong end the process with exit code 2, before anything is measured.
     """
     parser = argparse.ArgumentParser(
         prog=_command(), description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -142,9 +148,13 @@ def main(
 
 @contextmanager
 def terminated_like_interrupted() -> Generator[None]:
-    """Let SIGTERM raise KeyboardInterrupt within the block, so that the block can end the processes that it started."""
+    """Let SIGTERM raise KeyboardInterrupt within the block, so that the block can end the processes that it started.
+
+    `python -m benchmarks` ends a benchmark with SIGTERM.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        """Raise KeyboardInterrupt. The handler of SIGTERM."""
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)
@@ -157,9 +167,11 @@ def terminated_like_interrupted() -> Generator[None]:
 def run_command(words: Sequence[str | Path], timeout_s: float, variables: Mapping[str, str] | None = None) -> None:
     """Run a command to its end. If the wait is interrupted, for example by Ctrl-C, end the command with SIGTERM first.
 
+    `variables` are all its environment variables; None: those of this process.
+
     Raises:
         subprocess.CalledProcessError: it failed.
-        subprocess.TimeoutExpired: it took too long.
+        subprocess.TimeoutExpired: it took more than `timeout_s` seconds.
     """
     # The command gets its own process group, which Ctrl-C in a terminal does not reach. Otherwise it would get SIGINT
     # from the terminal and SIGTERM from here.
@@ -177,6 +189,23 @@ def run_command(words: Sequence[str | Path], timeout_s: float, variables: Mappin
         raise subprocess.CalledProcessError(code, words)
 
 
+def make_python(folder: Path, contents: Sequence[str], install: Callable[[Path], object]) -> Path:
+    """Return the Python of another system's environment in `folder`; make the environment first, unless it exists.
+
+    `install` gets that Python, and installs the packages; it raises if it fails. `contents` names the packages with
+    their versions. An environment with other contents is made again.
+    """
+    # This file is written last, so an environment without it is not finished.
+    executable, stamp = folder / "bin" / "python", folder / "requirements.txt"
+    wanted = "\n".join(contents) + "\n"
+    if not stamp.exists() or stamp.read_text() != wanted:
+        print(f"making {folder} (once): {contents[0]}, …", flush=True)
+        venv.create(folder, clear=True, with_pip=True)
+        install(executable)
+        stamp.write_text(wanted)
+    return executable
+
+
 def _command() -> str | None:
     """Return the command `python -m …` that started this process, for `--help`; None if it was started otherwise."""
     spec = sys.modules["__main__"].__spec__
@@ -192,16 +221,15 @@ def print_table(rows: Sequence[Row]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("case", "metric", "unit"):
         table.add_column(title, no_wrap=True)
-    peers, bounds = any(row.peer is not None for row in rows), any(row.bound is not None for row in rows)
-    titles = ["ours", "reference", *["peer"] * peers, *["bound"] * bounds, "goal"]
-    for title in titles:
+    # Only simulations have these columns.
+    simulated = [name for name in ("peer", "bound") if any(getattr(row, name) is not None for row in rows)]
+    for title in ("ours", "reference", *simulated, "goal"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for row in rows:
         verdict = {None: Text(""), True: Text("met", "green"), False: Text("missed", "red")}[row.met]
-        simulated = [*[_figure(row.peer)] * peers, *[_figure(row.bound)] * bounds]
-        cells = (row.case, row.metric, row.unit, _figure(row.ours), _figure(row.reference), *simulated, row.goal)
-        table.add_row(*(Text(cell) for cell in cells), verdict)
+        figures = [_figure(getattr(row, name)) for name in ("ours", "reference", *simulated)]
+        table.add_row(*map(Text, (row.case, row.metric, row.unit, *figures, row.goal)), verdict)
     # A log file has no width: nothing may be cut there.
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table, crop=False)
@@ -230,8 +258,25 @@ def machine() -> list[tuple[str, str]]:
     return lines
 
 
+def new_picture(width: float, height: float, columns: int = 1) -> tuple[Any, list[Any]]:
+    """Return an empty matplotlib figure of this size in inches, and its `columns` plots, which stand side by side."""
+    from matplotlib.figure import Figure
+
+    # Without pyplot: the figure needs no window, and belongs to no list from which it must be removed.
+    figure = Figure(figsize=(width, height), dpi=100)
+    return figure, list(figure.subplots(1, columns, squeeze=False).flat)
+
+
+def save_picture(figure: Any, file: Path, *, bottom: float = 0.0) -> None:
+    """Write a figure of `new_picture` to a file. `bottom`: share of its height that stays free for a legend."""
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout(rect=(0, bottom, 1, 1))
+    figure.savefig(file)
+
+
 def _figure(value: float | None) -> str:
-    """Format a figure with four significant digits, without an exponent where that stays readable."""
+    """Format a figure with four significant digits, without an exponent where that stays readable. None becomes `-`."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e12 else f"{value:.4g}"
@@ -249,7 +294,7 @@ def _field(file: Path, key: str) -> str | None:
 
 
 def installed_version(package: str) -> str:
-    """Return the version of a package, or of its build for CPUs, which has another name."""
+    """Return the version of a package, or of its build for CPUs, which may have the suffix `-cpu` in its name."""
     for name in (package, f"{package}-cpu"):
         try:
             return metadata.version(name)

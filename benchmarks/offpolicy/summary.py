@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.form import RESULTS, Row
+from benchmarks.form import RESULTS, Row, new_picture, save_picture
 from benchmarks.offpolicy.cells import Method, Result, read_lines
 from flash.observe.stats import Interval, mean_interval
 
@@ -127,16 +127,13 @@ def accuracy_table(summaries: Sequence[Summary]) -> str:
 
 def draw(results: Sequence[Result], file: Path) -> None:
     """Draw final accuracy over alpha with intervals (left), and mean learning curves at one alpha (right)."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import colormaps
 
     summaries = summarise(results)
     titles = list(dict.fromkeys(summary.method.title for summary in summaries))
     alphas = sorted({one.alpha for one in summaries})
-    palette = mpl.colormaps["tab10"]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), dpi=100)
+    palette = colormaps["tab10"]
+    figure, (left, right) = new_picture(11, 4.2, 2)
 
     def curve(members: Sequence[Result], color: Any, **style: Any) -> None:
         """Draw the mean learning curve of the results `members`."""
@@ -168,11 +165,8 @@ def draw(results: Sequence[Result], file: Path) -> None:
     for axes in (left, right):
         axes.set_ylabel("held-out accuracy")
         axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize=7, frameon=False, loc="lower left" if axes is left else "lower right")
-    figure.tight_layout()
-    figure.savefig(file)
-    pyplot.close(figure)
+    save_picture(figure, file)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.form import Row
+from benchmarks.form import Row, new_picture, save_picture
 
 OURS, OVER_HTTP, PEER, ENGINE = "Flash", "Flash, over its HTTP service", "swe-rex 1.4.0", "the engine alone"
 """Names of the systems in the legend."""
@@ -58,12 +58,7 @@ def shown(ms: float) -> str:
 
 def draw(rows: Sequence[Row], file: Path) -> None:
     """Draw the medians of a report as bars."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7.6, 4.6), dpi=110)
+    figure, (axes,) = new_picture(8.4, 5.1)
     place, ticks, named = 0.0, list[tuple[float, str]](), set[str]()
     for group in groups(rows):
         first = place
@@ -90,8 +85,5 @@ def draw(rows: Sequence[Row], file: Path) -> None:
     axes.set_title("Time until the answer: median, logarithmic, shorter is better", fontsize=10.5)
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
     figure.legend(fontsize=8.5, frameon=False, loc="lower center", ncol=len(named) + 1)
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
-    figure.savefig(file)
-    pyplot.close(figure)
+    save_picture(figure, file, bottom=0.06)

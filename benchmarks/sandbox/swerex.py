@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import time
-import venv
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -31,15 +30,13 @@ from aiodocker.containers import DockerContainer
 from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from benchmarks.form import ROOT
+from benchmarks.form import ROOT, make_python
 from envs.sandbox.api import Spec
 from envs.sandbox.engines import profiles
 from flash.errors import ConfigError
 
 FOLDER = ROOT / "build" / "swerex"
 """Folder of the Python environment of swe-rex."""
-STAMP = "requirements.txt"
-"""File that is written last: an environment without it is not finished."""
 SWEREX = "swe-rex 1.4.0"
 """Name and version of the peer."""
 PINNED = (
@@ -65,16 +62,13 @@ def python() -> Path:
     Raises:
         subprocess.CalledProcessError: pip could not install it; its output was shown.
     """
-    wanted = "\n".join([sys.version.split()[0], *PINNED]) + "\n"
-    executable, stamp = FOLDER / "bin" / "python", FOLDER / STAMP
-    if stamp.exists() and stamp.read_text() == wanted:
-        return executable
-    print(f"making {FOLDER} (once): {SWEREX}", flush=True)
-    venv.create(FOLDER, clear=True, with_pip=True)
-    command = [executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *PINNED]
-    subprocess.run(command, check=True, timeout=INSTALL_S)
-    stamp.write_text(wanted)
-    return executable
+
+    def install(executable: Path) -> None:
+        """Install the packages into the new environment."""
+        command = [executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *PINNED]
+        subprocess.run(command, check=True, timeout=INSTALL_S)
+
+    return make_python(FOLDER, [*PINNED, sys.version.split()[0]], install)
 
 
 def packages(image_python: str) -> Path:

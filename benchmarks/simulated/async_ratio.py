@@ -15,19 +15,21 @@ from benchmarks.simulated.figure import lines
 from benchmarks.simulated.peers.areal import Rules as Areal
 from benchmarks.simulated.peers.areal import areal
 from benchmarks.simulated.peers.roll_flash import Rules, roll_flash
+from benchmarks.simulated.peers.world import PeerReport
+from flash.simulate.report import SimReport
 
 STRAGGLERS = [*[400] * 99, 16000]
 """Lengths of answers in tokens: 1 % are forty times longer."""
 
 
 def measure(args: Args) -> list[Row]:
-    """Return throughput by α, then ages under stragglers."""
+    """Return throughput by α, then ages under stragglers. `benchmarks.form.main` calls this."""
     batch, steps = (512, 5) if args.quick else (1024, 16)
     base = workload(
         "rlvr_long", run={"steps": steps}, train={"batch_size": batch}, simulate={"gpus": 40, "rollout_gpus": 28}
     )
     rows: list[Row] = []
-    own: dict[int, float] = {}
+    own: dict[int, float] = {}  # our samples per second, by α
     for ratio in (0, 2, 8) if args.quick else (0, 1, 2, 4, 8):
         config = change(base, train={"async_ratio": ratio})
         report = ours(config)
@@ -35,17 +37,12 @@ def measure(args: Args) -> list[Row]:
         other = areal(config, Areal(eta=ratio))
         own[ratio] = report.samples_per_s
         bound = batch / capacity_s(config, report)
-        rows.append(
-            Row(f"{ratio}", "samples_per_s", "samples/s", own[ratio], None, peer=peer.samples_per_s, bound=bound)
-        )
-        streamed = ours(change(config, train={"stream": True}))
-        rows.append(
-            Row(f"{ratio}, streamed", "streamed_samples_per_s", "samples/s", streamed.samples_per_s, bound=bound)
-        )
-        rows.append(
-            Row(f"{ratio}, AReaL", "areal_samples_per_s", "samples/s", own[ratio], None, peer=other.samples_per_s)
-        )
-        rows.append(Row(f"{ratio}, AReaL", "age_versions", "versions", max(report.ages), None, peer=other.oldest_age))
+        streamed = ours(change(config, train={"stream": True})).samples_per_s
+        rows += [
+            Row(f"{ratio}", "samples_per_s", "samples/s", own[ratio], peer=peer.samples_per_s, bound=bound),
+            Row(f"{ratio}, streamed", "streamed_samples_per_s", "samples/s", streamed, bound=bound),
+            *areal_rows(f"{ratio}, AReaL", report, other),
+        ]
     gain = (own[2] - own[0]) / (own[8] - own[0])
     rows.append(Row("2 of 8", "gain_at_2", "share", gain, at_least=0.9))
     return [*rows, *stragglers(args)]
@@ -62,18 +59,14 @@ def stragglers(args: Args) -> list[Row]:
         train={"batch_size": 256, "async_ratio": 2},
         simulate={"gpus": 16, "rollout_gpus": 8, "response_tokens": STRAGGLERS, "length_correlation": 0},
     )
-    report, other = ours(config), areal(config, Areal(eta=2))
-    ages = Row("stragglers, AReaL", "age_versions", "versions", max(report.ages), None, peer=other.oldest_age)
+    return areal_rows("stragglers, AReaL", ours(config), areal(config, Areal(eta=2)))
+
+
+def areal_rows(case: str, report: SimReport, peer: PeerReport) -> list[Row]:
+    """Return rows with the throughput and the oldest trained token of a run of ours and of a run by AReaL's rules."""
     return [
-        ages,
-        Row(
-            "stragglers, AReaL",
-            "areal_samples_per_s",
-            "samples/s",
-            report.samples_per_s,
-            None,
-            peer=other.samples_per_s,
-        ),
+        Row(case, "areal_samples_per_s", "samples/s", report.samples_per_s, peer=peer.samples_per_s),
+        Row(case, "age_versions", "versions", max(report.ages), peer=peer.oldest_age),
     ]
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.form import Row
+from benchmarks.form import Row, new_picture, save_picture
 
 LARGEST_ERROR = 0.15
 """Goal: largest difference of a simulated peer from the published figure, as a share of it."""
@@ -23,6 +23,8 @@ NAMES = {"reference": "published", "peer": "ROLL Flash rules", "ours": "ours", "
 """Name in the legend of each field of a row."""
 COLORS = {"reference": "#8c8c8c", "peer": "#d98032", "ours": "#2f6fb0", "bound": "#9ac29a"}
 """Colour of each field of a row."""
+SIZE = (7.2, 3.4)
+"""Width and height of a figure, in inches."""
 MARKS = "os^D"
 """Shapes of the points of the lines of `lines`, in the notation of matplotlib."""
 
@@ -33,21 +35,19 @@ MARKS = "os^D"
 def speedup(
     case: str, baseline_s: float, ours_s: float, peer_s: float, bound_s: float | None, published: float | None
 ) -> list[Row]:
-    """Return the speed-up over a baseline, and the error of the peer's rules against the published speed-up."""
-    peer = baseline_s / peer_s
-    bound = None if bound_s is None else baseline_s / bound_s
-    rows = [
-        Row(
-            case,
-            "speedup",
-            "x",
-            baseline_s / ours_s,
-            published,
-            at_least=LEAST_SHARE_OF_PEER * peer,
-            peer=peer,
-            bound=bound,
-        )
-    ]
+    """Return the speed-up over a baseline, and the error of the peer's rules against the published speed-up.
+
+    Args:
+        case: name of the rows.
+        baseline_s: seconds of a step of the simulated baseline.
+        ours_s: seconds of a step of Flash.
+        peer_s: seconds of a step by the peer's rules.
+        bound_s: least seconds of a step under any schedule; None if it is not computed.
+        published: speed-up that the peer's paper states; None if it states none.
+    """
+    peer, bound = baseline_s / peer_s, None if bound_s is None else baseline_s / bound_s
+    goal = LEAST_SHARE_OF_PEER * peer
+    rows = [Row(case, "speedup", "x", baseline_s / ours_s, published, at_least=goal, peer=peer, bound=bound)]
     if published is not None:
         rows.append(Row(case, "reproduction_error", "share", abs(peer / published - 1), at_most=LARGEST_ERROR))
     return rows
@@ -62,9 +62,9 @@ def bars(title: str, unit: str, metric: str = "speedup") -> Callable[[Sequence[R
     def plot(rows: Sequence[Row], file: Path) -> None:
         """Draw the rows to a file."""
         chosen = [row for row in rows if row.metric == metric]
-        figure, axes = _canvas(title)
+        figure, (axes,) = new_picture(*SIZE)
         columns = [name for name in NAMES if any(getattr(row, name) is not None for row in chosen)]
-        width = 0.8 / max(len(columns), 1)
+        width = 0.8 / max(len(columns), 1)  # groups are 1 apart, and their bars fill 0.8 of that
         for i, name in enumerate(columns):
             places = [j + (i - (len(columns) - 1) / 2) * width for j in range(len(chosen))]
             heights = [getattr(row, name) or 0.0 for row in chosen]
@@ -72,7 +72,7 @@ def bars(title: str, unit: str, metric: str = "speedup") -> Callable[[Sequence[R
             axes.bar_label(drawn, [f"{height:.2f}" if height else "" for height in heights], fontsize=7, padding=1)
         axes.set_xticks(range(len(chosen)), [row.case.replace(", ", "\n") for row in chosen], fontsize=8)
         axes.set_ylabel(unit)
-        _save(figure, axes, file)
+        _save(figure, axes, title, file)
 
     return plot
 
@@ -86,51 +86,36 @@ def lines(title: str, across: str, unit: str, metric: str) -> Callable[[Sequence
 
     def plot(rows: Sequence[Row], file: Path) -> None:
         """Draw the rows to a file."""
-        figure, axes = _canvas(title)
+        figure, (axes,) = new_picture(*SIZE)
+        # Points of each curve, by the field of the row and the text after the comma.
         series: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for row in rows:
             number = re.search(r"\d+(\.\d+)?", row.case)
             if row.metric != metric or number is None:
                 continue
-            rest = row.case.partition(", ")[2]
+            line = row.case.partition(", ")[2]
             for name in NAMES:
                 value = getattr(row, name)
                 if value is not None:
-                    series.setdefault((name, rest), []).append((float(number[0]), value))
-        marks = dict(zip(dict.fromkeys(rest for _, rest in series), itertools.cycle(MARKS), strict=False))
-        for (name, rest), points in series.items():
-            label = f"{NAMES[name]}, {rest}" if rest else NAMES[name]
+                    series.setdefault((name, line), []).append((float(number[0]), value))
+        marks = dict(zip(dict.fromkeys(line for _, line in series), itertools.cycle(MARKS), strict=False))
+        for (name, line), points in series.items():
+            label = f"{NAMES[name]}, {line}" if line else NAMES[name]
             style = {"reference": "none", "bound": "--"}.get(name, "-")
-            look = {"linestyle": style, "marker": marks[rest], "ms": 4, "color": COLORS[name]}
+            look = {"linestyle": style, "marker": marks[line], "ms": 4, "color": COLORS[name]}
             axes.plot(*zip(*points, strict=True), label=label, **look)
         axes.set_xlabel(across)
         axes.set_ylabel(unit)
-        _save(figure, axes, file)
+        _save(figure, axes, title, file)
 
     return plot
 
 
-def _canvas(title: str) -> tuple[Any, Any]:
-    """Return an empty figure and its axes, with the title and the note that it is simulated. `_save` closes it."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7.2, 3.4), dpi=100)
+def _save(figure: Any, axes: Any, title: str, file: Path) -> None:
+    """Give a figure its title, with the note that it is simulated, and its style, and write it to a file."""
     axes.set_title(f"{title} (simulated)", fontsize=10)
-    return figure, axes
-
-
-def _save(figure: Any, axes: Any, file: Path) -> None:
-    """Give a figure its style, and write it to a file."""
-    from matplotlib import pyplot
-
     axes.set_ylim(bottom=0)
     axes.grid(axis="y", alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[0]:  # matplotlib warns about a legend without entries
         axes.legend(fontsize=7, frameon=False)
-    figure.tight_layout()
-    figure.savefig(file)
-    pyplot.close(figure)
+    save_picture(figure, file)

@@ -20,7 +20,7 @@ def measure(args: Args) -> list[Row]:
     """Return the throughput by split, and the best split."""
     batch, steps = (512, 5) if args.quick else (1024, 8)
     rows: list[Row] = []
-    share = 0.0
+    trainers = 0.0  # share of the GPUs that should train, by the published formula
     for serving in (20, 28, 32) if args.quick else (16, 20, 24, 28, 32, 36):
         config = workload(
             "rlvr_long",
@@ -31,17 +31,13 @@ def measure(args: Args) -> list[Row]:
         report = ours(config)
         peer = roll_flash(config, Rules(async_ratio=config.train.async_ratio)).samples_per_s
         bound = batch / capacity_s(config, report)
-        rows.append(
-            Row(
-                f"{serving} of {GPUS}", "samples_per_s", "samples/s", report.samples_per_s, None, peer=peer, bound=bound
-            )
-        )
+        case = f"{serving} of {GPUS}"
+        rows.append(Row(case, "samples_per_s", "samples/s", report.samples_per_s, peer=peer, bound=bound))
+        # The prediction of each turn is nearly the same: it does not depend on the split that is simulated.
         q = quantities(config, report.ledger)
-        share = best_split(q.samples, q.generate_all_s, q.longest_s, q.train_s, q.gpus, q.async_ratio)
-    best = max(rows, key=lambda row: row.ours)
-    predicted = GPUS * (1 - share)
-    rows.append(Row("best split", "best_rollout_gpus", "GPUs", float(best.case.split()[0]), predicted))
-    return rows
+        trainers = best_split(q.samples, q.generate_all_s, q.longest_s, q.train_s, q.gpus, q.async_ratio)
+    best = float(max(rows, key=lambda row: row.ours).case.split()[0])
+    return [*rows, Row("best split", "best_rollout_gpus", "GPUs", best, GPUS * (1 - trainers))]
 
 
 if __name__ == "__main__":

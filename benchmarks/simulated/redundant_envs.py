@@ -17,7 +17,7 @@ GROUPS, SIZE = 32, 8
 
 
 def measure(args: Args) -> list[Row]:
-    """Simulate each cell of the grid; return its speed-up and its share of wasted tokens."""
+    """Simulate each number of extra groups with each number of extra members; return speed-ups and wasted tokens."""
     rows: list[Row] = []
     config = workload("redundant_envs", run={"steps": 3 if args.quick else 6})
     without_s = roll_agentic(config, Rules()).step_s
@@ -30,7 +30,7 @@ def measure(args: Args) -> list[Row]:
             report = ours(change(config, rollout=more))
             rows += speedup(case, without_s, report.step_s, peer.step_s, None, None)
             waste = 1 - report.trained_tokens / report.generated_tokens
-            rows.append(Row(case, "wasted_tokens", "share", waste, None, peer=peer.waste))
+            rows.append(Row(case, "wasted_tokens", "share", waste, peer=peer.waste))
     return rows
 
 

@@ -7,8 +7,6 @@ longest answers do not fit into three steps of 128 GPUs. The rows with α = 4 gi
 
 from __future__ import annotations
 
-import math
-
 from benchmarks.form import Args, Row, main
 from benchmarks.simulated.configure import capacity_s, ours, workload
 from benchmarks.simulated.figure import LARGEST_ERROR, lines
@@ -43,6 +41,9 @@ def scale(kind: str, ratio: int, sizes: tuple[int, ...], quick: bool) -> list[Ro
     """
     label = kind if ratio == 2 else f"{kind}, async ratio {ratio}"
     rows: list[Row] = []
+    # Samples per second on each number of GPUs: of ROLL Flash's rules, under the bound, and of synchronous training.
+    peers: list[float] = []
+    bounds: list[float] = []
     sync: list[float] = []
     for gpus in sizes:
         config = workload(
@@ -52,43 +53,18 @@ def scale(kind: str, ratio: int, sizes: tuple[int, ...], quick: bool) -> list[Ro
             simulate={"gpus": gpus, "rollout_gpus": round(SHARES[kind] * gpus)},
         )
         report = ours(config)
-        peer = roll_flash(config, Rules(async_ratio=ratio)).samples_per_s
-        bound = config.train.batch_size / capacity_s(config, report)
-        rows.append(
-            Row(
-                f"{gpus} GPUs, {label}",
-                "samples_per_s",
-                "samples/s",
-                report.samples_per_s,
-                None,
-                peer=peer,
-                bound=bound,
-            )
-        )
+        peers.append(roll_flash(config, Rules(async_ratio=ratio)).samples_per_s)
+        bounds.append(config.train.batch_size / capacity_s(config, report))
+        case, speed = f"{gpus} GPUs, {label}", report.samples_per_s
+        rows.append(Row(case, "samples_per_s", "samples/s", speed, peer=peers[-1], bound=bounds[-1]))
         if ratio == 2:
             sync.append(synchronous(config, Baseline(env_async=True)).samples_per_s)
-    first, last = rows[0], rows[-1]
-    assert first.peer
-    assert last.peer
-    assert first.bound
-    assert last.bound
-    case, peer_scaling = f"16 to 128 GPUs, {label}", last.peer / first.peer
+    case, scaling = f"16 to 128 GPUs, {label}", rows[-1].ours / rows[0].ours
+    peer, bound = peers[-1] / peers[0], bounds[-1] / bounds[0]
     published, goal = (PUBLISHED, GOAL) if kind == "long" else (None, None)
-    scaling = last.ours / first.ours
-    rows.append(
-        Row(
-            case,
-            "scaling",
-            "x",
-            scaling,
-            published,
-            at_least=goal,
-            peer=peer_scaling,
-            bound=(last.bound or 0.0) / (first.bound or math.nan),
-        )
-    )
+    rows.append(Row(case, "scaling", "x", scaling, published, at_least=goal, peer=peer, bound=bound))
     if published is not None and ratio == 2:
-        rows.append(Row(case, "reproduction_error", "share", abs(peer_scaling / published - 1), at_most=LARGEST_ERROR))
+        rows.append(Row(case, "reproduction_error", "share", abs(peer / published - 1), at_most=LARGEST_ERROR))
     if sync:
         rows.append(Row(f"{case}, synchronous", "scaling", "x", sync[-1] / sync[0]))
     return rows

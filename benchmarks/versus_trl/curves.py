@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.form import Row
+from benchmarks.form import Row, new_picture, save_picture
 from flash.observe.stats import Interval, mean_interval
 
 COLORS = ("tab:blue", "tab:orange", "tab:brown", "tab:green", "tab:gray")
@@ -168,15 +168,10 @@ def keep(file: Path, new: Sequence[Curve]) -> list[Curve]:
 
 def draw(curves: Sequence[Curve], cases: dict[str, Case], file: Path) -> None:
     """Draw one panel per case, and one line per run."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
     shown = [name for name in cases if any(curve.case == name for curve in curves)]
-    figure, panels = pyplot.subplots(1, len(shown), figsize=(4.2 * len(shown), 3.4), dpi=100, squeeze=False)
+    figure, panels = new_picture(4.2 * len(shown), 3.4, len(shown))
     colors = dict(zip(dict.fromkeys(["Flash", "TRL", *(curve.system for curve in curves)]), COLORS, strict=False))
-    for axes, name in zip(panels[0], shown, strict=True):
+    for axes, name in zip(panels, shown, strict=True):
         for curve in (curve for curve in curves if curve.case == name):
             seconds = [point.seconds for point in curve.points]
             color = colors[curve.system]
@@ -190,8 +185,5 @@ def draw(curves: Sequence[Curve], cases: dict[str, Case], file: Path) -> None:
         axes.set_ylabel("held-out accuracy", fontsize=8)
         axes.set_xlim(left=0)
         axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize=8, frameon=False, loc="lower right")
-    figure.tight_layout()
-    figure.savefig(file)
-    pyplot.close(figure)
+    save_picture(figure, file)

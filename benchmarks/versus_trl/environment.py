@@ -11,27 +11,26 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import venv
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.form import ROOT
+from benchmarks.form import ROOT, make_python
 
 FOLDER = ROOT / "build" / "trl"
-STAMP = "requirements.txt"
-"""Written last: an environment without it is not finished."""
-
+"""Folder of the Python environment of TRL."""
 PINNED = ("trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0")
+"""Packages that only TRL's environment needs."""
 SHARED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "anyio", "tomli-w")
-"""Taken in the version that Flash runs with."""
-
+"""Packages that are taken in the version that Flash runs with."""
 INSTALL_TIMEOUT_S = 1800
+"""Longest wait for pip, in seconds."""
 
 
 def requirements() -> list[str]:
     """Return the requirements that pip installs."""
-    return [*PINNED, *(f"{name}=={_version(name)}" for name in SHARED)]
+    # Without the local part of a version: one index calls a release `2.13.0+cpu`, another one `2.13.0`.
+    return [*PINNED, *(f"{name}=={metadata.version(name).partition('+')[0]}" for name in SHARED)]
 
 
 def python() -> Path:
@@ -40,12 +39,11 @@ def python() -> Path:
     Raises:
         subprocess.CalledProcessError: pip could not install it; its output was shown.
     """
-    wanted = "\n".join(requirements()) + "\n"
-    executable, stamp = FOLDER / "bin" / "python", FOLDER / STAMP
-    if stamp.exists() and stamp.read_text() == wanted:
-        return executable
-    print(f"making {FOLDER} (once): {', '.join(PINNED)}", flush=True)
-    venv.create(FOLDER, clear=True, with_pip=True)
+    return make_python(FOLDER, requirements(), _install)
+
+
+def _install(executable: Path) -> None:
+    """Install TRL into a new environment, with torch's build for CPUs on a machine without a GPU."""
     pip = [executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     packages = installer()
     if not packages.has_nvidia_gpu():
@@ -55,8 +53,6 @@ def python() -> Path:
             command = [*pip, "--no-deps", torch.requirement]
             subprocess.run(command, check=True, timeout=INSTALL_TIMEOUT_S, env=where)
     subprocess.run([*pip, *requirements()], check=True, timeout=INSTALL_TIMEOUT_S)
-    stamp.write_text(wanted)
-    return executable
 
 
 def installer() -> Any:
@@ -75,8 +71,3 @@ def variables(threads: int) -> dict[str, str]:
         "HF_DATASETS_OFFLINE": "1",
         "PYTHONWARNINGS": "ignore",
     }
-
-
-def _version(name: str) -> str:
-    """Return the version without its local part: one index calls a release `2.13.0+cpu`, another one `2.13.0`."""
-    return metadata.version(name).partition("+")[0]

@@ -69,9 +69,7 @@ class Areal:
             self._admit()
             for _ in range(world.config.run.steps):
                 await world.train(await self._batch())
-                await world.router.pause()
-                await world.publish()
-                world.router.resume()
+                await world.update()
                 self._admit()
             groups.cancel_scope.cancel()
         return world.report()
@@ -86,23 +84,15 @@ class Areal:
     async def _group(self, tasks: list[Task]) -> None:
         """Play all samples of a group, and keep the group as a result unless dynamic filtering drops it.
 
-        Dynamic filtering drops groups from which nothing can be learned, such as groups of equal
-        rewards.
+        Dynamic filtering drops groups from which nothing can be learned, such as groups of equal rewards.
         """
-        group: list[Finished] = []
-        async with anyio.create_task_group() as samples:
-            for task in tasks:
-                samples.start_soon(self._sample, task, group)
+        group = await self._world.play_group(tasks)
         self._running -= 1
         if not self._world.is_filtered_out(group):
             self._accepted += 1
             self._results[tasks[0].group_id] = group
             self._changed.set()
         self._admit()
-
-    async def _sample(self, task: Task, group: list[Finished]) -> None:
-        """Play one sample, and append it to its group."""
-        group.append(await self._world.play(task))
 
     async def _batch(self) -> list[list[Finished]]:
         """Wait for enough results, and take the oldest ones as a batch."""

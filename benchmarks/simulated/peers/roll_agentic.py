@@ -82,9 +82,7 @@ class RollAgentic:
         world = self._world
         async with anyio.create_task_group() as environments:
             for step in range(world.config.run.steps):
-                await world.router.pause()
-                await world.publish()
-                world.router.resume()
+                await world.update()
                 self._advance(step)
                 if step == 0:
                     self._start(environments)
@@ -117,13 +115,16 @@ class RollAgentic:
         self._changed = anyio.Event()
 
     async def _environment(self, slot: int, assigned: int) -> None:
-        """Run one environment, which plays an episode after the other."""
+        """Run one environment, which plays an episode after the other until it is cancelled at the end of the run.
+
+        `slot` is the number of its group of environments, and `assigned` the number of its engine.
+        """
         while True:
             while (episode := self._join(slot)) is None:
                 await self._changed.wait()
             finished = await self._world.play(episode.unclaimed.pop(), assigned)
             if episode.dropped or episode not in self._open[slot]:
-                continue
+                continue  # the episode was too old, or complete without this result
             episode.finished.append(finished)
             if len(episode.finished) == self._world.config.rollout.group_size:
                 self._open[slot].remove(episode)
@@ -150,6 +151,7 @@ class RollAgentic:
         """Wait for enough complete episodes, and take the oldest ones as a batch."""
         wanted = self._world.groups_per_batch
         while True:
+            # An episode of an older step that is still open must go into the batch before any newer one.
             older = any(episode.step < self._step for episodes in self._open for episode in episodes)
             ready = sorted(self._complete, key=lambda episode: episode.step)
             old = [episode for episode in ready if episode.step < self._step]

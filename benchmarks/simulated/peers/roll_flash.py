@@ -35,23 +35,18 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     async_ratio: float = 0.0
     """α: asynchronous ratio."""
     replicate: bool = True
-    """Candidates are placed one by one; off: the candidates of a prompt share an engine."""
+    """True if candidates are placed one by one; False if the candidates of a prompt share an engine."""
     extra_prompts: int | None = None
     """At least a batch plus this many prompts run at all times; None: no such minimum."""
-    colocated: bool = False
-    """Generation and training take turns on all GPUs; only without asynchrony."""
-    limit: int = ENGINE_LIMIT
-    """Most requests at once on an engine."""
 
 
 def roll_flash(config: Config, rules: Rules) -> PeerReport:
     """Simulate a whole run under ROLL Flash's rules for one turn on a new virtual clock."""
-    world = World(config, colocated=rules.colocated, limit=rules.limit)
-    return run_virtual(RollFlash(world, rules).run)
+    return run_virtual(RollFlash(World(config, colocated=False, limit=ENGINE_LIMIT), rules).run)
 
 
 class Cohort:
-    """Prompts that began in one step."""
+    """Prompts that began in one step. `RollFlash` makes one for each step."""
 
     def __init__(self) -> None:
         self.running: dict[int, anyio.CancelScope] = {}
@@ -59,6 +54,7 @@ class Cohort:
         self.finished: list[list[Finished]] = []
         """Groups that passed the filter and that no batch has taken yet."""
         self._changed = anyio.Event()
+        """Set when a prompt has ended, and then replaced."""
 
     def change(self) -> None:
         """Wake the tasks that wait for this step's prompts."""
@@ -66,7 +62,11 @@ class Cohort:
         self._changed = anyio.Event()
 
     async def take(self, count: int, *, growing: bool = False) -> list[list[Finished]]:
-        """Take up to `count` finished prompts; wait for them while prompts of the step run, or while more may begin."""
+        """Wait for up to `count` finished prompts, remove them from this step, and return their groups.
+
+        Returns fewer if no prompt of the step runs any more. `growing` is True for the present step, in which more
+        prompts may begin: then it waits for all of them.
+        """
         while len(self.finished) < count and (self.running or growing):
             await self._changed.wait()
         taken, self.finished = self.finished[:count], self.finished[count:]
@@ -80,6 +80,7 @@ class RollFlash:
         self._world = world
         self._rules = rules
         self._cohorts: dict[int, Cohort] = {}
+        """Prompts of each step that are not too old, by the number of the step."""
         self._step = -1
         """Current step; −1 before the first one."""
         self._admitted = 0
@@ -87,26 +88,21 @@ class RollFlash:
         self._completed = 0
         """Prompts that passed the filter, also if a batch has taken them; without those that `_drop` removed."""
         self._assignments = itertools.cycle(range(len(world.engines)))
+        """Engine of each next prompt, in turn, where the candidates of a prompt share an engine."""
 
     async def run(self) -> PeerReport:
         """Simulate every step of the run, and report it."""
         world = self._world
         async with anyio.create_task_group() as prompts:
             for step in range(world.config.run.steps):
-                await self._update()
+                await world.update()
                 self._advance(step, prompts)
                 batch = await self._batch()
-                if self._rules.async_ratio == 0:
+                if self._rules.async_ratio == 0:  # the rest of the step is discarded before training begins
                     self._drop(step + 1)
                 await world.train(batch)
             prompts.cancel_scope.cancel()
         return world.report()
-
-    async def _update(self) -> None:
-        """Pause generation, load the next version into all engines, and continue."""
-        await self._world.router.pause()
-        await self._world.publish()
-        self._world.router.resume()
 
     def _advance(self, step: int, prompts: TaskGroup) -> None:
         """Begin a step: drop the prompts that are too old for it, and admit new ones."""
@@ -143,9 +139,7 @@ class RollFlash:
         group: list[Finished] = []
         assigned = None if self._rules.replicate else next(self._assignments)
         with cohort.running[tasks[0].group_id]:
-            async with anyio.create_task_group() as candidates:
-                for task in tasks:
-                    candidates.start_soon(self._candidate, task, assigned, group)
+            group = await self._world.play_group(tasks, assigned)
         del cohort.running[tasks[0].group_id]
         # A prompt that was just ending is not cancelled, so `cancelled_caught` does not tell that its step was dropped.
         if cohort not in self._cohorts.values():
@@ -155,10 +149,6 @@ class RollFlash:
             self._completed += 1
         cohort.change()
         self._admit()
-
-    async def _candidate(self, task: Task, assigned: int | None, group: list[Finished]) -> None:
-        """Play one candidate, and append it to its group. `assigned` is its engine; None: the least loaded one."""
-        group.append(await self._world.play(task, assigned))
 
     async def _batch(self) -> list[list[Finished]]:
         """Take the batch of this step: the oldest prompts first, with a wait for each older step."""

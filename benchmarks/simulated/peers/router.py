@@ -17,11 +17,12 @@ from flash.types import Completion
 
 
 class Response(msgspec.Struct):
-    """Tokens of a response, over all the engine requests that it took."""
+    """Number of tokens of a response, over all the engine requests that it took."""
 
     tokens: int = 0
+    """Tokens that belong to the response."""
     discarded: int = 0
-    """Sampled and thrown away, because the turn started again."""
+    """Tokens that were sampled and thrown away, because the turn started again."""
     oldest_version: int | None = None
     """Oldest version that sampled one of the tokens; None before the first token."""
 
@@ -41,7 +42,10 @@ class PeerEngine(SimEngine):
     """A simulated engine that also reports how many tokens its requests have sampled, as an abort does."""
 
     def sampled(self) -> dict[int, tuple[int, int]]:
-        """Return the number of tokens sampled so far and their oldest version, for each live request by its key."""
+        """Return the number of tokens sampled so far and their oldest version, for each live request by its key.
+
+        Only requests that have sampled a token are in the result. `Router.pause` calls this before it aborts them.
+        """
         now = self._done_steps + self._steps_over()
         so_far: dict[int, tuple[int, int]] = {}
         for sequence in (*self._running, *self._waiting):
@@ -58,14 +62,20 @@ class _Waiter:
 
     def __init__(self, assigned: int | None) -> None:
         self.assigned = assigned
+        """Number of the only engine that may serve the request; None: any."""
         self.engine = -1
+        """Number of the engine on which it has a place; −1 while it waits."""
         self.placed = anyio.Event()
+        """Set when the request gets its place."""
 
 
 class Router:
-    """Requests over engines: to the least loaded one, or to an assigned one, at most `limit` at once on each.
+    """Sends requests to engines: to the least loaded one, or to an assigned one.
 
-    `keep_partial`: a response that a pause aborts goes on from its tokens so far; otherwise it starts again.
+    Args:
+        engines: all engines of the run.
+        limit: most requests at once on each engine; None: no limit.
+        keep_partial: True if a response that a pause aborts goes on from its tokens; False if it starts again.
     """
 
     def __init__(self, engines: Sequence[PeerEngine], limit: int | None, *, keep_partial: bool = True) -> None:
@@ -73,13 +83,18 @@ class Router:
         self._limit = limit
         self._keep_partial = keep_partial
         self._load = [0] * len(engines)
+        """Number of requests that have a place on each engine."""
         self._waiting: list[_Waiter] = []
+        """Requests without a place, in the order of arrival."""
         self._running: set[anyio.CancelScope] = set()
+        """Scopes of the requests that have a place. A pause cancels them."""
         self._aborted: dict[int, tuple[int, int]] = {}
-        """Tokens that the requests that a pause aborts have sampled."""
+        """Result of `PeerEngine.sampled` for each request that a pause has aborted, until `generate` takes it."""
         self._open = anyio.Event()
+        """Set while new requests are let in; a pause replaces it."""
         self._open.set()
         self._idle = anyio.Event()
+        """Set when no request waits or has a place. Only `pause` waits for it."""
 
     @property
     def queued(self) -> int:
@@ -87,7 +102,10 @@ class Router:
         return len(self._waiting)
 
     async def generate(self, prompt: list[int], key: int, max_new_tokens: int, assigned: int | None) -> Response:
-        """Sample a response, again after each abort."""
+        """Sample a response, with another request after each abort. `World` calls this for each turn.
+
+        `key` identifies the response, and `assigned` is the number of the only engine that may serve it; None: any.
+        """
         response = Response()
         while True:
             await self._open.wait()
@@ -103,6 +121,7 @@ class Router:
             finally:
                 self._load[engine] -= 1
                 self._grant()
+            # Here a pause has aborted the request, and its scope has swallowed the cancellation.
             if key in self._aborted:
                 response.add(*self._aborted.pop(key))
             if not self._keep_partial:
@@ -142,22 +161,22 @@ class Router:
         return waiter.engine
 
     def _grant(self) -> None:
-        """Give free places to waiting requests, in the order of arrival."""
-        left: list[_Waiter] = []
+        """Give free places to waiting requests, in the order of arrival. Called when a request arrives or ends."""
+        still_waiting: list[_Waiter] = []
         for index, waiter in enumerate(self._waiting):
             least = min(range(len(self._load)), key=self._load.__getitem__)
-            if self._full(least):
-                left += self._waiting[index:]
+            if self._full(least):  # then all engines are full
+                still_waiting += self._waiting[index:]
                 break
             engine = least if waiter.assigned is None else waiter.assigned
             if self._full(engine):
-                left.append(waiter)
+                still_waiting.append(waiter)
                 continue
             self._load[engine] += 1
             waiter.engine = engine
             waiter.placed.set()
-        self._waiting = left
-        if not left and not any(self._load):
+        self._waiting = still_waiting
+        if not still_waiting and not any(self._load):
             self._idle.set()
 
     def _full(self, engine: int) -> bool:

@@ -29,18 +29,16 @@ NEVER = 1 << 30
 
 
 class PeerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of a peer's run. Steady state leaves out the first step."""
+    """Results of a peer's run. All seconds are simulated."""
 
     seconds: float
-    """Simulated, start to the end of the last step."""
+    """Seconds from the start to the end of the last step."""
     step_s: float
-    """Seconds per step in steady state."""
+    """Seconds per step. If there are more than 2 steps, the first is left out, since it waits for the first samples."""
     samples_per_s: float
-    """Trained samples per second in steady state."""
-    trainer_busy: float
-    """Share of all the time."""
+    """Trained samples per second, over the steps of `step_s`."""
     oldest_age: int
-    """Versions that the oldest trained token was behind its trainer."""
+    """Age of the oldest trained token, in versions."""
     generated_tokens: int
     """Tokens of all ended responses and of aborted ones."""
     trained_tokens: int
@@ -58,23 +56,23 @@ class Finished(msgspec.Struct):
     task: Task
     reward: float
     reward_s: float
-    """Seconds that its reward takes, where it was not waited for."""
+    """Seconds that the computation of its reward takes, whether it was waited for or not."""
     tokens: int
-    """Sampled tokens."""
+    """Number of sampled tokens that are trained."""
     length: int
-    """Tokens of its whole trajectory."""
+    """Number of tokens that the trainer processes, including prompt and observations."""
     oldest_version: int
     """Oldest version that sampled one of its tokens."""
 
 
 class World:
-    """Engines, environments and trainer of one run.
+    """Engines, environments and trainer of one run. The class with a peer's rules makes it, and calls its methods.
 
     Args:
         config: hardware, workload, batch and group size. The peer's rules read all other settings.
         colocated: True if generation and training take turns on all GPUs.
-        limit: most requests at once on an engine that the router allows; None: as many as the engine runs.
-        keep_partial: see `Router`.
+        limit: most requests at once on an engine; None: the router sends all requests at once.
+        keep_partial: True if a response that a pause aborts goes on from its tokens; False if it starts again.
         extra_members: samples of a group beyond its size.
     """
 
@@ -107,8 +105,6 @@ class World:
         """Number of sampled tokens, including discarded ones."""
         self._trained = 0
         """Number of trained tokens."""
-        self._train_s = 0.0
-        """Seconds that the trainer has trained."""
         self._oldest_age = 0
         """Largest age of a trained sample so far, in versions."""
         self._commits: list[float] = []
@@ -124,7 +120,11 @@ class World:
     async def play(
         self, task: Task, assigned: int | None = None, phases: Phases | None = None, *, wait_for_reward: bool = True
     ) -> Finished:
-        """Play an episode, again with a new environment whenever one does not answer in time."""
+        """Play an episode, again with a new environment whenever one does not answer in time.
+
+        `assigned` is the number of the only engine that may serve its requests; None: any. `phases` holds the episodes
+        that step together; None: this one steps on its own. With `wait_for_reward` the time of the reward passes, too.
+        """
         phases = phases or Phases()
         lease = Lease(task.task_id, task, 0)
         phases.enter(lease)
@@ -138,6 +138,19 @@ class World:
         if wait_for_reward:
             await anyio.sleep(finished.reward_s)
         return finished
+
+    async def play_group(self, tasks: Sequence[Task], assigned: int | None = None) -> list[Finished]:
+        """Play all samples of a group at once, and return them in the order in which they finished."""
+        group: list[Finished] = []
+
+        async def play_one(task: Task) -> None:
+            """Play one sample."""
+            group.append(await self.play(task, assigned))
+
+        async with anyio.create_task_group() as samples:
+            for task in tasks:
+                samples.start_soon(play_one, task)
+        return group
 
     async def _try(self, task: Task, assigned: int | None, phases: Phases, lease: Lease) -> Finished | None:
         """Play an episode once. Returns None if its environment never answers, after the deadline of a step."""
@@ -190,13 +203,18 @@ class World:
             for engine in self.engines:
                 loads.start_soon(_load, engine, published)
 
+    async def update(self) -> None:
+        """Pause generation, load the next version into all engines, and continue."""
+        await self.router.pause()
+        await self.publish()
+        self.router.resume()
+
     async def train(self, batch: Sequence[Sequence[Finished]]) -> None:
         """Train one step on the groups of a batch."""
         samples = [sample for group in batch for sample in group]
         length = sum(sample.length for sample in samples)
         seconds = self.settings.train_step_s + length * self.settings.train_token_s / self._train_gpus
         await anyio.sleep(seconds)
-        self._train_s += seconds
         self._trained += sum(sample.tokens for sample in samples)
         self._oldest_age = max(self._oldest_age, *(self.version - sample.oldest_version for sample in samples))
         self._commits.append(anyio.current_time())
@@ -209,7 +227,6 @@ class World:
             seconds=last,
             step_s=step_s,
             samples_per_s=self.config.train.batch_size / step_s,
-            trainer_busy=self._train_s / last,
             oldest_age=self._oldest_age,
             generated_tokens=self._generated,
             trained_tokens=self._trained,
