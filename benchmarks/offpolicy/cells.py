@@ -45,6 +45,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     batch_size: int = 256
     """Samples per version."""
     group_size: int = 8
+    """Samples of each problem, whose rewards are compared with each other."""
     minibatches: int = 2
     """Optimizer updates per version."""
     learning_rate: float = 4e-4
@@ -87,7 +88,7 @@ class Method(msgspec.Struct, frozen=True, kw_only=True):
     """Difference from the published method."""
 
     def within(self, budget: float) -> Method:
-        """Return this method with a budget of divergence."""
+        """Return this method with the lag budget `budget`, which slows down training on tokens of old versions."""
         return msgspec.structs.replace(self, key=f"{self.key}_lag_{budget:g}", budget=budget)
 
     @property
@@ -113,8 +114,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         """Name of the file; two cells that differ in anything have different names."""
         made_from = msgspec.json.encode((RECIPE, self), order="sorted")
         digest = hashlib.blake2b(made_from, digest_size=5).hexdigest()
-        kind = "m" if self.mixed else "a"
-        return f"{self.method.key}-{kind}{self.alpha}-s{self.seed}-{digest}"
+        ages = "m" if self.mixed else "a"  # mixed ages, or one age
+        return f"{self.method.key}-{ages}{self.alpha}-s{self.seed}-{digest}"
 
     def config(self) -> Config:
         """Return the configuration of the trainer in this process, on the CPU."""
@@ -156,11 +157,11 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
     tokens: int
     """Action tokens trained so far."""
     accuracy: float
-    """On held-out problems."""
+    """Share of the held-out problems that were solved."""
     reward: float
     """Mean reward of the trained samples."""
     entropy: float
-    """Nats per action token."""
+    """Entropy of the policy, in nats per action token."""
     grad_norm: float
     """Norm of the gradient before it is clipped."""
     clipped: float
@@ -200,7 +201,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Folder:
-    """Finished cells, one file each."""
+    """Folder of finished cells, one file each. The process of a cell saves its result, and the starter finds it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -211,15 +212,15 @@ class Folder:
         return self.path / f"{cell.name}.json"
 
     def find(self, cell: Cell) -> Result | None:
-        """Return the cell's result, or None. A damaged file counts as none."""
+        """Return the cell's result; None if it is not finished. A damaged file counts as not finished."""
         try:
             found = msgspec.json.decode(self.file(cell).read_bytes(), type=Result)
         except (FileNotFoundError, msgspec.DecodeError):
             return None
-        return found if found.cell == cell else None
+        return found if found.cell == cell else None  # two cells might have the same digest
 
     def save(self, result: Result) -> None:
-        """Write the result to its file, which is replaced as a whole."""
+        """Write the result to its file, which appears as a whole or not at all."""
         aside = self.file(result.cell).with_suffix(f".{os.getpid()}.tmp")
         aside.write_bytes(msgspec.json.encode(result))
         aside.replace(self.file(result.cell))
@@ -235,5 +236,5 @@ def write_lines(results: Iterable[Result], file: Path) -> None:
 
 
 def read_lines(file: Path) -> list[Result]:
-    """Read a file of `write_lines`."""
+    """Return the results in a file of `write_lines`."""
     return [msgspec.json.decode(line, type=Result) for line in file.read_bytes().splitlines()]

@@ -73,35 +73,44 @@ def lagged(alpha: int, steps: int, sample: Callable[[int], Batch]) -> Iterator[B
 def mixed(alpha: int, steps: int, sample: Callable[[int, int], list[Batch]]) -> Iterator[list[Batch]]:
     """Yield the batch of each step, of alpha + 1 parts: part k was sampled k versions before it is trained.
 
-    `sample(step, part)` makes a part, with the weights at the moment of the call. Version 0 also samples the parts of
-    earlier versions, which do not exist.
+    `sample(step, part)` makes a part, with the weights at the moment of the call. As in `lagged`, the caller makes the
+    next version between two batches. Version 0 also samples the parts of earlier versions, which do not exist.
     """
-    waiting: dict[int, list[Batch]] = {step: [] for step in range(steps)}
+    waiting: dict[int, list[Batch]] = {step: [] for step in range(steps)}  # finished parts of each step
     for version in range(steps):
         for step in range(version, min(version + alpha + 1, steps)):
+            # A later version samples one part of the step. Version 0 samples those parts, too, that are older.
             for part in [step - version] if version else range(step, alpha + 1):
                 waiting[step] += sample(step, part)
         yield waiting.pop(version)
 
 
 class Problems:
-    """Problems of an environment of one turn, each with an instance that scores its answers."""
+    """Problems of an environment of one turn, each with an instance that scores its answers.
+
+    Args:
+        seeds: seed of each problem.
+        env: table `env` of the configuration, with the path of the environment's class and its options.
+    """
 
     def __init__(self, seeds: Sequence[int], env: Mapping[str, Any]) -> None:
-        kind = load_object(env["path"])
-        self._envs = [kind(**check_options(kind, env["options"], "env.options")) for _ in seeds]
+        environment = load_object(env["path"])
+        self._envs = [environment(**check_options(environment, env["options"], "env.options")) for _ in seeds]
 
         async def reset() -> list[str]:
+            """Return the text that each problem shows."""
             return [(await env.reset(seed))[0] for env, seed in zip(self._envs, seeds, strict=True)]
 
         self.prompts = asyncio.run(reset())
+        """Prompt of each problem, in the order of the seeds."""
 
     def rewards(self, answers: list[Answer]) -> list[float]:
         """Return the reward of each answer. All problems have equally many, and the answers to one stand in a row."""
         copies = len(answers) // len(self._envs)
 
         async def judge() -> list[float]:
-            return [(await self._envs[place // copies].step(one.text))[1] for place, one in enumerate(answers)]
+            """Give each answer to the instance of its problem. An instance can score several answers."""
+            return [(await self._envs[number // copies].step(answer.text))[1] for number, answer in enumerate(answers)]
 
         return asyncio.run(judge())
 
@@ -114,13 +123,15 @@ class Rollouts:
         self._held_out = Problems(range(HELD_OUT, HELD_OUT + cell.setting.problems), cell.setting.env)
 
     def batch(self, step: int, version: int, part: int = 0, parts: int = 1) -> list[Trajectory]:
-        """Sample the batch of a step, or the groups number part, part + parts, … of it, with the weights of a version.
+        """Sample the batch of a step, or the groups number part, part + parts, … of it.
 
-        The problems depend on the seed and the step only, not on the method.
+        `version` is the version that the sampler holds, with which the tokens are labelled. The problems depend on the
+        seed and the step only, so all methods see the same ones.
         """
         setting = self._cell.setting
         groups = setting.batch_size // setting.group_size
         first = self._cell.seed * SEED_STRIDE + step * groups
+        # Seeds of the problems. A problem's seed is also the number of its group.
         seeds = range(first, first + groups)[part::parts]
         problems = Problems(seeds, setting.env)
         answers = self._sampler.sample(
@@ -129,12 +140,11 @@ class Rollouts:
             limit=setting.max_new_tokens,
             generator=torch.Generator().manual_seed(seeds[0]),
         )
-        places = ((seed, member) for seed in seeds for member in range(setting.group_size))
+        size = setting.group_size
+        tasks = [Task((seed - first) * size + member, seed, member, seed) for seed in seeds for member in range(size)]
         return [
-            make_trajectory(
-                Task((seed - first) * setting.group_size + member, seed, member, seed), answer, reward, version
-            )
-            for answer, reward, (seed, member) in zip(answers, problems.rewards(answers), places, strict=True)
+            make_trajectory(task, answer, reward, version)
+            for task, answer, reward in zip(tasks, answers, problems.rewards(answers), strict=True)
         ]
 
     def accuracy(self) -> tuple[float, Answer]:
@@ -186,7 +196,9 @@ def run(cell: Cell) -> Result:
     sampler = Sampler(cell.setting.model_path)
     rollouts = Rollouts(cell, sampler)
     curve = [evaluate(rollouts, trainer, 0, [])]
-    tokens, recent = 0, list[dict[str, float]]()
+    tokens = 0  # tokens trained so far
+    recent: list[dict[str, float]] = []  # metrics of the steps since the last evaluation
+    # Each turn of this loop makes one version, with which `batches` samples when the loop asks for the next batch.
     for step, batch in enumerate(batches(cell, rollouts, lambda: trainer.version)):
         shard = make_shard(batch, step, config.train.max_age)
         recent.append(trainer.train_step(shard))
@@ -199,11 +211,15 @@ def run(cell: Cell) -> Result:
 
 
 def batches(cell: Cell, rollouts: Rollouts, version: Callable[[], int]) -> Iterator[list[Trajectory]]:
-    """Yield the batch of each step, which has the age of the cell. `version` returns the version of the sampler."""
+    """Yield the batch of each step, which has the age of the cell. `version` returns the version of the sampler.
+
+    `run` trains each batch, and makes a version of the sampler, before it asks for the next one.
+    """
     alpha, steps = cell.alpha, cell.setting.steps
     if not cell.mixed:
         yield from lagged(alpha, steps, lambda step: rollouts.batch(step, version()))
         return
+    # Parts arrive by age. The trainer expects the samples of a group beside each other.
     for batch in mixed(alpha, steps, lambda step, part: rollouts.batch(step, version(), part, alpha + 1)):
         yield sorted(batch, key=lambda one: one.task.task_id)
 
@@ -238,7 +254,10 @@ def check_parity(trainer: Trainer, answer: Answer) -> None:
 
 
 def run_described(argv: list[str] | None = None) -> None:
-    """Run the cell that standard input describes."""
+    """Run the cell that standard input describes, and save its result. `benchmarks.offpolicy.run` starts this.
+
+    `argv` are the arguments of the program; None: those of the command line.
+    """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.offpolicy.harness", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--core", type=int)

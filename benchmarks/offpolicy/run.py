@@ -61,7 +61,14 @@ RunCell = Callable[[Cell, Path, int | None], Awaitable[str]]
 
 
 class Pool:
-    """Runs the cells that have no result yet, one process each, one core each."""
+    """Runs the cells that have no result yet, one process each, one core each.
+
+    Args:
+        cells: all cells of the grid, in the order in which they are run.
+        folder: folder of the results.
+        workers: number of cells that run at once.
+        run_cell: runs a cell; tests replace it.
+    """
 
     def __init__(self, cells: list[Cell], folder: Path, workers: int, run_cell: RunCell) -> None:
         self._cells = cells
@@ -77,7 +84,7 @@ class Pool:
 
     async def run(self) -> None:
         """Run the missing cells in order. Waits for their processes; each cell that succeeds leaves a file."""
-        waiting = iter(self.missing())
+        waiting = iter(self.missing())  # one iterator for all workers, so that each cell is taken once
         cores = sorted(os.sched_getaffinity(0))
         async with anyio.create_task_group() as workers:
             for number in range(self._workers):
@@ -88,7 +95,7 @@ class Pool:
         for cell in waiting:
             begun = time.monotonic()
             problem = await self._run_cell(cell, self._folder.path, core)
-            result = self._folder.find(cell)
+            result = self._folder.find(cell)  # the process has written it, if it has succeeded
             case = f"{cell.method.title}, α = {cell.alpha}, seed {cell.seed}"
             if result is None:
                 self.failures.append(f"{case}: {problem}")
@@ -98,7 +105,11 @@ class Pool:
 
 
 async def run_cell(cell: Cell, folder: Path, core: int | None, python: str = sys.executable) -> str:
-    """Run one cell in a process, which ends with the caller. Returns the end of its error output."""
+    """Run one cell in a process, which ends if the caller is cancelled. Returns the end of its error output.
+
+    `core` is the core that it is pinned to; None: any. `folder` gets the result, if the cell succeeds. Tests replace
+    `python`.
+    """
     command = [python, "-m", "benchmarks.offpolicy.harness", str(folder)]
     command += [] if core is None else ["--core", str(core)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -127,7 +138,10 @@ def grid(
     *,
     mixed: bool = False,
 ) -> list[Cell]:
-    """Return all cells. They are ordered by seed, so that the first part of the grid is a whole comparison."""
+    """Return all cells. They are ordered by seed, so that the first part of the grid is a whole comparison.
+
+    `methods` are keys of METHODS. `budgets` are lag budgets of each method, where 0 is none. `mixed`: see `Cell.mixed`.
+    """
     chosen = [
         method.within(budget) if budget else method for method in METHODS if method.key in methods for budget in budgets
     ]
@@ -140,8 +154,9 @@ def grid(
 
 
 def make_model(cell: Cell) -> None:
-    """Make the warm-started model of all cells, unless it exists. Workers that made it at once would disturb each
-    other.
+    """Make the warm-started model of all cells, unless it exists. `cell` is any of them.
+
+    This happens before any cell runs, because processes that make it at the same time would disturb each other.
     """
     from flash.run.models import make_missing_models
 
@@ -163,9 +178,13 @@ class Comparison:
         self._options = options
         self._run_cell, self._make_model = run_cell, make_model
         self._results: list[Result] = []
+        """Results of all finished cells of the grid; set by `measure` for `plot`."""
 
     def measure(self, args: Args) -> list[Row]:
-        """Run the cells that have no result yet, and return the rows of all cells that have one."""
+        """Run the cells that have no result yet, and return the rows of all cells that have one.
+
+        `benchmarks.form.main` calls this, and afterwards `plot`.
+        """
         options = self._options
         setting = QUICK if args.quick else SETTING
         if options.learning_rate is not None:
@@ -202,12 +221,14 @@ def own_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     known = [method.key for method in METHODS]
 
     def methods(text: str) -> list[str]:
+        """Parse the value of `--methods`."""
         names = text.split(",")
         if unknown := [name for name in names if name not in known]:
             raise argparse.ArgumentTypeError(f"there is no {', '.join(unknown)}; there are {', '.join(known)}")
         return names
 
     def integers(text: str) -> list[int]:
+        """Parse the value of `--alphas`."""
         return [int(part) for part in text.split(",")]
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.offpolicy", add_help=False, allow_abbrev=False)

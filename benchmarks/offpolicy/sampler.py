@@ -33,7 +33,7 @@ class Answer(NamedTuple):
 
 
 class Sampler:
-    """A policy that samples and is not trained."""
+    """A policy that samples and is not trained. The harness gives it the trainer's weights after each step."""
 
     def __init__(self, path: str) -> None:
         """Load the model folder at `path`, in float32."""
@@ -44,7 +44,7 @@ class Sampler:
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights."""
+        """Replace all weights by the tensors of these names. A missing name is an error of the program."""
         missing = set(self._parameters)
         for name, value in tensors:
             self._parameters[name].copy_(value)
@@ -63,6 +63,7 @@ class Sampler:
         logits_NV = self.model(prompt_NP, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
         cache.batch_repeat_interleave(copies)
         logits = logits_NV.repeat_interleave(copies, dim=0)
+        # Tokens that were chosen in each turn of the loop, and their log-probs, one for each of the R answers.
         tokens: list[Tensor] = []
         logp: list[Tensor] = []
         ended = torch.zeros(len(logits), dtype=torch.bool)

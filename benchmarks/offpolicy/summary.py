@@ -78,7 +78,7 @@ def rows(summaries: Sequence[Summary]) -> list[Row]:
     A method is as good as synchronous training if its mean is not below the lower end of the latter's interval. The
     goals are 4 such methods at α = 2, and 1 at α = 8.
     """
-    own = {summary.method.key: summary for summary in summaries if summary.alpha == 0}
+    own = {summary.method.key: summary for summary in summaries if summary.alpha == 0}  # synchronous, by method
     out: list[Row] = []
     for summary in summaries:
         out += [
@@ -106,8 +106,9 @@ def rows(summaries: Sequence[Summary]) -> list[Row]:
 
 
 def accuracy_table(summaries: Sequence[Summary]) -> str:
-    """Return a Markdown table of final accuracies by method and α, with half intervals and the number of collapsed
-    runs.
+    """Return a Markdown table of final accuracies by method and α, with half intervals and collapsed runs.
+
+    docs/figures.md has this table, and a test compares them.
     """
 
     def cell(summary: Summary) -> str:
