@@ -1,4 +1,7 @@
-"""Faults of the chaos run: their plan, which follows from a seed, and the processes that they can hit."""
+"""Faults of the chaos run: their plan, which follows from a seed, and the processes that they can hit.
+
+`benchmarks.real.chaos` makes the plan, and `benchmarks.real.chaos_cluster.Job` carries out its faults.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ PROCESSES: tuple[Target, ...] = tuple(target for target in TARGET_HOSTS if targe
 """Targets that are processes."""
 
 Kind = tuple[How, Target]
-"""Kind of a fault."""
+"""Kind of a fault: what is done, and to which part of the run."""
 
 KINDS: tuple[Kind, ...] = (*product(("kill", "stop"), PROCESSES), ("cut", "network"), ("half cut", "network"))
 """All kinds of faults."""
@@ -43,7 +46,7 @@ GAP_S = 20.0
 SHORTEST_S, LONGEST_S = 5.0, 90.0
 """Seconds of a stop or a cut. Their logarithm is uniform, so that short times are as frequent as long ones."""
 ROLES: tuple[Target, ...] = ("hub", "node", "trainer")
-"""Processes that a launcher starts, by the names that it gives them."""
+"""Targets that a launcher starts. The command line of such a process has the name of its role."""
 CORE_TITLE = b"VLLM::EngineCore"
 """Beginning of the title of an engine's core process, which vLLM sets."""
 
@@ -52,13 +55,13 @@ class Fault(msgspec.Struct, frozen=True):
     """A planned fault."""
 
     at: float
-    """Seconds from the beginning."""
+    """Time of the fault, in seconds from the first step with all engines."""
     how: How
     target: Target
     host: int
     """Number of the host, counted from 0."""
     seconds: float = 0.0
-    """Duration; 0 for a kill."""
+    """Duration of a stop or a cut; 0 for a kill."""
     deaf: bool = False
     """For a link that is cut in one direction: True if the host receives nothing, False if it sends nothing."""
 
@@ -89,27 +92,32 @@ def plan(seconds: float, seed: int, longest_s: float = LONGEST_S) -> list[Fault]
     All kinds come in a random order, then all in another order, and so on. The seed decides the orders, hosts and
     durations. No stop or cut lasts longer than `longest_s`.
     """
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     faults: list[Fault] = []
-    remaining: list[Kind] = []
+    remaining: list[Kind] = []  # kinds that have not come since all of them were put into a random order
     at = GAP_S / 2
     while at < seconds:
-        remaining = remaining or chance.sample(KINDS, len(KINDS))
+        remaining = remaining or rng.sample(KINDS, len(KINDS))
         how, target = remaining.pop()
-        lasts = math.exp(chance.uniform(math.log(SHORTEST_S), math.log(longest_s)))
-        host, deaf = chance.choice(TARGET_HOSTS[target]), chance.random() < 0.5
-        faults.append(Fault(at, how, target, host, 0.0 if how == "kill" else lasts, deaf))
-        at += GAP_S * chance.uniform(0.5, 1.5)
+        duration = math.exp(rng.uniform(math.log(SHORTEST_S), math.log(longest_s)))
+        host, deaf = rng.choice(TARGET_HOSTS[target]), rng.random() < 0.5
+        faults.append(Fault(at, how, target, host, 0.0 if how == "kill" else duration, deaf))
+        at += GAP_S * rng.uniform(0.5, 1.5)
     return faults
 
 
 def one_of_each(seed: int, longest_s: float) -> list[Fault]:
-    """Return a plan with each kind once, for `--quick`."""
+    """Return a plan with each kind once, for `--quick`. The parameters are those of `plan`."""
+    # Two gaps per fault are more time than all kinds need, so that the plan is long enough.
     return plan(2 * GAP_S * len(KINDS), seed, longest_s)[: len(KINDS)]
 
 
 def role(command: bytes) -> Target | None:
-    """Return the role of a process in the run, by its command line as /proc shows it; None if it has none."""
+    """Return the part of the run that a process is; None if it is none that a fault can hit.
+
+    `command` is the process's command line as /proc shows it, with a zero byte after each word. `Job.victims` calls
+    this for each process on a host.
+    """
     if command.startswith(CORE_TITLE):
         return "core"
     if command.startswith(WORKER_TITLE):

@@ -45,13 +45,18 @@ from flash.types import Canary, Published
 GOAL = 0.95
 """Goal of `efficiency`."""
 FIRST_VERSION = 10
-"""Version of the first round: below, the hub would ask for evaluations."""
+"""Version of the first round; each round has the next one. Versions 0 and 1, the first and the last of a run of one
+step, would be evaluated."""
 
 
 class FixedEngine:
     """An engine that stays up from round to round. It forwards requests to a real engine, which it never closes.
 
     Each round has a new node, and the node's supervisor starts and closes its engine.
+
+    Args:
+        engine: the real engine, which runs already.
+        version: version of the round, which the engine reports although its weights never change.
     """
 
     def __init__(self, engine: VLLMEngine, version: int) -> None:
@@ -90,16 +95,16 @@ UNTAUGHT = TinyModelConfig(warm_start_steps=0)
 
 
 def endless_model(folder: Path, tiny: TinyModelConfig = UNTAUGHT) -> Path:
-    """Make a tiny model in `folder`, which is replaced, and return the folder.
+    """Make the tiny model `tiny` in `folder`, which is replaced, and return the folder.
 
     The model has no end-of-text token, so that all answers have the length of the token limit, and two ways to serve
-    them can be compared. `sample_cost` uses it, too.
+    them can be compared. `benchmarks.real.sample_cost` uses it, too.
     """
     from flash.trainer.model.tiny_model import make_tiny_model
 
     shutil.rmtree(folder, ignore_errors=True)
     make_tiny_model(folder, tiny, "envs.arithmetic:Arithmetic", {}, lambda step, steps, loss: None)
-    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):  # vLLM reads the token from any
         file = folder / name
         if file.is_file():
             content = json.loads(file.read_text())
@@ -128,16 +133,19 @@ def config_for(model: Path, tokens: int, requests: int) -> Config:
 async def through_flash(config: Config, engine: VLLMEngine, version: int, tokenizer: HfTokenizer) -> float:
     """Send a batch of samples through the whole path: a hub over TCP, a new node, and the engine.
 
-    Returns the seconds from the start of the node to the complete batch. `version` is the version of the round.
+    This function also plays the trainer, which publishes a version and takes the batch. Returns the seconds from the
+    start of the node to the complete batch. `version` is the version of the round.
     """
     now = anyio.current_time
     hub = Hub(config, MemoryObserver(), now=now)
     token = secrets.token_bytes(32)
 
     async def handler(peer: object, request: Request[Any]) -> msgspec.Struct:
+        """Let the hub answer a request of the node."""
         return await hub.handle(request)
 
     def make_env(kind: str) -> Environment:
+        """Make the environment of a sample."""
         return wrap(Arithmetic(ArithmeticOptions()))
 
     async with anyio.create_task_group() as group:
@@ -160,14 +168,14 @@ async def through_flash(config: Config, engine: VLLMEngine, version: int, tokeni
 async def through_engine(engine: Any, prompts: Sequence[list[int]], tokens: int) -> float:
     """Give all requests to a bare AsyncLLM at once, which streams its answers like Flash's engine.
 
-    Returns the seconds until all have ended.
+    `engine` is the AsyncLLM, and `tokens` the length of each answer. Returns the seconds until all have ended.
     """
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     params = SamplingParams(
         temperature=1.0, max_tokens=tokens, logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA
     )
-    identity = secrets.token_hex(4)
+    identity = secrets.token_hex(4)  # ids of requests must differ from those of earlier rounds
 
     async def one(index: int) -> None:
         """Read the response to one request."""
@@ -186,7 +194,8 @@ async def measure(
 ) -> tuple[list[float], list[float]]:
     """Measure rounds through the whole path and through the bare engine, in turns, after one that is not counted.
 
-    Returns the seconds of each round in both ways. `benchmarks.gpu` uses it, too.
+    Returns the seconds of each round through the whole path, then those of the bare engine. `prompts` are those of the
+    bare engine; the environment has others of the same length. `benchmarks.gpu.runs` uses the function, too.
     """
     engine = VLLMEngine(config, 0)
     tokenizer = HfTokenizer(config.model)
@@ -206,7 +215,7 @@ async def measure(
 
 
 def compare(args: Args) -> list[Row]:
-    """Measure short and long answers, both ways."""
+    """Measure short and long answers, both ways, and return the rows. `benchmarks.form.main` calls this."""
     model = endless_model(Path("outputs") / "models" / "bench-endless")
     rounds = 2 if args.quick else 5
     rows: list[Row] = []

@@ -51,15 +51,16 @@ from flash.types import Canary, Completion, Lease, Published, Task, VersionRun
 TOKENS, GROUP = 16, 8
 """Tokens of a response, and samples of a group."""
 VERSION = FIRST_VERSION
-"""Version of the weights."""
+"""Version of the weights, or of the first round with vLLM."""
 LOOP_GOAL_US, LOOP_RATIO, ENGINE_RATIO = 250.0, 4.5, 1.1
-"""Goals of the loop, of its ratio to the bare one, and of the ratios to the bare engine."""
+"""Goals of the loop (microseconds per sample), of its ratio to the bare one, and of the ratios to the bare engine."""
 
 
 class IdleEngine:
-    """Engine that responds at once, in two pieces, as vLLM does for this many tokens."""
+    """Engine that responds at once, in two pieces, as vLLM does for this many tokens. `FixedEngine` completes it."""
 
     pressure = Pressure(running=0, waiting=0, kv_used=0.0, preemptions=0)
+    """Load of the engine, which never has any."""
 
     async def generate(self, request: ResponseRequest) -> AsyncGenerator[Progress | Completion, None]:
         """Respond at once: one token first, as a piece, then the completion."""
@@ -76,18 +77,23 @@ class IdleEngine:
 
 
 class DealingHub:
-    """Hub that leases a number of samples, and accepts their results."""
+    """Stand-in for the hub and the connection to it. Leases `samples` samples, and accepts their results."""
 
     def __init__(self, samples: int) -> None:
         self._samples = samples
-        self._dealt = 0
+        self._leased = 0
+        """Number of samples that were leased."""
         self.delivered = 0
+        """Number of samples whose result has come."""
 
     async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
-        """Answer a request of the node at once. The node needs no reply but leases and the first version."""
+        """Answer a request of the node at once. Requests for further versions and for cancelled leases wait forever.
+
+        The node needs no other reply than leases and the first version.
+        """
         match cast("object", request):
             case p.LeaseRequest():
-                return cast("ReplyT", self._deal(request.capacity))
+                return cast("ReplyT", self._lease(request.capacity))
             case p.DeliverRequest():
                 self.delivered += len(request.ended)
             case p.VersionRequest(after=after) if after < VERSION:
@@ -99,12 +105,12 @@ class DealingHub:
         await anyio.lowlevel.checkpoint()
         return cast("ReplyT", p.Ack())
 
-    def _deal(self, capacity: int) -> p.LeaseReply:
-        """Lease the next samples, at most `capacity`. Without samples, the reply ends the node."""
-        first, self._dealt = self._dealt, min(self._samples, self._dealt + capacity)
+    def _lease(self, capacity: int) -> p.LeaseReply:
+        """Lease the next samples, at most `capacity`. If none is left, the reply ends the node."""
+        first, self._leased = self._leased, min(self._samples, self._leased + capacity)
         leases = [
             Lease(number, Task(number, number // GROUP, number % GROUP, number // GROUP), 0)
-            for number in range(first, self._dealt)
+            for number in range(first, self._leased)
         ]
         return p.LeaseReply(leases, done=not leases)
 
@@ -115,8 +121,9 @@ def make_env(kind: str) -> Environment:
 
 
 async def through_node(config: Config, tokenizer: HfTokenizer, samples: int) -> None:
-    """Send all samples through a rollout node without a real engine and hub."""
+    """Send all samples through a rollout node with `IdleEngine` and `DealingHub`."""
     hub = DealingHub(samples)
+    # `FixedEngine` only uses those members of a `VLLMEngine` that `IdleEngine` has.
     env, engine = NodeEnvironment(make_env), same_engine(FixedEngine(cast("VLLMEngine", IdleEngine()), VERSION))
     node = RolloutNode(config, HubLink(0, 0, hub), [engine], tokenizer, env, now=unix_clock())
     await node.run()
@@ -124,7 +131,10 @@ async def through_node(config: Config, tokenizer: HfTokenizer, samples: int) -> 
 
 
 async def by_hand(config: Config, tokenizer: HfTokenizer, samples: int) -> None:
-    """Play all samples in one coroutine each, as many at once as the engine has places."""
+    """Play all samples in one coroutine each, as many at once as the engine has places.
+
+    This is the least work that playing a sample needs, with which `through_node` is compared.
+    """
     engine, places = IdleEngine(), anyio.Semaphore(config.engine.max_sequences)
 
     async def one(number: int) -> float:
@@ -147,14 +157,19 @@ async def by_hand(config: Config, tokenizer: HfTokenizer, samples: int) -> None:
 
 
 class Clocks:
-    """Processor time of this process and of an engine's, in seconds."""
+    """Reads the processor time of this process and, if there is one, of the processes of a vLLM engine.
+
+    Args:
+        core: process id of the engine's core; None: there is no engine.
+    """
 
     def __init__(self, core: int | None = None) -> None:
         workers = vllm_processes.worker_pids(core) if core is not None else []
         self._pids = {"core": [core], "worker": workers} if core is not None else {}
+        """Process ids of the engine, by the name of the clock."""
 
     def read(self) -> dict[str, float]:
-        """Return the seconds of each process since its start."""
+        """Return the seconds of processor time of each process since its start. `node` is this process."""
         engine = {name: sum(map(_seconds, pids)) for name, pids in self._pids.items()}
         return {"node": time.process_time(), **engine}
 
@@ -167,6 +182,7 @@ class Clocks:
 
 def _seconds(pid: int) -> float:
     """Return the processor seconds of the threads of a process. Threads that have ended do not count."""
+    # The first number of `schedstat` is in nanoseconds. The times in `stat` are too coarse.
     threads = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
@@ -177,7 +193,11 @@ def least(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 async def loop_costs(model: Path, samples: int, rounds: int) -> dict[str, float]:
-    """Measure a node's loop, alone and with hub and wire, and the bare loop, in turns; in microseconds per sample."""
+    """Measure a node's loop, alone and with hub and wire, and the bare loop, in turns.
+
+    Returns the microseconds of this process per sample of each, in the fastest of `rounds` rounds, after one round that
+    is not counted.
+    """
     config = config_for(model, TOKENS, samples)
     tokenizer, clocks = HfTokenizer(config.model).ready(), Clocks()
     works: dict[str, Callable[[], Awaitable[object]]] = {
@@ -192,7 +212,11 @@ async def loop_costs(model: Path, samples: int, rounds: int) -> dict[str, float]
 
 
 async def engine_costs(model: Path, samples: int, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Measure the whole path, and a bare `AsyncLLM`, in microseconds per sample of each process."""
+    """Measure the whole path with a vLLM engine, and a bare `AsyncLLM`, in turns.
+
+    Returns the microseconds per sample of each process through the whole path, then those of the bare engine, in the
+    fastest of `rounds` rounds, after one round that is not counted.
+    """
     config = config_for(model, TOKENS, samples)
     # The bare engine samples without seeds, too.
     config = msgspec.structs.replace(config, rollout=msgspec.structs.replace(config.rollout, seeded=False))

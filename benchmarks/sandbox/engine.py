@@ -75,20 +75,20 @@ def engine() -> Generator[str]:
                     signal.signal(number, handler)
 
 
-async def ensure_image(kept: Images, name: str = IMAGE) -> None:
-    """Make an image, unless the engine has it.
+async def ensure_image(stored: Images, name: str = IMAGE) -> None:
+    """Make an image, unless the engine has it. `stored` are the engine's images, `name` a key of `images.RECIPES`.
 
     Raises:
         ConfigError: its packages cannot be had.
     """
-    if any(name in known for known in await kept.list({})):
+    if any(name in names for names in await stored.list({})):
         return
     print(f"making image {name} (once per engine)", flush=True)
-    await kept.make(await anyio.to_thread.run_sync(_archive, name), name)
+    await stored.make(await anyio.to_thread.run_sync(_archive, name), name)
 
 
 def _archive(name: str) -> Path:
-    """Return the image's root file system, kept from an earlier call if the same recipe made it."""
+    """Return the archive of an image's root file system, kept from an earlier call if the same recipe made it."""
     recipe = repr(images.RECIPES[name]).encode() + Path(images.__file__).read_bytes()
     file = ARCHIVES / f"{name}-{hashlib.sha256(recipe).hexdigest()[:12]}.tar"
     if not file.exists():
@@ -104,7 +104,9 @@ class Process(msgspec.Struct, frozen=True):
 
     pid: int
     kind: Kind
-    """`agent`: first process of a container. `inside`: another process in it. `engine`: a Podman command."""
+    """`agent`: first process of a container. `inside`: another process in it. `engine`: a Podman command. `runtime`:
+    runc, which starts processes in containers. `conmon`: Podman's process that watches a container. `exec conmon`: one
+    that watches another process in a container."""
     command: str
     """Beginning of the process's command line."""
 
@@ -120,12 +122,14 @@ class PodmanEngine:
     def __init__(self, exec_delay_s: int | None = None, *, command_s: float = COMMAND_S) -> None:
         self._command_s = command_s
         self.folder = Path(tempfile.mkdtemp(prefix="flash-podman.", dir="/var/tmp"))
+        """Folder of the storage, of the socket and of all temporary files."""
         self._socket = self.folder / "podman.sock"
         self.url = f"unix://{self._socket}"
         """Address of the service, the value for DOCKER_HOST."""
         self._options: list[str] = []
         """Options of each Podman command, which name the storage; empty before `open`."""
         self._service: subprocess.Popen[bytes] | None = None
+        """Process of the service; None before `start` and after `kill`."""
         # Podman leaves a copy of each imported image in its folder for temporary files.
         self._environment = os.environ | {"TMPDIR": str(self.folder)}
         if exec_delay_s is not None:
@@ -134,7 +138,7 @@ class PodmanEngine:
             self._environment["CONTAINERS_CONF"] = str(config)
 
     def open(self) -> Self:
-        """Choose how layers are stored, and start the service; `close` is needed also after an error."""
+        """Choose how layers are stored, and start the service. The caller must call `close`, also after an error."""
         options = ["--root", f"{self.folder}/root", "--runroot", f"{self.folder}/run", "--cgroup-manager", "cgroupfs"]
         options += ["--runtime", "runc", "--events-backend", "file", "--storage-driver"]
         # Overlay does not work on every file system, for instance on top of another overlay.
@@ -202,7 +206,7 @@ class PodmanEngine:
             print(f"{self.folder} could not be removed", flush=True)
 
     def processes(self) -> list[Process]:
-        """Return all processes of the engine, except its service."""
+        """Return all processes of the engine, except its service. Processes that Podman has forgotten are included."""
         own = (self._service.pid if self._service is not None else 0, os.getpid())
         found: list[Process] = []
         for entry in Path("/proc").glob("[0-9]*"):
@@ -215,15 +219,15 @@ class PodmanEngine:
         return found
 
     def external(self) -> list[str]:
-        """Return the names of containers that the storage has and the engine does not know."""
+        """Return the names of containers that the storage has and the engine does not know. Only tests call this."""
         listed = self._podman(self._options, "ps", "--all", "--external", "--format", "{{.Names}} {{.Status}}")
         lines = listed.stdout.decode().splitlines()
         return [line.split()[0] for line in lines if line.split()[-1:] == ["Storage"]]
 
     def _answers(self) -> bool:
         """Return True if the service answers requests."""
-        # A ping is cheaper than asking for the version, for which Podman asks the package manager. httpx does not close
-        # its socket if the service does not accept the connection, so a socket of our own is used.
+        # A ping is cheaper than a request for the version, for which Podman calls the package manager. httpx does not
+        # close its socket if the service does not accept the connection, so a socket of our own is used.
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(5.0)
             try:
@@ -251,29 +255,31 @@ class PodmanEngine:
 
 
 def _classify(proc: Path, folder: str) -> Process | None:
-    """Return a process as a part of the engine with this folder; None if it belongs to another engine.
+    """Return a process as a part of the engine with this folder; None if it is no part of it.
 
-    `proc` is its folder under /proc.
+    `proc` is the process's folder under /proc, and `folder` the name of the engine's folder. Raises OSError if the
+    process ends meanwhile.
     """
     words = (proc / "cmdline").read_bytes().decode("utf-8", "replace").split("\0")
     command, pid = " ".join(words).strip(), int(proc.name)
     if not command:
         return None
-    if folder in command:
+    if folder in command:  # a process outside of the containers, which has the storage in its arguments
         kinds: dict[str, Kind] = {"conmon": "conmon", "runc": "runtime", "podman": "engine"}
         kind = kinds.get(Path(words[0]).name)
         if kind == "conmon" and ("-e" in words or "--exec-attach" in words):
             kind = "exec conmon"
         return None if kind is None else Process(pid, kind, command[:200])
     root = next((line for line in (proc / "mountinfo").read_text().splitlines() if line.split()[4] == "/"), "")
-    if folder not in root:
+    if folder not in root:  # the root of a process in a container is a mount from the storage
         return None
+    # The last number is the process id inside of the container, where the first process has 1.
     inner = next(line for line in (proc / "status").read_text().splitlines() if line.startswith("NSpid:"))
     return Process(pid, "agent" if inner.split()[-1] == "1" else "inside", command[:200])
 
 
 def send_kill(pid: int) -> bool:
-    """Send SIGKILL; return False if the process has ended already."""
+    """Send SIGKILL to a process. Returns False if the process has ended already."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -32,6 +32,7 @@ class Group(msgspec.Struct, frozen=True):
     """Bars that are compared with each other."""
 
     case: str
+    """Case of the rows, a key of `TITLES`."""
     goal_ms: float | None
     """Goal of Flash's time, in milliseconds; None if it has none."""
     ms: dict[str, float]
@@ -39,10 +40,12 @@ class Group(msgspec.Struct, frozen=True):
 
 
 def groups(rows: Sequence[Row]) -> list[Group]:
-    """Group the medians of the rows, as far as they were measured."""
+    """Return the groups of the picture, from the medians of the rows, as far as they were measured."""
     found = {row.case: row for row in rows if row.metric.endswith("_ms_median")}
     out: list[Group] = []
-    for case in (case for case in TITLES if case in found):
+    for case in TITLES:
+        if case not in found:
+            continue
         row, http = found[case], found.get(f"{case}, over HTTP")
         times = {OURS: row.ours, OVER_HTTP: http and http.ours, ENGINE: row.bound, PEER: row.reference}
         out.append(Group(case, row.at_most, {system: ms for system, ms in times.items() if ms is not None}))
@@ -57,26 +60,29 @@ def shown(ms: float) -> str:
 
 
 def draw(rows: Sequence[Row], file: Path) -> None:
-    """Draw the medians of a report as bars."""
+    """Draw the medians of a report as bars. `benchmarks.form.main` calls this with the rows of the benchmark."""
     figure, (axes,) = new_picture(8.4, 5.1)
-    place, ticks, named = 0.0, list[tuple[float, str]](), set[str]()
-    for group in groups(rows):
-        first = place
+    y = 0.0  # position of the next bar on the vertical axis
+    centres: list[float] = []  # centre of each group
+    named: set[str] = set()  # systems that the legend has
+    shown_groups = groups(rows)
+    for group in shown_groups:
+        first = y
         for system, ms in group.ms.items():
             goal, note = (group.goal_ms if system == OURS else None), shown(ms)
             if goal is not None:
                 note += f" (goal {shown(goal)})"
-                axes.plot([goal] * 2, [place - 0.43, place + 0.43], color="black", lw=1.8)
+                axes.plot([goal] * 2, [y - 0.43, y + 0.43], color="black", lw=1.8)
             if system == PEER and (factor := ms / group.ms[OURS]) >= 2:
                 note += f", {factor:.0f}×" + (" (no pool)" if group.case == NO_POOL else "")
-            axes.barh(place, ms, 0.86, color=COLORS[system], label=None if system in named else system)
-            axes.text(1.13 * max(ms, goal or 0.0), place, note, va="center", fontsize=8.5)
+            axes.barh(y, ms, 0.86, color=COLORS[system], label=None if system in named else system)
+            axes.text(1.13 * max(ms, goal or 0.0), y, note, va="center", fontsize=8.5)
             named.add(system)
-            place += 1
-        ticks.append(((first + place - 1) / 2, TITLES[group.case]))
-        place += GAP
+            y += 1
+        centres.append((first + y - 1) / 2)
+        y += GAP
     axes.plot([], [], color="black", lw=1.8, label="goal")
-    axes.set_yticks([at for at, _ in ticks], [title for _, title in ticks], fontsize=9)
+    axes.set_yticks(centres, [TITLES[group.case] for group in shown_groups], fontsize=9)
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlim(LOWEST_MS, HIGHEST_MS)

@@ -39,7 +39,7 @@ SPEEDUP = 50.0
 WARM_MS = 20.0
 """Goal of the median time of a start with a warm sandbox, in milliseconds."""
 OVER_ENGINE = 1.3
-"""Goals."""
+"""Goal of the time of a start from nothing, as a multiple of the time that the engine alone needs."""
 LABEL = "flash.benchmark"
 """Label of the containers that no pool makes."""
 WARM_UP = 20
@@ -86,10 +86,14 @@ class Bed(msgspec.Struct, frozen=True):
 
 
 async def round_trips(bed: Bed) -> list[Row]:
-    """Measure commands in running sandboxes."""
+    """Measure commands in running sandboxes, and return the rows."""
     size, peer = bed.size, bed.peer
-    kinds = ("session", "fresh", "http", "swerex session", "swerex execute")
-    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    # Seconds of each command: in a shell of ours, as a process, in a shell over HTTP; and those of swe-rex.
+    session: list[float] = []
+    fresh: list[float] = []
+    http: list[float] = []
+    their_session: list[float] = []
+    their_execute: list[float] = []
     async with (
         LocalSandbox(bed.backend, ours.SPEC, labels=bed.labels) as sandbox,
         sandbox.session() as shell,
@@ -103,25 +107,26 @@ async def round_trips(bed: Bed) -> list[Row]:
             await peer.open_session()
             await peer.session(1)
         for _ in range(size.rounds):
-            seconds["session"] += await ours.session(shell, size.session)
-            seconds["fresh"] += await ours.fresh(sandbox, size.fresh)
-            seconds["http"] += await ours.session(remote_shell, size.over_http)
+            session += await ours.session(shell, size.session)
+            fresh += await ours.fresh(sandbox, size.fresh)
+            http += await ours.session(remote_shell, size.over_http)
             if peer is not None:
-                seconds["swerex session"] += await peer.session(size.swerex_session)
-                seconds["swerex execute"] += await peer.execute(size.swerex_execute)
+                their_session += await peer.session(size.swerex_session)
+                their_execute += await peer.execute(size.swerex_execute)
         if peer is not None:
             await peer.stop()
     return [
-        *latencies("command in a session", "round_trip", seconds["session"], seconds["swerex session"], ROUND_TRIP_MS),
-        *speedup("command in a session", seconds["session"], seconds["swerex session"], SPEEDUP),
-        *latencies("fresh command", "round_trip", seconds["fresh"], seconds["swerex execute"]),
-        *speedup("fresh command", seconds["fresh"], seconds["swerex execute"]),
-        *latencies("command in a session, over HTTP", "round_trip", seconds["http"], seconds["swerex session"]),
+        *latencies("command in a session", "round_trip", session, their_session, ROUND_TRIP_MS),
+        *speedup("command in a session", session, their_session, SPEEDUP),
+        *latencies("fresh command", "round_trip", fresh, their_execute),
+        *speedup("fresh command", fresh, their_execute),
+        *latencies("command in a session, over HTTP", "round_trip", http, their_session),
     ]
 
 
 async def starts(bed: Bed) -> list[Row]:
-    """Measure how long it takes to get a sandbox."""
+    """Measure how long it takes to get a sandbox, and return the rows."""
+    # Seconds of each start from nothing: of ours, of the engine alone, and of swe-rex.
     cold: list[float] = []
     bare: list[float] = []
     theirs: list[float] = []
@@ -158,17 +163,26 @@ def latencies(
     goal_ms: float | None = None,
     bound: float | None = None,
 ) -> list[Row]:
-    """Return rows of the median and the 99th percentile; the goal is the median's."""
-    middle, high = milliseconds(seconds)
-    other = milliseconds(reference) if reference else (None, None)
+    """Return rows with the median and the 99th percentile, in milliseconds.
+
+    Args:
+        case: name of the rows.
+        what: beginning of the metrics' names: the thing that was timed.
+        seconds: times of Flash.
+        reference: times of swe-rex; empty if it was not measured.
+        goal_ms: goal of the median; None: no goal.
+        bound: least possible median, in milliseconds; None if it is not known.
+    """
+    median, p99 = milliseconds(seconds)
+    other_median, other_p99 = milliseconds(reference) if reference else (None, None)
     return [
-        Row(case, f"{what}_ms_median", "ms", middle, other[0], at_most=goal_ms, bound=bound),
-        Row(case, f"{what}_ms_p99", "ms", high, other[1]),
+        Row(case, f"{what}_ms_median", "ms", median, other_median, at_most=goal_ms, bound=bound),
+        Row(case, f"{what}_ms_p99", "ms", p99, other_p99),
     ]
 
 
 def speedup(case: str, seconds: Sequence[float], reference: Sequence[float], goal: float | None = None) -> list[Row]:
-    """Return a row with the ratio of the medians; no row without a reference."""
+    """Return a row with the ratio of the medians, swe-rex's over ours; no row if `reference` is empty."""
     if not reference:
         return []
     return [Row(case, "speedup", "x", statistics.median(reference) / statistics.median(seconds), at_least=goal)]
@@ -180,8 +194,8 @@ def milliseconds(seconds: Sequence[float]) -> tuple[float, float]:
 
 
 async def in_containers(url: str, with_swerex: bool, size: Size) -> list[Row]:
-    """Measure on the engine at `url`. Raises RuntimeError when a container is left behind."""
-    labels = {LABEL: uuid4().hex}
+    """Measure on the engine at `url`. Raises RuntimeError if a container is left behind."""
+    labels = {LABEL: uuid4().hex}  # a new value, by which the containers of this run are found
     async with DockerBackend(url) as backend:
         await ensure_image(backend.images)
         info = await backend.info()
@@ -196,11 +210,12 @@ async def in_containers(url: str, with_swerex: bool, size: Size) -> list[Row]:
 
 @asynccontextmanager
 async def _peer(backend: Backend, url: str, labels: dict[str, str], wanted: bool) -> AsyncGenerator[SweRex | None]:
-    """Provide swe-rex for the time of the block; None if it is not wanted."""
+    """Provide swe-rex for the time of the block; None if it is not `wanted`."""
     if not wanted:
         print("  peer     left out\n", flush=True)
         yield None
         return
+    # The version of Python in the image, with which swe-rex's packages must agree.
     async with LocalSandbox(backend, ours.SPEC, labels=labels) as sandbox:
         command = ["python3", "-c", "import platform; print(platform.python_version())"]
         result = ours.checked(await sandbox.run(command, timeout=ours.COMMAND_S))
@@ -211,13 +226,13 @@ async def _peer(backend: Backend, url: str, labels: dict[str, str], wanted: bool
 
 
 def measure(with_swerex: bool, args: Args) -> list[Row]:
-    """Measure on the engine that is there, or on one of this benchmark's own."""
+    """Measure on the engine of DOCKER_HOST, or on one of this benchmark's own. `benchmarks.form.main` calls this."""
     with engine() as url:
         return anyio.run(in_containers, url, with_swerex, QUICK if args.quick else FULL)
 
 
 def arguments(argv: Sequence[str]) -> tuple[bool, list[str]]:
-    """Return True if swe-rex is measured too, and the arguments that the form of all benchmarks handles."""
+    """Return True if swe-rex is measured too, and the arguments that `benchmarks.form.main` parses."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--without-swerex", action="store_true")
     own, rest = parser.parse_known_args(argv)

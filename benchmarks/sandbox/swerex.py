@@ -51,7 +51,7 @@ INSTALL_S = 900
 MOUNT = "/swerex"
 """Path of the packages in the container."""
 ANSWER_S = 120.0
-"""Longest wait for the client; its slowest answer is a start on a loaded machine."""
+"""Longest wait for the client, in seconds; its slowest answer is a start on a loaded machine."""
 LONGEST_ANSWER = 1 << 20
 """Most bytes of an answer."""
 
@@ -72,11 +72,12 @@ def python() -> Path:
 
 
 def packages(image_python: str) -> Path:
-    """Return the folder of the packages, for a container whose Python has this version.
+    """Return the folder of the packages, for a container whose Python has the version `image_python`, such as 3.11.2.
 
     Raises:
         ConfigError: they were installed for another one.
     """
+    # Without the last part of each version: packages fit all releases of 3.11.
     ours, theirs = (version.rpartition(".")[0] for version in (sys.version.split()[0], image_python))
     if ours != theirs:
         raise ConfigError(
@@ -87,7 +88,10 @@ def packages(image_python: str) -> Path:
 
 
 def container(spec: Spec, labels: Mapping[str, str], folder: Path, port: int, token: str) -> dict[str, Any]:
-    """Describe a container like one of ours, whose first process is swe-rex's server."""
+    """Return the engine's description of a container like one of ours, whose first process is swe-rex's server.
+
+    The server listens on `port` of the host and demands `token`. `folder` is that of swe-rex's packages.
+    """
     config = profiles.container(spec, dict(labels), user=None, owned_tmpfs=False, seccomp=None)
     host = config["HostConfig"]
     assert isinstance(host, dict)
@@ -106,7 +110,15 @@ def container(spec: Spec, labels: Mapping[str, str], folder: Path, port: int, to
 
 
 class SweRex:
-    """Client of swe-rex on an engine, with one container at a time. `connected` makes it."""
+    """Client of swe-rex on an engine, with one container at a time. `connected` makes it.
+
+    Args:
+        docker: connection to the engine.
+        client: process of `benchmarks.sandbox.swerex_runner`, which runs swe-rex's own client.
+        spec: description of the container.
+        labels: labels of the container.
+        folder: folder of swe-rex's packages.
+    """
 
     def __init__(
         self, docker: aiodocker.Docker, client: Process, spec: Spec, labels: Mapping[str, str], folder: Path
@@ -119,13 +131,14 @@ class SweRex:
         self._labels = labels
         self._folder = folder
         self._container: DockerContainer | None = None
+        """The present container; None before `start` and after `stop`."""
 
     async def start(self) -> float:
         """Start a container; return the seconds from the request to the result of a first command in it."""
         port, token = _free_port(), uuid4().hex
         config = container(self._spec, self._labels, self._folder, port, token)
         begin = time.perf_counter()
-        # Not cut off: its container could not be removed then.
+        # A cancelled request may still make the container. Its id would be lost, so that nothing could remove it.
         with anyio.CancelScope(shield=True):
             self._container = await self._docker.containers.create(config, name=f"swerex-{token}")
         assert self._container is not None
@@ -134,7 +147,7 @@ class SweRex:
         return time.perf_counter() - begin
 
     async def open_session(self) -> None:
-        """Start the shell of `session`."""
+        """Start the shell in which `session` runs its commands."""
         await self._ask("open_session")
 
     async def session(self, count: int) -> list[float]:
@@ -152,8 +165,10 @@ class SweRex:
             self._container = None
 
     async def _ask(self, do: str, **arguments: object) -> list[float]:
-        """Send a command to the client process, and return the seconds that it measured. `do` is a function of
-        `benchmarks.sandbox.swerex_runner`.
+        """Send a request to the client process, and return the seconds that it measured.
+
+        `do` is a method of `benchmarks.sandbox.swerex_runner.Client`, and `arguments` are its arguments. Raises
+        RuntimeError if the process has ended, and TimeoutError after ANSWER_S.
         """
         assert self._client.stdin is not None
         with anyio.fail_after(ANSWER_S):
@@ -167,7 +182,10 @@ class SweRex:
 
 @asynccontextmanager
 async def connected(url: str, spec: Spec, labels: Mapping[str, str], image_python: str) -> AsyncGenerator[SweRex]:
-    """Provide swe-rex on the engine at `url` for the time of the block."""
+    """Provide swe-rex on the engine at `url` for the time of the block, which ends its container and its client.
+
+    Raises ConfigError if swe-rex's packages are not for `image_python`, the version of the image's Python.
+    """
     executable = await anyio.to_thread.run_sync(python)
     folder = packages(image_python)
     path = url.removeprefix("unix://")

@@ -24,13 +24,14 @@ ALIVE_S = 60.0
 
 
 class Client:
-    """Client of one server at a time."""
+    """Client of one server at a time. Each method is an operation that `serve` calls by its name in a request."""
 
     def __init__(self) -> None:
         self._runtime: RemoteRuntime
+        """Connection to the server; set by `connect`, which must be the first call."""
 
     async def connect(self, port: int, token: str) -> list[float]:
-        """Wait for the server, as swe-rex's own deployments do, and run a first command."""
+        """Wait for the server, as swe-rex's own deployments do, and run a first command. Returns its seconds."""
         self._runtime = RemoteRuntime(port=port, auth_token=token)
         await self._runtime.wait_until_alive(timeout=ALIVE_S)
         return await self.execute(1)
@@ -61,7 +62,8 @@ async def _seconds(call: Callable[[], Awaitable[object]], count: int) -> list[fl
 def serve() -> None:
     """Answer requests until the end of the input."""
     client = Client()
-    # Output of swe-rex must not get between the answers.
+    # Answers go to a copy of standard output. Standard output itself becomes standard error, because swe-rex's own
+    # output must not get between the answers.
     with os.fdopen(os.dup(1), "w") as answers, asyncio.Runner() as loop:
         os.dup2(2, 1)
         for line in sys.stdin:

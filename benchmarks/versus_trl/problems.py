@@ -7,7 +7,6 @@ Prompts and rewards come from the class of the environment, for the seeds that a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import anyio
 
@@ -35,28 +34,22 @@ Prompt = str | list[dict[str, str]]
 
 def prompts(config: Config, seeds: Sequence[int]) -> list[Prompt]:
     """Return the prompt of the environment for each seed."""
-    return anyio.run(partial(_all_prompts, config, seeds))
+    return [prompt for prompt, _ in anyio.run(_episodes, config, seeds, [None] * len(seeds))]
 
 
 def rewards(config: Config, seeds: Sequence[int], answers: Sequence[str]) -> list[float]:
-    """Return the reward of the environment for each answer."""
-    return anyio.run(partial(_all_rewards, config, seeds, answers))
+    """Return the reward of the environment for each answer. `seeds` has the problem of each answer."""
+    return [reward for _, reward in anyio.run(_episodes, config, seeds, answers)]
 
 
-async def _all_prompts(config: Config, seeds: Sequence[int]) -> list[Prompt]:
-    """Return the prompt for each seed."""
+async def _episodes(config: Config, seeds: Sequence[int], answers: Sequence[str | None]) -> list[tuple[Prompt, float]]:
+    """Play one episode for each seed, one after the other. Returns prompts and rewards, as `_episode` does."""
     loaded = LoadedEnvironment(config.env.path, config.env.options)
-    return [(await _episode(loaded.make(), seed, None))[0] for seed in seeds]
-
-
-async def _all_rewards(config: Config, seeds: Sequence[int], answers: Sequence[str]) -> list[float]:
-    """Return the reward for each answer."""
-    loaded = LoadedEnvironment(config.env.path, config.env.options)
-    return [(await _episode(loaded.make(), seed, answer))[1] for seed, answer in zip(seeds, answers, strict=True)]
+    return [await _episode(loaded.make(), seed, answer) for seed, answer in zip(seeds, answers, strict=True)]
 
 
 async def _episode(env: Environment, seed: int, answer: str | None) -> tuple[Prompt, float]:
-    """Play one episode; return its prompt, and the reward of the answer (0 without one)."""
+    """Play one episode. Returns its prompt, and the reward of the answer, which is 0 if `answer` is None."""
     try:
         shown, _ = check_reset_result(await env.reset(seed))
         prompt = shown if isinstance(shown, str) else [{"role": one.role, "content": one.content} for one in shown]
