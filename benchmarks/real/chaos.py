@@ -109,7 +109,7 @@ async def inject(job: Job, faults: Sequence[Fault], seconds: float) -> tuple[lis
 
 
 def rows(result: JobResult, left: Left, calm: JobResult, calm_per_s: float) -> list[Row]:
-    """Return the rows of the report.
+    """Return the rows of the report, after both runs.
 
     Args:
         result: course of the run with faults.
@@ -119,6 +119,7 @@ def rows(result: JobResult, left: Left, calm: JobResult, calm_per_s: float) -> l
     """
     verdict = judge(left)
     case = f"{len(result.injected)} faults in {result.end - result.begin:.0f} s"
+    # Unit of each field of the verdict, by the first word of its name.
     units = {"tasks": "tasks", "tokens": "tokens", "rows": "lines"}
     hangs = len(stretches(left.times, result.begin, result.end, HANG_S)) + len(result.stuck)
     broken_per_s = tokens_per_second(left.rows, result.begin, result.end)
@@ -141,7 +142,10 @@ def rows(result: JobResult, left: Left, calm: JobResult, calm_per_s: float) -> l
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
-    """Parse `--seconds` and `--seed`, and the options of every benchmark. Returns the rows."""
+    """Run the benchmark with its own options, `--seconds` and `--seed`, and those of every benchmark.
+
+    Returns the rows. `argv` are the arguments; None: those of the command line.
+    """
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--seed", type=int, default=0)
@@ -152,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         parser.error("--quick has no --seconds: it ends after each kind of fault has happened once")
 
     def run(args: Args) -> list[Row]:
-        """Run the calm run and the run with faults, and return the rows."""
+        """Make the calm run and the run with faults, and return the rows. Ends the process if it cannot make hosts."""
         if reason := why_no_hosts():
             raise SystemExit(f"no hosts can be made here: {reason}")
         seconds = own.seconds or SECONDS

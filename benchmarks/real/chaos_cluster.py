@@ -94,19 +94,20 @@ class Job:
 
     # -- engines and processes of the job -----------------------------------------------------------------------------
 
-    def engines(self) -> int:
-        """Return the number of engines that served during the newest step; 0 before the first step."""
-        rows = self.directory.read_metrics() if self.directory.metrics.exists() else []
-        return int(rows[-1]["engines"]) if rows else 0
-
     async def all_engines(self) -> None:
         """Wait for a step with an engine on each host. Raises TimeoutError if there is none within `START_S`."""
+
+        def engines() -> int:
+            """Return the number of engines that served during the newest step; 0 before the first step."""
+            rows = self.directory.read_metrics() if self.directory.metrics.exists() else []
+            return int(rows[-1]["engines"]) if rows else 0
+
         with anyio.fail_after(START_S):
-            while self.engines() < len(NAMES):  # noqa: ASYNC110  # no event announces it
+            while engines() < len(NAMES):  # noqa: ASYNC110  # no event announces it
                 await anyio.sleep(POLL_S)
 
     def victims(self, host: int, target: Target) -> list[int]:
-        """Return the ids of the processes of a kind on a host."""
+        """Return the ids of the processes on a host that `target` names."""
         found: list[int] = []
         for pid in self._hosts.processes(host):
             with suppress(OSError):  # it has ended meanwhile
@@ -118,12 +119,15 @@ class Job:
     # -- faults -------------------------------------------------------------------------------------------------------
 
     async def inject(self, fault: Fault) -> InjectedFault | None:
-        """Carry out a fault, and wait until it is over; return None if it found no victim within `VICTIM_S`."""
+        """Carry out a fault, and wait until it is over. Returns None if it found no victim within `VICTIM_S`.
+
+        The plan may ask for a process that has just died, so the fault waits for its restart.
+        """
         if fault.target == "network":
             return await self._cut(fault)
         pid = 0
         with anyio.move_on_after(VICTIM_S):
-            while not (pid := self._hit(fault)):  # noqa: ASYNC110  # as above
+            while not (pid := self._send_signal(fault)):  # noqa: ASYNC110  # no event announces a process
                 await anyio.sleep(POLL_S)
         if not pid:
             return None
@@ -136,8 +140,8 @@ class Job:
                     os.kill(pid, signal.SIGCONT)
         return injected
 
-    def _hit(self, fault: Fault) -> int:
-        """Send the signal of a fault to a process; return its id, or 0 if there is none."""
+    def _send_signal(self, fault: Fault) -> int:
+        """Send the signal of a fault to the first process that it can hit. Returns its id, or 0 if there is none."""
         for pid in self.victims(fault.host, fault.target):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if fault.how == "kill" else signal.SIGSTOP)
@@ -145,7 +149,7 @@ class Job:
         return 0
 
     async def _cut(self, fault: Fault) -> InjectedFault:
-        """Cut the link of a host for the duration of a fault."""
+        """Cut the link of a host, in both directions or in one (`Fault.deaf`), for the duration of a fault."""
         half = fault.how == "half cut"
         injected = InjectedFault(fault.kind, fault.host, time.time(), fault.seconds, 0)
         self._hosts.cut(fault.host, hears=half and not fault.deaf, sends=half and fault.deaf)
@@ -160,6 +164,7 @@ class Job:
     async def end(self) -> list[str]:
         """Interrupt the job. Returns a line for each command that did not end within `END_S` and was killed."""
         self._ending = True
+        # Faults are over, but two that overlapped may have left a link cut or a process stopped.
         for host in range(len(NAMES)):
             self._hosts.heal(host)
             for pid in self._hosts.processes(host):
@@ -196,14 +201,17 @@ class Job:
         return [f"{NAMES[host]} did not end within {seconds:g} s" for host in stuck]
 
     async def orphans(self, seconds: float) -> list[str]:
-        """Return the processes and folders that are left `seconds` after all commands have ended."""
+        """Wait until no process is left on the hosts, at most `seconds`, after all commands have ended.
+
+        Returns a line for each process that is left, and for each of Flash's temporary folders there.
+        """
         with anyio.move_on_after(seconds):
             while any(self._hosts.processes(host) for host in range(len(NAMES))):  # noqa: ASYNC110  # as above
                 await anyio.sleep(POLL_S)
         return self._remaining()
 
     def _remaining(self) -> list[str]:
-        """Return a line for each process on a host, and for each of Flash's temporary folders there."""
+        """Return the lines of `orphans`, as they are now."""
         found: list[str] = []
         for host, name in enumerate(NAMES):
             for pid in self._hosts.processes(host):

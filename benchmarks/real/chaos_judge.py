@@ -1,8 +1,8 @@
 """Losses and double counts of a run that was broken on purpose, read from the files that it left.
 
 `benchmarks.real.chaos` calls `left_by`, which reads a run directory, and `judge`, which counts. All functions except
-`left_by` and `trained` touch no file. The run must have ended in order: then nothing is in flight, and every task and
-token is counted in one place of the ledger.
+`left_by` and `trained` touch no file. The run must have ended in order: then nothing is in flight, and the *ledger*
+counts every task and every token in one place, by its fate. A *task* asks for one sample.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from flash.observe.rundir.rundir import RunDirectory
 from flash.types import VersionRun
 
 Row = Mapping[str, Any]
+"""Row of `metrics.jsonl`: the metrics of a step, by name."""
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """The batch of a step, as it was recorded."""
+    """Batch of a step, as the run has recorded it for replay."""
 
     step: int
     min_version: int
     """Oldest version whose tokens the step trained."""
     tasks: list[tuple[int, list[VersionRun]]]
-    """Task number and versions of each sample."""
+    """Number of the task of each sample, and the versions of its tokens, run-length encoded."""
 
     def tokens(self, versions: Iterable[VersionRun]) -> int:
-        """Count the tokens of a sample that were trained."""
+        """Return the number of tokens of a sample that were trained. `versions` are the versions of all its tokens."""
         return sum(run.count for run in versions if run.version >= self.min_version)
 
 
@@ -50,7 +51,7 @@ class Left(msgspec.Struct, frozen=True):
     rows: Sequence[Row]
     """Rows of `metrics.jsonl`."""
     redone: Sequence[Row]
-    """Rows of steps that a restart repeated."""
+    """Rows of steps that a restart has repeated; `rows` has the rows of the repetition."""
     samples: Mapping[int, int]
     """Number of lines of `samples.jsonl`, by step."""
     batches: Sequence[Trained]
@@ -58,12 +59,16 @@ class Left(msgspec.Struct, frozen=True):
 
     @property
     def times(self) -> list[float]:
-        """Unix seconds at which steps ended, with those that were repeated."""
+        """Unix seconds at which steps ended, in order, including steps that were repeated later."""
         return sorted(row["time"] for row in (*self.rows, *self.redone))
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """Counts of the things that must not happen. NaN if the run did not end, because then they cannot be known."""
+    """Counts of the things that must not happen.
+
+    The first word of a field's name is the unit of its row in the report. A `float` is NaN if the run did not end in
+    order, because the count cannot be known then.
+    """
 
     tasks_lost: float
     """Tasks that were issued, and neither trained, filtered, given up nor in flight."""
@@ -103,31 +108,35 @@ def trained(folder: Path, step: int) -> Trained:
 def judge(left: Left) -> Verdict:
     """Compare the run's ledger with its recorded batches, and count what is missing or counted twice."""
     ledger = left.ledger
-    times_trained: Counter[int] = Counter()
-    found: set[int] = set()
-    tokens = beyond = 0
+    times_in_batch: Counter[int] = Counter()  # number of batches that have each task
+    trained_tasks: set[int] = set()  # tasks with at least one trained token
+    trained_tokens = too_old = 0
+    trained_samples = {batch.step: 0 for batch in left.batches}  # samples of each step with at least one trained token
     for batch in left.batches:
+        # A step may train tokens of `min_version`, but the run allows none that are older than `max_age`.
+        allowed = Trained(batch.step, max(batch.min_version, batch.step - left.max_age), [])
         for task, versions in batch.tasks:
-            times_trained[task] += 1
+            times_in_batch[task] += 1
             if (count := batch.tokens(versions)) > 0:
-                found.add(task)
-                tokens += count
-            oldest = max(batch.min_version, batch.step - left.max_age)
-            beyond += count - Trained(batch.step, oldest, []).tokens(versions)
-    steps = Counter(int(row["step"]) for row in left.rows)
-    recorded = {batch.step: sum(batch.tokens(versions) > 0 for _, versions in batch.tasks) for batch in left.batches}
-    known = range(max([*steps, *recorded, *left.samples], default=-1) + 1)
-    surplus = [left.samples.get(step, 0) - recorded.get(step, 0) for step in known]
+                trained_tasks.add(task)
+                trained_tokens += count
+                trained_samples[batch.step] += 1
+            too_old += count - allowed.tokens(versions)
+    rows_of_step = Counter(int(row["step"]) for row in left.rows)
+    steps = range(max([*rows_of_step, *trained_samples, *left.samples], default=-1) + 1)
+    # Lines of samples.jsonl that each step has too many; negative if lines are missing.
+    surplus = [left.samples.get(step, 0) - trained_samples.get(step, 0) for step in steps]
     ended = ledger["in_flight"] == 0
-    booked = ledger["filtered"] + ledger["given_up"]
-    unplaced = ledger["generated_tokens"] - ledger["trained_tokens"] - ledger["discarded_tokens"]
+    not_trained = ledger["filtered"] + ledger["given_up"]
+    without_fate = ledger["generated_tokens"] - ledger["trained_tokens"] - ledger["discarded_tokens"]
+    miscounted = ledger["trained_tokens"] - trained_tokens
     return Verdict(
-        tasks_lost=abs(ledger["issued"] - len(found) - booked) if ended else math.nan,
-        tasks_doubled=times_trained.total() - len(times_trained),
-        tokens_unaccounted=abs(unplaced) + abs(ledger["trained_tokens"] - tokens) if ended else math.nan,
-        tokens_beyond_alpha=beyond,
-        rows_doubled=steps.total() - len(steps) + sum(more for more in surplus if more > 0),
-        rows_lost=len(known) - len(steps) - sum(less for less in surplus if less < 0),
+        tasks_lost=abs(ledger["issued"] - len(trained_tasks) - not_trained) if ended else math.nan,
+        tasks_doubled=times_in_batch.total() - len(times_in_batch),
+        tokens_unaccounted=abs(without_fate) + abs(miscounted) if ended else math.nan,
+        tokens_beyond_alpha=too_old,
+        rows_doubled=rows_of_step.total() - len(rows_of_step) + sum(more for more in surplus if more > 0),
+        rows_lost=len(steps) - len(rows_of_step) - sum(less for less in surplus if less < 0),
     )
 
 

@@ -82,7 +82,7 @@ class Letters(Tokenizer):
         ]
 
     def follow(self, observation: Observation, end: int | None, tools: Sequence[Tool] = ()) -> list[int]:
-        """Render the observation."""
+        """Return the tokens of a later observation, which do not depend on the tokens before it."""
         return self.render(observation)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -123,12 +123,12 @@ def question(agent: int, turn: int) -> str:
 
 
 class DirectTurns:
-    """Environment with the turns of an agent, but without the endpoint."""
+    """Environment with the turns of an agent, but without the endpoint. Its throughput is that of the comparison."""
 
     async def reset(self, seed: int) -> tuple[Observation, dict[str, Any]]:
-        """Ask the first question."""
+        """Ask the first question. `seed` is the number of the agent."""
         self._seed, self._turn = seed, 0
-        await anyio.sleep(random.Random(seed).uniform(0, STAGGER_S))
+        await anyio.sleep(random.Random(seed).uniform(0, STAGGER_S))  # as the agent of this number does
         return [Message("user", f"{question(seed, 0)}?")], {}
 
     async def step(self, action: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
@@ -142,7 +142,7 @@ class DirectTurns:
 
 
 class AgentTasks:
-    """Environment that gives an agent its task. The task is the agent's number."""
+    """Environment that `envs.agent` plays around an agent. It gives the agent its task, which is the agent's number."""
 
     async def reset(self, seed: int) -> tuple[Observation, dict[str, Any]]:
         """Return the number."""
@@ -157,7 +157,11 @@ class AgentTasks:
 
 
 async def drive(base_url: str, api_key: str, task: str) -> str:
-    """Let the driver play an agent, and return the agent's measurements as JSON. `envs.agent` calls this function."""
+    """Let the driver play an agent, and return the agent's measurements as JSON.
+
+    `envs.agent` calls this function as the agent, in the process of the environments. `base_url` and `api_key` are
+    those of the endpoint for this episode.
+    """
     async with await anyio.connect_tcp("127.0.0.1", int(os.environ[DRIVER])) as stream:
         await stream.send(msgspec.json.encode([base_url, api_key, int(task)]) + b"\n")
         return (await BufferedByteReceiveStream(stream).receive_until(b"\n", 1 << 20)).decode()
@@ -188,7 +192,10 @@ async def _serve_order(connection: SocketStream) -> None:
 
 
 async def _play_turns(stream: SocketStream, key: str, number: int) -> dict[str, Any]:
-    """Play all turns of an agent; return the seconds of each, and the numbers of lost and crossed answers."""
+    """Play all turns of the agent `number`, over its connection to the endpoint.
+
+    Returns the seconds of each call by question (`took`), and the numbers of lost and crossed answers.
+    """
     received, messages = BufferedByteReceiveStream(stream), list[dict[str, str]]()
     found: dict[str, Any] = {"took": {}, "lost": 0, "crossed": 0}
     for turn in range(TURNS):
@@ -228,7 +235,7 @@ async def _streamed(received: BufferedByteReceiveStream) -> str:
 async def play_episodes(
     make: Callable[[], Environment], engine: TimedEngine, count: int
 ) -> tuple[list[Trajectory], float, float]:
-    """Play `count` episodes at once, as a node does.
+    """Play `count` episodes at once, as a node does. `make` makes the environment of an episode.
 
     Returns their trajectories, the seconds that passed, and the processor seconds of this process.
     """
@@ -256,7 +263,7 @@ def agent() -> Agent:
 
 
 def measure(args: Args) -> list[Row]:
-    """Play the episodes without the endpoint, then with it, and return the rows."""
+    """Play the episodes without the endpoint, then with it, and return the rows. `benchmarks.form.main` calls this."""
     count, answer_s = (50, 0.8) if args.quick else (AGENT_COUNT, ANSWER_S)
     without = TimedEngine(answer_s)
     _, without_s, without_cpu_s = anyio.run(play_episodes, DirectTurns, without, count)
@@ -264,20 +271,22 @@ def measure(args: Args) -> list[Row]:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as driver:
         try:
             assert driver.stdout is not None
-            os.environ[DRIVER] = driver.stdout.readline().strip()
+            os.environ[DRIVER] = driver.stdout.readline().strip()  # `drive` reads the port from there
             served = TimedEngine(answer_s)
             played, served_s, served_cpu_s = anyio.run(play_episodes, agent, served, count)
         finally:
             driver.kill()
-    found = [msgspec.json.decode(one.turns[-1].note) for one in played]
+    # Measurements of each agent, which `AgentTasks.step` has put into the note of the last turn.
+    found = [msgspec.json.decode(trajectory.turns[-1].note) for trajectory in played]
     took = {name: seconds for one in found for name, seconds in one["took"].items()}
     case = f"{count} agents"
     rows = [
         Row(case, "replies_lost", "replies", count * TURNS - len(took) + sum(one["lost"] for one in found), at_most=0),
         Row(case, "replies_crossed", "replies", sum(one["crossed"] for one in found), at_most=0),
     ]
-    for way, odd in (("in one piece", 0), ("streamed", 1)):
-        chosen = [name for name in took if int(name.partition("-")[0]) % 2 == odd]
+    for way, parity in (("in one piece", 0), ("streamed", 1)):
+        # A question begins with the number of its agent; agents with odd numbers have their answers streamed.
+        chosen = [name for name in took if int(name.partition("-")[0]) % 2 == parity]
         added_ms = np.array([took[name] - served.took[name] for name in chosen]) * 1e3
         rows += [
             Row(f"{case}, {way}", "added_p50_ms", "ms", float(np.percentile(added_ms, 50))),
