@@ -28,18 +28,22 @@ class Point(msgspec.Struct, frozen=True):
     seconds: float
     """Seconds from the first rollout to the end of that step."""
     accuracy: float
+    """Mean reward over the held-out problems."""
     low: float
     high: float
-    """95 % confidence interval."""
+    """Upper end of the 95 % confidence interval of `accuracy`; `low` is its lower end."""
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
     """Curve of one run of a system."""
 
     case: str
+    """Name of the workload, a key of `benchmarks.versus_trl.run.CASES`."""
     system: str
+    """Name of the system, such as `Flash` or `TRL`, with its settings."""
     seed: int
     software: dict[str, str]
+    """Versions of the packages, by name."""
     samples: int
     """Number of trained samples."""
     mean_tokens: float
@@ -72,8 +76,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 def seconds_to(points: Sequence[Point], accuracy: float) -> float:
     """Return the seconds until the accuracy is first reached; NaN if it never is.
 
-    Between two evaluations the accuracy is assumed to grow evenly. Otherwise the result would be a whole number of
-    intervals between evaluations, whose length differs between the systems.
+    `points` are the evaluations in the order of steps. Between two evaluations the accuracy is assumed to grow evenly.
+    Otherwise the result would be a whole number of intervals between evaluations, whose length differs between the
+    systems.
     """
     if points[0].accuracy >= accuracy:
         return points[0].seconds
@@ -92,16 +97,18 @@ def rows(case: Case, name: str, ours: Curve, others: Sequence[Curve]) -> list[Ro
     workload.
     """
     label = name + (f", seed {ours.seed}" if ours.seed else "")
-    mine, out = seconds_to(ours.points, case.accuracy), list[Row]()
-    for place, theirs in enumerate(others):
-        pair, last, other = f"{label}, over {theirs.system}", ours.points[-1], theirs.points[-1]
-        reached = seconds_to(theirs.points, case.accuracy)
-        slowest = other.seconds if math.isnan(reached) else reached
-        goal = case.goal if place == 0 else None
+    ours_s, out = seconds_to(ours.points, case.accuracy), list[Row]()
+    for number, theirs in enumerate(others):
+        pair, last, their_last = f"{label}, over {theirs.system}", ours.points[-1], theirs.points[-1]
+        theirs_s = seconds_to(theirs.points, case.accuracy)
+        if math.isnan(theirs_s):
+            theirs_s = their_last.seconds
+        goal = case.goal if number == 0 else None
+        # False if the accuracy after our last step is significantly below theirs after as many steps.
+        same = last.high >= their_last.low
         out += [
-            Row(pair, "speedup", "x", 0.0 if math.isnan(mine) else slowest / mine, at_least=goal),
-            # 1 unless the accuracy after our last step is significantly below TRL's after as many steps.
-            Row(pair, "same_quality", "0 or 1", float(last.high >= other.low), at_least=None if goal is None else 1),
+            Row(pair, "speedup", "x", 0.0 if math.isnan(ours_s) else theirs_s / ours_s, at_least=goal),
+            Row(pair, "same_quality", "0 or 1", float(same), at_least=None if goal is None else 1),
             Row(pair, "step_speedup", "x", theirs.step_s / ours.step_s),
         ]
     for curve in (ours, *others):
@@ -115,7 +122,7 @@ def over_seeds(name: str, rows: Sequence[Row]) -> list[Row]:
     If a run of Flash does not reach the accuracy, the mean is 0. `name` is the name of the workload, and `rows` are its
     rows from `rows`, for all seeds.
     """
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[Row]] = {}  # rows with the speed-up of each seed, by the system that it is over
     for row in rows:
         if row.metric == "speedup":
             found.setdefault(row.case.rpartition(", over ")[2], []).append(row)
@@ -124,7 +131,7 @@ def over_seeds(name: str, rows: Sequence[Row]) -> list[Row]:
         if len(speedups) < 2:
             continue
         label = f"{name}, {len(speedups)} seeds, over {system}"
-        interval = Interval(-math.inf, -math.inf, -math.inf)
+        interval = Interval(-math.inf, -math.inf, -math.inf)  # logarithms of speed-ups that are 0
         if all(row.ours for row in speedups):
             interval = mean_interval([math.log(row.ours) for row in speedups])
         out += [
@@ -167,7 +174,7 @@ def keep(file: Path, new: Sequence[Curve]) -> list[Curve]:
 
 
 def draw(curves: Sequence[Curve], cases: dict[str, Case], file: Path) -> None:
-    """Draw one panel per case, and one line per run."""
+    """Draw one panel per case, and one line per run, into `file`. Cases without a curve have no panel."""
     shown = [name for name in cases if any(curve.case == name for curve in curves)]
     figure, panels = new_picture(4.2 * len(shown), 3.4, len(shown))
     colors = dict(zip(dict.fromkeys(["Flash", "TRL", *(curve.system for curve in curves)]), COLORS, strict=False))

@@ -21,7 +21,7 @@ BATCH = 512
 
 
 def accuracies(config: Config, saved: Iterable[tuple[int, Path]]) -> Iterator[tuple[int, Interval]]:
-    """Yield the accuracy of the untrained model as that of step 0, then the accuracy of each saved step.
+    """Yield each step with its accuracy: first step 0, which is the untrained model, then each saved step.
 
     `saved` has the steps in order, each with its weights: a safetensors file of TRL, or a checkpoint folder of Flash.
     """
@@ -36,24 +36,24 @@ def accuracies(config: Config, saved: Iterable[tuple[int, Path]]) -> Iterator[tu
 
 
 def accuracy(config: Config, model: Any, tokenizer: Any) -> Interval:
-    """Return the mean reward over the held-out problems with its 95 % confidence interval."""
+    """Return the mean reward of a model of transformers over the held-out problems, with its 95 % interval."""
     import torch
 
     seeds = held_out_seeds(config)
-    shown = prompts(config, seeds)
-    torch.manual_seed(config.run.seed)
+    asked = prompts(config, seeds)
+    torch.manual_seed(config.run.seed)  # the same random numbers for every set of weights
     answers: list[str] = []
-    for start in range(0, len(shown), BATCH):
-        answers += generate(config, model, tokenizer, shown[start : start + BATCH])
+    for start in range(0, len(asked), BATCH):
+        answers += generate(config, model, tokenizer, asked[start : start + BATCH])
     return mean_interval(rewards(config, seeds, answers), binary=True)
 
 
-def generate(config: Config, model: Any, tokenizer: Any, shown: list[Prompt]) -> list[str]:
-    """Generate an answer to each of the prompts `shown`, as `[eval]` of the configuration says."""
+def generate(config: Config, model: Any, tokenizer: Any, asked: list[Prompt]) -> list[str]:
+    """Generate an answer to each of the prompts `asked`, as `[eval]` of the configuration says."""
     import torch
     from transformers import GenerationConfig
 
-    texts = [as_text(tokenizer, one) for one in shown]
+    texts = [as_text(tokenizer, prompt) for prompt in asked]
     inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
     sampling = {"do_sample": False}
     if config.eval.temperature > 0:
@@ -75,17 +75,17 @@ def generate(config: Config, model: Any, tokenizer: Any, shown: list[Prompt]) ->
 
 
 def as_text(tokenizer: Any, prompt: Prompt) -> str:
-    """Return the prompt as the text that the model gets."""
+    """Return the prompt as the text that the model gets: chat messages become text by the model's chat template."""
     if isinstance(prompt, str):
         return prompt
     return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
 
 
 def load_weights(model: Any, place: Path) -> None:
-    """Put saved weights into the model.
+    """Put saved weights into the model. `place` is a file of TRL's run, or a checkpoint folder of Flash's.
 
     Raises:
-        ValueError: a tensor of the model is missing.
+        ValueError: a tensor of the model is missing, or a saved one is not in the model.
     """
     from safetensors.torch import load_file
 

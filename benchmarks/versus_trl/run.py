@@ -27,6 +27,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.form import RESULTS, WORKLOADS, Args, Row, run_command
+from benchmarks.training import PINNED
 from benchmarks.versus_trl import curves, environment
 from benchmarks.versus_trl.curves import Case, Curve, Point
 from benchmarks.versus_trl.settings import TrlChoices
@@ -42,9 +43,9 @@ CASES = {
     "real": Case(title="SmolLM2-135M-Instruct, instructions of form", accuracy=0.6, goal=1.25),
 }
 """Workloads, with the accuracy that both systems must reach and the goal of the speed-up."""
-A_CORE_EACH = {"Flash, a core each": ["cluster.node_cpus=[0]", "cluster.trainer_cpus=[1]"]}
-"""Node loop and engine share one core, the trainer has the other; without these settings only the threads of
-the model are tied to a core."""
+A_CORE_EACH = {"Flash, a core each": PINNED}
+"""Flash with the node loop and its engine on one core, and the trainer on the other. Without these settings only the
+threads of the model are tied to a core."""
 OTHERS: dict[str, dict[str, TrlChoices | list[str]]] = {
     "short": {"TRL": TrlChoices(micro_batches=4), **A_CORE_EACH},
     "long": {
@@ -79,7 +80,7 @@ RUN_TIMEOUT_S = 1800
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """Result of one run, before its evaluation."""
+    """Result of one run of either system, before its evaluation."""
 
     seconds: list[float]
     """Seconds from the first rollout to the end of each step."""
@@ -94,9 +95,10 @@ class Trained(msgspec.Struct, frozen=True):
 
 
 def configured(case: str, seed: int, quick: bool, own: Sequence[str] = ()) -> tuple[Path, list[str], Config]:
-    """Return the workload's file, the overrides of this run, and the configuration, which both systems get.
+    """Return the workload's file, the overrides of this run, and the configuration that both together give.
 
-    `own` are settings of this run alone.
+    TRL and Flash get the same configuration, except for `own`, settings of one run of Flash alone. `case` is a key of
+    CASES.
     """
     file = WORKLOADS / f"versus_trl_{case}.toml"
     name = f"versus-trl-{label(case, seed, quick)}{'-own' if own else ''}"
@@ -105,7 +107,7 @@ def configured(case: str, seed: int, quick: bool, own: Sequence[str] = ()) -> tu
 
 
 def label(case: str, seed: int, quick: bool) -> str:
-    """Return the name of a run, without the system, for its files."""
+    """Return a name for the files of a run, without the system: workload, `quick` and seed."""
     return f"{case}{'-quick' if quick else ''}-{seed}"
 
 
@@ -130,7 +132,10 @@ def train_trl(case: str, seed: int, quick: bool, choices: TrlChoices) -> Trained
 
 
 def train_flash(case: str, seed: int, quick: bool, own: Sequence[str]) -> Trained:
-    """Run `flash train`. Returns its times, checkpoints, number of trained samples and mean length of answers."""
+    """Run `flash train` on a workload, with the settings `own` in addition.
+
+    Returns its times, checkpoints, number of trained samples and mean length of answers.
+    """
     file, overrides, config = configured(case, seed, quick, own)
     command = [sys.executable, "-m", "flash", "train", str(file), *overrides]
     run_command(command, RUN_TIMEOUT_S)
@@ -153,14 +158,14 @@ def train_and_evaluate(case: str, system: str, seed: int, quick: bool) -> Curve:
     """Train one system on one workload, and evaluate the weights that it saved."""
     from benchmarks.versus_trl.evaluate import accuracies
 
-    choices = OTHERS[case].get(system, [])
+    choices = OTHERS[case].get(system, [])  # `Flash` itself is not in OTHERS, and has no settings of its own
     with_trl = isinstance(choices, TrlChoices)
     _, _, config = configured(case, seed, quick, [] if with_trl else choices)
     make_missing_models(config)
     trained = train_trl(case, seed, quick, choices) if with_trl else train_flash(case, seed, quick, choices)
     points: list[Point] = []
     for step, interval in accuracies(config, trained.saved):
-        seconds = trained.seconds[step - 1] if step else 0.0
+        seconds = trained.seconds[step - 1] if step else 0.0  # step 0 is the untrained model
         print(f"{system}, {case}: step {step}, {seconds:.1f} s, held-out accuracy {interval.mean:.3f}", flush=True)
         points.append(Point(step, seconds, interval.mean, interval.low, interval.high))
     return Curve(
@@ -188,7 +193,8 @@ def compare(
 ) -> list[Row]:
     """Measure the named workloads, systems and seeds, and return the rows of all recorded runs, also of earlier calls.
 
-    Without `seeds`, it uses SEEDS, or seed 0 for a quick run. Tests replace `measured`.
+    `benchmarks.form.main` calls this. If `seeds` is empty, the seeds are SEEDS, or seed 0 for a quick run. Tests
+    replace `measured`.
     """
     new = [
         measured(case, system, seed, args.quick)
@@ -201,8 +207,8 @@ def compare(
     rows: list[Row] = []
     for case in sorted({case for case, _, _ in kept}):
         of_case: list[Row] = []
-        for number in sorted({number for name, number, _ in kept if name == case}):
-            ours, *others = (kept.get((case, number, system)) for system in ("Flash", *OTHERS[case]))
+        for seed in sorted({seed for name, seed, _ in kept if name == case}):
+            ours, *others = (kept.get((case, seed, system)) for system in ("Flash", *OTHERS[case]))
             if ours is not None:
                 of_case += curves.rows(CASES[case], case, ours, [other for other in others if other is not None])
         rows += [*curves.over_seeds(case, of_case), *of_case]

@@ -79,11 +79,12 @@ class CountedSums(Counting):
     """Environment with one problem: a sign to count down from; the options are those of `Counting`."""
 
     def _draw(self, rng: random.Random, held_out: bool, length: int | None = None) -> SolvedExample:
-        """Draw a problem of the training part, or of the held-out part, and solve it. `length` fixes the number of
-        signs.
+        """Draw a problem of the training part, or of the held-out part, and solve it.
+
+        `length` is the number of signs of the answer; None: it is drawn, too.
         """
         while True:
-            left = length or self._length(rng)
+            left = length or self._length(rng)  # signs that are still to be recited
             before, last = rng.randrange(10), rng.randrange(10)
             prompt = f"{self._signs[left]}{before}{last}"
             if in_held_out_part(prompt) == held_out:
