@@ -39,20 +39,15 @@ VERSIONS = ("torch", "vllm", "transformers", "triton", "flashinfer-python", "num
 
 
 def parts(model: Path | None) -> dict[str, Part]:
-    """Return every part by its name, quickest first."""
-    known: dict[str, Part] = {
-        "mfu": mfu_rows,
-        "exact": exact_rows,
-        "memory": memory_rows,
-        **runs.PARTS,
-    }
+    """Return every part by its name, in the order in which they run. `model` is the folder of --model; None: none."""
+    known: dict[str, Part] = {"mfu": mfu_rows, "exact": exact_rows, "memory": memory_rows, **runs.PARTS}
     if model is not None:
         known["job-model"] = lambda sizes: runs.job_rows(sizes, model)
     return known
 
 
 def main(argv: Sequence[str] | None = None, offered: Callable[[Path | None], dict[str, Part]] = parts) -> int:
-    """Run the named parts; return 1 if one of them failed. Tests replace `offered`."""
+    """Run the named parts, or all. Returns 1 if a part failed or a named one was skipped. Tests replace `offered`."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -22,7 +22,7 @@ class Measured(msgspec.Struct, frozen=True):
     """Measurements of some training steps."""
 
     step_s: float
-    """Median."""
+    """Median seconds of a step."""
     tokens: int
     """Tokens that went through the model in a step, prompts included."""
     step_flops: float
@@ -36,7 +36,7 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def mfu_rows(sizes: Sizes) -> list[Row]:
-    """Return the rows of whole training steps: time, throughput, memory, and model FLOPs per second.
+    """Return the rows of whole training steps: time, throughput, memory, and model FLOPs per second. The part `mfu`.
 
     The FLOPs per second are shares of the peak in the card's data sheet, and of one large product on this card.
     """
@@ -60,7 +60,8 @@ def mfu_rows(sizes: Sizes) -> list[Row]:
 def measure_steps(what: tuple[Sizes, str]) -> Measured:
     """Measure steps of the model in a folder, after one that is not counted. `what` are the sizes and the folder.
 
-    It runs in a process of its own, because it needs its own process group.
+    `apart` runs this in a process of its own, because it needs its own process group. One argument is all that `apart`
+    can pass.
     """
     import torch
 
@@ -79,19 +80,19 @@ def measure_steps(what: tuple[Sizes, str]) -> Measured:
             start = time.perf_counter()
             trainer.train_step(shard)
             if sizes.gpu:
-                torch.cuda.synchronize()
+                torch.cuda.synchronize()  # the call returns before the card has computed
             seconds.append(time.perf_counter() - start)
             tokens += sum(sample.trajectory.length for sample in shard.samples)
         peak = torch.cuda.max_memory_allocated() if sizes.gpu else 0
         card = torch.cuda.get_device_name() if sizes.gpu else "cpu"
         flops = trainer.flops
-        del trainer
+        del trainer  # frees its memory for the large matrices
         rate = product_flops(gpu=sizes.gpu)
     return Measured(statistics.median(seconds[1:]), tokens // (sizes.steps + 1), flops, peak, rate, card)
 
 
 def product_flops(*, gpu: bool) -> float:
-    """Measure the FLOP/s of one product of two large matrices."""
+    """Measure the FLOP/s of one product of two large matrices, on the card or, if `gpu` is False, on the CPU."""
     import torch
 
     size, times = (PRODUCT, 20) if gpu else (512, 2)

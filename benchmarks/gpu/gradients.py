@@ -37,7 +37,9 @@ class Case(msgspec.Struct, frozen=True):
 
 
 def exact_rows(sizes: Sizes) -> list[Row]:
-    """Compare each precision on the card with float32 on the processor, and with the same step again."""
+    """Return the rows of the part `exact`: each precision on the card beside float32 on the processor, and beside the
+    same step again.
+    """
     import torch
 
     shape = MIDDLE if sizes.gpu else sizes.shape
@@ -66,7 +68,7 @@ def exact_rows(sizes: Sizes) -> list[Row]:
 
 
 def distance(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
-    """Return ‖ours − exact‖ / ‖exact‖."""
+    """Return ‖ours − exact‖ / ‖exact‖ of two gradients, given by the names of the parameters in `ours`."""
     difference = sum(float((value.double() - exact[name].double()).square().sum()) for name, value in ours.items())
     norm = sum(float(value.double().square().sum()) for value in exact.values())
     return (difference / norm) ** 0.5
@@ -75,7 +77,7 @@ def distance(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 def take_gradient(case: Case) -> None:
     """Compute the gradient of one training step, without clipping, and write it to the file `case.into`.
 
-    It runs in a process of its own, because the process group and the memory of a card belong to one process.
+    `apart` runs this in a process of its own, because the process group and the memory of a card belong to one process.
     """
     import torch
 
@@ -85,7 +87,7 @@ def take_gradient(case: Case) -> None:
     config = step_config(case.folder, case.dtype, LENGTH[1], GROUPS * GROUP_SIZE, 1, gpu=case.gpu)
     replace = msgspec.structs.replace
     with single_process_group("nccl" if case.gpu else "gloo"):
-        trainer = Trainer(replace(config, train=replace(config.train, max_grad_norm=1e9)))
+        trainer = Trainer(replace(config, train=replace(config.train, max_grad_norm=1e9)))  # no gradient is so large
         found: dict[str, Tensor] = {}
 
         def keep(*_: Any) -> None:

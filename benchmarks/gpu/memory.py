@@ -44,24 +44,25 @@ ALIKE = 1e-3
 
 
 class Case(msgspec.Struct, frozen=True):
-    """A model, and what is changed of a configuration."""
+    """A model, and the way to save memory in which it is trained. Processes of `apart` get it as their argument."""
 
     folder: str
     """Folder of the model."""
     vocabulary: int
+    """Number of token ids of the model."""
     lever: str
     """Name of the way to save memory, a key of `LEVERS`."""
     sizes: Sizes
 
 
 def memory_rows(sizes: Sizes) -> list[Row]:
-    """Measure each lever on the model of `mfu` and, on a card, adapters on a model of eight billion weights."""
+    """Return the rows of the part `memory`: each lever on the model of `mfu`; on a card, adapters on a large one, too."""
     rows: list[Row] = []
     shapes = {"small": sizes.shape} | ({"8 B": LARGE} if sizes.gpu else {})
     for name, shape in shapes.items():
         with tempfile.TemporaryDirectory() as folder:
             apart(save_random, (shape, folder, "bfloat16", sizes.gpu))
-            steps: dict[str, list[float]] = {}
+            steps: dict[str, list[float]] = {}  # metrics of the steps with each lever, from `measure_steps`
             for lever in LEVERS if shape is sizes.shape else ON_LARGE:
                 case = Case(folder, shape.vocabulary, lever, sizes)
                 (peak, steps[lever]), planned = apart(measure_steps, case), apart(planned_bytes, case)
@@ -70,7 +71,7 @@ def memory_rows(sizes: Sizes) -> list[Row]:
                     rows.append(Row(f"{name}, {lever}", "plan_error", "share", abs(planned / peak - 1), at_most=NEAR))
                 if lever in MOVED:
                     pairs = zip(steps[lever], steps["recomputed"], strict=True)
-                    # Losses are sums of numbers of either sign, so near 0.
+                    # Losses are sums of numbers of either sign, so near 0, where a relative error says nothing.
                     error = max(abs(one - other) / max(abs(other), 1.0) for one, other in pairs)
                     rows.append(Row(f"{name}, {lever}", "step_error", "share", error, at_most=ALIKE))
     return rows

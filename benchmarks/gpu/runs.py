@@ -59,6 +59,8 @@ EFFICIENCY_GOAL = 0.95
 def job_rows(sizes: Sizes, model: Path | None) -> list[Row]:
     """Measure the swaps of a whole run: of the tiny model, or of the model in the folder `model`.
 
+    These are the parts `job-tiny` and `job-model`.
+
     Raises:
         CalledProcessError: the run failed; its output has the reason. A canary beyond its tolerance fails a run, too.
     """
@@ -68,10 +70,11 @@ def job_rows(sizes: Sizes, model: Path | None) -> list[Row]:
         workload, name, folder, dtype, size = ONE_GPU, "gpu-check-model", model, "bfloat16", 2
         overrides += [f"model.path={model}", *SHORTER]
     run = train(workload, name, overrides)
-    bytes_sent = weight_bytes(folder, size)
+    bytes_sent = weight_bytes(folder, size)  # `size` is the number of bytes of a weight
+    # Activities of the timeline, each as [lane, activity, start, stop], and the seconds of those of two kinds.
     spans: list[Any] = [json.loads(line) for line in Path("outputs", name, "spans.jsonl").read_text().splitlines()]
     swaps, publishes = ([stop - start for _, kind, start, stop in spans if kind == one] for one in ("swap", "publish"))
-    # The first loads into an engine that has just started.
+    # The first swap loads into an engine that has just started, and takes longer.
     swap_s, publish_s = statistics.median(swaps[1:] or swaps), statistics.median(publishes[1:] or publishes)
     case = f"{'a model' if model is not None else 'tiny'}, {dtype}, {bytes_sent / 2**20:,.0f} MiB of weights"
     assert run.summary["steps"] == sizes.swaps, run.summary["steps"]
@@ -87,7 +90,7 @@ def job_rows(sizes: Sizes, model: Path | None) -> list[Row]:
 
 
 def kind_rows(kind: str, sizes: Sizes) -> list[Row]:
-    """Measure the run of a kind.
+    """Measure a run with the settings of a kind, which is a key of KINDS and the name of a part.
 
     Raises:
         Skipped: there is no GPU, and the kind needs one.
@@ -99,8 +102,12 @@ def kind_rows(kind: str, sizes: Sizes) -> list[Row]:
 def routing_rows(sizes: Sizes) -> list[Row]:
     """Run a mixture of random weights whose trainer replays its engine's experts, and one that does not.
 
+    This is the part `routing`. The experts of a *mixture* are parts of a layer, of which each token uses a few. With
+    replay, the trainer uses the experts that the engine has chosen.
+
     Raises:
-        Skipped, CalledProcessError: as in `kind_rows`.
+        Skipped: there is no GPU.
+        CalledProcessError: a run failed; its output says why.
     """
     make_missing_models(load(TINY, []))
     model = mixture_model(MODELS / "gpu-check-mixture", VOCABULARY, TINY_MODEL)
@@ -120,7 +127,11 @@ def routing_rows(sizes: Sizes) -> list[Row]:
 
 
 def run_kind(kind: str, name: str, sizes: Sizes, overrides: list[str]) -> Measured:
-    """Run `flash train` with the tiny model's file and these overrides."""
+    """Run `flash train` with the tiny model's file and these overrides, under the run name `name`.
+
+    Raises:
+        Skipped: there is no GPU, and the kind needs one.
+    """
     if kind in NOT_ON_CPU and not sizes.gpu:
         raise Skipped("it needs a GPU: vLLM's build for CPUs has none of it")
     place = [] if sizes.gpu else NO_GPU
@@ -137,8 +148,9 @@ def version_rows(case: str, run: Measured, sizes: Sizes) -> list[Row]:
 
 
 def engine_rows(sizes: Sizes) -> list[Row]:
-    """Measure tokens per second through hub, scheduler and proxy, and of the same engine that gets all requests at
-    once.
+    """Measure tokens per second through hub, scheduler and proxy, and of a bare vLLM. This is the part `engine`.
+
+    The bare one is the same engine, which gets all requests at once.
     """
     make_missing_models(load(TINY, []))
     name = f"gpu-check-{sizes.shape.layers}x{sizes.shape.width}"

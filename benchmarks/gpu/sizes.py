@@ -24,13 +24,19 @@ class Shape(msgspec.Struct, frozen=True):
     """Shape of a Qwen3 model with random weights."""
 
     layers: int
+    """Number of layers."""
     width: int
+    """Numbers of a token's vector between the layers."""
     inner: int
     """Width of the feed-forward layers."""
     heads: int
+    """Attention heads of a layer, for queries."""
     kv_heads: int
+    """Attention heads of a layer, for keys and values."""
     head_dim: int
+    """Width of a head."""
     vocabulary: int
+    """Number of token ids."""
 
     def config(self) -> Qwen3Config:
         """Return the configuration of a Qwen3 model of this shape."""
@@ -128,7 +134,11 @@ class Skipped(Exception):
 
 
 def random_model(folder: Path, shape: Shape, tokenizer_of: Path) -> Path:
-    """Fill a folder with random weights of this shape, another model's tokenizer, and no end-of-text token."""
+    """Fill a folder with random weights of this shape, another model's tokenizer, and no end-of-text token.
+
+    Without that token all answers have the length of the limit. Nothing is made again if the folder has weights.
+    `tokenizer_of` is the folder of the other model. Returns the folder.
+    """
     import torch
     from transformers import AutoTokenizer, Qwen3ForCausalLM
 
@@ -147,7 +157,11 @@ def random_model(folder: Path, shape: Shape, tokenizer_of: Path) -> Path:
 
 
 def mixture_model(folder: Path, vocabulary: int, tokenizer_of: Path) -> Path:
-    """Fill a folder with a mixture of random weights, and another model's tokenizer."""
+    """Fill a folder with a model with experts (`MIXTURE`) of random weights, and another model's tokenizer.
+
+    Nothing is made again if the folder has weights. `tokenizer_of` is the folder of the other model. Returns the
+    folder.
+    """
     import torch
     from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 

@@ -25,13 +25,19 @@ Result = TypeVar("Result")
 
 
 def apart(call: Callable[[Any], Result], argument: Any) -> Result:
-    """Call a function in a new process, which has its own memory and process group, and return its result."""
+    """Call a function in a new process, which has its own memory and process group, and return its result.
+
+    The function, its argument and the result travel as pickles, so the function must be one of a module.
+    """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(call, argument).result()
 
 
 def save_random(what: tuple[Shape, str, Literal["float32", "bfloat16"], bool]) -> None:
-    """Save a model with random weights. `what` is its shape, its folder, its dtype, and True to make it on the card."""
+    """Save a model with random weights, in a process of `apart`, since it changes torch's default dtype.
+
+    `what` is the model's shape, its folder, its dtype, and True to make it on the card.
+    """
     import torch
     from transformers import Qwen3ForCausalLM
 
@@ -45,8 +51,9 @@ def save_random(what: tuple[Shape, str, Literal["float32", "bfloat16"], bool]) -
 def step_config(
     folder: str, dtype: Literal["float32", "bfloat16"], longest: int, sequences: int, steps: int, *, gpu: bool
 ) -> Config:
-    """Return the configuration of steps with one minibatch and GRPO, on `sequences` answers of at most `longest`
-    tokens.
+    """Return the configuration of `steps` steps with one minibatch and GRPO.
+
+    A step has `sequences` answers of at most `longest` tokens. `folder` is that of the model.
     """
     tables: dict[str, dict[str, Any]] = {
         "run": {"name": "gpu-check", "steps": steps},
@@ -62,11 +69,13 @@ def step_config(
 
 
 def random_shard(step: int, groups: int, answers: tuple[int, int], vocabulary: int) -> Shard:
-    """Return a batch of random answers, sampled by the version before. `answers` are their smallest and largest
-    length."""
+    """Return a batch of random answers for a training step, labelled with the version before that of the step.
+
+    `answers` are the smallest and the largest length of an answer. Token ids are below `vocabulary`.
+    """
     rng = np.random.default_rng(step)
     version = max(step - 1, 0)
-    trajectories = list[Trajectory]()
+    trajectories: list[Trajectory] = []
     for group in range(groups):
         prompt = rng.integers(0, vocabulary, PROMPT)
         for member in range(GROUP_SIZE):
