@@ -39,7 +39,8 @@ CLONE_NEWUTS = 0x04000000
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 
 INSIDE = 'mount --bind "$0" /etc/hosts && hostname "$1" && shift && exec "$@"'
-"""Shell command that each process runs first, in mount and host name namespaces of its own."""
+"""Shell command that each process runs first, in mount and host name namespaces of its own. Its arguments are the file
+with the names of the hosts, the name of its host, and the command to run."""
 
 
 def why_no_hosts() -> str:
@@ -68,13 +69,14 @@ class Hosts(Kept):
         self._spaces = [f"{self.folder.name}-{host}" for host in range(len(names))]
         """Names of the hosts' network namespaces."""
         self._ways = Ways()
+        """Properties of the ways between the hosts, which the wire reads for each frame."""
         self._started: list[subprocess.Popen[bytes]] = []
         """Processes that `start` has started."""
         self._wire = ExitStack()
         """Closes the wire's ports and ends its thread."""
 
     def begin(self) -> None:
-        """Make the hosts, and the wire between them."""
+        """Make the hosts, and the wire between them. `Kept` calls this at the beginning of the `with` block."""
         self._set_up()
         self._begin_carrying()
 
@@ -103,6 +105,7 @@ class Hosts(Kept):
         ]
         portal = self._wire.enter_context(start_blocking_portal())
         carrying = portal.start_task_soon(Wire(ports, self._ways).run)
+        # At the end: a wire that has ended before had an error, which `result` raises.
         self._wire.callback(lambda: carrying.result() if carrying.done() else carrying.cancel())
 
     def close(self) -> None:
@@ -130,7 +133,11 @@ class Hosts(Kept):
     def start(
         self, host: int, command: Sequence[str], *, output: Path, cwd: Path, variables: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        """Start a command on a host; its output is appended to a file."""
+        """Start a command on a host. Its output is appended to the file `output`.
+
+        `variables` are added to the environment variables of this process and of the host. The process ends with the
+        `with` block at the latest.
+        """
         space = f"--net=/run/netns/{self._spaces[host]}"
         inside = ["nsenter", space, "unshare", "--uts", "--mount", "sh", "-c", INSIDE]
         with output.open("ab") as file:
@@ -153,7 +160,7 @@ class Hosts(Kept):
         return {"TMPDIR": str(self.scratch(host)), "TORCHINDUCTOR_CACHE_DIR": kernels}
 
     def entrance(self, host: int) -> Callable[[], None]:
-        """Return a function, which can be pickled, that moves the process that calls it to a host."""
+        """Return a function that moves the process that calls it to a host. It can be pickled for a new process."""
         return partial(_enter, self._spaces[host], str(self.folder / "hosts"), self.names[host])
 
     def processes(self, host: int) -> list[int]:
@@ -171,7 +178,10 @@ class Hosts(Kept):
         self._ways.set(source, target, way)
 
     def cut(self, host: int, *, hears: bool = False, sends: bool = False) -> None:
-        """Stop all frames between a host and the others, except to it if it `hears`, and from it if it `sends`."""
+        """Stop all frames between a host and the others until `heal`.
+
+        With `hears` it still receives frames, and with `sends` its own frames still arrive.
+        """
         for other in range(len(self.names)):
             self._ways.set(other, host, Way(cut=not hears))
             self._ways.set(host, other, Way(cut=not sends))
@@ -181,7 +191,8 @@ class Hosts(Kept):
         self.cut(host, hears=True, sends=True)
 
     def reset(self, host: int) -> None:
-        """Reset all connections of a host to others, at both ends; new ones can be made."""
+        """Reset all TCP connections of a host to others. New ones can be made."""
+        # `ss --kill` ends the connections here, and the kernel sends a reset to the other ends.
         command = ("ss", "--kill", "--tcp", f"dst 10.77.0.0/24 and not dst {self.address(host)}")
         subprocess.run(["ip", "netns", "exec", self._spaces[host], *command], check=True, capture_output=True)
 
@@ -206,25 +217,26 @@ def _enter(space: str, hosts_file: str, name: str) -> None:
     """Move this process to the host `name`: into its network, with its host name and its list of hosts."""
     _enter_network(space)
     libc = ctypes.CDLL(None, use_errno=True)
-    made = (
+    results = (
         libc.unshare(CLONE_NEWNS | CLONE_NEWUTS),
+        # Otherwise the next mount would also appear outside of the new namespace.
         libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None),
         libc.mount(os.fsencode(hosts_file), b"/etc/hosts", None, MS_BIND, None),
     )
-    if any(made):
+    if any(results):  # each is 0 if it has succeeded
         raise OSError(ctypes.get_errno(), f"cannot move to the host {name}")
     socket.sethostname(name)
 
 
 def _enter_network(space: str) -> None:
-    """Move this thread into a network namespace."""
+    """Move this thread into the network namespace `space`. Other threads of the process stay where they are."""
     with Path("/run/netns", space).open("rb") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), f"cannot enter {space}")
 
 
 def _in_space(space: str, make: Callable[[], _T]) -> _T:
-    """Call a function in a network namespace, to which a socket that it makes then belongs."""
+    """Call a function in a network namespace and return its result. A socket that it makes belongs to the namespace."""
 
     def enter() -> _T:
         """Move this thread into the namespace, and call the function."""

@@ -30,7 +30,8 @@ PLACE = Path("/tmp")
 SPACES = Path("/run/netns")
 """Folder of network namespaces; those of a kept folder are named `FOLDER-…`."""
 NAME = re.compile(r"flash-[a-z]+-(\d+)-[a-z0-9_]{8}")
-"""Name of a folder: its kind, its owner's process id, and random characters."""
+"""Name of a folder: its kind, its owner's process id, and random characters. The owner is the process that has made the
+folder."""
 DYING_S = 10.0
 """Longest wait for killed processes to be gone."""
 
@@ -45,12 +46,13 @@ class Kept(ABC):
     def __init__(self, kind: str) -> None:
         remove_abandoned()
         self.folder = Path(tempfile.mkdtemp(prefix=f"flash-{kind}-{os.getpid()}-", dir=PLACE))
+        # The pipe closes when this process ends, however it ends. A session of its own spares the keeper Ctrl-C.
         self._keeper = subprocess.Popen(
             [sys.executable, "-S", __file__, str(self.folder)], stdin=subprocess.PIPE, start_new_session=True
         )
 
     def __enter__(self) -> Self:
-        """Start the processes. An error ends those that have started."""
+        """Call `begin`, and return the object. If `begin` raises, everything that has started is ended."""
         try:
             self.begin()
         except BaseException:
@@ -66,15 +68,18 @@ class Kept(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Start the processes."""
+        """Start the processes. Subclasses implement this.
+
+        The keeper finds a process by a path in `folder` in an environment variable, or by a network namespace.
+        """
 
     def close(self) -> None:
         """End all processes, and remove the folder."""
-        self._keeper.communicate()
+        self._keeper.communicate()  # closes its input, on which it removes the folder, and waits for its end
 
 
 def remove_abandoned() -> None:
-    """Remove the folders whose owners are gone."""
+    """Remove the folders whose owners are gone. Each new `Kept` calls this first."""
     names = [path.name for path in PLACE.glob("flash-*")]
     if SPACES.is_dir():
         names += [path.name.rpartition("-")[0] for path in SPACES.iterdir()]
@@ -85,7 +90,7 @@ def remove_abandoned() -> None:
 
 
 def remove(folder: Path) -> None:
-    """Kill the processes of a folder, and remove it with its network namespaces."""
+    """Kill the processes of a folder, wait at most DYING_S for their end, and remove it with its network namespaces."""
     end = time.monotonic() + DYING_S
     while (pids := processes(folder)) and time.monotonic() < end:
         for pid in pids:
@@ -98,7 +103,7 @@ def remove(folder: Path) -> None:
 
 
 def processes(folder: Path) -> set[int]:
-    """Return the processes in a folder's network namespaces, and those with the folder in an environment variable."""
+    """Return the ids of the processes in a folder's network namespaces, and of those that `_named` finds."""
     return {*_named(folder), *(pid for space in spaces(folder) for pid in processes_in(space))}
 
 
@@ -120,7 +125,7 @@ def spaces(folder: Path) -> list[str]:
 
 
 def _named(folder: Path) -> Iterable[int]:
-    """Yield the processes that have the folder in an environment variable."""
+    """Yield the ids of the processes that have a path in the folder as the value of an environment variable."""
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
             if f"={folder}/".encode() in (entry / "environ").read_bytes():
@@ -128,8 +133,8 @@ def _named(folder: Path) -> Iterable[int]:
 
 
 def main() -> None:
-    """Run as the keeper of a folder."""
-    sys.stdin.buffer.read()
+    """Run as the keeper of a folder, which is the program's argument."""
+    sys.stdin.buffer.read()  # returns when the owner has ended, or has closed the pipe
     remove(Path(sys.argv[1]))
 
 

@@ -53,20 +53,24 @@ class Way(msgspec.Struct, frozen=True):
 
 
 class Ways:
-    """Computes when each frame arrives. It does no input or output; `now` is in seconds, on any clock."""
+    """Properties of all ways between hosts, from which it computes when each frame arrives.
+
+    It does no input or output. `now` is in seconds, on any clock. `seed` decides which frames are lost.
+    """
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
         self._ways: dict[tuple[int, int], Way] = {}
+        """Ways that were set, by the numbers of the source and the target. Others have no delay and lose nothing."""
         self._free_at: dict[tuple[int, int], float] = {}
-        """Time at which the last frame of a slow way will have left."""
+        """Time at which the last frame of each way will have left its source, by source and target."""
 
     def set(self, source: int, target: int, way: Way) -> None:
         """Set the properties of a way for later frames; frames that were sent before still arrive."""
         self._ways[source, target] = way
 
     def arrival(self, source: int, target: int, size: int, now: float) -> float | None:
-        """Return the arrival time of a frame that is sent now; None if it is lost."""
+        """Return the arrival time of a frame of `size` bytes that is sent now; None if it is lost."""
         way = self._ways.get((source, target), Way())
         if way.cut or self._random.random() < way.loss:
             return None
@@ -112,7 +116,7 @@ def open_port(device: str) -> socket.socket:
 
 
 class Wire:
-    """Carries frames between ports, one per host, in their order."""
+    """Carries frames between ports, one per host, in the order of the hosts. `Hosts` runs it in a thread."""
 
     def __init__(self, ports: Sequence[socket.socket], ways: Ways) -> None:
         self._ports = ports
@@ -121,8 +125,8 @@ class Wire:
     async def run(self) -> None:
         """Carry frames until cancelled.
 
-        Consumes frames. Waits for the next frame of any port; a host that sends one unblocks it. Produces
-        the same frames at other ports, each when it is due.
+        It consumes frames. It waits for the next frame of any port; a host that sends one unblocks it. It produces the
+        same frames at other ports, each when it is due.
         """
         async with anyio.create_task_group() as tasks:
             for source in range(len(self._ports)):
@@ -136,7 +140,8 @@ class Wire:
             with suppress(BlockingIOError):
                 for _ in range(FRAMES_AT_ONCE):
                     frame, address = port.recvfrom(FRAME_BYTES)
-                    if address[2] != socket.PACKET_OUTGOING:  # what this end of the link sent itself
+                    # The port also receives the frames that this program has sent through it.
+                    if address[2] != socket.PACKET_OUTGOING:
                         self._pass_on(frame, source, tasks)
 
     def _pass_on(self, frame: bytes, source: int, tasks: TaskGroup) -> None:
