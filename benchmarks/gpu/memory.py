@@ -56,7 +56,7 @@ class Case(msgspec.Struct, frozen=True):
 
 
 def memory_rows(sizes: Sizes) -> list[Row]:
-    """Return the rows of the part `memory`: each lever on the model of `mfu`; on a card, also adapters on a large one."""
+    """Return the rows of the part `memory`: each lever on the model of `mfu`, and adapters on a large one on a card."""
     rows: list[Row] = []
     shapes = {"small": sizes.shape} | ({"8 B": LARGE} if sizes.gpu else {})
     for name, shape in shapes.items():
