@@ -61,12 +61,13 @@ not the whole machine."""
 
 
 def compare(kind: str, *, compiled: bool = False, **options: Any) -> dict[str, Any]:
-    """Return the row of one kind of model.
+    """Return the row of one kind of model, which the module's docstring describes.
 
-    If `compiled` is True, the layers are traced by torch.compile, like on a GPU, but without generated kernels.
+    `kind` is a `model_type` of transformers, and `options` are changes to its configuration. If `compiled` is True, the
+    layers are traced by torch.compile, like on a GPU, but without generated kernels. `main` calls this for each kind.
     """
     row: dict[str, Any] = {"kind": kind, "class": MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]].__name__}
-    try:
+    try:  # the model of transformers, as it is
         unchanged = tiny(kind, **_windows(kind) | OPTIONS.get(kind, {}) | options).eval()
         if takes_attention(unchanged):
             unchanged.set_attn_implementation(default_attention(unchanged))
@@ -82,22 +83,23 @@ def compare(kind: str, *, compiled: bool = False, **options: Any) -> dict[str, A
     if compiled:
         torch.compiler.reset()
         fuse_layers(model, whole=takes_attention(model), compiled=partial(torch.compile, backend="aot_eager"))
-    try:
+    try:  # the same model in the way of the trainer
         check_packing(shard_model(model, trainer_mesh("cpu"), config.model), config)
-        rows = [sequences] if takes_packed_rows(model) else [[one] for one in sequences]
+        packed_rows = [sequences] if takes_packed_rows(model) else [[sequence] for sequence in sequences]
         logp_T, found = _logprobs_and_gradients(
-            model, torch.cat([token_logprobs(model, **packed_batch(some)).logp_T for some in rows])
+            model, torch.cat([token_logprobs(model, **packed_batch(packed)).logp_T for packed in packed_rows])
         )
     except ConfigError as error:
         return row | {"way": "refused", "why": _first_line(error)}
     except TimeoutError as error:
         return row | {"way": "none", "why": _first_line(error)}
-    total = torch.stack([one.norm() for one in expected.values()]).norm()
-    gap = torch.stack([(found[name] - one).norm() for name, one in expected.items()]).norm()
+    # Norms of the whole gradient and of the whole difference, from those of single parameters.
+    whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    difference = torch.stack([(found[name] - gradient).norm() for name, gradient in expected.items()]).norm()
     return row | {
         "way": "packed" if takes_packed_rows(model) else "alone",
         "logprob_error": float((logp_T - expected_T).abs().max()),
-        "gradient_error": float(gap / total),
+        "gradient_error": float(difference / whole),
     }
 
 
@@ -119,6 +121,7 @@ def _logprobs_and_gradients(model: PreTrainedModel, logp_T: Tensor) -> tuple[Ten
 
     Returns the log-probs, and the gradient of each parameter by its name.
     """
+    # Different weights, so that errors of different tokens do not cancel out.
     (logp_T @ torch.linspace(-1, 1, len(logp_T))).backward()
     grads: dict[str, Any] = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
     return logp_T.detach(), {

@@ -70,6 +70,15 @@ class Row(NamedTuple):
     """Description of the fault; empty if there is none."""
 
 
+class Found(NamedTuple):
+    """Definition of a name in the sources."""
+
+    node: ast.AST
+    """Parsed class, function, assignment or import."""
+    module: str
+    """Dotted name of the module that has the definition."""
+
+
 class Sources:
     """Parsed sources of the packages in a folder."""
 
@@ -84,8 +93,8 @@ class Sources:
         files = (path / "__init__.py", *(path.with_name(f"{path.name}.{kind}") for kind in ("py", "pyi")))
         return ast.parse(next((file.read_text(encoding="utf-8") for file in files if file.is_file()), ""))
 
-    def find(self, module: str, name: str) -> tuple[ast.AST, str] | None:
-        """Return the definition of a name in a module, and the module that defines it; imports are followed."""
+    def find(self, module: str, name: str) -> Found | None:
+        """Return the definition of a name in a module; None if it has none. Imports are followed to other modules."""
         for node in ast.walk(self.module(module)):  # Top-level statements of the module are visited first.
             match node:
                 case ast.ClassDef(name=found) | ast.FunctionDef(name=found) | ast.AsyncFunctionDef(name=found):
@@ -104,7 +113,7 @@ class Sources:
                 case _:
                     continue
             if found == name:
-                return node, module
+                return Found(node, module)
         return None
 
     def _absolute(self, module: str, other: str, level: int) -> str:
@@ -115,22 +124,25 @@ class Sources:
         package = module.split(".")
         return ".".join([*package[: len(package) - level + is_package], other])
 
-    def member(self, owner: ast.AST, module: str, name: str) -> tuple[ast.AST, str] | None:
-        """Return the definition of an attribute of a class, its instances or its base classes, and its module."""
+    def member(self, owner: ast.AST, module: str, name: str) -> Found | None:
+        """Return the definition of an attribute of a class, its instances or its base classes; None if there is none.
+
+        `owner` is the class, which is defined in `module`. Anything else than a class has no attributes.
+        """
         if not isinstance(owner, ast.ClassDef):
             return None
         for node in ast.walk(owner):
             match node:
                 case ast.ClassDef(name=found) if found == name and node is not owner:
-                    return node, module
+                    return Found(node, module)
                 case ast.FunctionDef(name=found) | ast.AsyncFunctionDef(name=found) if found == name:
-                    return node, module
+                    return Found(node, module)
                 case ast.AnnAssign(target=ast.Name(id=found)) if found == name:
-                    return node, module
+                    return Found(node, module)
                 case ast.Assign(targets=targets) if name in [_name(one) for one in targets]:
-                    return node, module
+                    return Found(node, module)
                 case ast.AnnAssign(target=ast.Attribute(value=ast.Name(id="self"), attr=found)) if found == name:
-                    return node, module
+                    return Found(node, module)
                 case _:
                     pass
         for base in map(_base, owner.bases):
@@ -139,8 +151,8 @@ class Sources:
                 return inherited
         return None
 
-    def definition(self, path: str) -> tuple[ast.AST, str] | None:
-        """Return the definition that a path `module:Class.attribute` names, and its module; None if there is none."""
+    def definition(self, path: str) -> Found | None:
+        """Return the definition that a path `module:Class.attribute` names; None if there is none."""
         module, _, names = path.partition(":")
         first, *rest = names.split(".")
         found = self.find(module, first)
@@ -148,7 +160,7 @@ class Sources:
             found = None if found is None else self.member(*found, name)
         return found
 
-    def signature(self, found: tuple[ast.AST, str]) -> inspect.Signature | None:
+    def signature(self, found: Found) -> inspect.Signature | None:
         """Return the signature of a function, or of the `__init__` of a class; None if there is none in the sources."""
         node, module = found
         if isinstance(node, ast.ClassDef):
@@ -172,22 +184,22 @@ def _base(node: ast.expr) -> str:
 
 
 def _signature(node: Definition) -> inspect.Signature:
-    """Return the signature of a function, without annotations and values of defaults."""
-    kinds, arguments = inspect.Parameter, node.args
+    """Return the signature of a function, without annotations, `self` and `cls`. Each default becomes None."""
+    parameter, arguments = inspect.Parameter, node.args
     plain = [*arguments.posonlyargs, *arguments.args]
-    static = any(_name(one) == "staticmethod" for one in node.decorator_list)
-    optional = len(plain) - len(arguments.defaults)
+    static = any(_name(decorator) == "staticmethod" for decorator in node.decorator_list)
+    required = len(plain) - len(arguments.defaults)  # the defaults are those of the last arguments
     made = [
-        kinds(one.arg, kinds.POSITIONAL_OR_KEYWORD, default=kinds.empty if place < optional else None)
-        for place, one in enumerate(plain)
-        if place or static or one.arg not in ("self", "cls")
+        parameter(one.arg, parameter.POSITIONAL_OR_KEYWORD, default=parameter.empty if index < required else None)
+        for index, one in enumerate(plain)
+        if index or static or one.arg not in ("self", "cls")
     ]
-    made += [kinds(arguments.vararg.arg, kinds.VAR_POSITIONAL)] if arguments.vararg else []
+    made += [parameter(arguments.vararg.arg, parameter.VAR_POSITIONAL)] if arguments.vararg else []
     made += [
-        kinds(one.arg, kinds.KEYWORD_ONLY, default=kinds.empty if default is None else None)
+        parameter(one.arg, parameter.KEYWORD_ONLY, default=parameter.empty if default is None else None)
         for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     ]
-    made += [kinds(arguments.kwarg.arg, kinds.VAR_KEYWORD)] if arguments.kwarg else []
+    made += [parameter(arguments.kwarg.arg, parameter.VAR_KEYWORD)] if arguments.kwarg else []
     return inspect.Signature(made)
 
 
@@ -207,7 +219,7 @@ def _misfit(call: ast.Call, signature: inspect.Signature) -> str:
     unpacked = any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords)
     named = {one.arg: None for one in call.keywords if one.arg is not None}
     bind = signature.bind_partial if unpacked else signature.bind
-    try:
+    try:  # `bind` checks names and numbers of arguments; their values do not matter
         bind(*[None for one in call.args if not isinstance(one, ast.Starred)], **named)
     except TypeError as error:
         return str(error)
@@ -226,7 +238,7 @@ def attributes(build: Sources, installed: Sources, paths: Sequence[str]) -> Iter
             continue
         signature, own = build.signature(there), None if here is None else installed.signature(here)
         differs = f"has {signature}, and {own} in the installed build" if str(signature) != str(own) else ""
-        yield Row(path, f"{type(there[0]).__name__} in {there[1]}", differs)
+        yield Row(path, f"{type(there.node).__name__} in {there.module}", differs)
         name = path.rpartition(":")[2].rpartition(".")[2]
         if signature is not None and name not in COMMON:
             for where, call in _calls(name):
@@ -254,12 +266,15 @@ def overridden(build: Sources, paths: Sequence[str]) -> Iterator[Row]:
             yield Row(f"{modules[base]}:{base}.{method.name}", f"overridden in {file}", _override_fault(method, theirs))
 
 
-def _override_fault(ours: Definition, theirs: tuple[ast.AST, str] | None) -> str:
-    """Return the reason why a caller of vLLM's method could not call Flash's override; empty if it could."""
-    if theirs is None or not isinstance(theirs[0], Definition):
+def _override_fault(ours: Definition, theirs: Found | None) -> str:
+    """Return the reason why a caller of vLLM's method could not call Flash's override; empty if it could.
+
+    `ours` is Flash's method, and `theirs` vLLM's; None if vLLM has none.
+    """
+    if theirs is None or not isinstance(theirs.node, Definition):
         return "is not there"
-    names = [list(_signature(one).parameters) for one in (ours, theirs[0])]
-    return "" if names[0] == names[1] else f"has the parameters {names[1]}, and ours {names[0]}"
+    our_names, their_names = (list(_signature(one).parameters) for one in (ours, theirs.node))
+    return "" if our_names == their_names else f"has the parameters {their_names}, and ours {our_names}"
 
 
 def fields(build: Sources) -> Iterator[Row]:
@@ -290,11 +305,11 @@ def engine_arguments() -> list[str]:
 def sources_of_torch(folder: Path) -> Iterator[Row]:
     """Yield a row for the comparison of torch's Python files, and rows for uses of the parts that only CUDA has."""
     installed = Path(str(distribution("torch").locate_file("torch")))
-    names = [{file.relative_to(root) for file in root.rglob("*.py*")} for root in (folder / "torch", installed)]
-    read = {name for name in names[0] | names[1] if name.suffix in (".py", ".pyi") and str(name) != OWN_VERSION}
-    other = sorted(str(one) for one in read if not _same(folder / "torch" / one, installed / one))
+    there, here = ({file.relative_to(root) for file in root.rglob("*.py*")} for root in (folder / "torch", installed))
+    compared = {name for name in there | here if name.suffix in (".py", ".pyi") and str(name) != OWN_VERSION}
+    other = sorted(str(name) for name in compared if not _same(folder / "torch" / name, installed / name))
     fault = f"{', '.join(other[:5])} {'are' if len(other) > 1 else 'is'} other than installed" if other else ""
-    yield Row("torch", f"{len(read):,} files of sources", fault)
+    yield Row("torch", f"{len(compared):,} files of sources", fault)
     build = Sources(folder)
     for path in COMPILED:
         found = build.definition(path)

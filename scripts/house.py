@@ -112,7 +112,7 @@ def lines(file: Path) -> int:
 
 
 def sources() -> Iterator[tuple[Path, ast.Module]]:
-    """Yield each Python file of `PRODUCTION`, parsed."""
+    """Yield each Python file of the folders in `PRODUCTION`, with its parsed source."""
     for name in PRODUCTION:
         for file in sorted((ROOT / name).rglob("*.py")):
             yield file, ast.parse(file.read_text(encoding="utf-8"))
@@ -120,6 +120,7 @@ def sources() -> Iterator[tuple[Path, ast.Module]]:
 
 def docstrings(file: Path, tree: ast.Module) -> Iterator[Docstring]:
     """Yield every docstring of a file. A text below a constant or a field is its docstring."""
+    # Each text that stands alone as a statement is a docstring.
     for node in ast.walk(tree):
         body: object = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else ():
@@ -184,7 +185,7 @@ def road_lines() -> int:
 
 
 def total(rooms: Sequence[Folder]) -> str:
-    """Return the line of totals."""
+    """Return the line of totals over the folders `rooms`."""
     texts, pointing = sum(len(one.docstrings) for one in rooms), sum(len(one.pointing) for one in rooms)
     return (
         f"all: {sum(one.files for one in rooms)} files, {sum(one.small for one in rooms)} of them under {SMALL} lines; "

