@@ -127,6 +127,7 @@ class _JumpingSelector(selectors.BaseSelector):
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
         self._keys: dict[Any, selectors.SelectorKey] = {}
+        """Key of the wake-up socket, by the socket; empty before the loop has registered it."""
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         """Accept the first file, which is the loop's wake-up socket. Raises ContractError for any other file."""
@@ -140,7 +141,10 @@ class _JumpingSelector(selectors.BaseSelector):
         return self._keys.pop(fileobj)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Advance the clock by the seconds that the loop would sleep. Returns that no file is ready."""
+        """Advance the clock by the seconds that the loop would sleep; None: it would sleep until an event.
+
+        The loop calls this once in each pass. The result, an empty list, means that no file is ready.
+        """
         self._loop.jump(timeout)
         return []
 
@@ -165,6 +169,7 @@ def _where(task: asyncio.Task[Any]) -> str:
     """Return the innermost line outside asyncio and anyio at which a task waits."""
     place = "not started"
     awaited: object = task.get_coro()
+    # Each coroutine waits for the next one in `cr_await`, so the last line that is found is the innermost one.
     while inspect.iscoroutine(awaited):
         frame: FrameType | None = awaited.cr_frame
         module = str(frame.f_globals.get("__name__", "")) if frame else ""

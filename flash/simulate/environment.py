@@ -39,7 +39,7 @@ class SimTokenizer(Tokenizer):
 
 
 class SimEnvironment:
-    """A simulated environment of one episode.
+    """A simulated environment of one episode. The node calls `reset` once, then `step` for each response.
 
     The environment's behaviour depends on its problem and on the number of environments of this problem that were reset
     before. `env_counts` counts them, and all nodes of the simulation share it. If the members of a group start in
@@ -49,10 +49,12 @@ class SimEnvironment:
     def __init__(self, workload: Workload, env_counts: Counter[int]) -> None:
         self._workload = workload
         self._env_counts = env_counts
+        """Number of environments that were reset before, by the seed of their problem."""
         self._turn = 0
+        """Number of the next turn, counted from 0. Other attributes are set by `reset`."""
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
-        """Return the problem, after the time of a reset."""
+        """Return the first observation of the problem with this seed, after the time of a reset."""
         self._seed = seed
         self._key = env_key(seed, self._env_counts[seed])
         self._env_counts[seed] += 1
@@ -62,7 +64,11 @@ class SimEnvironment:
         return f"{self._workload.problem_token(seed)} × {self._workload.prompt_tokens(seed)}", {}
 
     async def step(self, action: str) -> StepResult:
-        """Take the time of a step. The last step also takes the time of the reward, and returns the reward."""
+        """Take the time of a step, and return an observation, or after the last turn the reward.
+
+        The last step also takes the time of the reward. An environment that stops in this turn never returns, until
+        the node cancels it. `action` is empty, since simulated responses have no text.
+        """
         turn, self._turn = self._turn, self._turn + 1
         last = self._turn == self._turns
         if turn == self._stop_turn:
@@ -78,6 +84,6 @@ class SimEnvironment:
 
 
 async def _sleep(seconds: float) -> None:
-    """Sleep for `seconds`; do not yield to the event loop if that is 0."""
+    """Sleep for `seconds`; do not yield to the event loop if that is 0, which makes large simulations faster."""
     if seconds > 0:
         await anyio.sleep(seconds)

@@ -39,7 +39,10 @@ WASTE = {
 
 
 def print_run(config: Config, cell: SweepCell) -> None:
-    """Print the results of one simulated run, and its bounds."""
+    """Print the results of one simulated run, and its bounds. `flash simulate` without a sweep calls this.
+
+    `config` is the configuration that the user gave. A warning is printed if responses were cut.
+    """
     report, console = cell.report, _console()
     simulate = config.simulate
     assert simulate is not None, "flash.config.check.check_simulated_run"
@@ -63,7 +66,8 @@ def print_run(config: Config, cell: SweepCell) -> None:
 
 def _speed_lines(report: SimReport) -> list[tuple[str, str]]:
     """Return the lines on times, throughput, places and lengths, each as (title, text)."""
-    per_trained = report.generated_tokens / max(report.trained_tokens, 1)
+    generated_per_trained = report.generated_tokens / max(report.trained_tokens, 1)
+    # Negative if the run prefers short samples.
     bias = report.mean_trained_length / report.mean_issued_length - 1 if report.mean_issued_length else 0.0
     return [
         ("step time", f"{report.step_s:.4g} s"),
@@ -71,7 +75,7 @@ def _speed_lines(report: SimReport) -> list[tuple[str, str]]:
             "throughput",
             (
                 f"{report.tokens_per_s:,.0f} trained tokens/s, {report.samples_per_s:.4g} trained samples/s, "
-                f"{report.tokens_per_s * per_trained:,.0f} generated tokens/s"
+                f"{report.tokens_per_s * generated_per_trained:,.0f} generated tokens/s"
             ),
         ),
         (
@@ -93,6 +97,7 @@ def _print_shares(console: Console, report: SimReport) -> None:
         ("engines", report.engine_busy, report.engine_idle),
         ("trainers", report.trainer_busy, report.trainer_idle),
     ):
+        # Shares that would be printed as 0.0 % are left out.
         causes = ", ".join(f"{cause} {share:.1%}" for cause, share in _largest(idle) if share >= 0.0005)
         table.add_row(name, f"{busy:.1%}", causes or "none")
     console.print(table)
@@ -117,7 +122,7 @@ def _print_waste(console: Console, report: SimReport) -> None:
     ledger = report.ledger
     generated = max(ledger.get("generated_tokens", 0), 1)
     issued = max(ledger.get("issued", 0), 1)
-    rows: list[tuple[str, str, int, float]] = []
+    rows: list[tuple[str, str, int, float]] = []  # (reason, unit, count, share)
     for key, count in ledger.items():
         for prefix, (title, unit) in WASTE.items():
             if key.startswith(prefix) and count:
@@ -163,7 +168,10 @@ def with_progress(reports: Iterable[SimReport], count: int) -> Iterable[SimRepor
 
 
 def print_sweep(cells: Sequence[SweepCell], best: SweepCell) -> None:
-    """Print a table with one row for each cell, in which the recommended cell is marked, and the recommendation."""
+    """Print a table with one row for each cell, in which the recommended cell is marked, and the recommendation.
+
+    `best` is the recommended cell, one of `cells`. `flash simulate --sweep` calls this.
+    """
     console = _console()
     keys = list(cells[0].values)
     titles = ("step s", "tokens/s", "engines busy", "trainers busy", "oldest age", "waste", "")
@@ -186,7 +194,7 @@ def print_sweep(cells: Sequence[SweepCell], best: SweepCell) -> None:
 
 
 def recommendation(cells: Sequence[SweepCell], best: SweepCell) -> str:
-    """Return the recommendation as one sentence."""
+    """Return the recommendation of the cell `best`, one of `cells`, as one sentence."""
     fastest = max(cell.report.tokens_per_s for cell in cells)
     slowest = min(cell.report.tokens_per_s for cell in cells)
     rate = best.report.tokens_per_s

@@ -33,6 +33,7 @@ _SLOW, _STOP, _STOP_TURN, _CHANCE, _SUCCESS, _NAME, _GROUP_LENGTH = range(7, 14)
 
 def turn_of(key: int) -> int:
     """Return the turn of a response, counted from 0. `key` is the key of its request (`response_key`)."""
+    # A key is (task id · KEYS_PER_TASK + turn) · 2, plus 1 for an evaluation. Both kinds of tasks count from 0.
     return key // 2 % KEYS_PER_TASK
 
 
@@ -96,15 +97,21 @@ class Workload:
         return int(uniform(self._seed, _NAME, problem_seed) * _TOKEN_IDS)
 
     def response_tokens(self, key: int) -> int:
-        """Return the length of a response, between 1 and the limit of the run. `key` is the key of its request."""
+        """Return the length of a response, between 1 and the limit of the run. `key` is the key of its request.
+
+        Simulated engines call this for each request.
+        """
         u = uniform(self._seed, _RESPONSE, key)
         if self._length_correlation:
             # Gaussian copula: a number that the tasks of a group share correlates their lengths, while each single
             # length keeps the distribution of `response_tokens`.
             group = key // (2 * KEYS_PER_TASK) // self._tasks_per_group
-            shared = _NORMAL.inv_cdf(uniform(self._seed, _GROUP_LENGTH, group, key % 2))
+            shared = math.sqrt(self._length_correlation) * _NORMAL.inv_cdf(
+                uniform(self._seed, _GROUP_LENGTH, group, key % 2)
+            )
             own = math.sqrt(1 - self._length_correlation) * _NORMAL.inv_cdf(u)
-            u = min(max(_NORMAL.cdf(math.sqrt(self._length_correlation) * shared + own), 1e-12), 1 - 1e-12)
+            # `draw` takes a number between 0 and 1, which rounding may reach.
+            u = min(max(_NORMAL.cdf(shared + own), 1e-12), 1 - 1e-12)
         return min(max(1, round(self._response.draw(u))), self._limit)
 
     def turns(self, problem_seed: int) -> int:
@@ -112,6 +119,8 @@ class Workload:
         return max(1, round(self._draw(self._turns, _TURNS, problem_seed)))
 
     # -- the environment ---------------------------------------------------------------------------------------------
+
+    # `environment` is the key of an environment (`env_key`), and `turn` is counted from 0.
 
     def observation_tokens(self, environment: int, turn: int) -> int:
         """Return the length of the observation after a turn, at least 1."""
@@ -130,7 +139,7 @@ class Workload:
         return self._draw(self._reward, _REWARD, environment)
 
     def stop_turn(self, environment: int, turns: int) -> int | None:
-        """Return the turn whose step the environment never finishes; None if it finishes all of them."""
+        """Return the turn whose step the environment never finishes; None if it finishes all of its `turns` turns."""
         if uniform(self._seed, _STOP, environment) >= self._stop_share:
             return None
         return int(uniform(self._seed, _STOP_TURN, environment) * turns)
