@@ -10,7 +10,7 @@ has the techniques at α = 0.
 from __future__ import annotations
 
 from benchmarks.form import WORKLOADS, main
-from benchmarks.real.compare import comparison
+from benchmarks.real.compare import compare
 
 WORKLOAD = WORKLOADS / "real_agentic.toml"
 """Configuration of all runs."""
@@ -20,5 +20,4 @@ PAPER = 2.72
 """ROLL Flash, ALFWorld end to end."""
 
 if __name__ == "__main__":
-    compared = comparison(WORKLOAD, steps=24, quick_steps=5, goal=GOAL, reference=PAPER)
-    main("real_agentic", __doc__ or "", compared)
+    main("real_agentic", __doc__ or "", lambda args: compare(WORKLOAD, 5 if args.quick else 24, GOAL, PAPER))

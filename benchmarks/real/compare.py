@@ -7,10 +7,9 @@ Flash: queue scheduling, prompt replication and environments that step on their 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.form import Args, Row
+from benchmarks.form import Row
 from benchmarks.training import PINNED, Train, speed_rows, train
 
 ALPHA_0 = ["train.async_ratio=0", "rollout.seeded=false"]
@@ -28,23 +27,16 @@ SOME_STEPS = 10
 """Number of steps whose samples `first_rewards` and `last_rewards` average, at the beginning and at the end."""
 
 
-def comparison(
-    workload: Path, *, steps: int, quick_steps: int, goal: float, reference: float
-) -> Callable[[Args], list[Row]]:
-    """Return the function that `benchmarks.form.main` runs: it compares all modes on one workload.
+def compare(workload: Path, steps: int, goal: float, reference: float, train: Train = train) -> list[Row]:
+    """Run all modes on one workload, and return their rows. The main programs of both benchmarks call this.
 
     Args:
         workload: configuration file of all runs.
         steps: training steps of each run.
-        quick_steps: training steps of each run with `--quick`.
         goal: least speed-up over synchronous training.
         reference: the paper's speed-up.
+        train: runs `flash train`; tests replace it.
     """
-    return lambda args: compare(workload, quick_steps if args.quick else steps, goal, reference)
-
-
-def compare(workload: Path, steps: int, goal: float, reference: float, train: Train = train) -> list[Row]:
-    """Run all modes, and return their rows. The parameters are those of `comparison`; tests replace `train`."""
     runs = {
         case: train(workload, f"bench-{workload.stem}-{number}", [*PINNED, *overrides, f"run.steps={steps}"])
         for number, (case, overrides) in enumerate(MODES.items())

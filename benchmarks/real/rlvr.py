@@ -8,7 +8,7 @@ engine. All techniques are queue scheduling, prompt replication and α = 2. The 
 from __future__ import annotations
 
 from benchmarks.form import WORKLOADS, main
-from benchmarks.real.compare import comparison
+from benchmarks.real.compare import compare
 
 WORKLOAD = WORKLOADS / "real_rlvr.toml"
 """Configuration of all runs."""
@@ -18,5 +18,4 @@ PAPER = 2.24
 """ROLL Flash, RLVR end to end."""
 
 if __name__ == "__main__":
-    compared = comparison(WORKLOAD, steps=80, quick_steps=8, goal=GOAL, reference=PAPER)
-    main("real_rlvr", __doc__ or "", compared)
+    main("real_rlvr", __doc__ or "", lambda args: compare(WORKLOAD, 8 if args.quick else 80, GOAL, PAPER))

@@ -82,38 +82,24 @@ def as_text(tokenizer: Any, prompt: Prompt) -> str:
 
 
 def load_weights(model: Any, place: Path) -> None:
-    """Put saved weights into the model. `place` is a file of TRL's run, or a checkpoint folder of Flash's.
+    """Replace the weights of a model by saved ones. `place` is a file of TRL's run, or a checkpoint folder of Flash's.
 
     Raises:
-        ValueError: a tensor of the model is missing, or a saved one is not in the model.
+        ValueError: the file has other tensors than the model.
+        torch.distributed.checkpoint.api.CheckpointException: a tensor of the model is not in the checkpoint.
     """
+    import torch.distributed.checkpoint.state_dict_loader as dcp
     from safetensors.torch import load_file
 
-    tensors = load_checkpoint(place / "state") if place.is_dir() else load_file(place)
-    outcome = model.load_state_dict(tensors, strict=False)
-    # A tied output layer is the input embedding, which is there.
-    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set[str]()
-    missing = set(outcome.missing_keys) - tied
-    if missing or outcome.unexpected_keys:
-        raise ValueError(f"{place}: missing {sorted(missing)}, unexpected {outcome.unexpected_keys}")
-
-
-def load_checkpoint(folder: Path) -> dict[str, Any]:
-    """Read the policy's tensors of a Flash checkpoint, by their Hugging Face names; needs no process group."""
-    import torch
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    reader, prefix = FileSystemReader(folder), "model."
-    entries = reader.read_metadata().state_dict_metadata
-    state: dict[str, Any] = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-    }
-    with warnings.catch_warnings():
-        # torch warns that there is no process group.
-        warnings.simplefilter("ignore")
-        load(state, storage_reader=reader, no_dist=True)
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+    # A tied output layer is the input embedding, which is here once, as in both kinds of files.
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    if place.is_dir():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that there is no process group
+            dcp.load({"model": weights}, checkpoint_id=place / "state", no_dist=True)
+        return
+    tensors = load_file(place)
+    if tensors.keys() != weights.keys():
+        raise ValueError(f"{place} has other tensors: {sorted(tensors.keys() ^ weights.keys())}")
+    for name, tensor in tensors.items():
+        weights[name].copy_(tensor)
