@@ -12,15 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import anyio
 import msgspec
 
 from benchmarks.form import ROOT, WORKLOADS, Row
 from benchmarks.gpu.sizes import MODELS, Part, Sizes, Skipped, mixture_model, random_model, weight_bytes
-from benchmarks.real.engine_efficiency import config_for, measure
+from benchmarks.real.engine_efficiency import config_for, efficiency_rows
 from benchmarks.training import Measured, train
 from flash.config.load import load
-from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.run.models import make_missing_models
 
 TINY = WORKLOADS / "gpu_check.toml"
@@ -52,8 +50,6 @@ VOCABULARY = 64
 """Vocabulary of the mixture: the tiny model's tokens, and some that it does not have."""
 NOT_ON_CPU = ("speculation", "moved", "weights-moved", "fp8", "routing")
 """Kinds of runs that need a GPU, because vLLM's build for CPUs lacks what they test."""
-EFFICIENCY_GOAL = 0.95
-"""Goal of the tokens per second through the whole rollout path, as a share of those of a bare vLLM."""
 
 
 def job_rows(sizes: Sizes, model: Path | None) -> list[Row]:
@@ -164,15 +160,8 @@ def engine_rows(sizes: Sizes) -> list[Row]:
             engine=replace(config.engine, share_gpus=True, memory_fraction=0.5, enforce_eager=False),
             cluster=replace(config.cluster, gpus_per_node=1),
         )
-    render = HfTokenizer(config.model).render
-    prompts = [render(f"{index % 90 + 10}+{index % 89 + 10}=") for index in range(sizes.requests)]
-    ours, bare = (statistics.median(times) for times in anyio.run(measure, config, prompts, sizes.tokens, sizes.rounds))
-    total = sizes.requests * sizes.tokens
     case = f"{name}, {sizes.requests} × {sizes.tokens} tokens"
-    return [
-        Row(case, "efficiency", "share", bare / ours, at_least=EFFICIENCY_GOAL),
-        Row(case, "tokens_per_s", "tokens/s", total / ours, total / bare),
-    ]
+    return efficiency_rows(case, config, sizes.tokens, sizes.requests, sizes.rounds)
 
 
 PARTS: dict[str, Part] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from benchmarks.form import Row
+from benchmarks.real.engine_efficiency import remove_end_token
 from flash.trainer.model.tiny_model import HEAD_DIM
 
 if TYPE_CHECKING:
@@ -144,15 +144,9 @@ def random_model(folder: Path, shape: Shape, tokenizer_of: Path) -> Path:
 
     if not (folder / "model.safetensors").is_file():
         torch.manual_seed(0)
-        model = Qwen3ForCausalLM(shape.config()).to(torch.bfloat16)
-        model.generation_config.eos_token_id = None
-        model.config.eos_token_id = None
-        model.save_pretrained(folder)
+        Qwen3ForCausalLM(shape.config()).to(torch.bfloat16).save_pretrained(folder)
         AutoTokenizer.from_pretrained(tokenizer_of).save_pretrained(folder)
-        file = folder / "tokenizer_config.json"
-        content = json.loads(file.read_text())
-        content.pop("eos_token", None)
-        file.write_text(json.dumps(content))
+        remove_end_token(folder)
     return folder
 
 

@@ -104,13 +104,18 @@ def endless_model(folder: Path, tiny: TinyModelConfig = UNTAUGHT) -> Path:
 
     shutil.rmtree(folder, ignore_errors=True)
     make_tiny_model(folder, tiny, "envs.arithmetic:Arithmetic", {}, lambda step, steps, loss: None)
-    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):  # vLLM reads the token from any
+    remove_end_token(folder)
+    return folder
+
+
+def remove_end_token(folder: Path) -> None:
+    """Remove the end-of-text token from the files of a model and its tokenizer. vLLM would read it from any of them."""
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         file = folder / name
         if file.is_file():
             content = json.loads(file.read_text())
             content = {key: value for key, value in content.items() if key not in ("eos_token_id", "eos_token")}
             file.write_text(json.dumps(content))
-    return folder
 
 
 def config_for(model: Path, tokens: int, requests: int) -> Config:
@@ -195,7 +200,7 @@ async def measure(
     """Measure rounds through the whole path and through the bare engine, in turns, after one that is not counted.
 
     Returns the seconds of each round through the whole path, then those of the bare engine. `prompts` are those of the
-    bare engine; the environment has others of the same length. `benchmarks.gpu.runs` uses the function, too.
+    bare engine; the environment has others of the same length.
     """
     engine = VLLMEngine(config, 0)
     tokenizer = HfTokenizer(config.model)
@@ -214,23 +219,28 @@ async def measure(
         await engine.close()
 
 
+def efficiency_rows(case: str, config: Config, tokens: int, requests: int, rounds: int) -> list[Row]:
+    """Measure both ways, and return the rows: the ratio of the medians, and tokens per second beside the bare engine's.
+
+    `config` is the configuration of `requests` samples with `tokens` tokens each. `benchmarks.gpu.runs` uses this, too.
+    """
+    render = HfTokenizer(config.model).render
+    prompts = [render(f"{index % 90 + 10}+{index % 89 + 10}=") for index in range(requests)]
+    ours_s, bare_s = map(statistics.median, anyio.run(measure, config, prompts, tokens, rounds))
+    total = requests * tokens
+    return [
+        Row(f"{case}, against bare AsyncLLM", "efficiency", "share", bare_s / ours_s, at_least=GOAL),
+        Row(case, "tokens_per_second", "tokens/s", total / ours_s, total / bare_s),
+    ]
+
+
 def compare(args: Args) -> list[Row]:
     """Measure short and long answers, both ways, and return the rows. `benchmarks.form.main` calls this."""
     model = endless_model(Path("outputs") / "models" / "bench-endless")
-    rounds = 2 if args.quick else 5
     rows: list[Row] = []
     for tokens, requests in ((16, 512 if args.quick else 1024), (256, 64 if args.quick else 128)):
-        config = config_for(model, tokens, requests)
-        render = HfTokenizer(config.model).render
-        prompts = [render(f"{index % 90 + 10}+{index % 89 + 10}=") for index in range(requests)]
-        ours, bare = anyio.run(measure, config, prompts, tokens, rounds)
-        case = f"{requests} x {tokens} tokens"
-        total = requests * tokens
-        ours_s, bare_s = statistics.median(ours), statistics.median(bare)
-        rows += [
-            Row(f"{case}, against bare AsyncLLM", "efficiency", "share", bare_s / ours_s, at_least=GOAL),
-            Row(case, "tokens_per_second", "tokens/s", total / ours_s, total / bare_s),
-        ]
+        case, config = f"{requests} x {tokens} tokens", config_for(model, tokens, requests)
+        rows += efficiency_rows(case, config, tokens, requests, 2 if args.quick else 5)
     return rows
 
 
