@@ -90,22 +90,26 @@ class Benchmarks:
         self.signal = 0
         """Signal that ended the benchmarks; 0 if none did."""
         self._process: subprocess.Popen[bytes] | None = None
+        """Process of the last benchmark that was started."""
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._heed)
+            signal.signal(number, self._end)
 
     def run(self, name: str, *, quick: bool) -> bool:
-        """Run a benchmark to its end; return True if it succeeds."""
+        """Run the benchmark `name`, a key of MODULES, to its end. Returns True if it succeeds.
+
+        After a signal, nothing is started, and the result is False.
+        """
         if self.signal:
             return False
         options = ["--quick"] if quick else ["--json", str(RESULTS / f"{name}.json")]
         print(f"\n=== {name}", flush=True)
         # In its own process group, so that a terminal's Ctrl-C does not interrupt the clean-up.
         self._process = subprocess.Popen([sys.executable, "-m", MODULES[name], *options], cwd=ROOT, process_group=0)
-        if self.signal:
+        if self.signal:  # it came during the start, before `_end` knew the process
             self._process.terminate()
         return self._process.wait() == 0
 
-    def _heed(self, number: int, frame: FrameType | None) -> None:
+    def _end(self, number: int, frame: FrameType | None) -> None:
         """End the running benchmark with SIGTERM, and start no other. The handler of SIGINT and SIGTERM."""
         self.signal = number
         if self._process is not None:

@@ -7,15 +7,14 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
-import anyio
 import msgspec
 
 from benchmarks.form import WORKLOADS
 from flash.config.tree import Config
 from flash.simulate.bounds import bounds, quantities
-from flash.simulate.clock import VirtualLoop
+from flash.simulate.clock import run_virtual
 from flash.simulate.report import SimReport
-from flash.simulate.world import SimObserver, World, simulate
+from flash.simulate.world import World, simulate
 
 NOTHING_REAL: dict[str, dict[str, Any]] = {"model": {"path": "none"}, "env": {"path": "none:None"}}
 """Tables that a configuration must have and a simulation does not use."""
@@ -51,22 +50,22 @@ GPUS_PER_NODE = 8
 
 
 def configure(**tables: Mapping[str, Any]) -> Config:
-    """Return `BASE` with changes, table by table."""
+    """Return the configuration `BASE` with changes: each table of `tables` replaces some keys of the same table."""
     return _changed(BASE, tables)
 
 
 def workload(name: str, **tables: Mapping[str, Any]) -> Config:
-    """Return benchmarks/workloads/<name>.toml with changes, table by table."""
+    """Return the configuration benchmarks/workloads/<name>.toml with changes, as in `configure`."""
     return _changed(NOTHING_REAL | tomllib.loads((WORKLOADS / f"{name}.toml").read_text()), tables)
 
 
 def change(config: Config, **tables: Mapping[str, Any]) -> Config:
-    """Return the configuration with changes, table by table."""
+    """Return a configuration with changes, as in `configure`."""
     return _changed(msgspec.to_builtins(config), tables)
 
 
 def _changed(base: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]) -> Config:
-    """Return a configuration: the tables `base`, changed by `tables`."""
+    """Return a configuration: the tables `base`, changed by `tables`, with as many nodes as the GPUs of engines need."""
     changed = {name: base.get(name, {}) | dict(table) for name, table in tables.items()}
     simulated = tables.get("simulate", {})
     if "rollout_gpus" in simulated and "nodes" not in simulated:
@@ -75,27 +74,30 @@ def _changed(base: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]) -
 
 
 def decode_s(samples: int, tokens: float, places: int) -> float:
-    """Return the seconds in which `TWO_ENGINES`, with `places` each, decode samples of `tokens` in the mean."""
+    """Return the seconds in which `TWO_ENGINES`, with `places` places each, decode `samples` samples.
+
+    `tokens` is the mean number of tokens of a sample.
+    """
     return samples * tokens * STEP_S / (2 * places)
 
 
 def ours(config: Config, **rollout: object) -> SimReport:
-    """Simulate our own code on a configuration, with switches of `[rollout]`."""
+    """Simulate our own code on a configuration. `rollout` are changes of its table `[rollout]`."""
     return simulate(change(config, rollout=rollout))
 
 
 def capacity_s(config: Config, report: SimReport) -> float:
-    """Return the least seconds of a step under any schedule."""
+    """Return the least seconds of a step under any schedule. `report` is that of a simulated run of `config`."""
     every = bounds(quantities(config, report.ledger), config.train.batch_size)
     return next(bound.step_s for bound in every if bound.lower)
 
 
-def run_world(config: Config, observer: SimObserver | None = None) -> tuple[World, SimReport]:
-    """Simulate a run; return its world and its report."""
+def run_world(config: Config) -> tuple[World, SimReport]:
+    """Simulate a run; return its world, which tests look into, and its report."""
 
     async def run() -> tuple[World, SimReport]:
         """Run the simulation on the virtual clock."""
-        world = World(config, observer)
+        world = World(config)
         return world, world.report(await world.run())
 
-    return anyio.run(run, backend="asyncio", backend_options={"loop_factory": VirtualLoop})
+    return run_virtual(run)

@@ -65,7 +65,7 @@ class Cohort:
         """Wait for up to `count` finished prompts, remove them from this step, and return their groups.
 
         Returns fewer if no prompt of the step runs any more. `growing` is True for the present step, in which more
-        prompts may begin: then it waits for all of them.
+        prompts may begin: then it waits until there are `count`.
         """
         while len(self.finished) < count and (self.running or growing):
             await self._changed.wait()
