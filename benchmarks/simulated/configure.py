@@ -65,7 +65,7 @@ def change(config: Config, **tables: Mapping[str, Any]) -> Config:
 
 
 def _changed(base: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]) -> Config:
-    """Return a configuration: the tables `base`, changed by `tables`, with as many nodes as the GPUs of engines need."""
+    """Return a configuration: the tables `base`, changed by `tables`. The GPUs of engines give the number of nodes."""
     changed = {name: base.get(name, {}) | dict(table) for name, table in tables.items()}
     simulated = tables.get("simulate", {})
     if "rollout_gpus" in simulated and "nodes" not in simulated:
