@@ -71,13 +71,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self.refuse(f"the work of thread {threading.current_thread().name!r}")
         return super().call_soon_threadsafe(callback, *args, context=context)
 
+    # asyncio calls the next three methods when a task starts work in a thread or in another process.
+
     def run_in_executor(self, executor: object, func: object, *args: object) -> Any:
         """Raise ContractError, because a thread takes real time."""
         raise self.refuse(f"{func} in a thread")
 
     async def subprocess_exec(self, *args: object, **options: object) -> Any:
         """Raise ContractError, because a process takes real time."""
-        raise self.refuse(f"the process {args[1]!r}")
+        raise self.refuse(f"the process {args[1]!r}")  # the argument after the protocol is the program
 
     async def subprocess_shell(self, *args: object, **options: object) -> Any:
         """Raise ContractError, because a process takes real time."""
@@ -130,7 +132,10 @@ class _JumpingSelector(selectors.BaseSelector):
         """Key of the wake-up socket, by the socket; empty before the loop has registered it."""
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        """Accept the first file, which is the loop's wake-up socket. Raises ContractError for any other file."""
+        """Accept the first file, which is the loop's wake-up socket. Raises ContractError for any other file.
+
+        asyncio calls this when the loop is made, and whenever a task wants to wait for a socket or a pipe.
+        """
         if self._keys:
             raise self._loop.refuse(f"the socket or pipe {fileobj!r}")
         key = self._keys[fileobj] = selectors.SelectorKey(fileobj, _number(fileobj), events, data)
@@ -159,7 +164,7 @@ def _number(fileobj: Any) -> int:
 
 
 def _describe_tasks(loop: asyncio.AbstractEventLoop) -> str:
-    """Return one line for each waiting task, with its name and the line at which it waits."""
+    """Return one line for each waiting task, with its name and the line at which it waits, for the error of `jump`."""
     waiting = sorted(f"  {task.get_name()}: {_where(task)}" for task in asyncio.all_tasks(loop))
     more = [f"  and {len(waiting) - _SHOWN_TASKS} more"] if len(waiting) > _SHOWN_TASKS else []
     return "\n".join(waiting[:_SHOWN_TASKS] + more)

@@ -65,6 +65,7 @@ class _PlannedEnd(NamedTuple):
     """Number of the entry, counted from 0. All entries of an engine have different ones, so that the heap never
     compares two sequences."""
     sequence: SimSequence
+    """Sequence that ends. The entry is out of date if it has left, or if its `end` is another step."""
 
 
 class SimEngine:

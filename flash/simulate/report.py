@@ -70,6 +70,7 @@ class SweepCell(msgspec.Struct, frozen=True, kw_only=True):
     values: dict[str, str]
     """Values of the swept keys, as the user gave them; empty if no key is swept."""
     report: SimReport
+    """Results of the simulated run."""
     bounds: list[Bound]
     """Theoretical bounds on the time of a step."""
 

@@ -91,7 +91,9 @@ class Contents(msgspec.Struct, frozen=True):
     """Data that the page needs at its start."""
 
     runs: list[RunFacts]
+    """Runs in the order of their numbers, which other requests use."""
     charts: Sequence[DrawnChart]
+    """Charts of the overview, which are the same for all runs."""
 
 
 def make_app(runs: Sequence[ViewedRun], shown: int) -> Starlette:
@@ -157,7 +159,7 @@ def make_app(runs: Sequence[ViewedRun], shown: int) -> Starlette:
 
 
 def _readable(runs: Sequence[ViewedRun]) -> Iterator[Latest]:
-    """Yield the newest numbers of each run that can be read. A run that cannot be read must not affect the others."""
+    """Yield the newest numbers of each run that can be read, for `metrics`. A run that cannot be read is left out."""
     for run in runs:
         with suppress(FlashError):
             yield run.latest()

@@ -100,6 +100,7 @@ class FoundSamples(msgspec.Struct, frozen=True):
     """Result of a search, the newest samples first."""
 
     samples: list[FoundSample]
+    """At most one step's samples more than `most_found` of `find`."""
     searched_to: int | None
     """Value of `before` for a search that continues this one. None: no older step is left."""
     newest: int | None
@@ -122,7 +123,9 @@ class ShownTurn(msgspec.Struct, frozen=True):
     log_ratios: list[float | None]
     """Log-probs under the policy before the step, minus those with which the tokens were sampled."""
     advantages: list[float | None]
+    """Advantage with which each token was trained."""
     entropies: list[float | None]
+    """Entropy of the policy at each token, in nats."""
     uses: list[str]
     """Names of `TokenUse`: how the trainer used each token; empty text for a use that this version does not know."""
     reward: float

@@ -25,7 +25,10 @@ BARS_PER_BIN = 4
 
 
 class LaneBar(msgspec.Struct, frozen=True, array_like=True):
-    """Rectangle: start in Unix seconds, length in seconds, and its part of the lane's height, from 0 to 1."""
+    """Rectangle of a lane: `start` in Unix seconds, `seconds` long, from `low` to `high` of the lane's height.
+
+    Heights are shares from 0, which is below, to 1.
+    """
 
     name: str
     """Name of the activity, such as `generate`."""
