@@ -176,7 +176,7 @@ class PodmanEngine:
             time.sleep(LOOK_S)
 
     def kill(self) -> None:
-        """Kill the service with SIGKILL. Its containers live on. Tests of crashes use it."""
+        """Kill the service with SIGKILL. Its containers live on. `close` and tests of crashes call this."""
         if self._service is not None:
             self._service.send_signal(signal.SIGKILL)
             self._service.wait()

@@ -194,7 +194,7 @@ def find(
     for searched, step in enumerate(reversed(steps)):
         # Limits are checked between steps, so that each step is searched as a whole.
         if bytes_left <= 0 or searched == most_steps or len(found) >= most_found:
-            return FoundSamples(found, step + 1, newest)
+            return FoundSamples(found, step + 1, newest)  # the next search begins with this step
         samples = read_outlines(directory, step)
         # Characters are counted as bytes, which is exact enough for a limit.
         bytes_left -= sum(len(turn.observation) + len(turn.action) for sample in samples for turn in sample.turns)
