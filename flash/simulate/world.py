@@ -271,9 +271,11 @@ class World:
         """
 
         def make_env(kind: str) -> Environment:
+            """Return the environment of an episode. There is only one kind."""
             return SimEnvironment(self.workload, env_counts)
 
         def watch(request: msgspec.Struct, reply: msgspec.Struct) -> None:
+            """Report a call of this node to the world."""
             self._after_node_call(node, request, reply)
 
         link = HubLink(node.number, node.first_engine, InProcessCaller(self.hub, watch))
