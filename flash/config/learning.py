@@ -83,7 +83,8 @@ class TrainConfig(Section, frozen=True):
 
     @property
     def profiled_steps(self) -> range:
-        """Range of the steps that `profile` names; empty if there are none. `profile` must have been checked before."""
+        """Steps that the trainer ranks profile; empty if there are none. The check of the configuration has already
+        refused a `profile` of another form."""
         if not self.profile:
             return range(0)
         first, last = map(int, self.profile.split(":"))
@@ -91,7 +92,8 @@ class TrainConfig(Section, frozen=True):
 
     @property
     def max_age(self) -> int:
-        """Largest age of a trained token, in versions."""
+        """Largest age of a trained token, in versions: `max_token_age`, or ⌈α⌉ if that is None. The rules of the hub
+        and the checks of the trainer use this number."""
         return max_age(self.async_ratio, self.max_token_age)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, NamedTuple, TypeVar, cast, get_args
 
 import msgspec
 import tomli_w
@@ -47,7 +47,8 @@ from flash.text import harmless
 DEEPEST = 64
 """Largest depth of nested tables and lists in a source. Only the options of environments may be nested freely."""
 OVERRIDE = "setting"
-"""Source of keys that an override has set, as error messages show it."""
+"""Name of the source of a key that an override has set, in `origins` and in error messages. The source of any other key
+is the path of its file."""
 RECORDED = "config.toml"
 """Name of the file in which a run records its configuration."""
 MOST_LISTED = 5
@@ -61,16 +62,16 @@ def load(
     simulated: bool = False,
     also: Callable[[Config], Iterable[ConfigProblem]] = lambda config: (),
 ) -> Config:
-    """Read, merge, decode, resolve and check a configuration.
+    """Read, merge, decode, resolve and check a configuration. Commands and users' programs call this first of all.
 
-    Its import paths may name modules in the folders of the files: those folders are added to Python's import path.
+    The configuration may name modules in the folders of its files: those folders are added to Python's import path.
 
     Args:
         paths: a TOML file, or several of them; later files take precedence.
         overrides: `dotted.key=value`; the value is parsed as TOML, or taken as text if it is not TOML.
         simulated: check only what a simulation needs, and not the model, environment or devices.
-        also: function that returns further problems of the checked configuration. Problems of keys that already have
-            one are left out.
+        also: function that returns further problems of the decoded configuration, such as models that are missing. It
+            is called last, also if problems were found; its problems of keys that already have one are left out.
 
     Raises:
         ConfigError: names every unknown key and wrong type; if there are none, every other problem.
@@ -98,9 +99,10 @@ def load(
 def _missing_folders(config: Config, origins: Mapping[str, str]) -> Iterator[ConfigProblem]:
     """Yield a problem for each folder of `env.folders` that does not exist.
 
-    A run records all folders of the import path in its config.toml. Some of them may be gone when the run is resumed,
-    or on another node, and are needed only if they hold a module of the run. So those are not checked.
+    `origins`: the source of each key.
     """
+    # A run records all folders of the import path in its config.toml. Some of them may be gone when that file is read
+    # again, or on another machine, and are needed only if they hold a module of the run.
     if Path(origins.get("env.folders", OVERRIDE)).name == RECORDED:
         return
     for place, folder in enumerate(config.env.folders):
@@ -110,10 +112,11 @@ def _missing_folders(config: Config, origins: Mapping[str, str]) -> Iterator[Con
 
 
 def load_checked(file: Path) -> Config:
-    """Read the file that `dump` wrote of a checked configuration, in a process of its run.
+    """Read the file that a launcher wrote with `dump`. Each process that the launcher starts calls this first.
 
-    The configuration is not checked again. If a disk or a model has changed since the run began, the error appears
-    where the run uses it. A check here would report it as a mistake in a file that no user has written.
+    Adds `env.folders` to Python's import path. The launcher has checked the configuration, so it is not checked again.
+    If a disk or a model has changed since then, the error appears where the run uses it. A check here would report it
+    as a mistake in a file that no user has written.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -126,8 +129,8 @@ def load_checked(file: Path) -> Config:
 
 
 def _files(paths: object) -> list[Path]:
-    """Return the paths that `load` was given as a list. Raises ConfigError if they are something else, such as a
-    table."""
+    """Return the argument `paths` of `load` as a list. Raises ConfigError if it is something else, such as a table that
+    a user's program passes."""
     several = cast("Sequence[object]", paths) if isinstance(paths, list | tuple) else [paths]
     for one in several:
         if not isinstance(one, str | os.PathLike):
@@ -139,7 +142,8 @@ def _files(paths: object) -> list[Path]:
 
 
 def given(paths: Sequence[Path], overrides: Sequence[str]) -> set[str]:
-    """Return the dotted keys that these sources set, and those of the tables around them.
+    """Return the dotted keys that these sources set, and those of the tables around them. `flash replay` checks that
+    the given keys have an effect.
 
     Raises:
         ConfigError: a source cannot be read.
@@ -170,13 +174,14 @@ def _merged(files: Sequence[Path], overrides: Sequence[str]) -> tuple[dict[str, 
 
 
 def _unset(merged: dict[str, Any], key: str) -> None:
-    """Unset a key whose override is the bare word `none`.
+    """Unset a dotted key whose override is the bare word `none`. `merged` holds that word as the key's value so far.
 
-    A text key gets None if it may be None. A key that may not be None is taken out of `merged`, so it has its default,
-    or is refused as missing if it is required. All else is left to `examine`: other keys that may be None, whole
-    tables, unknown keys, and keys of which `none` is a value.
+    A key that may not be None is taken out of `merged`, so it has its default, or is refused as missing if it is
+    required. A text key that may be None gets None.
     """
     annotation = dict(keys()).get(key)
+    # `examine` handles whole tables and unknown keys (both have no annotation here), and keys of which the text `none`
+    # is a value. It also turns the text into None if a key may be None and may not be text.
     if annotation is None or NONE in get_args(annotation):
         return
     *tables, name = key.split(".")
@@ -190,28 +195,29 @@ def _unset(merged: dict[str, Any], key: str) -> None:
 
 
 def _ignore_removed(merged: dict[str, Any], origins: Mapping[str, str]) -> None:
-    """Take removed keys out of `merged` if a file sets them to the default that they had.
+    """Take keys that earlier versions of Flash had out of `merged`, if a file sets them to their former default.
 
     A run records all defaults, so the config.toml of a run of an older version holds such keys, although its user never
     set them. In such a file another value is ignored, too, with a warning: the run must stay readable. Other values in
-    a file that a user has written are left, and so are overrides. They are refused as unknown keys.
+    a file that a user has written are left, and so are overrides. `load` then refuses them as unknown keys. One line on
+    stderr names the ignored keys of each file.
     """
-    ignored: dict[str, list[str]] = {}
-    for key, value, at_default in removed_keys(merged):
-        file = origins.get(key, OVERRIDE)
-        if file == OVERRIDE or not (at_default or Path(file).name == RECORDED):
+    at_default: dict[str, list[str]] = {}
+    for removed in removed_keys(merged):
+        file = origins.get(removed.key, OVERRIDE)
+        if file == OVERRIDE or not (removed.at_default or Path(file).name == RECORDED):
             continue
-        _take_out(merged, key)
-        if at_default:
-            ignored.setdefault(file, []).append(key)
+        _take_out(merged, removed.key)
+        if removed.at_default:
+            at_default.setdefault(file, []).append(removed.key)
         else:
-            _report_without_effect(file, key, show(value))
-    for file, keys in ignored.items():
+            _report_without_effect(file, removed.key, show(removed.value))
+    for file, keys in at_default.items():
         _report_ignored(file, tuple(keys))
 
 
 def _take_out(settings: Mapping[str, Any], key: str) -> None:
-    """Delete a dotted key, which is there, from nested tables."""
+    """Delete a dotted key from nested tables. The key must be there."""
     *tables, name = key.split(".")
     table: Any = settings
     for outer in tables:
@@ -221,7 +227,8 @@ def _take_out(settings: Mapping[str, Any], key: str) -> None:
 
 @cache
 def _report_ignored(file: str, keys: tuple[str, ...]) -> None:
-    """Print one line about ignored keys. Cached: a command that reads a file several times prints the line once."""
+    """Print one line about ignored keys of a file. `@cache`: a command may read a file several times, and prints the
+    line once."""
     listed = [f"`{key}`" for key in keys]
     if len(listed) > MOST_LISTED:
         listed[MOST_LISTED - 1 :] = [f"and {len(listed) - MOST_LISTED + 1} more keys"]
@@ -232,15 +239,25 @@ def _report_ignored(file: str, keys: tuple[str, ...]) -> None:
 
 @cache
 def _report_without_effect(file: str, key: str, value: str) -> None:
-    """Print the warning about a removed key to which a recorded configuration gives another value than its default."""
+    """Print the warning about a removed key to which a recorded configuration gives another value than its default.
+    `@cache`: the warning is printed once, although a command may read the file several times."""
     message = f"was removed, so {harmless(value)} in {harmless(file)} has no effect. {REMOVED[key].why}"
     sys.stderr.write(f"flash: warning: `{key}` {message}\n")
 
 
-def removed_keys(settings: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
-    """Return each removed key that nested tables still hold: its path, its value, and True if that is its old
-    default."""
-    found: list[tuple[str, Any, bool]] = []
+class FoundKey(NamedTuple):
+    """Key that earlier versions of Flash had, found in settings of such a version."""
+
+    key: str
+    """Dotted path."""
+    value: Any
+    at_default: bool
+    """True if the value is the default that the key had, so that Flash does the same without the key."""
+
+
+def removed_keys(settings: Mapping[str, Any]) -> list[FoundKey]:
+    """Return each key of `REMOVED` that nested tables hold."""
+    found: list[FoundKey] = []
     for key, removed in REMOVED.items():
         *tables, name = key.split(".")
         table: Any = settings
@@ -250,13 +267,15 @@ def removed_keys(settings: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
             value = cast("dict[str, Any]", table)[name]
             default = NONE if removed.default is None else removed.default
             # False == 0 in Python, but not in TOML.
-            found.append((key, value, value == default and isinstance(value, bool) == isinstance(default, bool)))
+            at_default = value == default and isinstance(value, bool) == isinstance(default, bool)
+            found.append(FoundKey(key, value, at_default))
     return found
 
 
 def _check_depth(table: dict[str, Any], source: str) -> None:
-    """Raise ConfigError if tables or lists are nested too deeply to be walked recursively."""
-    level: list[Any] = [table]
+    """Raise ConfigError if tables or lists are nested deeper than `DEEPEST`. Later functions walk them recursively, and
+    would exceed Python's recursion limit. `source` names the file or the override in the message."""
+    level: list[Any] = [table]  # the tables and lists at one depth
     for _ in range(DEEPEST):
         inner = (value for one in level for value in (one.values() if isinstance(one, dict) else one))
         level = [value for value in inner if isinstance(value, (dict, list))]
@@ -265,7 +284,8 @@ def _check_depth(table: dict[str, Any], source: str) -> None:
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested tables with their dotted keys."""
+    """Yield the dotted key and the value of each entry of nested tables; each key begins with `prefix`. Lists are
+    values as a whole. Callers compare two configurations, or give one to a tracker."""
     for name, value in settings.items():
         if isinstance(value, dict):
             yield from flat(cast("dict[str, Any]", value), f"{prefix}{name}.")
@@ -276,17 +296,19 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 def dump(config: Config) -> str:
     """Return the configuration as TOML, which `load` reads back to an equal configuration.
 
-    None is left out if it is the default, and written as the text `none` otherwise.
+    The run directory's config.toml, and the file that a launcher gives to its processes, are written with it. None is
+    left out if it is the default, and written as the text `none` otherwise.
     """
     return tomli_w.dumps(_plain(config))
 
 
 def _plain(value: Any) -> Any:
-    """Convert structs to tables of plain values, recursively."""
+    """Return a value of the configuration in types that TOML has: structs become tables, tuples become lists."""
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in cast("Sequence[Any]", value)]
     if not isinstance(value, msgspec.Struct):
         return value
+    # A struct of one of several kinds is told from the others by its tag, such as `kind = "normal"`.
     described = value.__struct_config__
     table: dict[str, Any] = {described.tag_field: described.tag} if described.tag_field is not None else {}
     for field in msgspec.structs.fields(type(value)):
@@ -323,7 +345,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _files_in(folder: Path) -> str:
-    """Return the part of an error message that names TOML files in a folder; empty if there are none."""
+    """Return the end of the error message for a folder that was given as a configuration file. It names TOML files in
+    the folder, and is empty if there are none."""
     if (folder / "config.toml").is_file():
         return f". It looks like the folder of a run, whose configuration is {folder / 'config.toml'}"
     found = sorted(str(file) for file in folder.glob("*.toml"))
@@ -331,7 +354,8 @@ def _files_in(folder: Path) -> str:
 
 
 def _parse_override(text: str) -> dict[str, Any]:
-    """Return the nested tables that an override such as `train.async_ratio=2` stands for. Raises ConfigError."""
+    """Return the nested tables that an override such as `train.async_ratio=2` stands for. Raises ConfigError if it has
+    another form."""
     key, equals, value = text.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
@@ -343,24 +367,24 @@ def _parse_override(text: str) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """Return the value of a TOML text, or the text itself if it is not TOML.
-
-    A text with line breaks could hold further keys; it is then taken as text, too.
-    """
+    """Return the value on the right side of an override: the value of a TOML text, or the text itself if it is not
+    TOML."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
         return text
+    # A text with line breaks, such as `1\nrun.name = "x"`, would set further keys.
     return parsed["value"] if len(parsed) == 1 else text
 
 
 def _merge(
     into: dict[str, Any], table: Mapping[str, Any], source: str, origins: dict[str, str], prefix: str = ""
 ) -> None:
-    """Merge the table of one source into `into`, and note in `origins` which source set each key last.
+    """Merge a table of one source into `into`, and note in `origins` which source set each key last.
 
-    Nested tables are merged key by key. A table replaces the earlier one as a whole if it has another kind, whose
-    options would not fit, or if it is `{}` in an override, with which a user clears a table.
+    `prefix`: dotted path of the table with a dot behind; empty for the tables of a whole source. Nested tables are
+    merged key by key. A table replaces the earlier one as a whole if it has another kind, whose options would not fit,
+    or if it is `{}` in an override, with which a user clears a table.
     """
     for key, value in table.items():
         path = prefix + key
@@ -376,14 +400,16 @@ def _merge(
 
 
 def _other_kind(path: str, existing: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
-    """Return True if a table replaces an earlier one because it has another kind, and so other options."""
+    """Return True if the table `value` names another kind than the earlier table `existing` at the same dotted path,
+    and so has other options."""
     tag = _tagged_tables().get(path)
     return tag is not None and tag in value and value[tag] != existing.get(tag)
 
 
 @cache
 def _tagged_tables() -> dict[str, str]:
-    """Return the path and tag field of every key that holds a table of one of several kinds."""
+    """Return the tag field (the name of the option that names the kind) of every key that holds a table of one of
+    several kinds, by the dotted path of the key."""
     found = ((path, tag_field(kinds)) for path, annotation in keys() if (kinds := tables_in(annotation)))
     return {path: tag for path, tag in found if tag is not None}
 
@@ -392,7 +418,8 @@ def _with_hint(problem: ConfigProblem, merged: Mapping[str, Any]) -> ConfigProbl
     """Add a hint to the problem of an unknown key, and to that of a distribution in its former form.
 
     The hint for an unknown key is the reason why the key does not exist, a key of the same name in another table, or
-    the nearest name, first in the same table. `merged`: the tables of all sources.
+    the nearest name, first in the same table. `load` calls this for each problem that `examine` has found. `merged`:
+    the tables of all sources.
     """
     section, _, name = problem.key.partition(".")
     if dict(keys()).get(problem.key) == Distribution and isinstance(merged[section][name], str):
@@ -407,7 +434,11 @@ def _with_hint(problem: ConfigProblem, merged: Mapping[str, Any]) -> ConfigProbl
 
 
 def _suggest_key(table: str, dot: str, key: str) -> str:
-    """Return `; did you mean X?` for an unknown key; empty if no key is similar. `table` and `dot` stand before it."""
+    """Return `; did you mean X?` for an unknown key; empty if no key is similar.
+
+    The arguments are the three parts of the key's dotted path: table, last dot, and name. `table` and `dot` are empty
+    for a key outside all tables.
+    """
     same = [f"`{path}`" for path in _keys_named(key)]
     if same:
         return f"; did you mean {' or '.join(same)}?"
@@ -421,22 +452,23 @@ def _suggest_key(table: str, dot: str, key: str) -> str:
 
 
 def _keys_named(name: str) -> list[str]:
-    """Return the keys with exactly this name in any table, or with exactly this path."""
+    """Return the dotted paths of the keys whose path, or whose last part of the path, is exactly `name`."""
     return [path for path in key_paths() if name in (path, path.rpartition(".")[2])]
 
 
 def as_setting(word: str, after: Sequence[str]) -> str:
-    """Return the right form of a setting that was written as `--train.async-ratio 2` or `train.async_ratio 2`.
+    """Return the right form of a setting that a user wrote as `--train.async-ratio 2` or `train.async_ratio 2`.
 
-    Error messages about a missing file and an unknown option suggest it. The result is empty if there is no such
-    setting.
+    Error messages about a missing file and an unknown option suggest it: several forms, joined by `or`, if several keys
+    have this name. Empty if no key has it.
 
     Args:
-        word: the written word, without leading dashes.
-        after: the words that follow.
+        word: the word of the command line, without leading dashes.
+        after: the words of the command line that follow.
     """
     name, equals, value = word.partition("=")
     if not equals:
+        # The next word may be the value, unless it is a setting or an option itself.
         value = after[0] if after and "=" not in after[0] and not after[0].startswith("-") else "VALUE"
     return " or ".join(f"`{path}={value}`" for path in _keys_named(name.replace("-", "_")))
 
@@ -448,7 +480,11 @@ def key_paths() -> Iterator[str]:
 
 @cache
 def keys(section: type[Section] = Config, prefix: str = "") -> tuple[tuple[str, Any], ...]:
-    """Return the dotted path and type of every key."""
+    """Return the dotted path and the annotated type of every key in `section` and the sections inside it.
+
+    `prefix` stands before each path. Sections themselves are not keys. A table of one of several kinds, such as
+    `algorithm.kl`, is one key.
+    """
     found: list[tuple[str, Any]] = []
     for field in msgspec.structs.fields(section):
         inner = section_in(field.type)
@@ -457,7 +493,7 @@ def keys(section: type[Section] = Config, prefix: str = "") -> tuple[tuple[str, 
 
 
 def _resolve(config: Config) -> Config:
-    """Return the configuration with values that depend on other keys or on this machine.
+    """Return the decoded configuration with the values that depend on other keys or on this machine. For `load`.
 
     A GGUF file becomes the folder that it is converted to, and an `[sft]` table sets what it needs. "auto" becomes the
     number of GPUs and the precision for them, or for this CPU. Checks and the rest of Flash see only the result.
@@ -474,10 +510,11 @@ def _resolve(config: Config) -> Config:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Divide arguments into config files and `key.path=value` overrides, by the equals sign.
+    """Divide the arguments of a command into config files and `key.path=value` overrides. Overrides are the arguments
+    with an equals sign.
 
     Raises:
-        ConfigError: no file was given, or a missing file is probably meant as a setting.
+        ConfigError: no file was given, or an argument names no file but a key, so it is probably meant as a setting.
     """
     overrides = [argument for argument in arguments if "=" in argument]
     paths = [Path(argument) for argument in arguments if "=" not in argument]
@@ -498,7 +535,8 @@ AnySection = TypeVar("AnySection", bound=msgspec.Struct)
 
 
 def recorded(config: Config) -> Config:
-    """Return the configuration with absolute paths of its models, its run and its modules.
+    """Return the configuration as a run records it: with absolute paths of its models, its rows, its run and its
+    modules, so that it can be read from any folder.
 
     Options of an environment are not changed, because only the environment knows which of them are paths.
     """
@@ -520,32 +558,34 @@ def recorded(config: Config) -> Config:
 def read_recorded(file: Path) -> dict[str, Any]:
     """Return the settings in the config.toml of an earlier run as this version of Flash would record them.
 
-    So comparing them with the present settings shows only changes that the user has made: keys that were added since
-    have their defaults, and removed keys with their former default are left out. Removed keys with another value stay.
-    Settings that this version cannot read for another reason are returned as they are.
+    `--resume` compares them with the present settings. The comparison must show only changes that the user has made:
+    keys that were added since have their defaults, and removed keys with their former default are left out. Removed
+    keys with another value stay. If this version cannot read the settings for another reason, all other settings are
+    returned as they are.
 
     Raises:
         OSError, ValueError: the file cannot be read, or it is not TOML.
     """
     settings = tomllib.loads(file.read_text(encoding="utf-8"))
     removed = removed_keys(settings)
-    for key, *_ in removed:
-        _take_out(settings, key)
+    for one in removed:
+        _take_out(settings, one.key)
     decoded, problems = examine(settings, Config, "")
     if not problems:
-        settings = tomllib.loads(dump(decoded))
-    for key, value, at_default in removed:
-        if not at_default:
-            *tables, name = key.split(".")
+        settings = tomllib.loads(dump(decoded))  # with the defaults of keys that the run did not know
+    for one in removed:
+        if not one.at_default:
+            *tables, name = one.key.split(".")
             table = settings
             for outer in tables:
                 table = table[outer]
-            table[name] = value
+            table[name] = one.value
     return settings
 
 
 def _placed(section: AnySection, key: str = "path") -> AnySection:
-    """Return the section with the path in `key` made absolute. Hub ids and None stay unchanged."""
+    """Return the section with the path in `key` made absolute. None, and the id of a model on Hugging Face, stay
+    unchanged."""
     path: str | None = getattr(section, key)
     if path is None or is_hub_id(path):
         return section

@@ -10,15 +10,16 @@ with the present one, both as TOML tables.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from flash.config.decode import ConfigProblem, show
 from flash.config.load import key_paths, removed_keys
 from flash.config.section import REMOVED
 from flash.sampling import Sampling
 
+# Reasons that several entries of the tables share. In each sentence "it" is the key.
 COUNTED = "Groups that are not finished have a size that follows from it."
 MADE = "The weights with which the run continues were made with it."
 CHOSEN = "Its heads were chosen with it in the first batch."
@@ -34,6 +35,7 @@ REFUSED: dict[str, str] = {
 }
 """Keys that must not change: the reason, as a sentence in which "it" is the key."""
 
+# Sentences that several entries of `PARTIAL` share. The gap in `WEIGHTS` is for the parts that a model gives.
 WEIGHTS = "The weights of the newest checkpoint stay. The newly named model gives only {}."
 TOKENIZER = WEIGHTS.format("the tokenizer, and the reference of `algorithm.kl` if that names none")
 PROBLEMS = (
@@ -66,18 +68,26 @@ CONDITIONS: dict[str, str] = {
     "algorithm.objective, algorithm.options, algorithm.advantage, critic.count": "The number of critics must stay, and "
     'so must a moving average (`proximal = "ewma"`), because the checkpoint holds them.',
 }
-"""Keys that take effect when they are changed: the changes that are refused anyway, as sentences."""
+"""Keys that take effect when they are changed: the changes that are refused anyway, as sentences. The table is only for
+docs/configuration.md: `refused` makes the check of `algorithm.rhythm`, and `flash.run.checks.preflight` the others."""
 
 Settings = Mapping[str, Any]
+"""Configuration as nested TOML tables. A key that is None is left out, if that is its default."""
 
 
 def refused(had: Settings, now: Settings, where: Path) -> Iterator[ConfigProblem]:
-    """Yield each key that was changed although the run at `where` cannot continue with the change, and why.
+    """Yield each key that was changed although the run cannot continue with the change, and why.
 
-    `had`: the settings that the run has recorded; `now`: the present ones. Both are TOML tables as `dump` writes them.
+    The check before the start of a resumed run (`flash.run.checks.preflight`) reports these problems as errors.
+
+    Args:
+        had: the settings that the run has recorded.
+        now: the present settings, as the run would record them.
+        where: the run directory.
     """
-    for key, before, after in _changed(REFUSED, had, now):
-        yield ConfigProblem(key, _refusal(REFUSED[_entry(REFUSED, key)], before, after, where))
+    for change in _changed(REFUSED, had, now):
+        yield ConfigProblem(change.key, _refusal(REFUSED[change.entry], change.before, change.after, where))
+    # With `heads = "first"` the first batch chose the heads, among those of the layers that were configured then.
     rhythms = [_value(settings, "algorithm.rhythm") for settings in (had, now)]
     if all(isinstance(rhythm, dict) and rhythm.get("heads") == "first" for rhythm in rhythms):
         before, after = (rhythm.get("layers") for rhythm in rhythms)
@@ -88,12 +98,17 @@ def refused(had: Settings, now: Settings, where: Path) -> Iterator[ConfigProblem
 def partial_effects(had: Settings, now: Settings) -> list[ConfigProblem]:
     """Return each changed key that has only a limited effect, with a sentence about the part without an effect.
 
-    A removed key that the run was recorded with counts as changed, unless it had its default: the run continues without
-    its effect. The same applies to a key or a table that this version of Flash does not have.
+    `flash train --resume` prints them as warnings before anything starts. A removed key that the run was recorded with
+    counts as changed, unless it had its default: the run continues without its effect. The same applies to a key or a
+    table that this version of Flash does not have.
+
+    Args:
+        had: the settings that the run has recorded.
+        now: the present settings, as the run would record them.
     """
     adapted = dict.fromkeys(("model.path", "model.fetch"), BESIDE) if isinstance(now.get("lora"), dict) else {}
     sentences = PARTIAL | adapted
-    found = [ConfigProblem(key, sentences[_entry(PARTIAL, key)]) for key, *_ in _changed(PARTIAL, had, now)]
+    found = [ConfigProblem(change.key, sentences[change.entry]) for change in _changed(PARTIAL, had, now)]
     for key, value, at_default in removed_keys(had):
         if not at_default:
             message = f"The run was recorded with {show(value)}, and continues without this key, which was removed."
@@ -105,7 +120,8 @@ def partial_effects(had: Settings, now: Settings) -> list[ConfigProblem]:
 
 
 def _unknown(had: Settings) -> list[str]:
-    """Return the tables, and the dotted keys in the other tables, that this version of Flash neither has nor had."""
+    """Return the names of recorded tables, and the dotted keys in the other recorded tables, that this version of Flash
+    does not have and does not know as removed. `partial_effects` warns of them."""
     known = set(key_paths()) | set(REMOVED)
     sections = {key.partition(".")[0] for key in known}
     found = [section for section in had if section not in sections]
@@ -116,27 +132,43 @@ def _unknown(had: Settings) -> list[str]:
     return found
 
 
-def _changed(table: Mapping[str, str], had: Settings, now: Settings) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each key of a table that is set in both settings with different values: key, old value, new value."""
+class Change(NamedTuple):
+    """Key that is set in the recorded and in the present settings, with different values."""
+
+    key: str
+    """Dotted path."""
+    entry: str
+    """Entry for the key in `REFUSED` or `PARTIAL`: the key itself, or `table.*`."""
+    before: Any
+    """Recorded value."""
+    after: Any
+    """Present value."""
+
+
+def _changed(entries: Collection[str], had: Settings, now: Settings) -> Iterator[Change]:
+    """Yield each changed key for which `entries`, the keys of `REFUSED` or `PARTIAL`, have an entry.
+
+    A key that is not set on one side is left out: it is None there, or its table is missing. Other checks compare a
+    table such as `[lora]` with the checkpoint.
+    """
     for key in key_paths():
+        entry = key if key in entries else key.partition(".")[0] + ".*"
         before, after = _value(had, key), _value(now, key)
-        if before is not None and after is not None and before != after and _entry(table, key) in table:
-            yield key, before, after
-
-
-def _entry(table: Mapping[str, str], key: str) -> str:
-    """Return the name under which a table would hold a key: the key itself, or `table.*`. It need not be there."""
-    return key if key in table else key.partition(".")[0] + ".*"
+        if entry in entries and before is not None and after is not None and before != after:
+            yield Change(key, entry, before, after)
 
 
 def _value(settings: Settings, key: str) -> Any:
     """Return the value of a dotted key; None if it is not set."""
     section, _, name = key.partition(".")
-    return settings.get(section, {}).get(name)
+    # In a damaged config.toml a section may be no table.
+    table = settings.get(section)
+    return cast("Settings", table).get(name) if isinstance(table, dict) else None
 
 
 def _refusal(why: str, before: Any, after: Any, where: Path) -> str:
-    """Return the error message for a change that the run at `where` refuses. `why`: sentence about the key."""
+    """Return the error message for a change that the run in the folder `where` refuses. `why`: a sentence in which "it"
+    is the key."""
     return (
         f"the run in {where} was made with {show(before)}, got {show(after)}. {why} Continue with {show(before)}, or "
         "start a new run under another run.name"

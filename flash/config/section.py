@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 MOST = 2**31 - 1
 """Largest value of any count: libraries that Flash uses store counts in 32 bits."""
 
+# Types of values. msgspec refuses a value outside the bounds.
 Positive = Annotated[int, Meta(gt=0, le=MOST)]
 NonNegative = Annotated[int, Meta(ge=0, le=MOST)]
 Seed = NonNegative
@@ -34,7 +35,9 @@ TopP = Annotated[float, Meta(gt=0, le=1)]
 Texts = tuple[Annotated[str, Meta(min_length=1, max_length=1000)], ...]
 TokenIds = tuple[NonNegative, ...]
 Biases = tuple[tuple[NonNegative, Annotated[float, Meta(ge=-100, le=100)]], ...]
+"""Pairs of a token id and the number that is added to its logit."""
 Penalty = Annotated[float, Meta(gt=0, le=10)]
+"""Repetition penalty: above 1, tokens that are already in the context become less likely. 1: no penalty."""
 Deadline = Annotated[float, Meta(ge=0.1, le=1e8)]
 """Time limit in seconds. Below a tenth of a second a healthy network may miss it. The upper bound keeps sums of time
 limits within the range of clocks."""
@@ -50,18 +53,19 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 NEEDING_TOP_K = ("top_p", "min_p", "min_tokens", "logit_bias", "repetition_penalty")
-"""Sampling settings, other than temperature, that change the distribution of a token. The trainer must know the tokens
-that `top_k` keeps to compute it."""
+"""Sampling settings that change the distribution of a token and need `top_k`, because the trainer computes this
+distribution only over the tokens that `top_k` keeps."""
 MOST_ENTRIES = {"logit_bias": 1024, "stop_token_ids": 100}
-"""Largest number of tokens that a setting may name. vLLM's GPU workers have room for 128 tokens that end a response,
-and the model's own end tokens need a part of them."""
+"""Largest number of tokens that a sampling setting may name, by setting. vLLM's GPU workers have room for 1024 biases,
+and for 128 tokens that end a response; the model's own end tokens need a part of the latter."""
 ABSENT: dict[str, str] = dict.fromkeys(
     ("rollout.presence_penalty", "rollout.frequency_penalty"),
     "an engine counts only the tokens that it has sampled itself, so after a response has moved to another engine the "
     "trainer does not know the distribution of its tokens; use rollout.repetition_penalty, which looks at the whole "
     "context",
 )
-"""Keys that users of other systems look for and that do not exist, by path: the reason, and the key to use instead."""
+"""Keys that users of other systems look for and that do not exist, by dotted path: the reason, and the key to use
+instead."""
 
 
 class RemovedKey(NamedTuple):
@@ -71,7 +75,7 @@ class RemovedKey(NamedTuple):
     """Default that the key had. Flash does the same without the key, so `flash.config.load` ignores this value in a
     file."""
     why: str
-    """Sentence that says what Flash does now, and what to use instead."""
+    """Sentence, without the final dot, that says what Flash does now, and what to use instead."""
 
 
 ALARM_LIMITS = {
@@ -82,7 +86,7 @@ ALARM_LIMITS = {
     "entropy": 0.02,
     "nonfinite": 0.0,
 }
-"""Defaults of the removed keys with the limits of the alarms."""
+"""Defaults of the removed keys `alarms.NAME`, the limits of the alarms, by NAME."""
 RHYTHM = {
     **dict.fromkeys(("local_heads", "global_heads"), 0.3),
     "window": 10,
@@ -91,11 +95,12 @@ RHYTHM = {
     "low_distance": 0.5,
     "high_change": 0.6,
 }
-"""Defaults of the removed options of `algorithm.rhythm`."""
+"""Defaults of the removed options of `algorithm.rhythm`, by option."""
 PASSED_OVER = (
     "Problems are issued in their order, and none is passed over; rollout.drop_equal_rewards replaces groups that "
     "teach nothing"
 )
+"""Field `why` of the removed keys that chose between problems."""
 REMOVED: dict[str, RemovedKey] = {
     "rollout.session_s": RemovedKey(
         0.0,
@@ -142,14 +147,15 @@ REMOVED: dict[str, RemovedKey] = {
 
 
 def sampling_faults(sampling: Sampling) -> Iterator[tuple[str, str]]:
-    """Yield the key and the error message of each sampling setting that an engine or the trainer cannot handle.
+    """Yield the name and the error message of each sampling setting that an engine or the trainer cannot handle.
 
-    Such a setting has too many entries for an engine, or the trainer cannot compute its distribution.
+    Such a setting has too many entries for an engine, or the trainer cannot compute the distribution of its tokens. The
+    checks of `[rollout]` and of an environment's domains call this.
     """
     for name, most in MOST_ENTRIES.items():
         if (named := len(getattr(sampling, name))) > most:
             yield name, f"an engine on a GPU crashes with more than {most} entries: got {named}"
-    if sampling.top_k:
+    if sampling.top_k:  # then the trainer knows the kept tokens, and can compute all other settings
         return
     why = f"needs top_k, from 1 to {HIGHEST_TOP_K}: the trainer can compute it only for the tokens that top_k keeps"
     for name in NEEDING_TOP_K:
@@ -158,7 +164,12 @@ def sampling_faults(sampling: Sampling) -> Iterator[tuple[str, str]]:
 
 
 def faults_with_teacher(sampling: Sampling, teacher: Teacher | None) -> Iterator[tuple[str, str]]:
-    """Yield each key that the server of a teacher (`algorithm.teacher.url`) does not support, and why."""
+    """Yield the name and the error message of each sampling setting that the server of a teacher
+    (`algorithm.teacher.url`) does not support.
+
+    Yields nothing without a teacher, or if the trainer ranks hold the teacher (`algorithm.teacher.path`). The checks of
+    the configuration and of an environment's domains call this.
+    """
     why = "is not supported by the server of a teacher, which scores all tokens at temperature 1"
     if teacher is not None and teacher.url is not None:
         for name in ("temperature", "top_k"):
@@ -169,10 +180,12 @@ def faults_with_teacher(sampling: Sampling, teacher: Teacher | None) -> Iterator
 def why_kept_tokens_unknown(sampling: Sampling, *, dtype: str, head_dtype: str, drafted: bool = False) -> str | None:
     """Return why the trainer cannot know which tokens `top_k` keeps; None if it can, or if all tokens are kept.
 
+    The result is an error message that follows the name of the setting. `Config.why_kept_tokens_unknown` calls this.
+
     Args:
         sampling: the sampling settings.
-        dtype: the data type of the model.
-        head_dtype: the data type of its output layer.
+        dtype: the data type of the model, such as `bfloat16`.
+        head_dtype: the data type of its output layer, which computes the logits.
         drafted: True if the engines decode speculatively, from drafts.
     """
     if sampling.has_kept_sets and drafted:

@@ -23,7 +23,8 @@ from msgspec import Meta
 from flash.config.section import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
 RARE = 1e-6
-"""Probability that a draw exceeds `upper` if a distribution has no upper limit."""
+"""Probability at which a draw counts as impossible: `upper` of a distribution without an upper limit is exceeded with
+it, and the check of prompts takes the quantile of it as the shortest prompt."""
 FORMER_DISTRIBUTION = (
     "a distribution is no text any more, but a number, a list of equally likely numbers, or a table such as "
     '{ kind = "lognormal", mean = 1000, deviation = 1500, low = 1, high = 8192 }'
@@ -31,11 +32,16 @@ FORMER_DISTRIBUTION = (
 """Hint for a text such as `lognormal(1000, 1500)`, which earlier versions of Flash read."""
 
 _NORMAL = NormalDist()
+"""Normal distribution with mean 0 and deviation 1."""
 
 
 def uniform(*key: int) -> float:
-    """Return a pseudo-random number in (0, 1) that depends only on the key."""
+    """Return a pseudo-random number in (0, 1) that depends only on the key: integers that identify one draw.
+
+    Callers pass the number to the `draw` of a distribution.
+    """
     digest = blake2b(repr(key).encode(), digest_size=8).digest()
+    # 52 bits plus one half: every such number is exact in a float, and neither 0 nor 1, whose quantiles are infinite.
     return ((int.from_bytes(digest, "little") >> 12) + 0.5) / (1 << 52)
 
 
@@ -46,10 +52,11 @@ class Values(msgspec.Struct, frozen=True):
     """Numbers that are equally likely: the sampler of a number or a list of the configuration."""
 
     ordered: list[float]
-    """The numbers, in ascending order, so that larger `u` give larger draws."""
+    """The numbers, in ascending order, so that a larger `u` never gives a smaller draw."""
 
     def draw(self, u: float) -> float:
         """Return the quantile of u, a number in (0, 1)."""
+        # Rounding may make the product as large as the length, if u is just below 1.
         return self.ordered[min(int(u * len(self.ordered)), len(self.ordered) - 1)]
 
     def expected(self) -> float:
@@ -75,11 +82,11 @@ class Uniform(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
 
     def draw(self, u: float) -> float:
         """Return the quantile of u, a number in (0, 1)."""
-        return min(self.low + (self.high - self.low) * u, self.high)
+        return min(self.low + (self.high - self.low) * u, self.high)  # rounding may exceed `high`
 
     def expected(self) -> float:
         """Return the exact mean of the draws."""
-        return self.low + (self.high - self.low) / 2
+        return self.low + (self.high - self.low) / 2  # (low + high) / 2 may overflow
 
     def upper(self) -> float:
         """Return the largest value."""
@@ -87,10 +94,11 @@ class Uniform(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
 
 
 class Limited(msgspec.Struct, frozen=True, kw_only=True):
-    """Base class of distributions with a long tail, which two limits cut.
+    """Base class of distributions whose draws are moved into limits: a draw below `low` is set to `low`, and a draw
+    above `high` to `high`.
 
-    Mean and deviation are those before the cut. A draw below `low` is set to `low`, and a draw above `high` to `high`.
-    A subclass has the formulas without limits: `quantile`, `cdf` and `mean_below`.
+    A subclass has the parameters and the formulas of the distribution without limits: `quantile`, `cdf` and
+    `mean_below`. The methods of this class apply the limits.
     """
 
     low: float = 0.0
@@ -109,6 +117,7 @@ class Limited(msgspec.Struct, frozen=True, kw_only=True):
 
     def expected(self) -> float:
         """Return the exact mean of the draws, limits included."""
+        # Draws below `low` and above `high` count as these limits; the others contribute their part of the mean.
         high = math.inf if self.high is None else self.high
         above = 0.0 if self.high is None else self.high * (1 - self.cdf(self.high))
         return self.low * self.cdf(self.low) + self.mean_below(high) - self.mean_below(self.low) + above
@@ -118,15 +127,16 @@ class Limited(msgspec.Struct, frozen=True, kw_only=True):
         return self.draw(1 - RARE) if self.high is None else self.high
 
     def quantile(self, u: float) -> float:
-        """Return the value that a draw is below with probability u, without limits."""
+        """Return the value that a draw without limits is below with probability u."""
         raise NotImplementedError
 
     def cdf(self, x: float) -> float:
-        """Return the probability of a value of at most x, without limits."""
+        """Return the probability that a draw without limits is at most x."""
         raise NotImplementedError
 
     def mean_below(self, x: float) -> float:
-        """Return E[X; X ≤ x]: the part of the mean, without limits, that comes from values of at most x."""
+        """Return E[X; X ≤ x]: the part of the mean of a draw without limits that values of at most x contribute.
+        Infinite x: the whole mean."""
         raise NotImplementedError
 
 
@@ -139,12 +149,15 @@ class Normal(Limited, frozen=True, kw_only=True, tag_field="kind", tag="normal")
     """Standard deviation before the limits."""
 
     def quantile(self, u: float) -> float:
+        """Return the value that a draw without limits is below with probability u."""
         return self.mean + self.deviation * _NORMAL.inv_cdf(u)
 
     def cdf(self, x: float) -> float:
+        """Return the probability that a draw without limits is at most x."""
         return _NORMAL.cdf((x - self.mean) / self.deviation)
 
     def mean_below(self, x: float) -> float:
+        """Return E[X; X ≤ x] without limits, the integral of x·density from −∞ to x. Infinite x: the mean."""
         if math.isinf(x):
             return self.mean
         z = (x - self.mean) / self.deviation
@@ -161,28 +174,34 @@ class Lognormal(Limited, frozen=True, kw_only=True, tag_field="kind", tag="logno
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Beyond these bounds the formulas below divide by 0, or overflow.
+        # With other ratios the formulas below divide by 0 or overflow.
         if not 1e-6 <= self.deviation / self.mean <= 1e6:
             raise ValueError(
                 f"expected a deviation from 1e-06 to 1e+06 times the mean, got {self.deviation:g} and {self.mean:g}"
             )
 
     def quantile(self, u: float) -> float:
-        mu, sigma = self._logarithm()
+        """Return the value that a draw without limits is below with probability u."""
+        mu, sigma = self._mu_and_sigma()
         return math.exp(mu + sigma * _NORMAL.inv_cdf(u))
 
     def cdf(self, x: float) -> float:
-        mu, sigma = self._logarithm()
-        return 0.0 if x <= 0 else _NORMAL.cdf((math.log(x) - mu) / sigma) if math.isfinite(x) else 1.0
+        """Return the probability that a draw without limits is at most x."""
+        mu, sigma = self._mu_and_sigma()
+        if x <= 0:  # draws are above 0
+            return 0.0
+        return _NORMAL.cdf((math.log(x) - mu) / sigma) if math.isfinite(x) else 1.0
 
     def mean_below(self, x: float) -> float:
-        mu, sigma = self._logarithm()
+        """Return E[X; X ≤ x] without limits, the integral of x·density from 0 to x. Infinite x: the mean."""
+        mu, sigma = self._mu_and_sigma()
         if math.isinf(x):
             return self.mean
         return 0.0 if x <= 0 else self.mean * _NORMAL.cdf((math.log(x) - mu) / sigma - sigma)
 
-    def _logarithm(self) -> tuple[float, float]:
-        """Return mean and standard deviation of the logarithm of the values, which is normally distributed."""
+    def _mu_and_sigma(self) -> tuple[float, float]:
+        """Return mean and standard deviation of the logarithm of a draw without limits. The logarithm is normally
+        distributed; `mean` and `deviation` are those of the draw itself."""
         variance = math.log1p((self.deviation / self.mean) ** 2)
         return math.log(self.mean) - variance / 2, math.sqrt(variance)
 
@@ -194,7 +213,10 @@ Sampler = Values | Lognormal | Normal | Uniform
 
 
 def sampler(distribution: Distribution) -> Sampler:
-    """Return the object that draws from a distribution of the configuration."""
+    """Return the object that draws from a distribution of the configuration.
+
+    Simulations call this for each length and time; checks call it for the bounds of the draws.
+    """
     match distribution:
         case list():
             return Values(sorted(distribution))
@@ -205,14 +227,18 @@ def sampler(distribution: Distribution) -> Sampler:
 
 
 def stated(distribution: Distribution) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a distribution that bound its draws, each with its place: empty, `[1]`, `.low`, `.mean` or
-    `.high`."""
+    """Yield the numbers that a user has written for the values of a distribution, each with its place.
+
+    `flash.config.check` refuses numbers that are no possible time, length or probability. A place completes the key in
+    its error message: empty for a single number, `[1]` in a list, `.low`, `.mean` or `.high` in a table.
+    """
     match distribution:
         case list():
             yield from ((f"[{place}]", value) for place, value in enumerate(distribution))
         case float() | int():
             yield "", distribution
         case _:
+            # A table has some of these fields. Its deviation is no value of the distribution.
             for name in ("low", "mean", "high"):
                 if (value := getattr(distribution, name, None)) is not None:
                     yield f".{name}", value

@@ -83,3 +83,10 @@ def test_a_key_or_table_that_no_version_has_is_told_once_with_its_name() -> None
     added = [problem for problem in partial_effects(had, {}) if problem not in partial_effects(known, {})]
     told = "The run was recorded with it. This version of Flash does not have it, and continues without it."
     assert added == [("bogus", told), ("train.bogus", told)]
+
+
+def test_a_recorded_table_that_is_no_table_hides_no_other_change() -> None:
+    """`read_recorded` returns the settings of a damaged config.toml as they are."""
+    had, now = {"train": 5, "run": {"name": "x"}}, {"train": {"batch_size": 8}, "run": {"name": "y"}}
+    assert not list(refused(had, now, WHERE))
+    assert not partial_effects(had, now)
