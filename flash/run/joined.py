@@ -43,8 +43,11 @@ from flash.waiting import first_error, unwrapped_group
 
 
 def run_joined_loop(order: ProcessOrder, config: Config) -> End:
-    """Serve the hubs of a run with this machine's engines. Returns how the loop ended; see `JoinedNode.run`."""
-    # Removed from the environment, so that neither engines nor environments inherit the token.
+    """Serve the hubs of a run with this machine's engines. Returns how the loop ended; see `JoinedNode.run`.
+
+    `flash.run.processes.worker` calls this in the process of the node loop, once its configuration is read.
+    """
+    # Removed from the environment variables, so that neither engines nor environments inherit the token.
     return run_watched(warn, _roll_out, config, order, os.environ.pop(TOKEN_VARIABLE, None))
 
 
@@ -69,17 +72,23 @@ class HubConnection:
         """True if the hub knows an engine of this node that has a version."""
 
     async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
-        """Send a request to the hub and return the reply. Implements `HubCaller.call`.
+        """Send a request to the hub and return the reply within `timeout` seconds. Implements `HubCaller.call`.
 
-        Sets `over`, `lost` and `serves` by the request and its result.
+        Sets `over`, `lost` and `serves` by the request and its result. `JoinedNode` calls this to join, and the rollout
+        node for all that follows.
+
+        Raises:
+            FlashError: the hub has refused the request, or is gone.
         """
         try:
             reply = await self._caller.call(request, timeout)
         except TransportError as error:
+            # A fatal error, such as a message that the protocol does not allow, does not mean that the hub is gone.
             self.lost = self.lost or not error.fatal
             raise
         if isinstance(reply, p.LeaseReply | p.CancelReply | p.VersionReply):
             self.over = self.over or reply.done
+        # The version of an engine is negative until it has loaded weights of the run.
         if isinstance(request, p.EngineReport) and not self.serves and any(e.version >= 0 for e in request.engines):
             self.serves = True
             self._on_serving(request.node)
@@ -87,7 +96,7 @@ class HubConnection:
 
 
 async def _roll_out(config: Config, order: ProcessOrder, token: str | None) -> End:
-    """Run a `JoinedNode` and its signal handler. Returns how the node ended."""
+    """Run a `JoinedNode` and its signal handler on the event loop of this process. Returns how the node ended."""
     end = End.OVER  # also if a signal arrives while there is no hub
     try:
         async with sharing(config.run.name, close_s=config.deadlines.close), anyio.create_task_group() as group:
@@ -117,19 +126,20 @@ class JoinedNode:
         self._trains = order.node < config.cluster.trainer_nodes
         """True if this machine also has trainer ranks, so that the hub must give it the number of its place."""
         self._digest = order.digest
-        """Digest of the configuration with which this process was started."""
+        """Digest of the run's configuration with which this process was started. The hub's must be equal."""
         self._begun = order.begun
         """Time at which the launcher began to start this process, in Unix seconds."""
         self._search = HubSearch(order.place, token)
         self._run: p.RunReply | None = None
-        """Description of the run that the last hub has given; None before the first hub."""
+        """Description of the run by the last hub that was found; None before the first one."""
         self._env = LoadedEnvironment(config.env.path, config.env.options)
         self._node: RolloutNode | None = None
         """The rollout node; None before the first hub has numbered it."""
         self._rejoins = False
         """True if the node had running engines when it joined the present hub."""
         self._serving = False
-        """True while the node works for a hub, so that it can leave the run in order."""
+        """True from the moment at which the node has joined a hub until this hub is lost or the node has ended. In this
+        time the node can leave the run in order."""
         self._samples = False
         """True if the engines have started and a hub knows one of them."""
         self._wake = anyio.Event()
@@ -160,7 +170,7 @@ class JoinedNode:
     async def _serve_all(self, tasks: TaskGroup) -> End:
         """Serve one hub after the other. Returns the result of `run`. `tasks` runs the tasks that outlive a hub."""
         wait_s = 0.0  # the launcher has just found the first hub
-        while (end := await self._serve_next(tasks, wait_s)) is None:
+        while (end := await self._serve_next(tasks, wait_s)) is None:  # None: this hub is gone
             # Without engines there is nothing to keep, so the launcher starts a new process for the next hub.
             if self._node is None or self._leaving:
                 return End.WITH_PEER
@@ -169,7 +179,10 @@ class JoinedNode:
         return end
 
     async def _work(self) -> None:
-        """Run the node from its start to its end, and record how it ended."""
+        """Run the node from its start to its end, and record how it ended in `_failure`, for `_serve`.
+
+        A task of its own, which goes on while there is no hub.
+        """
         assert self._node is not None, "`_serve` has made the node before it started this task"
         try:
             await self._node.work()
@@ -179,16 +192,19 @@ class JoinedNode:
         self._wake.set()
 
     def lose_hub(self, error: TransportError) -> None:
-        """Record that the node has lost the hub, and wake `_serve`. The node calls this."""
+        """Record that the hub is lost, and wake `_serve`. The rollout node calls this when a request has failed."""
         self._lost = error
         self._wake.set()
 
     def _print_ready(self, number: int) -> None:
-        """Print how long the start has taken. Called when the hub knows the first engine of node `number`."""
+        """Print how long the start has taken. `HubConnection.call` calls this when the hub knows the first engine of
+        the node, whose number in the run is `number`."""
         assert self._node is not None, "without a node there is no report of engines"
         self._samples = True
         if self._rejoins:
             return  # `_serve` prints a line about it instead
+        # vLLM may have been imported before this process was started, in the process from which it was forked. Then the
+        # imports took no time of this start.
         imports_s = Imports.seconds if Imports.begun > self._begun else 0.0
         start_s, elapsed_s = imports_s + self._node.start_s, time.time() - self._begun
         say(f"node {number} makes samples after {elapsed_s:.1f} s; its engines took {start_s:.1f} s of them to start")
@@ -196,25 +212,26 @@ class JoinedNode:
     async def _print_start(self) -> None:
         """Print a line every STARTUP_LINE_S seconds while the engines start, since a start can take minutes.
 
-        Waits for the clock. Ends when samples are made, or when the node has ended.
+        A task that `_serve` starts together with `_work`. Waits only for the clock. Ends when a hub knows the first
+        engine, or when the node has ended.
         """
         begun = anyio.current_time()
         while not self._samples and not self._ended:
-            if (seconds := anyio.current_time() - begun) > 0:
+            if (seconds := anyio.current_time() - begun) > 0:  # `_serve` has printed a line at the very beginning
                 say(f"{STARTING_ENGINES} … {seconds:.0f} s{explain_engine_start(seconds, self._config)}")
             await anyio.sleep(STARTUP_LINE_S)
 
     async def make_node(self, link: HubLink) -> RolloutNode:
-        """Return a rollout node. Its engines are not started yet. Tests replace this method."""
+        """Return a rollout node for the hub of `link`. Its engines are not started yet. Tests replace this method."""
         return await make_node(self._place, link, self._config, self._env, unix_clock(), self.lose_hub)
 
     async def handle_signals(self, whole_scope: anyio.CancelScope) -> None:
-        """Leave the run in order at a signal: finish the episodes, and take no more tasks.
+        """Leave the run in order at SIGINT or SIGTERM: finish the episodes, and take no more tasks.
 
         Without a hub nothing could be delivered, so `whole_scope`, the scope of all work, is cancelled instead. A
         second Ctrl-C needs no code here, because the launcher kills this process.
 
-        Consumes signals. Waits for the next one, until cancelled.
+        A task beside `run`. Consumes signals, and waits for the next one, until it is cancelled or has cancelled all.
         """
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             async for received in signals:
@@ -230,10 +247,12 @@ class JoinedNode:
                 await self._node.drain()
 
     async def _serve_next(self, tasks: TaskGroup, wait_s: float) -> End | None:
-        """Look for a hub for `wait_s` seconds, and serve it. Returns how that ended; None if the hub is gone.
+        """Look for a hub for `wait_s` seconds, and serve it. `_serve_all` calls this for each hub of the run.
+
+        Returns the result of `run`, or None if the hub is gone (or was never found) and the next one is to be served.
 
         Raises:
-            FlashError: no hub was found in time, although one was served before.
+            FlashError: no hub was found in time, although one was found before.
             Exception: the error that ended the node. If a restart cannot fix it, the hub has got it, too.
         """
         try:
@@ -246,7 +265,7 @@ class JoinedNode:
             say("the run is over")
             return End.OVER
         address, self._run = found
-        # The configuration has changed, which this process and its engines cannot take over.
+        # The run has another configuration than before. The engines of this process cannot change theirs.
         if self._run.digest != self._digest:
             return End.WITH_PEER
         # The engines hold weights of a version that the run will make again, with other values.
@@ -259,7 +278,9 @@ class JoinedNode:
             async with connect(host, port, address.token, name, self._config.deadlines.request) as caller:
                 hub = HubConnection(caller, self._print_ready)
                 return await self._serve(hub, tasks)
-        except Exception as error:  # the conditions below find the cause
+        except Exception as error:
+            # The class of the error does not show whether the hub or this node has failed: a hub that has ended the run
+            # closes the connection, too. `hub` has recorded what happened.
             if hub is not None and hub.over:
                 say("the run is over")
                 return End.OVER
@@ -280,9 +301,10 @@ class JoinedNode:
         """
         config, seconds = self._config, self._config.deadlines.request
         engines = config.engines_on(self._place)
-        own = self._place if self._trains else 0
-        joined = await hub.call(p.JoinRequest(self._digest, engines, own), seconds)
-        if joined.node is None:
+        # 0 lets the hub choose a number, since the number 0 is its own node's.
+        own_number = self._place if self._trains else 0
+        joined = await hub.call(p.JoinRequest(self._digest, engines, own_number), seconds)
+        if joined.node is None:  # the run is ending
             return End.OVER
         self._rejoins = self._node is not None
         who, what = f"node {joined.node} of {config.run.name}", f"{engines} engine{'s' * (engines > 1)}"

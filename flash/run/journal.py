@@ -65,14 +65,14 @@ class JournalPlace(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Data to be appended to one file."""
+    """Records to be appended to one file of the journal. The first part of a file makes the file."""
 
     number: int
     """Number of the file."""
     version: int
     """Version of the checkpoint that the file follows."""
     data: bytearray
-    """Records, each with its length in front."""
+    """Records, each with its length in front. `FileJournal.record` appends to it until it is written."""
 
 
 class FileJournal:
@@ -104,19 +104,26 @@ class FileJournal:
         self._parts: list[_Part] = []
         """Data for the next write. The last part is that of the present file."""
         self._wake = anyio.Event()
-        """Event that is set when there is something to write."""
+        """Event that is set when an event was recorded, and replaced by a new one before each write."""
         self._progress = anyio.Event()
-        """Event that is set after each write."""
+        """Event that is set after each write, and then replaced by a new one."""
         self.begin(version)
 
     def record(self, event: Event) -> None:
-        """Record an event. Implements `flash.samples.journal.Journal`."""
+        """Record an event: only in memory; `run` writes it. Implements `flash.samples.journal.Journal`.
+
+        The hub's buffer of samples calls this for each change of its state, in the order of the changes.
+        """
         append_frame(self._parts[-1].data, event)
         self._recorded += 1
         self._wake.set()
 
     def begin(self, version: int) -> int:
-        """Start a new file. Implements `flash.samples.journal.Journal`, and returns the number of the file."""
+        """Start a new file, for the events after the checkpoint of `version`, and return the number of the file.
+
+        Implements `flash.samples.journal.Journal`. The hub calls this when it saves its state into a checkpoint, and
+        the constructor for the first file of this process. The next write makes the file.
+        """
         part = _Part(self._next_number, version, bytearray())
         append_frame(part.data, JournalHead(version, self._recorded))
         self._parts.append(part)
@@ -124,7 +131,11 @@ class FileJournal:
         return part.number
 
     async def written(self) -> None:
-        """Wait until all recorded events are written. Implements `flash.samples.journal.Journal`."""
+        """Wait until all events that are recorded now are written, or a write has failed.
+
+        Implements `flash.samples.journal.Journal`. The hub calls this before it acknowledges results of a node, gives a
+        batch to the ranks, or acknowledges a step, so that it does not forget them in a crash.
+        """
         recorded = self._recorded
         while self._written < recorded:
             await self._progress.wait()
@@ -142,6 +153,7 @@ class FileJournal:
                 await self._wake.wait()
                 self._wake = anyio.Event()
                 parts, recorded = self._parts, self._recorded
+                # Events that are recorded during the write continue the same file.
                 self._parts = [_Part(parts[-1].number, parts[-1].version, bytearray())]
                 problem = await run_sync(self._files.write, parts, limiter=alone)
                 self._report(problem, parts[-1].version)
@@ -153,11 +165,11 @@ class FileJournal:
             self._files.close()
 
     def _report(self, problem: OSError | None, version: int) -> None:
-        """Report the first failure of a series of writes, and the first success after it.
+        """Report the first failure of a series of writes to the user, and the first success after it.
 
         Args:
             problem: the error of the last write; None if it succeeded.
-            version: version of the checkpoint that the file follows.
+            version: version of the checkpoint that the written file follows.
         """
         if problem is not None and not self._failing:
             self._note(
@@ -191,9 +203,10 @@ class _Files:
         """Error after which nothing more is written to this file, because a file must not have a gap."""
 
     def write(self, parts: list[_Part]) -> OSError | None:
-        """Append data to the files. Returns the error of the last file; None if it has none.
+        """Append data to the files. Returns the error of the file that was written last; None if it has none.
 
-        An error ends the writing of its file; the next file is tried again. The writer calls this in a thread.
+        An error ends the writing of its file, so all later calls for this file write nothing and return the same error;
+        the next file is tried again. `FileJournal.run` calls this in a thread.
         """
         for part in parts:
             try:
@@ -207,7 +220,10 @@ class _Files:
         return self._problem
 
     def _open(self, part: _Part) -> None:
-        """Start the file of `part`, and delete files that are of no use any more. Raises OSError."""
+        """Make the file of `part`, and delete files that are of no use any more. Raises OSError.
+
+        `write` calls this for the first part of each file.
+        """
         self.close()
         self._number, self._end, self._problem = part.number, 0, None
         self._folder.mkdir(exist_ok=True)
@@ -218,7 +234,8 @@ class _Files:
             sync_to_disk(self._folder)
 
     def _delete_old_files(self) -> None:
-        """Delete the files from before the oldest checkpoint, which no restart can need."""
+        """Delete the files from before the oldest checkpoint, which no restart can need. Called when a file is made,
+        which happens at each checkpoint."""
         kept = checkpointed(RunDirectory(self._run_dir).checkpoints)
         for file, version in _files(self._folder).values():
             if kept and version < kept[0]:
@@ -227,7 +244,7 @@ class _Files:
     def _append(self, out: FileIO, data: bytearray) -> None:
         """Write data to the end of the present file, and to the disk if `to_disk` is set. Raises OSError."""
         file = Path(os.fsdecode(out.name))
-        # Records in a deleted file would be lost, and a restart would miss them.
+        # A user may delete or replace the file. Records that go to a deleted file would be lost without an error.
         if not (file.exists() and os.path.samestat(file.stat(), os.fstat(out.fileno()))):
             raise FileNotFoundError(errno.ENOENT, "it was deleted or replaced while the run wrote it", str(file))
         with memoryview(data) as view:
@@ -239,7 +256,8 @@ class _Files:
         self._end += len(data)
 
     def _cut(self) -> None:
-        """Cut off an incomplete record that a failed write has left, and close the file. Errors are ignored."""
+        """Cut off an incomplete record that a failed write has left, and close the file. Errors are ignored: a restart
+        cuts off an incomplete record, too (`_Reader`)."""
         if self._out is not None:
             with suppress(OSError):
                 self._out.truncate(self._end)
@@ -262,7 +280,8 @@ def journal_folder(run_dir: Path) -> Path:
 
 
 def replay_journal(run_dir: Path, version: int, number: int, replay: Replay) -> tuple[JournalPlace, list[str]]:
-    """Apply the events after a checkpoint to `replay`. Returns the place where the journal is continued, and messages.
+    """Apply the events after a checkpoint to `replay`. Returns the place where the journal is continued, and messages
+    for the user. `flash.run.restart.restore_hub_state` calls this when a run starts again.
 
     Changes the files: an incomplete record at the end of a file, which a crash has left, is cut off. Files that do not
     continue the ones before them are deleted, because a gap is between them.
@@ -277,16 +296,17 @@ def replay_journal(run_dir: Path, version: int, number: int, replay: Replay) -> 
         RecordingError: a file is damaged, or does not fit the checkpoint.
     """
     files, notes = _files(journal_folder(run_dir)), list[str]()
-    events: int | None = None
+    events: int | None = None  # number of the run's events so far; None before the first file
     while number in files:
         reader = _Reader(files[number][0], replay)
         head = reader.head()
+        # Later files may follow later checkpoints that were damaged or deleted.
         if head is not None and events is None and head.version != version:
             raise RecordingError(
                 f"{reader.file} follows a checkpoint of version {head.version}; expected version {version}: it was "
                 "copied from elsewhere"
             )
-        if head is None:
+        if head is None:  # the crash came before the first record was written
             break
         if events is not None and head.before != events:
             notes.append(f"{reader.file.name} and later files are of no use: records before them could not be written")
@@ -305,7 +325,8 @@ def set_journal_aside(run_dir: Path, number: int) -> str:
     """Rename the files of a damaged journal from file `number` on, so that people can examine them.
 
     The restarted run then begins a new journal with the same numbers. Files that were renamed before are kept, too.
-    Returns the new names, separated by commas. Raises OSError.
+    `flash.run.restart.restore_hub_state` calls this if `replay_journal` has failed. Returns the new names, separated by
+    commas. Raises OSError.
     """
     names: list[str] = []
     for later, (file, _) in sorted(_files(journal_folder(run_dir)).items()):
@@ -319,7 +340,8 @@ def set_journal_aside(run_dir: Path, number: int) -> str:
 
 
 def forget_journal(run_dir: Path) -> None:
-    """Delete the journal, because it lacks an incarnation of the run and cannot be used."""
+    """Delete the journal of a run that goes on without one (`checkpoint.journal = "off"`). A later restart could not
+    use it, because it would lack the events of this incarnation."""
     shutil.rmtree(journal_folder(run_dir), ignore_errors=True)
 
 
@@ -330,7 +352,7 @@ def _files(folder: Path) -> dict[int, tuple[Path, int]]:
 
 
 class _Reader:
-    """Reader of one file. Call `head` first, then `events`.
+    """Reader of one file, for `replay_journal`. Call `head` first, then `events`.
 
     Args:
         file: path of the file.
@@ -345,8 +367,8 @@ class _Reader:
         self._records = self._read()
 
     def head(self) -> JournalHead | None:
-        """Return the first record; None if the file is empty. Raises RecordingError."""
-        for offset, record in self._records:
+        """Return the first record; None if the file has no whole record. Raises RecordingError."""
+        for offset, record in self._records:  # `return` takes only the first; `events` goes on with the same iterator
             try:
                 return _HEADS.decode(record)
             except msgspec.DecodeError as error:
@@ -365,7 +387,7 @@ class _Reader:
         return count
 
     def _misfit(self, offset: int, error: Exception) -> RecordingError:
-        """Return the error for a record that is whole, but has no meaning at this place."""
+        """Return the error for a whole record at byte `offset` that cannot be decoded or applied; `error` says why."""
         return RecordingError(
             f"{self.file} does not fit the checkpoint that it follows; perhaps another version of Flash wrote it: at "
             f"byte {offset}, {type(error).__name__}: {error}"
@@ -386,6 +408,8 @@ class _Reader:
             try:
                 record = next(records, None)
             except ValueError as error:
+                # A crash leaves an incomplete record only at the end. If a whole record follows, the disk is damaged,
+                # and cutting the file off here would lose records.
                 if whole_frame_after(self.file, offset):
                     raise RecordingError(f"{self.file} is damaged at byte {offset}: {error}") from error
                 self.cut = self.file.stat().st_size - offset

@@ -4,8 +4,9 @@ A user's `async def step` that computes or sleeps without `await` stops every ot
 watch, a peer would be declared dead because its messages are not read. While the loop is known to be blocked, its clock
 stands still, so no deadline of this process expires. `WatchedLoop.lost_s` is the difference to the wall time.
 
-Lifecycle: call `run_watched` instead of `anyio.run`; node loops, `flash eval` and `flash rollout` do. The loop runs a
-*heartbeat*, a callback every TICK_S seconds. One daemon thread checks these heartbeats until the loop ends.
+Lifecycle: call `run_watched` instead of `anyio.run`; node loops, `flash eval`, `flash rollout` and the dry run do.
+`flash.run.play` has a watched loop that runs for the whole life of its process. The loop runs a *heartbeat*, a callback
+every TICK_S seconds. One daemon thread checks these heartbeats until the loop ends.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ ResultT = TypeVar("ResultT")
 ArgsT = TypeVarTuple("ArgsT")
 
 BLOCKED_S = 1.0
-"""Seconds without a heartbeat after which a loop counts as blocked."""
+"""Seconds without a heartbeat after which a loop counts as blocked, if its thread was busy in at least half of them."""
 
 TICK_S = 0.2
 """Seconds between two heartbeats, and between two checks of the heartbeat."""
@@ -52,10 +53,10 @@ LEFTOVERS_S = 1.0
 class Blocks:
     """Detector of blocks: decides from checks every TICK_S seconds when a loop is blocked, and by which code.
 
-    Pure state without a clock. A *place* is a line of code, as file and line number. Invariant: each interval without
-    heartbeats is counted once, for the place that was seen most often in it. It is reported if `is_logged` allows it.
-    Time is measured by the number of checks, because no check runs while the whole process is stopped, and the loop is
-    not to blame then.
+    Pure state without a clock. A *place* is a line of code, as file and line number. An *interval* lasts from one
+    heartbeat to the next. Invariant: an interval in which the loop is blocked is counted once, for the place that was
+    seen most often until the loop counted as blocked. It is reported if `is_logged` allows it. Time is measured by the
+    number of checks, because no check runs while the whole process is stopped, and the loop is not to blame then.
     """
 
     def __init__(self) -> None:
@@ -77,12 +78,14 @@ class Blocks:
         return bool(self._place)
 
     def heartbeat(self) -> None:
-        """Handle a heartbeat: the loop is not blocked, and a new interval begins."""
+        """Handle a heartbeat: the loop is not blocked, and a new interval begins. `WatchedLoop._beat` calls this."""
         self._checks, self._ran_s, self._place = 0, 0.0, ""
         self._seen.clear()
 
     def check(self, place: str, ran_s: float = TICK_S) -> str | None:
         """Do one check. Returns a message for the user; None if there is nothing new to report.
+
+        The watching thread calls this every TICK_S seconds (`WatchedLoop._watch`).
 
         Args:
             place: line that the loop's thread executes; empty if the loop waits for events.
@@ -139,7 +142,7 @@ class WatchedLoop(asyncio.SelectorEventLoop):
         self._slow_until = 0.0
         """Time on the loop's clock until which a user's coroutines are resumed one by one."""
         self._turn_lock = asyncio.Lock()
-        """Lock that the coroutine holds which is resumed next (`turn`)."""
+        """Lock that lets one user's coroutine after the other pass `turn`."""
         super().__init__()
 
     async def turn(self) -> None:
@@ -160,7 +163,7 @@ class WatchedLoop(asyncio.SelectorEventLoop):
         return time.monotonic() - self.lost_s if stopped is None else stopped
 
     def watch(self, warn: Callable[[str], None]) -> None:
-        """Start to watch the loop. Must be called in the loop's thread.
+        """Start to watch the loop. Must be called once, in the loop's thread (`run_watched`, `flash.run.play`).
 
         `warn` is called with each message for the user, in the watching thread, because the loop's thread is blocked.
         """
@@ -175,10 +178,14 @@ class WatchedLoop(asyncio.SelectorEventLoop):
         super().close()
 
     def _beat(self) -> None:
-        """Handle a heartbeat: let the clock run again if it stands still. Schedules the next heartbeat."""
+        """Handle a heartbeat: let the clock run again if it stands still. Schedules the next heartbeat.
+
+        The loop calls this, so it is late while the loop is blocked.
+        """
         with self._state_lock:
             self.blocks.heartbeat()
             if self._stopped_at is not None:
+                # The clock goes on from the time at which it stopped.
                 self.lost_s = time.monotonic() - self._stopped_at
                 self._stopped_at = None
                 self._slow_until = self.time() + SLOW_S
@@ -187,8 +194,8 @@ class WatchedLoop(asyncio.SelectorEventLoop):
     def _watch(self, loop_thread: int, cpu_clock: int, warn: Callable[[str], None]) -> None:
         """Check every TICK_S seconds which line the loop's thread executes, until the loop is closed.
 
-        Runs in the watching thread. If the loop is found to be blocked, this stops the loop's clock (`_stopped_at`),
-        and calls `warn` with the message for the user, if there is one.
+        Runs in the watching thread, and waits only for the clock. If the loop is found to be blocked, this stops the
+        loop's clock (`_stopped_at`), and calls `warn` with the message for the user, if there is one.
 
         Args:
             loop_thread: id of the loop's thread.
@@ -212,10 +219,8 @@ class WatchedLoop(asyncio.SelectorEventLoop):
 
 
 def blocked_seconds() -> float:
-    """Return the seconds in which the running loop was known to be blocked; 0 for a loop that is not watched.
-
-    Nodes report these seconds to the hub.
-    """
+    """Return the seconds, since the running loop started, in which it was known to be blocked; 0 for a loop that is not
+    watched. Nodes report these seconds to the hub."""
     loop = asyncio.get_running_loop()
     return loop.lost_s if isinstance(loop, WatchedLoop) else 0.0
 
@@ -225,7 +230,8 @@ def run_watched(
 ) -> ResultT:
     """Run a coroutine function to its end, as `anyio.run` does, on a watched loop. Returns its result.
 
-    Tasks that user code left behind cannot delay the end of the loop, even if they ignore their cancellation.
+    Node loops, `flash eval`, `flash rollout` and the dry run do all their asynchronous work in it. Tasks that user code
+    left behind cannot delay the end of the loop, even if they ignore their cancellation.
 
     Args:
         warn: called in another thread, with a message for the user, when the loop is blocked.
@@ -244,9 +250,10 @@ def run_watched(
 
 
 async def _end_leftovers() -> None:
-    """Cancel the other tasks of this loop, and wait at most LEFTOVERS_S seconds for them.
+    """Cancel the other tasks of this loop, and wait at most LEFTOVERS_S seconds for them. The last work of the loop.
 
-    Tasks that do not end in time are unregistered, so that asyncio does not wait for them.
+    Tasks that do not end in time are unregistered, so that asyncio does not wait for them. Flash's own tasks have ended
+    by now, so these are tasks of user code.
     """
     left: set[asyncio.Task[Any]] = {one for one in asyncio.all_tasks() if one is not asyncio.current_task()}
     for task in left:

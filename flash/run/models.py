@@ -54,8 +54,9 @@ HUB_RESPONSE_S = 10.0
 def make_missing_models(config: Config) -> None:
     """Make the fetched and tiny models that a configuration asks for, unless they are there already.
 
-    All nodes of a job call this at the same time, and so may several runs that share a model. One process makes the
-    model, and the others wait. Each node makes its own model if the nodes do not share the folder.
+    `flash train`, `flash eval` and `flash rollout` call this before they start anything. All nodes of a job do so at
+    the same time, and so may several runs that share a model. One process makes the model, and the others wait. Each
+    node makes its own model if the nodes do not share the folder.
 
     Raises:
         ConfigError: a model cannot be made from these options, or not in this place.
@@ -68,13 +69,17 @@ def make_missing_models(config: Config) -> None:
 
 def make_fetched(config: Config) -> None:
     """Make the pretrained model that `model.fetch` names, unless it is there. Raises the errors of
-    `make_missing_models`."""
+    `make_missing_models`.
+
+    Commands that need a model but start no run, such as `flash replay`, call only this.
+    """
     if config.model.fetch is not None:
         fetch(source_of(config.model.fetch), Path(config.model.path), config.deadlines.rendezvous)
 
 
 def tiny_models(config: Config) -> Iterator[tuple[str, Path, TinyModelConfig]]:
-    """Yield the tiny models that a configuration asks for: the policy, and the critic of some objectives.
+    """Yield the tiny models that a configuration asks for: the policy, and the model of the critics if it has settings
+    of its own (`critic.tiny_layers`).
 
     For each model, yield the configuration key of its path, the path of its folder, and its settings.
     """
@@ -87,10 +92,16 @@ def tiny_models(config: Config) -> Iterator[tuple[str, Path, TinyModelConfig]]:
 
 
 def _make_tiny(path: Path, tiny: TinyModelConfig, config: Config) -> None:
-    """Make one tiny model, unless the folder holds it already or the run resumes from a checkpoint."""
+    """Make one tiny model in the folder `path`, unless the folder holds it or the run resumes from a checkpoint.
+
+    Also makes it again if it was made from other settings (`tiny`) or from another environment. Raises the errors of
+    `make_missing_models`.
+    """
     wanted = (tiny, config.env.path, config.env.options)
     if path.exists() and config.run.resume and newest_complete(config.run_dir) is not None:
-        return  # the weights are the run's own, and other runs may use the folder
+        # The run goes on with the weights of its checkpoint, so it does not matter from what the folder was made. Other
+        # runs may use the folder.
+        return
     if not changed_parts(path, *wanted):
         if steps := interrupted_after(path):
             sys.stdout.write(
@@ -110,8 +121,8 @@ def _make_tiny(path: Path, tiny: TinyModelConfig, config: Config) -> None:
 def chosen_model(named: str) -> str:
     """Return the model that a user's argument `named` means: the path of a model folder or checkpoint, or a hub id.
 
-    `named` may also be a run, which means its exported model or its newest checkpoint, or a GGUF file, which is
-    converted to a model folder first.
+    `named` may also be a run, which means its exported model or else its newest checkpoint, or a GGUF file, which is
+    converted to a model folder first. `flash eval`, `flash rollout`, `flash rhythm` and `flash export` use this.
 
     Raises:
         ConfigError: nothing has this name, or it is not a model, a checkpoint or a run that has one.
@@ -120,15 +131,17 @@ def chosen_model(named: str) -> str:
         fetch(Path(named), Path(gguf_folder(named)), DeadlinesConfig().rendezvous)
         return gguf_folder(named)
     path = Path(named)
-    if not path.exists() and not is_hub_id(named):
-        raise ConfigError(f"there is no model, checkpoint or run {named}{folders_beside(path)}")
-    if (path / "model" / MODEL_CONFIG).is_file():
-        path = path / "model"
+    if not path.exists():
+        if not is_hub_id(named):
+            raise ConfigError(f"there is no model, checkpoint or run {named}{folders_beside(path)}")
+        return named
+    if (path / "model" / MODEL_CONFIG).is_file():  # the exported model of a run
+        return str(path / "model")
+    if (path / MODEL_CONFIG).is_file():
+        return str(path)
     checkpoint = path if (path / MANIFEST).is_file() else newest_complete(path)
-    if path.exists() and checkpoint is None and not (path / MODEL_CONFIG).is_file():
+    if checkpoint is None:
         raise ConfigError(_no_model(path))
-    if (path / MODEL_CONFIG).is_file() or checkpoint is None:
-        return str(path) if path.exists() else named
     return str(checkpoint)
 
 
@@ -136,7 +149,8 @@ def chosen_model(named: str) -> str:
 def model_folder(named: str, config: Config) -> Generator[str]:
     """Yield the path of a model folder, or a hub id, for the model that a user's argument `named` means.
 
-    A checkpoint is no model folder. It is written as one to a temporary folder, which exists while the block runs.
+    `flash eval`, `flash rollout` and `flash rhythm` load this model in the block. A checkpoint is no model folder. It
+    is written as one to a temporary folder, which exists while the block runs.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
@@ -155,7 +169,9 @@ def model_folder(named: str, config: Config) -> Generator[str]:
 
 
 def export_model(named: str, config: Config, folder: Path, *, merged: bool, dtype: Dtype | None = None) -> str:
-    """Write weights as a Hugging Face model folder, complete or not at all. Returns the path that they were read from.
+    """Write weights as a Hugging Face model folder, complete or not at all. For `flash export`.
+
+    Returns the path that the weights were read from.
 
     Args:
         named: a run directory or a checkpoint.
@@ -169,7 +185,7 @@ def export_model(named: str, config: Config, folder: Path, *, merged: bool, dtyp
         CheckpointError: the checkpoint cannot be read, or the folder cannot be written.
         ConfigError: see `model_folder`.
     """
-    chosen, aside = Path(chosen_model(named)), temporary_of(folder)
+    chosen, aside = Path(chosen_model(named)), temporary_of(folder)  # `aside` becomes `folder` when it is complete
     try:
         make_empty(aside)
         if (chosen / MANIFEST).is_file():
@@ -177,7 +193,7 @@ def export_model(named: str, config: Config, folder: Path, *, merged: bool, dtyp
         else:
             shutil.copytree(chosen, aside, dirs_exist_ok=True)
         if dtype is not None and (merged or config.lora is None):
-            _round(aside, dtype)
+            _convert_weights(aside, dtype)
         for file in aside.iterdir():
             sync_to_disk(file)
         move_into_place(aside, folder)
@@ -191,16 +207,16 @@ def export_model(named: str, config: Config, folder: Path, *, merged: bool, dtyp
 def hugging_face_fault(model: str, *, cache: Path | None = None, endpoint: str | None = None) -> str:
     """Return the reason why a run could not load the model of a hub id; empty if the cache or the hub has it.
 
-    A *hub id* names a model on the Hugging Face hub. Commands check it before any work; `transformers` loads the model
-    later.
+    A *hub id* names a model on the Hugging Face hub, which is a server, and not the hub of a run. Commands check the id
+    before any work; `transformers` loads the model later.
 
     Makes one request without retries, so that a wrong name shows at once. `transformers` alone would repeat the request
     for minutes.
 
     Args:
         model: `name` or `owner/name`.
-        cache: folder of the cache; None: the one of Hugging Face's environment variables.
-        endpoint: address of the hub; None: the one of Hugging Face's environment variables.
+        cache: folder of the cache; None: the one that Hugging Face's environment variables choose.
+        endpoint: address of the hub; None: the one that Hugging Face's environment variables choose.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub import errors as hf
@@ -232,7 +248,8 @@ def hugging_face_fault(model: str, *, cache: Path | None = None, endpoint: str |
 def own_dtype(model: str) -> Dtype | None:
     """Return the precision of a stored model, as its configuration states it; None if it is unknown.
 
-    `model` is a model folder, or the hub id of a model in Hugging Face's cache.
+    `flash export` uses it as the default precision. `model` is a model folder, or the hub id of a model in Hugging
+    Face's cache.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -247,8 +264,8 @@ def own_dtype(model: str) -> Dtype | None:
     return dtype if dtype in get_args(Dtype) else None
 
 
-def _round(folder: Path, dtype: Dtype) -> None:
-    """Store the float32 weights of a model folder in another precision, in place. Trainers keep and write float32.
+def _convert_weights(folder: Path, dtype: Dtype) -> None:
+    """Store the float32 weights of a model folder in another precision, in place, for `export_model`.
 
     Changes the weight files, `config.json`, and the total size in the index of the weights. Tensors of other data types
     stay as they are.
@@ -256,9 +273,9 @@ def _round(folder: Path, dtype: Dtype) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    if dtype == "float32":
+    if dtype == "float32":  # the precision in which trainers keep and write their weights
         return
-    size = 0
+    size = 0  # bytes of all tensors
     for file in folder.glob("*.safetensors"):
         rounded = {
             name: tensor.to(getattr(torch, dtype)) if tensor.dtype == torch.float32 else tensor
@@ -277,7 +294,8 @@ def _round(folder: Path, dtype: Dtype) -> None:
 
 
 def _no_model(path: Path) -> str:
-    """Return an error message: the path is no model, no checkpoint and no run that has one."""
+    """Return the error message of `chosen_model` for a path that exists, and is no model, no checkpoint and no run that
+    has one."""
     if not path.is_dir():
         return f"{path} is a file; expected the folder of a model, a checkpoint or a run"
     if RunDirectory(path).config.is_file():
@@ -288,7 +306,8 @@ def _no_model(path: Path) -> str:
 def _write_out(checkpoint: Path, config: Config, folder: Path, *, merged: bool) -> None:
     """Write the policy of a checkpoint, and its tokenizer, to a model folder or to a folder of adapters.
 
-    Adapters are the small matrices that a run with `[lora]` trains in place of the model's own weights.
+    `model_folder` and `export_model` call this. Adapters are the small matrices that a run with `[lora]` trains in
+    place of the model's own weights.
 
     Args:
         checkpoint: folder of the checkpoint.
@@ -324,6 +343,7 @@ def _write_out(checkpoint: Path, config: Config, folder: Path, *, merged: bool) 
             model.save_pretrained(folder)
         else:
             adapted = add_adapters(empty_model(config.model), config.model, config.lora)
+            # `adapted` has no storage: only the names and shapes of its adapters are needed, to read them.
             tensors = {
                 name: parameter.new_zeros(parameter.shape, device="cpu")
                 for name, parameter in published_parameters(adapted)
@@ -351,6 +371,7 @@ def _check_base(checkpoint: Path, model: PreTrainedModel, config: Config) -> Non
     fingerprint = Fingerprint()
     for parameter in model.parameters():
         fingerprint.add(parameter)
+    # `base` holds the checksums of the weights beside which the adapters were trained.
     if tuple(fingerprint.sums) != read_manifest(checkpoint).base:
         raise CheckpointError(f"{checkpoint} holds adapters of another model than {config.model.path}")
 

@@ -78,9 +78,13 @@ NEAR_DEADLINE = 0.5
 
 
 def run_node_loop(order: ProcessOrder, config: Config) -> End:
-    """Run the first node until the end of the run. `order` comes from the launcher; only its `restarts` is used."""
+    """Run the first node until the end of the run. Raises the error that ended the run, if one did.
+
+    `flash.run.processes.worker` calls this in the process of the node loop, once its configuration is read. `order`
+    comes from the launcher; only its `restarts` is used.
+    """
     sys.setswitchinterval(SWITCH_S)
-    # Removed from the environment, so that neither engines nor environments inherit the token.
+    # Removed from the environment variables, so that neither engines nor environments inherit the token.
     token = os.environ.pop(TOKEN_VARIABLE, None)
     try:
         run_watched(say, _first_node, order.restarts, config, token)
@@ -90,9 +94,10 @@ def run_node_loop(order: ProcessOrder, config: Config) -> End:
 
 
 def unix_clock() -> Callable[[], float]:
-    """Return a clock of Unix seconds.
+    """Return a clock of Unix seconds for the times that a node or the hub of this process records.
 
-    It also runs while the event loop is blocked, so measured durations are correct.
+    It also runs while the event loop is blocked, unlike the clock of the loop (`flash.run.loop_watch`), so durations
+    that are measured with it are correct. A change of the machine's time does not change it.
     """
     clock = time.monotonic
     offset = time.time() - clock()
@@ -172,9 +177,9 @@ async def _first_node(restarts: int, config: Config, token: str | None) -> None:
 
 @contextmanager
 def _totals_on_failure(hub: Hub, recorder: Recorder) -> Generator[None]:
-    """Write the totals of samples to the run directory if the run fails in the block.
+    """Write the totals of samples to the run directory (`ledger.json`) if the run fails in the block.
 
-    A run that ends in order writes them in `Recorder.finish`.
+    The block is the whole life of the hub. A run that ends in order writes the totals in `Recorder.finish`.
     """
     try:
         yield
@@ -185,11 +190,12 @@ def _totals_on_failure(hub: Hub, recorder: Recorder) -> Generator[None]:
 
 
 async def interrupt_on_signal(hub: Hub, config: Config, note: Callable[[str], None]) -> None:
-    """End the run in order at a signal, and call `note` with a line about the work that is left.
+    """End the run in order at SIGINT or SIGTERM, and call `note` with a line about the work that is left.
 
     At a second Ctrl-C the launcher kills all processes (`flash.run.processes.launch`).
 
-    Consumes signals. Waits for the next one, until cancelled.
+    A task from before the start of the engines until the end of the run. Consumes signals, and waits for the next one,
+    until cancelled.
     """
     announced = False
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
@@ -201,12 +207,13 @@ async def interrupt_on_signal(hub: Hub, config: Config, note: Callable[[str], No
 
 
 def describe_cut(unfinished: str, config: Config) -> str:
-    """Return a message for an interrupted run that did not end within deadlines.shutdown.
+    """Return a message for an interrupted run that did not end within deadlines.shutdown. `_run_hub` shows it.
 
     The message names the work that is lost, and the state from which the run can resume.
 
     `unfinished`: phrase for the work, from `RunEnd.unfinished`.
     """
+    # With the journal and the recorded batches, `--resume` repeats the steps after the newest checkpoint.
     if config.checkpoint.journal != "off" and config.checkpoint.batches != "none":
         kept = "the steps before it are kept with all samples that came in, and --resume goes on there"
     elif (newest := newest_complete(config.run_dir)) is not None:
@@ -218,9 +225,10 @@ def describe_cut(unfinished: str, config: Config) -> str:
 
 @asynccontextmanager
 async def _serving(hub: Hub, config: Config, users_token: str | None) -> AsyncGenerator[HubAddress]:
-    """Open the hub's port while the block runs, and announce its address. Yields the address.
+    """Open the hub's port while the block runs, and announce its address in the run directory. Yields the address.
 
-    `users_token` is the value of FLASH_TOKEN; None if it is not set, and a random token is then made.
+    Nodes and trainer ranks find the hub by this announcement. It is withdrawn at the end of the block. `users_token` is
+    the value of FLASH_TOKEN; None if it is not set, and a random token is then made.
 
     Raises:
         ConfigError: the hub cannot listen at the configured address.
@@ -250,7 +258,7 @@ async def _serving(hub: Hub, config: Config, users_token: str | None) -> AsyncGe
 
 @contextmanager
 def naming_the_key(port: int) -> Generator[None]:
-    """Name the configuration key in the error message if the hub cannot listen in the block.
+    """Turn a ConfigError of the block, in which the hub starts to listen, into one that names the configuration key.
 
     `port` is the configured port. If it is 0, any free port is taken, so the host must be wrong.
     """
@@ -270,9 +278,9 @@ async def _run_hub(
 ) -> RunEnd:
     """Run the hub, and the engines of this node, until the end of the run. Returns why the run ended.
 
-    The hub stays a little longer than the run, because nodes that do not learn of the end would wait for the next hub.
-    After a finished run it waits until all nodes have left, at most deadlines.request. After an interrupt it waits
-    FAREWELL_S if there are other nodes.
+    The hub answers a little longer than the run lasts, because nodes that do not learn of the end would wait for the
+    next hub: after a finished run until all nodes have left, at most deadlines.request; after an interrupt FAREWELL_S,
+    if there are other nodes. Raises the error that ended the run, if one did.
 
     Args:
         hub: the hub.
@@ -304,7 +312,11 @@ async def _run_hub(
 async def _roll_out_here(
     hub: Hub, config: Config, env: LoadedEnvironment, address: HubAddress, now: Callable[[], float]
 ) -> None:
-    """Run the engines and episodes of this node until the hub has no more work."""
+    """Run the engines and episodes of this node until the hub has no more work. `now`: clock of Unix seconds.
+
+    The node connects to the hub in the same process over TCP, as all other nodes do. An error of the node ends the run,
+    except for an engine that ends after an interrupt.
+    """
     seconds = config.deadlines.request
     with engines_until_interrupted(hub):
         async with connect(address.host, address.port, address.token, "node-0", seconds) as caller:
@@ -330,9 +342,9 @@ async def make_node(
     now: Callable[[], float],
     on_loss: Callable[[TransportError], None] | None = None,
 ) -> RolloutNode:
-    """Return a rollout node with vLLM engines, which `RolloutNode.run` starts.
+    """Return a rollout node with vLLM engines, which `RolloutNode.run` or `RolloutNode.work` starts.
 
-    This file calls it for the first node, and `flash.run.joined` for all others.
+    This file calls it for the first node, and `flash.run.joined` for all others, once the hub has numbered the node.
 
     Args:
         place: number of this machine in its job, from 0, which determines its engines and GPUs.
@@ -340,7 +352,7 @@ async def make_node(
         config: the run's configuration.
         env: the environment.
         now: clock of Unix seconds.
-        on_loss: called when the hub is lost; see `RolloutNode`.
+        on_loss: called when the hub is lost; see `RolloutNode`. None: the loss of the hub ends the node.
     """
     cpus = engine_cpus(config, place, sorted(os.sched_getaffinity(0)))
     tokenizer = await anyio.to_thread.run_sync(ready_tokenizer, config)
@@ -380,8 +392,8 @@ async def _served_teacher(config: Config, tokenizer: HfTokenizer) -> ServedTeach
 async def report_startup(hub: Hub, config: Config, show: Callable[[str], None]) -> None:
     """Report the phase of the run's start and the seconds since the start, until the first step.
 
-    Waits at most STARTUP_LINE_S seconds for the next phase. Unblocked by the hub's progress. Produces lines, with which
-    it calls `show`.
+    A task beside the hub, in a node loop, `flash eval` and `flash rollout`. Waits at most STARTUP_LINE_S seconds for
+    the next phase. Unblocked by the hub's progress. Produces lines, with which it calls `show`.
     """
     begun = anyio.current_time()
     while (phase := hub.stages.startup_phase()) is not None:
@@ -396,9 +408,10 @@ async def report_startup(hub: Hub, config: Config, show: Callable[[str], None]) 
 async def limit_held_out_problems(config: Config, env: LoadedEnvironment, note: Callable[[str], None]) -> Config:
     """Limit eval.problems to the number of held-out problems that the environment has. Returns the configuration.
 
-    Held-out problems are those of evaluations, which are never trained. A data set may have fewer of them than
-    eval.problems; without the limit an evaluation would ask some of them twice. An environment whose class does not
-    know the number has no limit. Calls `note` with a line if the number changes. The dry run calls this, too.
+    Called before the hub is made, and by `flash eval` and the dry run. Held-out problems are those of evaluations,
+    which are never trained. A data set may have fewer of them than eval.problems; without the limit an evaluation would
+    ask some of them twice. An environment whose class does not know the number has no limit. Calls `note` with a line
+    if the number changes.
 
     Raises:
         DeadlineError: the data set was not read within deadlines.env_reset.
@@ -406,6 +419,7 @@ async def limit_held_out_problems(config: Config, env: LoadedEnvironment, note: 
     if not env.is_collected:
         return config
     with deadline(config.deadlines.env_reset, "the number of held-out problems", "the environment's data set"):
+        # This may read or download the data set. The deadline can end only the wait for the thread.
         available = await anyio.to_thread.run_sync(env.held_out_problems, abandon_on_cancel=True)
     wanted = config.eval.problems
     if available is None or available >= wanted:
@@ -415,9 +429,11 @@ async def limit_held_out_problems(config: Config, env: LoadedEnvironment, note: 
 
 
 def explain_engine_start(seconds: float, config: Config) -> str:
-    """Return the end of a line about engines that have been starting for `seconds`; empty if there is no news.
+    """Return the end of a line about engines that have been starting for `seconds`: the reason why it takes so long, or
+    the deadline. Empty in the first LONG_START_S seconds.
 
-    Compilation takes minutes without any output, so users think that the run hangs.
+    Compilation takes minutes without any output, so users think that the run hangs. The lines are those of
+    `report_startup` and of joined nodes.
     """
     most = config.deadlines.engine_start
     if seconds >= NEAR_DEADLINE * most:
